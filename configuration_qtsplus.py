@@ -1,0 +1,137 @@
+"""Configuration of QTSplus, the query-aware visual-token selector, and of Qwen2.5-VL with it."""
+
+from transformers import PreTrainedConfig
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLVisionConfig,
+)
+
+GATES = ("gumbel", "straight_through")
+SELECTIONS = ("qtsplus", "uniform", "random", "all")
+POSITION_IDS = ("original", "sequential")
+
+
+class QTSplusConfig(PreTrainedConfig):
+    r"""
+    Hyperparameters of the selector (arXiv "Seeing the Forest and the Trees", Algorithm 1). Nested as
+    `qtsplus_config` in a model's configuration.
+
+    > The budget, `n = min(ceil(rho * M), n_max)`
+
+    Args:
+        rho_min (`float`, defaults to 0.05): smallest fraction of the visual tokens that the budget head may ask for.
+        rho_max (`float`, defaults to 0.5): largest fraction.
+        n_max (`int`, defaults to 25600): hard cap on the kept tokens of one sample, in training as in inference.
+        budget_hidden_size (`int`, defaults to 256): width of the budget head's hidden layer.
+
+    > The gate
+
+        tau_s (`float`, defaults to 0.5): temperature of the training gate.
+        gate (`str`, defaults to `"straight_through"`): `"gumbel"` is the paper's sampled gate. `"straight_through"` keeps
+            in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
+        selection (`str`, defaults to `"qtsplus"`): `"qtsplus"` keeps the most relevant tokens; `"uniform"` (the paper's
+            UNIF) and `"random"` keep as many, chosen without looking; `"all"` keeps everything.
+
+    > The layers
+
+        scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
+        reencode_layers (`int`, defaults to 2): self-attention layers over the kept tokens; 0 is the paper's nREENC.
+        reencode_rope (`bool`, defaults to `True`): give the re-encoder each token's absolute (time, height, width) as
+            rotary positions. `False` for the checkpoints of the reference implementation, which never had them.
+        dropout (`float`, defaults to 0.0): dropout after attention and feed-forward.
+
+    > The prompt
+
+        position_ids (`str`, defaults to `"original"`): `"original"` lets each kept token keep the position it had in the
+            full prompt; `"sequential"` numbers the shortened prompt from 0, as the reference checkpoints were trained.
+        select_images (`bool`, defaults to `False`): let image tokens compete with the video tokens.
+
+    > The compute-aware loss
+
+        lambda_t, lambda_m, lambda_s (`float`): weights of attention time, of key/value memory and of the prior on rho.
+        rho_prior (`float`, *optional*): the prior's mean; `None` takes the running mean of rho over training.
+        target_n (`float`, *optional*): dataset-level mean of kept tokens to aim at.
+
+    Raises:
+        ValueError: a value out of its range, named with the range.
+    """
+
+    model_type = "qtsplus"
+    base_config_key = "qtsplus_config"
+
+    rho_min: float = 0.05
+    rho_max: float = 0.5
+    n_max: int = 25600
+    budget_hidden_size: int = 256
+    tau_s: float = 0.5
+    gate: str = "straight_through"
+    selection: str = "qtsplus"
+    scoring_layers: int = 1
+    reencode_layers: int = 2
+    reencode_rope: bool = True
+    dropout: float = 0.0
+    position_ids: str = "original"
+    select_images: bool = False
+    lambda_t: float = 0.1
+    lambda_m: float = 0.17
+    lambda_s: float = 0.05
+    rho_prior: float | None = None
+    target_n: float | None = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        _require(0 < self.rho_min <= self.rho_max <= 1, self, "rho_min, rho_max", "0 < rho_min <= rho_max <= 1")
+        _require(self.n_max >= 1, self, "n_max", "n_max >= 1")
+        _require(self.tau_s > 0, self, "tau_s", "tau_s > 0")
+        _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
+        _require(self.scoring_layers >= 1, self, "scoring_layers", "scoring_layers >= 1")
+        _require(self.reencode_layers >= 0, self, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
+        _require(self.gate in GATES, self, "gate", f"one of {GATES}")
+        _require(self.selection in SELECTIONS, self, "selection", f"one of {SELECTIONS}")
+        _require(self.position_ids in POSITION_IDS, self, "position_ids", f"one of {POSITION_IDS}")
+
+
+class Qwen2_5_VLQTSplusConfig(Qwen2_5_VLConfig):
+    r"""
+    Configuration of [`Qwen2_5_VLQTSplusForConditionalGeneration`]: Qwen2.5-VL's, a [`QTSplusConfig`] as
+    `qtsplus_config`, and the token ids by which the question is found in a prompt.
+
+    Args:
+        qtsplus_config (`QTSplusConfig` or `dict`, *optional*): the selector; its defaults where absent.
+        user_turn_token_ids (`list[int]`): the ids that open a user's turn (`<|im_start|>user`), without the line break.
+        turn_end_token_id (`int`): the id that closes a turn (`<|im_end|>`).
+        special_token_ids (`list[int]`): ids that never belong to a question.
+    """
+
+    model_type = "qwen2_5_vl_qtsplus"
+    keys_to_ignore_at_inference = ["past_key_values", "qtsplus"]
+    # Transformers below 5.20 reads `sub_configs`, later ones `sub_configs_defaults`.
+    sub_configs = {
+        "vision_config": Qwen2_5_VLVisionConfig,
+        "text_config": Qwen2_5_VLTextConfig,
+        "qtsplus_config": QTSplusConfig,
+    }
+    sub_configs_defaults = sub_configs
+
+    qtsplus_config: dict | PreTrainedConfig | None = None
+    user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)
+    turn_end_token_id: int = 151645
+    special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151657))
+
+    def __post_init__(self, **kwargs):
+        if self.qtsplus_config is None:
+            self.qtsplus_config = QTSplusConfig()
+        elif isinstance(self.qtsplus_config, dict):
+            self.qtsplus_config = QTSplusConfig(**self.qtsplus_config)
+        kwargs.pop("model_type", None)  # a base checkpoint's config.json says "qwen2_5_vl"
+        super().__post_init__(**kwargs)
+
+
+def _require(holds, config, names, expected):
+    if not holds:
+        given = ", ".join(f"{name}={getattr(config, name)!r}" for name in names.split(", "))
+        raise ValueError(f"QTSplusConfig got {given}; expected {expected}.")
+
+
+__all__ = ["QTSplusConfig", "Qwen2_5_VLQTSplusConfig"]
