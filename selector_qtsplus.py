@@ -1,11 +1,20 @@
 """The query-aware token selector: Algorithm 1 of the paper, from relevance to the re-encoded tokens.
 
-Independent of any backbone. Pure functions over one sample come first, in the paper's order; thin modules and
-[`QTSplusSelector`], which runs them over a ragged batch, follow.
+Independent of any backbone. Pure functions over one sample come first, in the paper's order; the modules and
+[`QTSplusSelector`], which runs them over a ragged batch, follow. Symbols are the paper's, as words: visual (X,
+`[M, d]`), query (Q, `[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
 """
 
-import torch
+import math
+from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.utils import ModelOutput
+
+EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
 # --------------------------------------------------------------------------------------------------------------------
 # The query Q: which tokens of a prompt are the question
 # --------------------------------------------------------------------------------------------------------------------
@@ -50,3 +59,516 @@ def find_query_mask(
         stop = start + int(ends[0]) if len(ends) else input_ids.shape[1]
         mask[row, start:stop] = eligible[row, start:stop].long()
     return mask
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Lines 1-2: relevance
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def log_relevance(query_states: torch.Tensor, key_states: torch.Tensor, block_size: int = 16384) -> torch.Tensor:
+    """
+    `log r_i = max over heads and query tokens of log softmax_i(q k / sqrt(d_h))`, in float32.
+
+    The softmax runs over all M visual tokens, but only `block_size` of them are scored at a time: first the
+    log-sum-exp, then the maximum. Any block size gives the same result, and gradients recompute each block.
+
+    Args:
+        query_states: `[heads, L, head_dim]`.
+        key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
+
+    Returns:
+        `[M]` float32, at most 0.
+    """
+    kv_heads, _, head_dim = key_states.shape
+    queries = query_states.reshape(kv_heads, -1, head_dim).float() / math.sqrt(head_dim)
+    blocks = key_states.split(block_size, dim=1)
+    recompute = torch.is_grad_enabled() and len(blocks) > 1
+
+    def per_block(function, *extra):
+        if recompute:
+            return [checkpoint(function, queries, block, *extra, use_reentrant=False) for block in blocks]
+        return [function(queries, block, *extra) for block in blocks]
+
+    log_normaliser = torch.stack(per_block(_block_logsumexp)).logsumexp(0)
+    return torch.cat(per_block(_block_max, log_normaliser))
+
+
+def _block_logsumexp(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return (queries @ keys.float().transpose(1, 2)).logsumexp(-1)
+
+
+def _block_max(queries: torch.Tensor, keys: torch.Tensor, log_normaliser: torch.Tensor) -> torch.Tensor:
+    log_attention = queries @ keys.float().transpose(1, 2) - log_normaliser[..., None]
+    return log_attention.flatten(0, 1).amax(0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Lines 3-4: budget
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tensor:
+    """
+    What the budget head sees: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
+
+    Args:
+        query: `[L, d]` embeddings of the question.
+        relevance: `[M]` float32.
+    """
+    p = relevance / (relevance.sum() + EPSILON)
+    entropy = -(p * (p + EPSILON).log()).sum()
+    log_m = torch.full_like(entropy, math.log(len(relevance)))
+    return torch.cat([query.float().mean(0), torch.stack([log_m, relevance.max(), entropy])])
+
+
+def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
+    """`n = min(ceil(rho M), n_max)`, at least 1."""
+    # A product such as 0.07 * 100 = 7.000000000000001 must not cost a token more.
+    return max(1, min(math.ceil(round(rho * num_tokens, 6)), n_max))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Algorithm 2: threshold
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> torch.Tensor:
+    """
+    Solves `sum_i sigmoid((scores_i - t) / tau_s) = target` for t.
+
+    The sum falls strictly with t, and `t` lies between `min(scores)` and `max(scores)` shifted by
+    `tau_s * logit(target / M)`: bisection between the two always arrives, where the paper's plain Newton runs away on
+    peaked scores. The gradient is the implicit one, `dt = (sum_i w_i dscores_i - tau_s dtarget) / sum_i w_i` with
+    `w = s (1 - s)`.
+
+    Args:
+        scores: `[M]`.
+        target: scalar tensor, tokens, between 0 and M.
+        tau_s: temperature.
+
+    Returns:
+        Scalar t, in the dtype of `scores`.
+    """
+    precise = torch.float32 if scores.device.type == "mps" else torch.float64
+    x = scores.detach().to(precise)
+    goal = target.detach().to(precise)
+    fraction = (goal / len(x)).clamp(1e-6, 1 - 1e-6)
+    goal = fraction * len(x)
+    shift = tau_s * torch.logit(fraction)
+    low, high = x.min() - shift, x.max() - shift
+    for _ in range(60):
+        t = (low + high) / 2
+        too_many = torch.sigmoid((x - t) / tau_s).sum() > goal
+        low, high = torch.where(too_many, t, low), torch.where(too_many, high, t)
+
+    t = (low + high) / 2
+    if not (torch.is_grad_enabled() and (scores.requires_grad or target.requires_grad)):
+        return t.to(scores.dtype)
+    z = (x - t) / tau_s
+    weights = torch.sigmoid(z) * torch.sigmoid(-z)  # s (1 - s) without cancellation
+    total = weights.sum().clamp(min=1e-30)
+    residual = ((weights / total).to(scores.dtype) * scores).sum() - (tau_s / total).to(scores.dtype) * target
+    return t.to(scores.dtype) + (residual - residual.detach())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Lines 5-14: gate
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
+    """Indices of the n largest scores, ascending: `[n]` int64."""
+    return scores.topk(n, sorted=False).indices.sort().values
+
+
+def gumbel_noise(num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Standard Gumbel noise for (keep, drop): `[M, 2]` float32."""
+    return -torch.empty(num_tokens, 2, device=device).exponential_().log()
+
+
+def gumbel_gate(
+    relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n_max: int, noise: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    The paper's training gate: hard Gumbel-softmax over `[r - t, 0]` with a straight-through gradient.
+
+    Args:
+        relevance: `[M]` float32.
+        target: scalar tensor, the tokens that the threshold aims at.
+        n_max: cap on the kept tokens; the sampled count itself is free below it.
+        noise: `[M, 2]`, drawn if `None`.
+
+    Returns:
+        kept indices `[n]` ascending, their gates `[n]` (value 1, soft gradient), threshold t (scalar).
+    """
+    noise = gumbel_noise(len(relevance), relevance.device) if noise is None else noise
+    threshold = find_threshold(relevance, target, tau_s)
+    margin = relevance - threshold + noise[:, 0] - noise[:, 1]
+    kept = (margin.detach() >= 0).nonzero()[:, 0]
+    if len(kept) == 0:
+        kept = relevance.detach().argmax()[None]
+    elif len(kept) > n_max:
+        kept = top_n(margin.detach(), n_max)
+    soft = torch.sigmoid(margin[kept] / tau_s)
+    return kept, 1 + (soft - soft.detach()), threshold
+
+
+def straight_through_gate(
+    log_r: torch.Tensor, target: torch.Tensor, tau_s: float, n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Keeps in training exactly what inference keeps; the gradient is that of `sigmoid((log r - t) / tau_s)`.
+
+    Args:
+        log_r: `[M]` float32, log-relevance.
+        target: scalar tensor, the soft count that fixes t; differentiable in rho.
+        n: the hard count.
+
+    Returns:
+        kept indices `[n]` ascending, their gates `[n]` (value 1, soft gradient), threshold t on log-relevance (scalar).
+    """
+    kept = top_n(log_r.detach(), n)
+    threshold = find_threshold(log_r, target, tau_s)
+    soft = torch.sigmoid((log_r[kept] - threshold) / tau_s)
+    return kept, 1 + (soft - soft.detach()), threshold
+
+
+def uniform_indices(num_tokens: int, n: int, device: torch.device) -> torch.Tensor:
+    """n evenly spaced indices, the middle of each of n equal parts: the paper's UNIF."""
+    return ((torch.arange(n, device=device) * 2 + 1) * num_tokens) // (2 * n)
+
+
+def random_indices(num_tokens: int, n: int, device: torch.device) -> torch.Tensor:
+    """n different indices drawn with torch's global generator, ascending."""
+    return torch.randperm(num_tokens, device=device)[:n].sort().values
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Lines 15-16: re-encoding
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def rotary_tables(
+    positions: torch.Tensor, head_dim: int, rope_theta: float, mrope_section: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Cosines and sines of multimodal rotary positions, as Qwen2.5-VL lays them out.
+
+    Args:
+        positions: `[3, n]`, (time, height, width) of each token.
+        mrope_section: how many of the `head_dim / 2` frequencies each axis takes, in turn.
+
+    Returns:
+        two float32 `[n, head_dim]`.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions[..., None].float() * rope_theta**-exponents
+    sections = [part[i % 3] for i, part in enumerate(angles.split(list(mrope_section), dim=-1))]
+    angles = torch.cat(sections * 2, dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotates `[heads, n, head_dim]` by the tables of [`rotary_tables`]."""
+    cos, sin = rotary
+    first, second = states.float().chunk(2, dim=-1)
+    return (states.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(states.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Modules
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class QTSplusRMSNorm(nn.Module):
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight.float() * x).to(hidden_states.dtype)
+
+
+class QTSplusLayer(nn.Module):
+    """Pre-norm attention from `query` to `context`, then a feed-forward block; both scoring and re-encoding use it."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_key_value_heads: int, eps: float, dropout: float):
+        super().__init__()
+        self.head_dim = hidden_size // num_heads
+        self.dropout = dropout
+        key_value_size = num_key_value_heads * self.head_dim
+        self.q_norm = QTSplusRMSNorm(hidden_size, eps)
+        self.kv_norm = QTSplusRMSNorm(hidden_size, eps)
+        self.q_proj = nn.Linear(hidden_size, hidden_size)
+        self.k_proj = nn.Linear(hidden_size, key_value_size)
+        self.v_proj = nn.Linear(hidden_size, key_value_size)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.ffn_norm = QTSplusRMSNorm(hidden_size, eps)
+        self.ffn = nn.Sequential(
+            nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size)
+        )
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        context: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        only_relevance: bool = False,
+    ) -> torch.Tensor:
+        """
+        Args:
+            query: `[L, d]`.
+            context: `[M, d]`; the same tensor as `query` for self-attention.
+            rotary: tables for self-attention.
+            only_relevance: return the `[M]` log-relevance of this layer's attention instead of the `[L, d]` output.
+        """
+        source = self.kv_norm(context)
+        query_states, key_states = self._heads(self.q_proj(self.q_norm(query))), self._heads(self.k_proj(source))
+        if only_relevance:
+            return log_relevance(query_states, key_states)
+        if rotary is not None:
+            query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
+        # Repeated heads keep the fused kernels, which never hold the [L, M] weights; `enable_gqa` loses some of them.
+        groups = len(query_states) // len(key_states)
+        value_states = self._heads(self.v_proj(source)).repeat_interleave(groups, dim=0)
+        attention = F.scaled_dot_product_attention(
+            query_states[None], key_states.repeat_interleave(groups, dim=0)[None], value_states[None]
+        )
+        query = query + self._drop(self.o_proj(attention[0].transpose(0, 1).flatten(1)))
+        return query + self._drop(self.ffn(self.ffn_norm(query)))
+
+    def _drop(self, states: torch.Tensor) -> torch.Tensor:
+        return F.dropout(states, self.dropout, self.training)
+
+
+class QTSplusBudgetHead(nn.Module):
+    """`rho = rho_min + (rho_max - rho_min) sigmoid(MLP(features))`, in float32 whatever the parameters' dtype."""
+
+    def __init__(self, hidden_size: int, budget_hidden_size: int):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden_size + 3, budget_hidden_size), nn.GELU(), nn.Linear(budget_hidden_size, 1)
+        )
+
+    def forward(self, features: torch.Tensor, rho_min: float, rho_max: float) -> torch.Tensor:
+        hidden = F.gelu(F.linear(features, self.mlp[0].weight.float(), self.mlp[0].bias.float()))
+        logit = F.linear(hidden, self.mlp[2].weight.float(), self.mlp[2].bias.float())
+        return rho_min + (rho_max - rho_min) * torch.sigmoid(logit[0])
+
+
+@dataclass
+class QTSplusOutput(ModelOutput):
+    """
+    What the selector decided, one entry per row of the batch.
+
+    Args:
+        relevance: tuple of `[M_b]` float32; empty where relevance was not needed.
+        rho: `[B]` float32, the fraction aimed at; 0 in rows without visual tokens.
+        n: `[B]` int64, kept tokens.
+        kept_indices: tuple of `[n_b]` int64, ascending, into the row's visual tokens.
+        threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r for "straight_through"); 0 where
+            there was none. `None` at inference.
+        loss_t, loss_m, loss_s: scalars, the weighted compute-aware penalties.
+        columns: `[B, S']` int64, the column of the caller's prompt behind each column that the language model saw;
+            -1 on padding.
+    """
+
+    relevance: tuple[torch.Tensor, ...] | None = None
+    rho: torch.Tensor | None = None
+    n: torch.Tensor | None = None
+    kept_indices: tuple[torch.Tensor, ...] | None = None
+    threshold: torch.Tensor | None = None
+    loss_t: torch.Tensor | None = None
+    loss_m: torch.Tensor | None = None
+    loss_s: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+
+
+class QTSplusSelector(nn.Module):
+    """
+    Selects and re-encodes the visual tokens that matter for a question (Algorithm 1).
+
+    Args:
+        config: [`QTSplusConfig`]; read at every call, so schedules may change tau_s, n_max, the rho bounds and lambdas.
+        hidden_size, num_attention_heads, num_key_value_heads, rms_norm_eps, rope_theta, mrope_section: as in the
+            language model.
+    """
+
+    def __init__(
+        self,
+        config,
+        hidden_size: int,
+        num_attention_heads: int,
+        num_key_value_heads: int,
+        rms_norm_eps: float = 1e-6,
+        rope_theta: float = 1e6,
+        mrope_section: list[int] | tuple[int, ...] = (16, 24, 24),
+    ):
+        super().__init__()
+        self.config = config
+        self.hidden_size = hidden_size
+        self.head_dim = hidden_size // num_attention_heads
+        self.rope_theta = rope_theta
+        self.mrope_section = list(mrope_section)
+        shape = (hidden_size, num_attention_heads, num_key_value_heads, rms_norm_eps, config.dropout)
+        self.scoring_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.scoring_layers))
+        self.budget = QTSplusBudgetHead(hidden_size, config.budget_hidden_size)
+        self.reencode_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.reencode_layers))
+        # Sum of rho in units of 2^-32, and count: integers survive a cast of the model to bfloat16.
+        self.register_buffer("rho_history", torch.zeros(2, dtype=torch.int64))
+        # Only the attention weights of the last scoring layer are used, so the rest of it has no gradient.
+        last = self.scoring_layers[-1]
+        for module in (last.v_proj, last.o_proj, last.ffn_norm, last.ffn):
+            module.requires_grad_(False)
+
+    def forward(
+        self,
+        visual: list[torch.Tensor],
+        query: list[torch.Tensor],
+        positions: list[torch.Tensor],
+        retention: float | None = None,
+        max_visual_tokens: int | None = None,
+        sample_gate: bool | None = None,
+    ) -> tuple[list[torch.Tensor], QTSplusOutput]:
+        """
+        Args:
+            visual: per row `[M_b, d]`, all visual tokens that compete for the row's budget; `[0, d]` for none.
+            query: per row `[L_b, d]`, embeddings of the question.
+            positions: per row `[3, M_b]`, absolute (time, height, width) of the visual tokens.
+            retention: fixes rho, in (0, 1].
+            max_visual_tokens: caps n for this call, below `n_max`.
+            sample_gate: use the training gate; `self.training` if `None`.
+
+        Returns:
+            per row `[n_b, d]` tokens for the language model, in their original order, and a [`QTSplusOutput`].
+
+        Raises:
+            ValueError: `retention` or `max_visual_tokens` out of range, or a row with visual tokens but no question.
+        """
+        self._check_call(retention, max_visual_tokens)
+        sample_gate = self.training if sample_gate is None else sample_gate
+        cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
+        rows = [
+            self._select_row(row, visual[row], query[row], retention, cap, sample_gate) for row in range(len(visual))
+        ]
+        kept_indices, relevance, rho, threshold, features = (list(field) for field in zip(*rows, strict=True))
+        for row, kept in enumerate(kept_indices):
+            if len(kept):
+                features[row] = self._reencode(features[row], positions[row][:, kept])
+
+        if self.training and torch.is_grad_enabled():
+            # A batch without visual tokens must still reach every parameter, or distributed training waits for ever.
+            anchor = sum(p.sum() for p in self.parameters() if p.requires_grad) * 0.0
+            features = [row + anchor.to(row.dtype) for row in features]
+
+        num_tokens = torch.tensor([len(row) for row in visual], device=visual[0].device)
+        rho = torch.stack(rho)
+        loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
+        return features, QTSplusOutput(
+            relevance=tuple(relevance),
+            rho=rho,
+            n=torch.tensor([len(kept) for kept in kept_indices], device=rho.device),
+            kept_indices=tuple(kept_indices),
+            threshold=torch.stack(threshold) if sample_gate else None,
+            loss_t=loss_t,
+            loss_m=loss_m,
+            loss_s=loss_s,
+        )
+
+    def _check_call(self, retention: float | None, max_visual_tokens: int | None):
+        if retention is not None and not 0 < retention <= 1:
+            raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens in (0, 1].")
+        if max_visual_tokens is not None and (isinstance(max_visual_tokens, bool) or max_visual_tokens < 1):
+            raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
+        if self.config.selection == "all" and (retention or 1.0, max_visual_tokens) != (1.0, None):
+            raise ValueError(
+                'selection="all" keeps every visual token: set another selection in qtsplus_config, or leave retention '
+                "and max_visual_tokens out."
+            )
+
+    def _select_row(self, row, visual, query, retention, cap, sample_gate):
+        """Relevance, budget and gate of one sample: (kept indices, relevance, rho, threshold, kept tokens)."""
+        config, num_tokens, device = self.config, len(visual), visual.device
+        nothing = torch.zeros((), device=device)
+        empty = torch.empty(0, device=device)
+        if num_tokens == 0:
+            return empty.long(), empty, nothing, nothing, visual
+        if config.selection == "all":
+            return torch.arange(num_tokens, device=device), empty, nothing + 1, nothing, visual
+
+        relevance = log_r = empty
+        if config.selection == "qtsplus" or retention is None:
+            if len(query) == 0:
+                raise ValueError(
+                    f"Row {row} has {num_tokens} visual tokens but no question to select them by. Format the prompt "
+                    "with the processor's chat template, or pass query_mask= or query_input_ids=."
+                )
+            log_r = self._log_relevance(visual, query)
+            relevance = log_r.exp()
+        if retention is None:
+            rho = self.budget(budget_features(query, relevance), config.rho_min, config.rho_max)
+            n = kept_count(float(rho.detach()), num_tokens, cap)
+        else:
+            rho = nothing + retention
+            n = kept_count(retention, num_tokens, cap)
+
+        if config.selection == "uniform":
+            kept = uniform_indices(num_tokens, n, device)
+        elif config.selection == "random":
+            kept = random_indices(num_tokens, n, device)
+        elif not sample_gate:
+            kept = top_n(log_r, n)
+        else:
+            target = (rho * num_tokens).clamp(max=cap)
+            if config.gate == "gumbel":
+                kept, gate, threshold = gumbel_gate(relevance, target, config.tau_s, cap)
+            else:
+                kept, gate, threshold = straight_through_gate(log_r, target, config.tau_s, n)
+            return kept, relevance, rho, threshold.detach(), visual[kept] * gate[:, None].to(visual.dtype)
+        return kept, relevance, rho, nothing, visual[kept]
+
+    def _log_relevance(self, visual: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        for layer in self.scoring_layers[:-1]:
+            query = layer(query, visual)
+        return self.scoring_layers[-1](query, visual, only_relevance=True)
+
+    def _reencode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rotary = None
+        if self.config.reencode_rope and len(self.reencode_layers):
+            rotary = rotary_tables(positions, self.head_dim, self.rope_theta, self.mrope_section)
+        for layer in self.reencode_layers:
+            tokens = layer(tokens, tokens, rotary)
+        return tokens
+
+    def _penalties(self, rho: torch.Tensor, num_tokens: torch.Tensor, cap: int, training: bool):
+        """Equation 5 without the supervised term: means over the rows that have visual tokens, times their lambdas."""
+        config = self.config
+        rho, num_tokens = rho[num_tokens > 0], num_tokens[num_tokens > 0]
+        if len(rho) == 0:
+            zero = torch.zeros((), device=rho.device)
+            return zero, zero, zero
+        soft_n = rho * num_tokens
+        # Charged is what the gate keeps, at most the cap; the gradient still pulls rho down from above it.
+        soft_n = soft_n - (soft_n - cap).clamp(min=0).detach()
+        prior = self._prior_mean(rho.detach(), training)
+        return (
+            config.lambda_t * (soft_n / config.n_max).pow(2).mean(),
+            config.lambda_m * (soft_n / config.n_max).mean(),
+            config.lambda_s * (rho - prior).pow(2).mean(),
+        )
+
+    def _prior_mean(self, rho: torch.Tensor, training: bool) -> float | torch.Tensor:
+        """`rho_prior`, or the running mean of rho, this batch included; only training moves it."""
+        if self.config.rho_prior is not None:
+            return self.config.rho_prior
+        history = self.rho_history + torch.stack([(rho * 2.0**32).sum().long(), torch.tensor(len(rho)).to(rho.device)])
+        if training:
+            self.rho_history.copy_(history)
+        return (history[0] / history[1] / 2.0**32).float()
