@@ -28,8 +28,8 @@ class QTSplusConfig(PreTrainedConfig):
     > The gate
 
         tau_s (`float`, defaults to 0.5): temperature of the training gate.
-        gate (`str`, defaults to `"straight_through"`): `"gumbel"` is the paper's sampled gate. `"straight_through"` keeps
-            in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
+        gate (`str`, defaults to `"straight_through"`): `"gumbel"` is the paper's sampled gate. `"straight_through"`
+            keeps in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
         selection (`str`, defaults to `"qtsplus"`): `"qtsplus"` keeps the most relevant tokens; `"uniform"` (the paper's
             UNIF) and `"random"` keep as many, chosen without looking; `"all"` keeps everything.
 
@@ -43,8 +43,8 @@ class QTSplusConfig(PreTrainedConfig):
 
     > The prompt
 
-        position_ids (`str`, defaults to `"original"`): `"original"` lets each kept token keep the position it had in the
-            full prompt; `"sequential"` numbers the shortened prompt from 0, as the reference checkpoints were trained.
+        position_ids (`str`, defaults to `"original"`): `"original"` lets each kept token keep the position it had in
+            the full prompt; `"sequential"` numbers the shortened prompt from 0, as the reference checkpoints do.
         select_images (`bool`, defaults to `False`): let image tokens compete with the video tokens.
 
     > The compute-aware loss

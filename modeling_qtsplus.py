@@ -329,12 +329,16 @@ class QTSplusModelMixin:
         for kind, name in KINDS.items():
             if name not in features:
                 continue
-            packed = torch.cat(list(features[name])).to(inputs_embeds.device, inputs_embeds.dtype)
+            lengths = [len(row) for row in features[name]]
             mask = types == kind
-            if int(mask.sum()) != len(packed):
+            if len(lengths) == len(mask):
+                # A placeholder behind the prompt's own is a token that was generated, or guessed by a lookup there.
+                mask &= mask.cumsum(1) <= torch.tensor(lengths, device=mask.device)[:, None]
+            if int(mask.sum()) != sum(lengths):
                 raise ValueError(
-                    f"{int(mask.sum())} {name} placeholders in the prompt for {len(packed)} {name} features."
+                    f"{int(mask.sum())} {name} placeholders in the prompt for {sum(lengths)} {name} features."
                 )
+            packed = torch.cat(list(features[name])).to(inputs_embeds.device, inputs_embeds.dtype)
             inputs_embeds = inputs_embeds.masked_scatter(mask[..., None], packed)
         return inputs_embeds
 

@@ -1,7 +1,6 @@
 """The golden tensors of the reference implementation, and its parameter names in ours."""
 
 import json
-import re
 from pathlib import Path
 
 import torch

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from reference import load, meta
+
 from qtsplus.configuration_qtsplus import QTSplusConfig
 from qtsplus.hub.convert import rename_reference_key
 from qtsplus.selector_qtsplus import QTSplusSelector, find_threshold, gumbel_gate
-
-from reference import load, meta
 
 CASE = ("case1", "selector")
 LOSSES = {"flops": "loss_t", "kv": "loss_m", "smooth": "loss_s"}
@@ -110,7 +110,9 @@ def test_gradients(training_call, scalar):
     parameters = dict(selector.named_parameters())
     for name, gradient in expected.items():
         mine = inputs[name].grad if name in inputs else parameters[ours(f"selector.{name}")].grad
-        torch.testing.assert_close(mine, gradient, atol=float(4e-6 * gradient.abs().max()), rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            mine, gradient, atol=float(4e-6 * gradient.abs().max()), rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("row", range(13))

@@ -1,0 +1,406 @@
+"""`generate` against a loop without a cache over the same shortened prompt."""
+
+import inspect
+
+import pytest
+import torch
+from tiny import BOS, EOS, IM_END, IM_START, NEWLINE, PAD, USER, batch, prompt, tiny_model
+from transformers import DynamicCache, GenerationMixin, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+VIDEO, WIDE, IMAGE = (4, 8, 12), (3, 4, 20), (1, 8, 8)
+NEW = 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    """Rows that keep different counts: a video, text alone, an image with two videos."""
+    rows = [prompt(videos=[VIDEO]), prompt(seed=1), prompt(images=[IMAGE], videos=[WIDE, VIDEO], seed=2)]
+    return batch(*rows)
+
+
+@pytest.fixture(scope="module")
+def single():
+    return batch(prompt(videos=[VIDEO]))
+
+
+class Loop:
+    """Decodes one token at a time, every step from the start, with nothing but the language model."""
+
+    def __init__(self, model, inputs, copies=1, **call):
+        self.model = model
+        with torch.no_grad():
+            compact = model.model.compress(**inputs, **call, sample_gate=False, pad_left=True)
+            embeds = model.get_input_embeddings()(compact.input_ids)
+            embeds = model.model.splice(embeds, compact.input_ids, compact.features)
+        self.prompt_length = compact.input_ids.shape[1]
+        self.ids = compact.input_ids.repeat_interleave(copies, 0)
+        self.embeds = embeds.repeat_interleave(copies, 0)
+        self.mask = compact.attention_mask.repeat_interleave(copies, 0)
+        self.positions = compact.position_ids.repeat_interleave(copies, 1)
+
+    @property
+    def new(self):
+        return self.ids[:, self.prompt_length :]
+
+    @torch.no_grad()
+    def logits(self):
+        hidden = self.model.model.language_model(
+            inputs_embeds=self.embeds, attention_mask=self.mask, position_ids=self.positions, use_cache=False
+        ).last_hidden_state
+        return self.model.lm_head(hidden[:, -1])
+
+    @torch.no_grad()
+    def append(self, tokens, rows=None):
+        if rows is not None:
+            self.ids, self.embeds, self.mask = self.ids[rows], self.embeds[rows], self.mask[rows]
+            self.positions = self.positions[:, rows]
+        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+        self.embeds = torch.cat([self.embeds, self.model.get_input_embeddings()(tokens[:, None])], 1)
+        self.mask = torch.cat([self.mask, torch.ones_like(tokens[:, None])], 1)
+        self.positions = torch.cat([self.positions, self.positions[..., -1:] + 1], 2)
+
+    def decode(self, choose, steps=NEW):
+        """Until every row has ended or `steps` tokens; a row that has ended gets padding."""
+        done = torch.zeros(len(self.ids), dtype=torch.bool)
+        scores = []
+        for _ in range(steps):
+            scores.append(self.logits())
+            tokens = choose(scores[-1]).masked_fill(done, PAD)
+            self.append(tokens)
+            done |= tokens == EOS
+            if done.all():
+                break
+        return scores
+
+
+def greedy(logits):
+    return logits.argmax(-1)
+
+
+def new_tokens(output, inputs):
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    copies = len(sequences) // len(inputs["input_ids"])
+    given = inputs["input_ids"].repeat_interleave(copies, 0)
+    assert torch.equal(sequences[:, : given.shape[1]], given), "the caller's ids come back first"
+    return sequences[:, given.shape[1] :]
+
+
+@pytest.mark.parametrize("call", [{}, {"retention": 0.1}, {"max_visual_tokens": 5}], ids=str)
+def test_greedy_with_scores(model, ragged, call):
+    loop = Loop(model, ragged, **call)
+    scores = loop.decode(greedy)
+    output = model.generate(
+        **ragged, **call, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_scores=True
+    )
+    assert new_tokens(output, ragged).tolist() == loop.new.tolist()
+    assert len(output.scores) == len(scores)
+    for ours, theirs in zip(output.scores, scores, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert [len(kept) for kept in output.qtsplus.kept_indices] == output.qtsplus.n.tolist()
+    assert output.qtsplus.n[1] == 0
+
+
+def test_the_comparison_can_fail(model, ragged):
+    loop = Loop(model, ragged, retention=0.1)
+    loop.decode(greedy)
+    answer = model.generate(**ragged, retention=0.5, max_new_tokens=NEW, do_sample=False)
+    assert new_tokens(answer, ragged).tolist() != loop.new.tolist()
+
+
+@pytest.mark.parametrize("pad_left", [True, False])
+def test_padding_side_does_not_matter(model, pad_left):
+    rows = [prompt(videos=[VIDEO]), prompt(seed=1), prompt(images=[IMAGE], videos=[WIDE, VIDEO], seed=2)]
+    inputs = batch(*rows, pad_left=pad_left, width=300)
+    answer = new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
+    for row, one in enumerate(rows):
+        alone = batch(one)
+        expected = new_tokens(model.generate(**alone, max_new_tokens=NEW, do_sample=False), alone)[0].tolist()
+        got = answer[row].tolist()
+        assert got[: len(expected)] == expected
+        assert set(got[len(expected) :]) <= {PAD}
+
+
+def test_sampling_with_a_seed(model, ragged):
+    loop = Loop(model, ragged)
+    torch.manual_seed(7)
+    loop.decode(lambda logits: torch.multinomial((logits / 0.8).softmax(-1), 1)[:, 0])
+    torch.manual_seed(7)
+    output = model.generate(**ragged, max_new_tokens=NEW, do_sample=True, temperature=0.8, top_k=0)
+    assert new_tokens(output, ragged).tolist() == loop.new.tolist()
+
+
+def test_several_sequences_of_each_prompt(model, ragged):
+    loop = Loop(model, ragged, copies=2)
+    torch.manual_seed(7)
+    loop.decode(lambda logits: torch.multinomial(logits.softmax(-1), 1)[:, 0])
+    torch.manual_seed(7)
+    output = model.generate(**ragged, max_new_tokens=NEW, do_sample=True, top_k=0, num_return_sequences=2)
+    assert new_tokens(output, ragged).tolist() == loop.new.tolist()
+    assert len(set(map(tuple, loop.new.tolist()))) > 3
+
+
+@pytest.mark.parametrize("returned", [1, 2])
+def test_beams(model, ragged, returned):
+    beams, steps, rows = 3, 5, len(ragged["input_ids"])
+    output = model.generate(
+        **ragged,
+        max_new_tokens=steps,
+        num_beams=beams,
+        num_return_sequences=returned,
+        do_sample=False,
+        eos_token_id=511,
+        suppress_tokens=[511],
+    )
+    loop = Loop(model, ragged, copies=beams)
+    total = torch.tensor([0.0, *[-1e9] * (beams - 1)] * rows)
+    for _ in range(steps):
+        scores = loop.logits()
+        scores[:, 511] = -torch.inf
+        scores = (scores.log_softmax(-1) + total[:, None]).view(rows, -1)
+        best = scores.topk(beams)
+        total = best.values.flatten()
+        parents = best.indices // 512 + torch.arange(rows)[:, None] * beams
+        loop.append((best.indices % 512).flatten(), parents.flatten())
+    expected = loop.new.view(rows, beams, -1)[:, :returned].flatten(0, 1)
+    assert new_tokens(output, ragged).tolist() == expected.tolist()
+
+
+def test_repetition_penalty(model, ragged):
+    def penalised(logits):
+        seen = torch.zeros_like(logits).scatter(1, loop.ids, 1.0)
+        if (loop.mask == 0).any():  # padding is not part of a row's text
+            real = [set(row[kept.bool()].tolist()) for row, kept in zip(loop.ids, loop.mask, strict=True)]
+            for row, tokens in enumerate(real):
+                seen[row, PAD] = float(PAD in tokens)
+        penalty = torch.where(logits < 0, logits * 1.7, logits / 1.7)
+        return torch.where(seen.bool(), penalty, logits).argmax(-1)
+
+    loop = Loop(model, ragged)
+    loop.decode(penalised)
+    output = model.generate(**ragged, max_new_tokens=NEW, do_sample=False, repetition_penalty=1.7)
+    assert new_tokens(output, ragged).tolist() == loop.new.tolist()
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamer(model, single):
+    streamer = Recorder()
+    output = model.generate(**single, max_new_tokens=NEW, do_sample=False, streamer=streamer)
+    assert streamer.pieces[0] == single["input_ids"][0].tolist()
+    assert [token for piece in streamer.pieces[1:] for token in piece] == new_tokens(output, single)[0].tolist()
+    assert streamer.ended
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"cache_implementation": "static"},
+        {"use_cache": False},
+        {"cache_implementation": "dynamic"},
+        {"prompt_lookup_num_tokens": 3},
+        {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 1},
+    ],
+    ids=str,
+)
+def test_other_ways_to_the_same_tokens(model, single, how):
+    loop = Loop(model, single, retention=0.2)
+    loop.decode(greedy, 16)
+    output = model.generate(**single, retention=0.2, max_new_tokens=16, do_sample=False, **how)
+    assert new_tokens(output, single).tolist() == loop.new.tolist()
+
+
+def test_static_cache_with_a_batch(model, ragged):
+    loop = Loop(model, ragged)
+    loop.decode(greedy)
+    output = model.generate(**ragged, max_new_tokens=NEW, do_sample=False, cache_implementation="static")
+    assert new_tokens(output, ragged).tolist() == loop.new.tolist()
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_the_callers_own_cache(model, single, kind):
+    options = {"max_cache_len": 256} if kind is StaticCache else {}
+    cache = kind(config=model.config.text_config, **options)
+    output = model.generate(**single, max_new_tokens=NEW, do_sample=False, past_key_values=cache)
+    expected = model.generate(**single, max_new_tokens=NEW, do_sample=False)
+    assert output.tolist() == expected.tolist()
+    assert cache.get_seq_length() > 0
+
+
+def test_assisted_by_another_model(model, single):
+    expected = model.generate(**single, retention=0.2, max_new_tokens=16, do_sample=False)
+    for assistant in (tiny_model(seed=1), tiny_model()):
+        output = model.generate(**single, retention=0.2, max_new_tokens=16, do_sample=False, assistant_model=assistant)
+        assert output.tolist() == expected.tolist()
+
+
+def test_lengths_count_the_callers_prompt(model, ragged):
+    width = ragged["input_ids"].shape[1]
+    expected = model.generate(**ragged, max_new_tokens=6, do_sample=False)
+    assert model.generate(**ragged, max_length=width + 6, do_sample=False).tolist() == expected.tolist()
+    from_config = inspect.signature(GenerationMixin.generate).parameters["generation_config"]
+    assert from_config.default is None
+    config = type(model.generation_config)(max_length=width + 6, do_sample=False)
+    assert model.generate(**ragged, generation_config=config).tolist() == expected.tolist()
+    assert config.max_length == width + 6, "the caller's configuration is left alone"
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        model.generate(**ragged, max_length=width)
+
+
+@pytest.mark.parametrize("at_least", [{"min_new_tokens": 5}, {"min_length": 5}], ids=["min_new_tokens", "min_length"])
+def test_at_least_some_tokens(model, single, at_least):
+    """The first token that greedy decoding would choose is made the end, so that only the minimum holds it off."""
+    first = int(model.generate(**single, max_new_tokens=1, do_sample=False)[0, -1])
+
+    def choose(logits):
+        if loop.new.shape[1] < 5:
+            logits[:, first] = -torch.inf
+        return logits.argmax(-1)
+
+    loop = Loop(model, single)
+    loop.decode(choose, 5)
+    if "min_length" in at_least:
+        at_least = {"min_length": single["input_ids"].shape[1] + 5}
+    output = model.generate(**single, max_new_tokens=9, do_sample=False, eos_token_id=first, **at_least)
+    assert new_tokens(output, single)[0, :5].tolist() == loop.new[0].tolist()
+
+
+# ---- the next turn ----
+
+
+def next_turn(inputs, answer, rows=None, question=(40, 41, 42)):
+    """Ids of the conversation with the answer and a new question behind it, padded left."""
+    tail = [IM_END, NEWLINE, IM_START, USER, NEWLINE, *question, IM_END, NEWLINE, IM_START, 493, NEWLINE]
+    ids = []
+    for row, mask, said in zip(inputs["input_ids"], inputs["attention_mask"], answer, strict=True):
+        said = said.tolist()
+        said = said[: said.index(EOS)] if EOS in said else said
+        ids.append(torch.tensor([*row[mask.bool()].tolist(), *said, *tail]))
+    width = max(map(len, ids))
+    padded = torch.stack([torch.cat([torch.full((width - len(row),), PAD), row]) for row in ids])
+    mask = torch.stack([(torch.arange(width) >= width - len(row)).long() for row in ids])
+    return {"input_ids": padded, "attention_mask": mask}
+
+
+def question_of(inputs, model):
+    from qtsplus.selector_qtsplus import find_query_mask
+
+    config = model.config
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    found = find_query_mask(ids, mask, config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids)
+    return {"query_input_ids": ids, "query_attention_mask": found}
+
+
+def pixels_of(inputs):
+    return {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+
+
+@pytest.mark.parametrize("again", ["pixels again", "text alone"])
+@pytest.mark.parametrize("eos", [EOS, None], ids=["all tokens", "ends early"])
+@pytest.mark.parametrize("position_ids", ["original", "sequential"])
+def test_second_turn_from_the_cache(ragged, again, eos, position_ids):
+    """Equal to running the whole conversation anew with the tokens that the first question had kept."""
+    model = tiny_model(position_ids=position_ids)
+    if eos is None:  # one row ends at its third token, the others go on
+        first = new_tokens(model.generate(**ragged, max_new_tokens=NEW, do_sample=False), ragged)
+        eos = int(first[0, 2])
+    output = model.generate(
+        **ragged, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, return_dict_in_generate=True
+    )
+    answer = new_tokens(output, ragged).masked_fill(new_tokens(output, ragged) == eos, EOS)
+    conversation = next_turn(ragged, answer)
+    second = model.generate(
+        **conversation,
+        **(pixels_of(ragged) if again == "pixels again" else {}),
+        past_key_values=output.past_key_values,
+        max_new_tokens=NEW,
+        do_sample=False,
+    )
+    loop = Loop(model, {**conversation, **pixels_of(ragged)}, **question_of(ragged, model))
+    loop.decode(greedy)
+    assert new_tokens(second, conversation).tolist() == loop.new.tolist()
+
+
+def test_a_third_turn_and_a_new_video(model, single):
+    options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(**single, **options)
+    conversation = next_turn(single, new_tokens(first, single))
+    second = model.generate(**conversation, past_key_values=first.past_key_values, **options)
+
+    other = prompt(videos=[WIDE], seed=9)
+    conversation = next_turn(conversation, new_tokens(second, conversation), question=other.ids[9:-5])
+    pixels = pixels_of(single)
+    both = {
+        "pixel_values_videos": torch.cat([pixels["pixel_values_videos"], *other.video_pixels]),
+        "video_grid_thw": torch.cat([pixels["video_grid_thw"], torch.tensor(other.videos)]),
+        "second_per_grid_ts": torch.tensor([1.0, 1.0]),
+    }
+    only_new = {
+        "pixel_values_videos": other.video_pixels[0],
+        "video_grid_thw": torch.tensor(other.videos),
+        "second_per_grid_ts": [1.0],
+    }
+    import copy
+
+    answers = []
+    for given in (both, only_new):
+        cache = copy.deepcopy(second.past_key_values)
+        third = model.generate(**conversation, **given, past_key_values=cache, **options)
+        assert 0 < int(third.qtsplus.n[0]) < 60 < int(first.qtsplus.relevance[0].numel())
+        assert third.qtsplus.relevance[0].shape == (60,)
+        answers.append(new_tokens(third, conversation).tolist())
+    assert answers[0] == answers[1]
+
+
+def test_an_answer_that_the_caller_has_edited(model, single):
+    """The cache holds another answer; only what agrees with the caller's text is used."""
+    output = model.generate(**single, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+    edited = new_tokens(output, single).clone()
+    edited[0, 3] = 77
+    conversation = next_turn(single, edited)
+    second = model.generate(**conversation, past_key_values=output.past_key_values, max_new_tokens=NEW, do_sample=False)
+    loop = Loop(model, {**conversation, **pixels_of(single)}, **question_of(single, model))
+    loop.decode(greedy)
+    assert new_tokens(second, conversation).tolist() == loop.new.tolist()
+
+
+def test_two_conversations_do_not_mix(model, single, ragged):
+    """State lives with the cache, not in the model."""
+    expected = None
+    for disturb in (False, True):
+        output = model.generate(**single, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+        conversation = next_turn(single, new_tokens(output, single))
+        if disturb:
+            model.generate(**ragged, max_new_tokens=2, do_sample=False)
+            model(**ragged)
+        second = model.generate(
+            **conversation, past_key_values=output.past_key_values, max_new_tokens=NEW, do_sample=False
+        )
+        expected = second if expected is None else expected
+    assert second.tolist() == expected.tolist()
+
+
+def test_training_mode_generates_what_evaluation_does(single):
+    model = tiny_model(gate="gumbel")
+    expected = model.generate(**single, max_new_tokens=NEW, do_sample=False)
+    assert model.train().generate(**single, max_new_tokens=NEW, do_sample=False).tolist() == expected.tolist()
+
+
+def test_text_without_a_mask(model):
+    ids = torch.tensor([[BOS, 30, 31, 32]])
+    with_mask = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).tolist() == with_mask.tolist()

@@ -1,0 +1,165 @@
+"""A tiny random model and random prompts for it, made without a processor."""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+
+PAD, BOS, EOS = 0, 1, 2
+IM_START, USER, IM_END, NEWLINE, ASSISTANT = 490, 491, 492, 10, 493
+VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = 497, 498, 499, 500
+SPECIAL = [PAD, BOS, EOS, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD]
+WORDS = (20, 480)  # ordinary tokens
+PATCH_VALUES = 3 * 2 * 4 * 4
+
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+    "max_position_embeddings": 4096,
+}
+VISION = {
+    "hidden_size": 32,
+    "depth": 4,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "fullatt_block_indexes": [1, 3],
+    "patch_size": 4,
+    "window_size": 16,
+    "out_hidden_size": 64,
+}
+TOKEN_IDS = {
+    "image_token_id": IMAGE_PAD,
+    "video_token_id": VIDEO_PAD,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+
+
+def tiny_config(tie_word_embeddings: bool = True, **selector) -> Qwen2_5_VLQTSplusConfig:
+    return Qwen2_5_VLQTSplusConfig(
+        text_config=dict(TEXT),
+        vision_config=dict(VISION),
+        qtsplus_config=selector,
+        tie_word_embeddings=tie_word_embeddings,
+        user_turn_token_ids=[IM_START, USER],
+        turn_end_token_id=IM_END,
+        special_token_ids=SPECIAL,
+        **TOKEN_IDS,
+    )
+
+
+def tiny_model(
+    seed: int = 0, tie_word_embeddings: bool = True, **selector
+) -> Qwen2_5_VLQTSplusForConditionalGeneration:
+    """Every parameter random and of a size that matters, the zero-initialised ones too."""
+    torch.manual_seed(seed)
+    model = Qwen2_5_VLQTSplusForConditionalGeneration(tiny_config(tie_word_embeddings, **selector))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if parameter.ndim == 1 and "norm" in name else 0.0
+            parameter.normal_(centre, 0.12)
+    return model.eval()
+
+
+def stock_twin(model) -> Qwen2_5_VLForConditionalGeneration:
+    """Stock Qwen2.5-VL with the same weights."""
+    config = Qwen2_5_VLConfig(
+        text_config=dict(TEXT),
+        vision_config=dict(VISION),
+        tie_word_embeddings=model.config.tie_word_embeddings,
+        **TOKEN_IDS,
+    )
+    stock = Qwen2_5_VLForConditionalGeneration(config)
+    weights = {name: value for name, value in model.state_dict().items() if ".qtsplus." not in name}
+    stock.load_state_dict(weights)
+    return stock.eval()
+
+
+@dataclass
+class Prompt:
+    """One row: its ids and the pixels of its images and videos."""
+
+    ids: list[int] = field(default_factory=list)
+    images: list[tuple[int, int, int]] = field(default_factory=list)
+    videos: list[tuple[int, int, int]] = field(default_factory=list)
+    image_pixels: list[torch.Tensor] = field(default_factory=list)
+    video_pixels: list[torch.Tensor] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def prompt(
+    images=(),
+    videos=(),
+    question: int = 5,
+    seed: int = 0,
+    seconds: float = 1.0,
+    turns: int = 0,
+    generation: bool = True,
+) -> Prompt:
+    """
+    A chat prompt with random words and pixels.
+
+    Args:
+        images, videos: (t, h, w) in patches; h and w even.
+        question: words in the last user turn.
+        turns: earlier question-and-answer turns (the first one holds the images and videos).
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count):
+        return torch.randint(*WORDS, (count,), generator=generator).tolist()
+
+    row = Prompt(seconds=[seconds] * len(videos))
+    vision: list[int] = []
+    for grids, pixels, kept, pad in (
+        (images, row.image_pixels, row.images, IMAGE_PAD),
+        (videos, row.video_pixels, row.videos, VIDEO_PAD),
+    ):
+        for t, h, w in grids:
+            kept.append((t, h, w))
+            pixels.append(torch.randn(t * h * w, PATCH_VALUES, generator=generator))
+            vision += [VISION_START, *[pad] * (t * h * w // 4), VISION_END]
+    row.ids = [IM_START, 30, NEWLINE, *words(3), IM_END, NEWLINE]
+    for turn in range(turns + 1):
+        row.ids += [IM_START, USER, NEWLINE, *(vision if turn == 0 else []), *words(question), IM_END, NEWLINE]
+        if turn < turns or not generation:
+            row.ids += [IM_START, ASSISTANT, NEWLINE, *words(4), IM_END, NEWLINE]
+    if generation:
+        row.ids += [IM_START, ASSISTANT, NEWLINE]
+    return row
+
+
+def batch(*rows: Prompt, pad_left: bool = True, width: int | None = None) -> dict[str, torch.Tensor]:
+    """Model inputs for several rows."""
+    width = max(len(row.ids) for row in rows) if width is None else width
+    ids, mask = [], []
+    for row in rows:
+        missing = width - len(row.ids)
+        blank, real = [PAD] * missing, [1] * len(row.ids)
+        ids.append(blank + row.ids if pad_left else row.ids + blank)
+        mask.append([0] * missing + real if pad_left else real + [0] * missing)
+    inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+    images = [grid for row in rows for grid in row.images]
+    if images:
+        inputs["pixel_values"] = torch.cat([pixels for row in rows for pixels in row.image_pixels])
+        inputs["image_grid_thw"] = torch.tensor(images)
+    videos = [grid for row in rows for grid in row.videos]
+    if videos:
+        inputs["pixel_values_videos"] = torch.cat([pixels for row in rows for pixels in row.video_pixels])
+        inputs["video_grid_thw"] = torch.tensor(videos)
+        inputs["second_per_grid_ts"] = torch.tensor([second for row in rows for second in row.seconds])
+    return inputs
+
+
+def token_types(input_ids: torch.Tensor) -> torch.Tensor:
+    return (input_ids == IMAGE_PAD) * 1 + (input_ids == VIDEO_PAD) * 2
