@@ -1,20 +1,17 @@
 """Video language models with the query-aware selector between the visual merger and the language model.
 
-The file reads in the order data flows: the prompt's layout, then [`QTSplusModelMixin`] (encode, select, splice,
-positions), then [`QTSplusGenerationMixin`] (the loss on and generation from the shortened prompt), then the Qwen2.5-VL
-classes, which say only what is Qwen2.5-VL's own.
+The file reads in the order data flows: [`QTSplusModelMixin`] lays out the prompt, encodes, selects and splices; the
+Qwen2.5-VL classes behind it say only what is Qwen2.5-VL's own.
 """
 
-import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLForConditionalGeneration,
@@ -24,137 +21,20 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.utils import can_return_tuple
 
 from .configuration_qtsplus import Qwen2_5_VLQTSplusConfig
+from .generation_qtsplus import QTSplusGenerationMixin
+from .prompt_qtsplus import (
+    IMAGE,
+    KINDS,
+    VIDEO,
+    CompactPrompt,
+    PromptRow,
+    SelectedFeatures,
+    VisualSpan,
+    find_spans,
+    pad_rows,
+    text_positions,
+)
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector, find_query_mask
-
-TEXT, IMAGE, VIDEO = 0, 1, 2
-KINDS = {IMAGE: "image", VIDEO: "video"}
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The prompt's layout
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class VisualSpan:
-    """The placeholders of one image or video: `length` of a row's real tokens from `start` on."""
-
-    kind: int
-    index: int  # among the batch's images, or its videos
-    start: int
-    grid: tuple[int, int, int]  # tokens along (time, height, width)
-
-    @property
-    def length(self) -> int:
-        return self.grid[0] * self.grid[1] * self.grid[2]
-
-    @property
-    def columns(self) -> slice:
-        return slice(self.start, self.start + self.length)
-
-
-@dataclass
-class CompactPrompt:
-    """
-    What the language model sees, `[B, S']`.
-
-    `features["image"]` and `features["video"]` hold per row the `[k, d]` embeddings of its image and video
-    placeholders; `columns` the caller's column behind each column here, -1 on padding; `next_position` `[B]` the first
-    position after the prompt; `spans` per row the images and videos of the caller's prompt.
-    """
-
-    input_ids: torch.Tensor
-    inputs_embeds: torch.Tensor | None
-    attention_mask: torch.Tensor
-    position_ids: torch.Tensor
-    features: dict[str, list[torch.Tensor]]
-    columns: torch.Tensor
-    next_position: torch.Tensor
-    spans: list[list[VisualSpan]]
-    qtsplus: QTSplusOutput
-
-
-def find_spans(
-    token_types: Sequence[torch.Tensor], grids: dict[int, list[tuple[int, int, int]]]
-) -> list[list[VisualSpan]]:
-    """
-    Pairs the placeholders of every row with the images and videos of the batch, in order.
-
-    Args:
-        token_types: per row `[S_b]`, TEXT, IMAGE or VIDEO for each real token.
-        grids: per kind, (time, height, width) in tokens of every image or video of the batch.
-
-    Raises:
-        ValueError: the placeholders do not add up to the grids.
-    """
-    queues = {kind: iter(enumerate(grids[kind])) for kind in KINDS}
-    rows = []
-    for row, types in enumerate(token_types):
-        spans: list[VisualSpan] = []
-        for kind, start, stop in _runs(types):
-            while start < stop:
-                index, grid = next(queues[kind], (None, (0, 0, 0)))
-                span = VisualSpan(kind, -1 if index is None else index, start, grid)
-                if index is None or start + span.length > stop:
-                    raise ValueError(_mismatch(row, kind, stop - start, span, len(grids[kind])))
-                spans.append(span)
-                start += span.length
-        rows.append(spans)
-    for kind, queue in queues.items():
-        left = sum(1 for _ in queue)
-        if left:
-            raise ValueError(
-                f"{len(grids[kind])} {KINDS[kind]}s were given, but the prompts have placeholders for only "
-                f"{len(grids[kind]) - left}: give one block of placeholders per {KINDS[kind]}, as the processor does."
-            )
-    return rows
-
-
-def _runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(kind, start, stop) of every run of placeholders."""
-    bounds = [0, *((types[1:] != types[:-1]).nonzero()[:, 0] + 1).tolist(), len(types)]
-    values = types[bounds[:-1]].tolist() if len(types) else []
-    for value, start, stop in zip(values, bounds, bounds[1:], strict=False):
-        if value != TEXT:
-            yield value, start, stop
-
-
-def _mismatch(row: int, kind: int, found: int, span: VisualSpan, given: int) -> str:
-    name = KINDS[kind]
-    if span.index < 0:
-        expected = f"only {given} {name}(s) were given"
-    else:
-        t, h, w = span.grid
-        expected = f"{name} {span.index} has {t} x {h} x {w} = {span.length} tokens"
-    return (
-        f"Row {row}: {found} {name} placeholder(s) in a row, but {expected}. Make input_ids and {name}_grid_thw with "
-        "the same processor call, and give every one of them its pixels."
-    )
-
-
-def text_positions(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Position among the real tokens, `[B, S]` -> `[B, S]`; 0 on padding."""
-    return (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
-
-
-def pad_rows(rows: Sequence[torch.Tensor], value: int, left: bool) -> torch.Tensor:
-    """Stacks `[..., n_b]` rows along a new first dimension, padded at one side of the last."""
-    width = max(row.shape[-1] for row in rows)
-    padded = []
-    for row in rows:
-        missing = width - row.shape[-1]
-        padded.append(nn.functional.pad(row, (missing, 0) if left else (0, missing), value=value))
-    return torch.stack(padded)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Encode -> select -> splice -> positions
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class SelectedFeatures(BaseModelOutputWithPooling):
-    """Features that [`QTSplusModelMixin.compress`] has selected; `pooler_output` has `[k_b, d]` for each row."""
 
 
 @dataclass
@@ -225,96 +105,113 @@ class QTSplusModelMixin:
         """
         if input_ids is None:
             input_ids = self._ids_from_embeds(inputs_embeds)
-        batch_size, width = input_ids.shape
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
         if mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {(batch_size, width)}.")
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}."
+            )
         if pad_left is None:
             pad_left = bool(mask[:, -1].all())
-        real = [row.nonzero()[:, 0] for row in mask]
+        starts = [0] * len(input_ids) if start_positions is None else list(start_positions)
 
-        # Encode
-        types = self.token_types(input_ids)
         grids = {
             IMAGE: self._grids("image", pixel_values, image_grid_thw),
             VIDEO: self._grids("video", pixel_values_videos, video_grid_thw),
         }
-        spans = find_spans([types[b, real[b]] for b in range(batch_size)], grids)
+        rows = self._layout(input_ids, mask, position_ids, grids, second_per_grid_ts, starts)
         features = {
             IMAGE: self._encode("image", self.get_image_features, pixel_values, image_grid_thw),
             VIDEO: self._encode("video", self.get_video_features, pixel_values_videos, video_grid_thw),
         }
-        if second_per_grid_ts is None:
-            second_per_grid_ts = [1] * len(grids[VIDEO])
-        if len(second_per_grid_ts) != len(grids[VIDEO]):
-            raise ValueError(
-                f"{len(second_per_grid_ts)} second_per_grid_ts: expected one per video ({len(grids[VIDEO])})."
-            )
-
-        # Positions of the full prompt
-        if position_ids is None:
-            starts = start_positions or [0] * batch_size
-            positions = [
-                self._row_positions(len(real[b]), spans[b], starts[b], second_per_grid_ts, input_ids.device)
-                for b in range(batch_size)
-            ]
-        else:
-            given = position_ids.expand(3, -1, -1) if position_ids.ndim == 2 else position_ids[-3:]
-            positions = [given[:, b, real[b]] for b in range(batch_size)]
-
-        # Select
-        config = self.config.qtsplus_config
-        candidate_kinds = (IMAGE, VIDEO) if config.select_images else (VIDEO,)
-        nothing = self._no_features(input_ids.device)
-        visual, candidates = [], []
-        for row in spans:
-            chosen = [span for span in row if span.kind in candidate_kinds]
-            visual.append(_join([features[span.kind][span.index] for span in chosen], nothing))
-            columns = [torch.arange(s.start, s.start + s.length, device=input_ids.device) for s in chosen]
-            candidates.append(_join(columns, input_ids.new_empty(0)))
         queries = self._queries(input_ids, inputs_embeds, mask, query_mask, query_input_ids, query_attention_mask)
+        nothing = self._no_features(input_ids.device)
+        visual = [
+            _join(
+                [features[span.kind][span.index] for span in row.spans if span.kind in self._candidate_kinds], nothing
+            )
+            for row in rows
+        ]
         selected, qtsplus = self.qtsplus(
             visual,
             queries,
-            [positions[b][:, candidates[b]] for b in range(batch_size)],
+            [row.positions[:, row.candidates] for row in rows],
             retention=retention,
             max_visual_tokens=max_visual_tokens,
             sample_gate=sample_gate,
         )
+        return self._splice_rows(input_ids, inputs_embeds, rows, features, selected, qtsplus, pad_left, starts)
 
-        # Splice
-        row_columns, kept_positions = [], []
+    @property
+    def _candidate_kinds(self) -> tuple[int, ...]:
+        return (IMAGE, VIDEO) if self.config.qtsplus_config.select_images else (VIDEO,)
+
+    def _layout(self, input_ids, mask, position_ids, grids, second_per_grid_ts, starts) -> list[PromptRow]:
+        """The rows of the full prompt: which tokens are whose, and where they stand."""
+        seconds = [1] * len(grids[VIDEO]) if second_per_grid_ts is None else second_per_grid_ts
+        if len(seconds) != len(grids[VIDEO]):
+            raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids[VIDEO])}).")
+        columns = [row.nonzero()[:, 0] for row in mask]
+        types = [row[real] for row, real in zip(self.token_types(input_ids), columns, strict=True)]
+        spans = find_spans(types, grids)
+        rows = []
+        for b, real in enumerate(columns):
+            if position_ids is None:
+                positions = self._row_positions(len(real), spans[b], starts[b], seconds, input_ids.device)
+            else:
+                given = position_ids.expand(3, -1, -1) if position_ids.ndim == 2 else position_ids[-3:]
+                positions = given[:, b, real]
+            chosen = [
+                torch.arange(span.start, span.start + span.length, device=input_ids.device)
+                for span in spans[b]
+                if span.kind in self._candidate_kinds
+            ]
+            rows.append(PromptRow(real, types[b], spans[b], positions, _join(chosen, real[:0])))
+        return rows
+
+    def _splice_rows(self, input_ids, inputs_embeds, rows, features, selected, qtsplus, pad_left, starts):
+        """The shortened prompt: what was no candidate, and of the candidates the kept ones."""
+        nothing = self._no_features(input_ids.device)
+        columns, positions = [], []
         row_features: dict[str, list[torch.Tensor]] = {name: [] for name in KINDS.values()}
-        for b in range(batch_size):
-            keep = torch.ones(len(real[b]), dtype=torch.bool, device=input_ids.device)
-            kept = candidates[b][qtsplus.kept_indices[b].to(input_ids.device)]
-            keep[candidates[b]] = False
+        for row, tokens, kept_indices in zip(rows, selected, qtsplus.kept_indices, strict=True):
+            kept = row.candidates[kept_indices.to(input_ids.device)]
+            keep = torch.ones_like(row.columns, dtype=torch.bool)
+            keep[row.candidates] = False
             keep[kept] = True
-            row_columns.append(real[b][keep])
-            kept_positions.append(positions[b][:, keep])
-            kinds = types[b, real[b]][kept].to(selected[b].device)
+            columns.append(row.columns[keep])
+            positions.append(row.positions[:, keep])
+            kinds = row.types[kept].to(tokens.device)
             for kind, name in KINDS.items():
-                if kind in candidate_kinds:
-                    row_features[name].append(selected[b] if len(candidate_kinds) == 1 else selected[b][kinds == kind])
+                if kind in self._candidate_kinds:
+                    one_kind = len(self._candidate_kinds) == 1
+                    row_features[name].append(tokens if one_kind else tokens[kinds == kind])
                 else:
-                    untouched = [features[kind][span.index] for span in spans[b] if span.kind == kind]
+                    untouched = [features[kind][span.index] for span in row.spans if span.kind == kind]
                     row_features[name].append(_join(untouched, nothing))
 
-        columns = pad_rows(row_columns, -1, pad_left)
-        kept_mask = (columns >= 0).to(mask.dtype)
-        source = columns.clamp(min=0)
-        qtsplus.columns = columns
+        padded = pad_rows(columns, -1, pad_left)
+        is_padding, source = padded < 0, padded.clamp(min=0)
+        attention_mask = (~is_padding).long()
+        if inputs_embeds is not None:
+            inputs_embeds = inputs_embeds.gather(1, source[..., None].expand(-1, -1, inputs_embeds.shape[-1]))
+        order = text_positions(attention_mask)
+        if self.config.qtsplus_config.position_ids == "sequential":
+            start = torch.tensor(starts, device=order.device)
+            vision = (order + start[:, None]).masked_fill(is_padding, 0).expand(3, -1, -1)
+            next_position = start + attention_mask.sum(-1)
+        else:
+            vision = pad_rows(positions, 0, pad_left).transpose(0, 1)
+            next_position = torch.stack([row.positions[:, -1].max() + 1 for row in rows])
+        qtsplus.columns = padded
         return CompactPrompt(
-            input_ids=input_ids.gather(1, source).masked_fill(columns < 0, self.config.text_config.pad_token_id or 0),
-            inputs_embeds=None
-            if inputs_embeds is None
-            else inputs_embeds.gather(1, source[..., None].expand(-1, -1, inputs_embeds.shape[-1])),
-            attention_mask=kept_mask,
-            position_ids=self._layout_positions(kept_positions, kept_mask, start_positions, pad_left),
+            input_ids=input_ids.gather(1, source).masked_fill(is_padding, self.config.text_config.pad_token_id or 0),
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=torch.cat([order[None], vision]),
             features=row_features,
-            columns=columns,
-            next_position=self._next_position(positions, kept_positions, start_positions),
-            spans=spans,
+            columns=padded,
+            next_position=next_position,
+            spans=[row.spans for row in rows],
             qtsplus=qtsplus,
         )
 
@@ -427,24 +324,6 @@ class QTSplusModelMixin:
                 column = span.start + span.length
         return torch.cat(parts, dim=1)
 
-    def _layout_positions(self, kept_positions, kept_mask, start_positions, pad_left) -> torch.Tensor:
-        """`[4, B, S']`: the position among the real tokens (for masks), then time, height and width."""
-        order = text_positions(kept_mask)
-        if self.config.qtsplus_config.position_ids == "sequential":
-            starts = torch.tensor(start_positions or [0] * len(order), device=order.device)[:, None]
-            vision = ((order + starts) * (kept_mask != 0)).expand(3, -1, -1)
-        else:
-            vision = pad_rows(kept_positions, 0, pad_left).transpose(0, 1)
-        return torch.cat([order[None], vision])
-
-    def _next_position(self, positions, kept_positions, start_positions) -> torch.Tensor:
-        if self.config.qtsplus_config.position_ids == "sequential":
-            starts = start_positions or [0] * len(positions)
-            ends = [start + row.shape[1] for start, row in zip(starts, kept_positions, strict=True)]
-        else:
-            ends = [int(row[:, -1].max()) + 1 for row in positions]
-        return torch.tensor(ends, device=positions[0].device)
-
     def _forward_qtsplus(
         self,
         input_ids,
@@ -529,237 +408,6 @@ def _join(parts: list[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Loss and generation on the shortened prompt
-# --------------------------------------------------------------------------------------------------------------------
-
-_PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-_CALL = ("query_mask", "query_input_ids", "query_attention_mask", "retention", "max_visual_tokens")
-
-
-@dataclass
-class CachedPrompt:
-    """What a key/value cache that `generate` filled stands for; kept on the cache as `qtsplus` for the next turn."""
-
-    rows: list[torch.Tensor]  # per row, the real tokens of the caller's prompt
-    compact: CompactPrompt
-    generated: torch.Tensor  # [B, g], behind the prompt
-    counts: dict[int, list[int]]  # per kind and row, images and videos in the prompt
-
-
-class _PromptStreamer(BaseStreamer):
-    """Shows a streamer the caller's prompt where `generate` would show the shortened one."""
-
-    def __init__(self, streamer: BaseStreamer, prompt: torch.Tensor):
-        self.streamer, self.prompt = streamer, prompt
-
-    def put(self, value):
-        if self.prompt is not None:
-            value, self.prompt = self.prompt.to(value.device), None
-        self.streamer.put(value)
-
-    def end(self):
-        self.streamer.end()
-
-
-class QTSplusGenerationMixin:
-    """`generate` and the labels of the shortened prompt, for a class whose `model` is a [`QTSplusModelMixin`]."""
-
-    def compact_labels(
-        self, labels: torch.Tensor, input_ids: torch.Tensor | None, columns: torch.Tensor
-    ) -> torch.Tensor:
-        """`[B, S]` labels of the full prompt -> `[B, S']`; padding and placeholders are ignored (-100)."""
-        if input_ids is not None:
-            labels = labels.masked_fill(self.model.token_types(input_ids) != TEXT, -100)
-        return labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
-
-    @torch.no_grad()
-    def generate(self, inputs=None, generation_config=None, streamer=None, **kwargs):
-        """
-        As [`~GenerationMixin.generate`], from the shortened prompt. The returned sequences begin with the caller's own
-        `input_ids`. Everything between (logits processors, stopping criteria, the cache, attentions) sees the shortened
-        prompt.
-
-        Args:
-            retention (`float`, *optional*): keep this fraction of the visual tokens, in (0, 1].
-            max_visual_tokens (`int`, *optional*): keep at most this many.
-            past_key_values (`Cache`, *optional*): a cache from an earlier `generate` on the same conversation. What it
-                holds is neither encoded nor selected again, and need not be passed again as pixels.
-
-        Returns:
-            as stock; with `return_dict_in_generate=True` the output carries `qtsplus`, a [`QTSplusOutput`].
-        """
-        input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
-        if input_ids is None or kwargs.get("inputs_embeds") is not None or "mm_encoder_outputs" in kwargs:
-            if kwargs.get("pixel_values_videos") is not None:
-                raise ValueError("generate selects visual tokens by input_ids: pass them instead of inputs_embeds.")
-            # Nothing to shorten: embeddings, an empty prompt, or a prompt that this method has shortened already.
-            return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
-        if kwargs.get("cache_implementation") == "paged":
-            raise ValueError('cache_implementation="paged" cannot take a prompt with selected visual tokens.')
-
-        pixels = {name: kwargs.pop(name, None) for name in _PIXELS}
-        call = {name: kwargs.pop(name, None) for name in _CALL}
-        attention_mask, position_ids = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
-        kwargs.pop("mm_token_type_ids", None)  # found in input_ids
-        cache = kwargs.get("past_key_values")
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        rows = [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
-
-        if cache is None or cache.get_seq_length() == 0:
-            prompt = self.model.compress(
-                input_ids, attention_mask, position_ids, **pixels, **call, sample_gate=False, pad_left=True
-            )
-            counts = _count_spans(prompt.spans)
-        else:
-            prompt, counts = self._continue(cache, rows, pixels, call)
-        generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, input_ids.shape[1])
-
-        result = super().generate(
-            prompt.input_ids,
-            generation_config,
-            streamer=None if streamer is None else _PromptStreamer(streamer, input_ids),
-            attention_mask=prompt.attention_mask,
-            position_ids=prompt.position_ids,
-            mm_encoder_outputs={
-                name: SelectedFeatures(pooler_output=tuple(features)) for name, features in prompt.features.items()
-            },
-            **kwargs,
-        )
-
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        generated = sequences[:, prompt.input_ids.shape[1] :]
-        copies = len(sequences) // len(input_ids)
-        sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).to(generated.device), generated], dim=1)
-        cache = cache if isinstance(result, torch.Tensor) else result.get("past_key_values")
-        if cache is not None and copies == 1:
-            prompt.features = {}
-            cache.qtsplus = CachedPrompt(rows, prompt, generated, counts)
-        if isinstance(result, torch.Tensor):
-            return sequences
-        result.sequences = sequences
-        result.qtsplus = prompt.qtsplus
-        return result
-
-    def _continue(self, cache: Cache, rows, pixels, call) -> tuple[CompactPrompt, dict[int, list[int]]]:
-        """The shortened prompt of the next turn: the columns that the cache holds, then what is new in `rows`."""
-        state = getattr(cache, "qtsplus", None)
-        if not isinstance(state, CachedPrompt) or len(state.rows) != len(rows):
-            raise ValueError(
-                f"past_key_values holds {cache.get_seq_length()} columns that no generate call of this model with one "
-                f"sequence for each of the {len(rows)} prompts left there: start with an empty cache, without beams "
-                "and with num_return_sequences=1."
-            )
-        if call["query_mask"] is not None:
-            call = {**call, "query_mask": None}  # the question of the new turn is found in the new tokens
-        old = state.compact
-        device = old.input_ids.device
-        answer = state.generated[:, : cache.get_seq_length() - old.input_ids.shape[1]].to(device)
-        answer_mask = torch.zeros_like(answer)
-        fresh_rows, starts = [], []
-        for b, (known, ids) in enumerate(zip(state.rows, rows, strict=True)):
-            if len(ids) <= len(known) or not torch.equal(ids[: len(known)].to(known.device), known):
-                raise ValueError(
-                    f"Row {b} does not begin with the {len(known)} tokens of the prompt that filled past_key_values: "
-                    "pass the whole conversation, with the earlier prompt and its answer."
-                )
-            # The caller's text decides how much of the cached answer stands; at least one token must be new.
-            rest = ids[len(known) :].to(device)
-            limit = min(answer.shape[1], len(rest) - 1)
-            differs = (rest[:limit] != answer[b, :limit]).nonzero()
-            same = int(differs[0]) if len(differs) else limit
-            answer_mask[b, :same] = 1
-            starts.append(int(old.next_position[b]) + same)
-            fresh_rows.append(rest[same:])
-
-        fresh_ids = pad_rows(fresh_rows, 0, left=True)
-        fresh_mask = pad_rows([torch.ones_like(row) for row in fresh_rows], 0, left=True)
-        counts, pixels = self._uncached_pixels(pixels, state.counts, fresh_ids * fresh_mask)
-        fresh = self.model.compress(
-            fresh_ids, fresh_mask, **pixels, **call, sample_gate=False, pad_left=True, start_positions=starts
-        )
-        attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
-        answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=device)
-        vision = [old.position_ids[1:], answered.expand(3, -1, -1), fresh.position_ids[1:]]
-        return replace(
-            fresh,
-            input_ids=torch.cat([old.input_ids, answer, fresh.input_ids], dim=1),
-            attention_mask=attention_mask,
-            position_ids=torch.cat([text_positions(attention_mask)[None], torch.cat(vision, dim=2)]),
-        ), counts
-
-    def _uncached_pixels(self, pixels, cached: dict[int, list[int]], fresh_ids: torch.Tensor):
-        """Drops the images and videos that stand in the cache; returns the conversation's counts and the rest."""
-        pixels, counts = dict(pixels), {}
-        types = self.model.token_types(fresh_ids)
-        for kind, values, grid in ((IMAGE, *_PIXELS[:2]), (VIDEO, *_PIXELS[2:4])):
-            new = [sum(1 for run_kind, _, _ in _runs(row) if run_kind == kind) for row in types]
-            counts[kind] = [before + more for before, more in zip(cached[kind], new, strict=True)]
-            if pixels[grid] is None or len(pixels[grid]) == sum(new):
-                continue
-            if len(pixels[grid]) != sum(counts[kind]):
-                raise ValueError(
-                    f"{len(pixels[grid])} {KINDS[kind]}s were given: expected the {sum(new)} that the cache does not "
-                    f"hold, or all {sum(counts[kind])} of the conversation."
-                )
-            is_new = torch.tensor([i >= b for b, c in zip(cached[kind], counts[kind], strict=True) for i in range(c)])
-            patches = pixels[grid].prod(-1).cpu()
-            pixels[values] = pixels[values][is_new.repeat_interleave(patches).to(pixels[values].device)]
-            pixels[grid] = pixels[grid][is_new.to(pixels[grid].device)]
-            if kind == VIDEO and pixels["second_per_grid_ts"] is not None:
-                seconds = zip(pixels["second_per_grid_ts"], is_new, strict=True)
-                pixels["second_per_grid_ts"] = [one for one, new_one in seconds if new_one]
-            if not any(new):
-                pixels.update({values: None, grid: None})
-        return counts, pixels
-
-    def _count_new_tokens(self, generation_config, kwargs, prompt_length: int):
-        """Lengths that count the prompt would count the shortened one: says them in new tokens instead."""
-        given = copy.deepcopy(generation_config)
-
-        def setting(name):
-            for source in (kwargs.get(name), getattr(given, name, None), getattr(self.generation_config, name, None)):
-                if source is not None:
-                    return source
-            return None
-
-        for total, new, least in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
-            length = setting(total)
-            if setting(new) is None and length:
-                if length - prompt_length < least and total == "max_length":
-                    raise ValueError(
-                        f"max_length={length}, but the prompt alone has {prompt_length} tokens: set max_new_tokens."
-                    )
-                kwargs[new] = max(length - prompt_length, least)
-            kwargs.pop(total, None)
-            if given is not None:
-                setattr(given, total, None)
-        return given, kwargs
-
-    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
-        outputs = model_kwargs.pop("mm_encoder_outputs", None)
-        input_ids, model_kwargs = super()._expand_inputs_for_generation(
-            expand_size, is_encoder_decoder, input_ids, **model_kwargs
-        )
-        if outputs is not None:
-            model_kwargs["mm_encoder_outputs"] = {
-                name: SelectedFeatures(pooler_output=tuple(f for f in one.pooler_output for _ in range(expand_size)))
-                for name, one in outputs.items()
-            }
-        return input_ids, model_kwargs
-
-    def prepare_inputs_for_generation(self, input_ids, is_first_iteration=False, **kwargs):
-        inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
-        if not is_first_iteration and kwargs.get("use_cache", True):
-            inputs.pop("mm_encoder_outputs", None)  # Transformers below 5.18 does not know that these belong to prefill
-        return inputs
-
-
-def _count_spans(spans: list[list[VisualSpan]]) -> dict[int, list[int]]:
-    return {kind: [sum(span.kind == kind for span in row) for row in spans] for kind in KINDS}
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # Loading and initialising
 # --------------------------------------------------------------------------------------------------------------------
 
@@ -800,18 +448,12 @@ class QTSplusPreTrainedMixin:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class Qwen2_5_VLQTSplusPreTrainedModel(QTSplusPreTrainedMixin, Qwen2_5_VLPreTrainedModel):
-    config: Qwen2_5_VLQTSplusConfig
-    config_class = Qwen2_5_VLQTSplusConfig
-    _no_split_modules = [*Qwen2_5_VLPreTrainedModel._no_split_modules, "QTSplusSelector"]
-
-
 class Qwen2_5_VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_VLModel):
     """Qwen2.5-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
 
     config: Qwen2_5_VLQTSplusConfig
     config_class = Qwen2_5_VLQTSplusConfig
-    _no_split_modules = Qwen2_5_VLQTSplusPreTrainedModel._no_split_modules
+    _no_split_modules = [*Qwen2_5_VLPreTrainedModel._no_split_modules, "QTSplusSelector"]
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
         super().__init__(config)
@@ -909,7 +551,7 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
 
     config: Qwen2_5_VLQTSplusConfig
     config_class = Qwen2_5_VLQTSplusConfig
-    _no_split_modules = Qwen2_5_VLQTSplusPreTrainedModel._no_split_modules
+    _no_split_modules = [*Qwen2_5_VLPreTrainedModel._no_split_modules, "QTSplusSelector"]
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
         super(Qwen2_5_VLForConditionalGeneration, self).__init__(

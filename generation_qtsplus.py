@@ -1,0 +1,247 @@
+"""Generation from a shortened prompt: `generate` as users know it, and the next turn from a conversation's cache."""
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+from .prompt_qtsplus import (
+    IMAGE,
+    KINDS,
+    TEXT,
+    VIDEO,
+    CompactPrompt,
+    SelectedFeatures,
+    VisualSpan,
+    pad_rows,
+    text_positions,
+    visual_runs,
+)
+
+_PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+_CALL = ("query_mask", "query_input_ids", "query_attention_mask", "retention", "max_visual_tokens")
+
+
+@dataclass
+class CachedPrompt:
+    """What a key/value cache that `generate` filled stands for; kept on the cache as `qtsplus` for the next turn."""
+
+    rows: list[torch.Tensor]  # per row, the real tokens of the caller's prompt
+    compact: CompactPrompt
+    generated: torch.Tensor  # [B, g], behind the prompt
+    counts: dict[int, list[int]]  # per kind and row, images and videos in the prompt
+
+
+class _PromptStreamer(BaseStreamer):
+    """Shows a streamer the caller's prompt where `generate` would show the shortened one."""
+
+    def __init__(self, streamer: BaseStreamer, prompt: torch.Tensor):
+        self.streamer, self.prompt = streamer, prompt
+
+    def put(self, value):
+        if self.prompt is not None:
+            value, self.prompt = self.prompt.to(value.device), None
+        self.streamer.put(value)
+
+    def end(self):
+        self.streamer.end()
+
+
+class QTSplusGenerationMixin:
+    """`generate` and the labels of the shortened prompt, for a class whose `model` is a [`QTSplusModelMixin`]."""
+
+    def compact_labels(
+        self, labels: torch.Tensor, input_ids: torch.Tensor | None, columns: torch.Tensor
+    ) -> torch.Tensor:
+        """`[B, S]` labels of the full prompt -> `[B, S']`; padding and placeholders are ignored (-100)."""
+        if input_ids is not None:
+            labels = labels.masked_fill(self.model.token_types(input_ids) != TEXT, -100)
+        return labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
+
+    @torch.no_grad()
+    def generate(self, inputs=None, generation_config=None, streamer=None, **kwargs):
+        """
+        As [`~GenerationMixin.generate`], from the shortened prompt. The returned sequences begin with the caller's own
+        `input_ids`. Everything between (logits processors, stopping criteria, the cache, attentions) sees the shortened
+        prompt.
+
+        Args:
+            retention (`float`, *optional*): keep this fraction of the visual tokens, in (0, 1].
+            max_visual_tokens (`int`, *optional*): keep at most this many.
+            past_key_values (`Cache`, *optional*): a cache from an earlier `generate` on the same conversation. What it
+                holds is neither encoded nor selected again, and need not be passed again as pixels.
+
+        Returns:
+            as stock; with `return_dict_in_generate=True` the output carries `qtsplus`, a [`QTSplusOutput`].
+        """
+        input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
+        if input_ids is None or kwargs.get("inputs_embeds") is not None or "mm_encoder_outputs" in kwargs:
+            if kwargs.get("pixel_values_videos") is not None:
+                raise ValueError("generate selects visual tokens by input_ids: pass them instead of inputs_embeds.")
+            # Nothing to shorten: embeddings, an empty prompt, or a prompt that this method has shortened already.
+            return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
+        if kwargs.get("cache_implementation") == "paged":
+            raise ValueError('cache_implementation="paged" cannot take a prompt with selected visual tokens.')
+
+        pixels = {name: kwargs.pop(name, None) for name in _PIXELS}
+        call = {name: kwargs.pop(name, None) for name in _CALL}
+        attention_mask, position_ids = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
+        kwargs.pop("mm_token_type_ids", None)  # found in input_ids
+        cache = kwargs.get("past_key_values")
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        rows = [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
+
+        if cache is None or cache.get_seq_length() == 0:
+            prompt = self.model.compress(
+                input_ids, attention_mask, position_ids, **pixels, **call, sample_gate=False, pad_left=True
+            )
+            counts = _count_spans(prompt.spans)
+        else:
+            prompt, counts = self._continue(cache, rows, pixels, call)
+        generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, input_ids.shape[1])
+
+        result = super().generate(
+            prompt.input_ids,
+            generation_config,
+            streamer=None if streamer is None else _PromptStreamer(streamer, input_ids),
+            attention_mask=prompt.attention_mask,
+            position_ids=prompt.position_ids,
+            mm_encoder_outputs={
+                name: SelectedFeatures(pooler_output=tuple(features)) for name, features in prompt.features.items()
+            },
+            **kwargs,
+        )
+
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        generated = sequences[:, prompt.input_ids.shape[1] :]
+        copies = len(sequences) // len(input_ids)
+        sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).to(generated.device), generated], dim=1)
+        cache = cache if isinstance(result, torch.Tensor) else result.get("past_key_values")
+        if cache is not None and copies == 1:
+            prompt.features = {}
+            cache.qtsplus = CachedPrompt(rows, prompt, generated, counts)
+        if isinstance(result, torch.Tensor):
+            return sequences
+        result.sequences = sequences
+        result.qtsplus = prompt.qtsplus
+        return result
+
+    def _continue(self, cache: Cache, rows, pixels, call) -> tuple[CompactPrompt, dict[int, list[int]]]:
+        """The shortened prompt of the next turn: the columns that the cache holds, then what is new in `rows`."""
+        state = getattr(cache, "qtsplus", None)
+        if not isinstance(state, CachedPrompt) or len(state.rows) != len(rows):
+            raise ValueError(
+                f"past_key_values holds {cache.get_seq_length()} columns that no generate call of this model with one "
+                f"sequence for each of the {len(rows)} prompts left there: start with an empty cache, without beams "
+                "and with num_return_sequences=1."
+            )
+        if call["query_mask"] is not None:
+            call = {**call, "query_mask": None}  # the question of the new turn is found in the new tokens
+        old = state.compact
+        device = old.input_ids.device
+        answer = state.generated[:, : cache.get_seq_length() - old.input_ids.shape[1]].to(device)
+        answer_mask = torch.zeros_like(answer)
+        fresh_rows, starts = [], []
+        for b, (known, ids) in enumerate(zip(state.rows, rows, strict=True)):
+            if len(ids) <= len(known) or not torch.equal(ids[: len(known)].to(known.device), known):
+                raise ValueError(
+                    f"Row {b} does not begin with the {len(known)} tokens of the prompt that filled past_key_values: "
+                    "pass the whole conversation, with the earlier prompt and its answer."
+                )
+            # The caller's text decides how much of the cached answer stands; at least one token must be new.
+            rest = ids[len(known) :].to(device)
+            limit = min(answer.shape[1], len(rest) - 1)
+            differs = (rest[:limit] != answer[b, :limit]).nonzero()
+            same = int(differs[0]) if len(differs) else limit
+            answer_mask[b, :same] = 1
+            starts.append(int(old.next_position[b]) + same)
+            fresh_rows.append(rest[same:])
+
+        fresh_ids = pad_rows(fresh_rows, 0, left=True)
+        fresh_mask = pad_rows([torch.ones_like(row) for row in fresh_rows], 0, left=True)
+        counts, pixels = self._uncached_pixels(pixels, state.counts, fresh_ids * fresh_mask)
+        fresh = self.model.compress(
+            fresh_ids, fresh_mask, **pixels, **call, sample_gate=False, pad_left=True, start_positions=starts
+        )
+        attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
+        answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=device)
+        vision = [old.position_ids[1:], answered.expand(3, -1, -1), fresh.position_ids[1:]]
+        return replace(
+            fresh,
+            input_ids=torch.cat([old.input_ids, answer, fresh.input_ids], dim=1),
+            attention_mask=attention_mask,
+            position_ids=torch.cat([text_positions(attention_mask)[None], torch.cat(vision, dim=2)]),
+        ), counts
+
+    def _uncached_pixels(self, pixels, cached: dict[int, list[int]], fresh_ids: torch.Tensor):
+        """Drops the images and videos that stand in the cache; returns the conversation's counts and the rest."""
+        pixels, counts = dict(pixels), {}
+        types = self.model.token_types(fresh_ids)
+        for kind, values, grid in ((IMAGE, *_PIXELS[:2]), (VIDEO, *_PIXELS[2:4])):
+            new = [sum(1 for run_kind, _, _ in visual_runs(row) if run_kind == kind) for row in types]
+            counts[kind] = [before + more for before, more in zip(cached[kind], new, strict=True)]
+            if pixels[grid] is None or len(pixels[grid]) == sum(new):
+                continue
+            if len(pixels[grid]) != sum(counts[kind]):
+                raise ValueError(
+                    f"{len(pixels[grid])} {KINDS[kind]}s were given: expected the {sum(new)} that the cache does not "
+                    f"hold, or all {sum(counts[kind])} of the conversation."
+                )
+            is_new = torch.tensor([i >= b for b, c in zip(cached[kind], counts[kind], strict=True) for i in range(c)])
+            patches = pixels[grid].prod(-1).cpu()
+            pixels[values] = pixels[values][is_new.repeat_interleave(patches).to(pixels[values].device)]
+            pixels[grid] = pixels[grid][is_new.to(pixels[grid].device)]
+            if kind == VIDEO and pixels["second_per_grid_ts"] is not None:
+                seconds = zip(pixels["second_per_grid_ts"], is_new, strict=True)
+                pixels["second_per_grid_ts"] = [one for one, new_one in seconds if new_one]
+            if not any(new):
+                pixels.update({values: None, grid: None})
+        return counts, pixels
+
+    def _count_new_tokens(self, generation_config, kwargs, prompt_length: int):
+        """Lengths that count the prompt would count the shortened one: says them in new tokens instead."""
+        given = copy.deepcopy(generation_config)
+
+        def setting(name):
+            for source in (kwargs.get(name), getattr(given, name, None), getattr(self.generation_config, name, None)):
+                if source is not None:
+                    return source
+            return None
+
+        for total, new, least in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
+            length = setting(total)
+            if setting(new) is None and length:
+                if length - prompt_length < least and total == "max_length":
+                    raise ValueError(
+                        f"max_length={length}, but the prompt alone has {prompt_length} tokens: set max_new_tokens."
+                    )
+                kwargs[new] = max(length - prompt_length, least)
+            kwargs.pop(total, None)
+            if given is not None:
+                setattr(given, total, None)
+        return given, kwargs
+
+    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
+        outputs = model_kwargs.pop("mm_encoder_outputs", None)
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+            expand_size, is_encoder_decoder, input_ids, **model_kwargs
+        )
+        if outputs is not None:
+            model_kwargs["mm_encoder_outputs"] = {
+                name: SelectedFeatures(pooler_output=tuple(f for f in one.pooler_output for _ in range(expand_size)))
+                for name, one in outputs.items()
+            }
+        return input_ids, model_kwargs
+
+    def prepare_inputs_for_generation(self, input_ids, is_first_iteration=False, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+        if not is_first_iteration and kwargs.get("use_cache", True):
+            inputs.pop("mm_encoder_outputs", None)  # Transformers below 5.18 does not know that these belong to prefill
+        return inputs
+
+
+def _count_spans(spans: list[list[VisualSpan]]) -> dict[int, list[int]]:
+    return {kind: [sum(span.kind == kind for span in row) for row in spans] for kind in KINDS}
