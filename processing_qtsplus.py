@@ -122,13 +122,13 @@ def video_backend() -> str:
     except (ImportError, RuntimeError, OSError) as error:
         missing = f"does not load: {str(error).strip().splitlines()[0]}"
     if missing is None:
-        logger.info("Decoding videos with torchcodec.")
+        logger.warning("Decoding videos with torchcodec.")
         return "torchcodec"
     if av is None:
         raise ImportError(
             f"Reading a video needs PyAV (`pip install av`), or torchcodec with FFmpeg. torchcodec {missing}."
         )
-    logger.info(f"Decoding videos with PyAV: torchcodec {missing}.")
+    logger.warning(f"Decoding videos with PyAV: torchcodec {missing}.")
     return "pyav"
 
 

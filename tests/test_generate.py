@@ -4,9 +4,10 @@ import inspect
 
 import pytest
 import torch
-from tiny import BOS, EOS, IM_END, IM_START, NEWLINE, PAD, USER, batch, prompt, tiny_model
 from transformers import DynamicCache, GenerationMixin, StaticCache
 from transformers.generation.streamers import BaseStreamer
+
+from tiny import BOS, EOS, IM_END, IM_START, NEWLINE, PAD, USER, batch, prompt, tiny_model
 
 VIDEO, WIDE, IMAGE = (4, 8, 12), (3, 4, 20), (1, 8, 8)
 NEW = 8

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from reference import load, meta
 from safetensors.torch import save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.convert import convert_reference_config, convert_reference_weights, rename_reference_key
+from reference import load, meta
 
 E2E = ("case1", "e2e")
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tiny import batch, prompt, stock_twin, tiny_model, token_types
 
 VIDEO, WIDE, IMAGE = (4, 8, 12), (3, 4, 20), (1, 8, 8)

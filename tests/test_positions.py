@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tiny import VIDEO_PAD, batch, prompt, stock_twin, tiny_model, token_types
 
 CHAT = 12  # tokens of the prompt before the first placeholder

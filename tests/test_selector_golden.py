@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from reference import load, meta
-
 from qtsplus.configuration_qtsplus import QTSplusConfig
-from qtsplus.hub.convert import rename_reference_key
 from qtsplus.selector_qtsplus import QTSplusSelector, find_threshold, gumbel_gate
+
+from qtsplus.hub.convert import rename_reference_key
+from reference import load, meta
 
 CASE = ("case1", "selector")
 LOSSES = {"flops": "loss_t", "kv": "loss_m", "smooth": "loss_s"}

@@ -1,0 +1,1 @@
+"""Data: what the models are trained and tried on."""

@@ -1,0 +1,121 @@
+"""Small synthetic videos of coloured shapes that move over a quiet background, as real H.264 files."""
+
+import os
+from dataclasses import dataclass
+from fractions import Fraction
+
+import av
+import numpy as np
+from PIL import Image, ImageDraw
+
+COLOURS = {
+    "red": (214, 48, 49),
+    "green": (0, 148, 50),
+    "blue": (9, 80, 208),
+    "yellow": (249, 202, 36),
+    "purple": (130, 58, 180),
+    "orange": (240, 120, 20),
+}
+SHAPES = ("circle", "square", "triangle")
+
+
+@dataclass(frozen=True)
+class ClipObject:
+    """
+    One shape of a clip.
+
+    Attributes:
+        colour, shape: its name in [`COLOURS`] and in [`SHAPES`].
+        appears_at, vanishes_at: seconds; it is visible from the one until just before the other.
+        boxes: `[T, 4]` float, its (left, top, right, bottom) in pixels of every frame; NaN where it is not visible.
+    """
+
+    colour: str
+    shape: str
+    appears_at: float
+    vanishes_at: float
+    boxes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A rendered video: its file, length in seconds, frames per second, (width, height) in pixels and objects."""
+
+    path: str
+    seconds: float
+    fps: float
+    size: tuple[int, int]
+    objects: tuple[ClipObject, ...]
+
+
+def render_clip(
+    path: str | os.PathLike, seconds: float = 8.0, fps: int = 8, size: tuple[int, int] = (224, 224), seed: int = 0
+) -> Clip:
+    """
+    Renders three shapes of different colours, each of which comes, moves in a straight line, and goes.
+
+    Args:
+        path: the mp4 file to write.
+        seconds: its length.
+        fps: frames per second.
+        size: (width, height) in pixels, both even.
+        seed: the same seed gives the same frames.
+
+    Returns:
+        What can be seen, where and when.
+    """
+    rng = np.random.default_rng(seed)
+    times = np.arange(max(1, round(seconds * fps))) / fps
+    colours = rng.permutation(list(COLOURS))[:3]
+    objects = tuple(_draw_object(rng, str(colour), times, seconds, size) for colour in colours)
+    shade = int(rng.integers(190, 230))
+    frames = np.stack([_render_frame(objects, index, size, shade) for index in range(len(times))])
+    write_mp4(path, frames, fps)
+    return Clip(path=os.fspath(path), seconds=seconds, fps=fps, size=size, objects=objects)
+
+
+def _draw_object(rng, colour, times, seconds, size):
+    appears_at, vanishes_at = (float(time) for time in seconds * rng.uniform((0, 0.6), (0.5, 1.0)))
+    side = rng.uniform(0.2, 0.35) * min(size)
+    room = np.array(size) - side
+    start, stop = rng.uniform(0, 1, 2) * room, rng.uniform(0, 1, 2) * room
+    progress = (times - appears_at) / (vanishes_at - appears_at)
+    corner = start + progress[:, None] * (stop - start)
+    boxes = np.concatenate([corner, corner + side], axis=1)
+    boxes[(times < appears_at) | (times >= vanishes_at)] = np.nan
+    return ClipObject(colour, str(rng.choice(SHAPES)), appears_at, vanishes_at, boxes)
+
+
+def _render_frame(objects, index, size, shade):
+    image = Image.new("RGB", size, (shade, shade, shade))
+    canvas = ImageDraw.Draw(image)
+    for item in objects:
+        left, top, right, bottom = item.boxes[index]
+        if np.isnan(left):
+            continue
+        fill = COLOURS[item.colour]
+        if item.shape == "circle":
+            canvas.ellipse([left, top, right, bottom], fill=fill)
+        elif item.shape == "square":
+            canvas.rectangle([left, top, right, bottom], fill=fill)
+        else:
+            canvas.polygon([(left, bottom), ((left + right) / 2, top), (right, bottom)], fill=fill)
+    return np.asarray(image)
+
+
+def write_mp4(path: str | os.PathLike, frames: np.ndarray, fps: float) -> None:
+    """
+    Encodes frames as H.264 (yuv420p).
+
+    Args:
+        path: the file to write.
+        frames: `[T, H, W, 3]` uint8 RGB, H and W even.
+        fps: frames per second.
+    """
+    with av.open(os.fspath(path), "w") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
