@@ -1,0 +1,68 @@
+"""From a real mp4 through the real processor: a batch of questions, and a conversation that goes on from its cache."""
+
+import pytest
+import torch
+
+from qtsplus.hub.publish import build_variant
+
+OPTIONS = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    built = build_variant("qtsplus-tiny")
+    with torch.no_grad():
+        for name, parameter in built.model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(2.0)  # random weights of the initial size answer with one token over and over
+    return built.model, built.processor
+
+
+def user(question, video=None):
+    content = [] if video is None else [{"type": "video", "video": str(video)}]
+    return {"role": "user", "content": [*content, {"type": "text", "text": question}]}
+
+
+def test_the_processors_query_mask_is_the_models_own(tiny, tiny_mp4):
+    model, processor = tiny
+    inputs = processor.apply_chat_template([user("What colour is the square?", tiny_mp4)], **OPTIONS)
+    mask = inputs.pop("query_mask")
+    with torch.no_grad():
+        given, found = model(**inputs, query_mask=mask), model(**inputs)
+    assert torch.equal(given.logits, found.logits)
+    text = processor.tokenizer.decode(inputs["input_ids"][0][mask[0].bool()])
+    assert text == "What colour is the square?"
+
+
+def test_a_batch_of_questions_answers_as_each_alone(tiny, tiny_mp4):
+    model, processor = tiny
+    rows = [[user("What colour is the square?", tiny_mp4)], [user("How many?", tiny_mp4)], [user("Hello there.")]]
+    options = {**OPTIONS, "padding": True}
+    inputs = processor.apply_chat_template(rows, **options)
+    answers = model.generate(**inputs, retention=0.2, max_new_tokens=6)[:, inputs["input_ids"].shape[1] :]
+    for row, messages in enumerate(rows):
+        alone = processor.apply_chat_template(messages, **OPTIONS)
+        answer = model.generate(**alone, retention=0.2, max_new_tokens=6)[0, alone["input_ids"].shape[1] :]
+        assert answers[row, : len(answer)].tolist() == answer.tolist()
+
+
+def test_the_next_turn_through_the_chat_template(tiny, tiny_mp4):
+    """The answer goes through text and back; whatever part of it tokenizes alike is taken from the cache."""
+    model, processor = tiny
+    messages = [user("What colour is the square?", tiny_mp4)]
+    first_inputs = processor.apply_chat_template(messages, **OPTIONS)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "return_dict_in_generate": True}
+    first = model.generate(**first_inputs, retention=0.2, **options)
+    said = processor.tokenizer.decode(first.sequences[0, first_inputs["input_ids"].shape[1] :])
+    messages += [{"role": "assistant", "content": [{"type": "text", "text": said}]}, user("And the circle?")]
+    inputs = processor.apply_chat_template(messages, **OPTIONS)
+
+    columns = first.past_key_values.get_seq_length()
+    second = model.generate(**inputs, past_key_values=first.past_key_values, **options)
+    assert second.past_key_values.get_seq_length() > columns, "the cache was used, not filled anew"
+
+    # The whole conversation anew, with the tokens that the first question had kept.
+    question = first_inputs["input_ids"][first_inputs["query_mask"].bool()][None]
+    anew = model.generate(**inputs, query_input_ids=question, max_visual_tokens=int(first.qtsplus.n[0]), **options)
+    assert torch.equal(anew.qtsplus.kept_indices[0], first.qtsplus.kept_indices[0])
+    assert second.sequences.tolist() == anew.sequences.tolist()
