@@ -106,13 +106,17 @@ class Qwen2_5_VLQTSplusConfig(Qwen2_5_VLConfig):
 
     model_type = "qwen2_5_vl_qtsplus"
     keys_to_ignore_at_inference = ["past_key_values", "qtsplus"]
-    # Transformers below 5.20 reads `sub_configs`, later ones `sub_configs_defaults`.
+    # Transformers below 5.20 reads `sub_configs`, later ones `sub_configs_defaults`, whose entries are specifications.
     sub_configs = {
         "vision_config": Qwen2_5_VLVisionConfig,
         "text_config": Qwen2_5_VLTextConfig,
         "qtsplus_config": QTSplusConfig,
     }
-    sub_configs_defaults = sub_configs
+    if hasattr(Qwen2_5_VLConfig, "sub_configs_defaults"):
+        sub_configs_defaults = {
+            **Qwen2_5_VLConfig.sub_configs_defaults,
+            "qtsplus_config": type(Qwen2_5_VLConfig.sub_configs_defaults["text_config"])(config_class=QTSplusConfig),
+        }
 
     qtsplus_config: dict | PreTrainedConfig | None = None
     user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)

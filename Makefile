@@ -1,0 +1,48 @@
+# `make demo` and `make test` work on a clean clone with only Python >= 3.10 and pip. `make help` lists the rest.
+PYTHON ?= python3
+VENV ?= .venv
+VENV_OLDEST ?= .venv-oldest
+BIN := $(VENV)/bin
+TYPECHECK := build/typecheck/qtsplus
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-oldest lint typecheck bench
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.installed: pyproject.toml hatch_build.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+$(VENV_OLDEST)/.installed: pyproject.toml hatch_build.py
+	$(PYTHON) -m venv $(VENV_OLDEST)
+	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' transformers==5.17.0
+	touch $@
+
+demo: $(VENV)/.installed  ## render a clip, build and publish the tiny model, ask it, draw the kept tokens
+	$(BIN)/qtsplus demo --out demo
+
+test: lint  ## lint, types and all but the slow tests
+	$(BIN)/python -m pytest -q
+
+test-slow: $(VENV)/.installed  ## only the slow tests
+	$(BIN)/python -m pytest -q -m slow
+
+test-oldest: $(VENV_OLDEST)/.installed  ## the tests against the oldest supported transformers
+	$(VENV_OLDEST)/bin/python -m pytest -q
+
+lint: $(VENV)/.installed typecheck  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# A type checker has to see the package as the wheel lays it out, the Hub files beside the rest. Copies, because hatchling
+# takes a folder that is linked from elsewhere for one that it has already packed.
+typecheck: $(VENV)/.installed
+	rm -rf $(TYPECHECK) && mkdir -p $(dir $(TYPECHECK))
+	cp -Rp src/qtsplus $(TYPECHECK) && cp -p *_qtsplus*.py $(TYPECHECK)
+	$(BIN)/mypy $(TYPECHECK)
+
+bench:  ## speed and memory against the stock model (not written yet)
+	@echo "There is no benchmark yet; see CHANGELOG.md for what exists." >&2; exit 1

@@ -1,0 +1,180 @@
+"""The `qtsplus` command: parses, calls, prints."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .session import Answer
+
+app = typer.Typer(
+    help="Query-aware visual-token selection for long videos.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# Standard output carries results only; everything said on the way goes to standard error.
+console = Console()
+notes = Console(stderr=True, highlight=False)
+
+
+class Dtype(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def ask(
+    video: Annotated[Path, typer.Argument(help="A video file, or a folder of frames.", show_default=False)],
+    question: Annotated[str, typer.Argument(help="What to ask about it.", show_default=False)],
+    model: Annotated[
+        str | None, typer.Option(help="Folder or Hub id; the bundled tiny model (random weights) when absent.")
+    ] = None,
+    retention: Annotated[float | None, typer.Option(help="Fraction of the visual tokens to keep, in (0, 1].")] = None,
+    max_visual_tokens: Annotated[int | None, typer.Option(help="Most visual tokens to keep.")] = None,
+    fps: Annotated[
+        float | None,
+        typer.Option(help="Of a file: frames to look at per second. Of a folder: the rate its frames were taken at."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; a GPU where there is one.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto is the checkpoint's.")] = Dtype.auto,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Answer a question about a video, and say which seconds the answer rests on."""
+    if not video.exists():
+        _fail(f"there is no video at {video}")
+    if video.is_dir() and fps is None:
+        _fail(f"{video} is a folder of frames: give the rate at which they were taken, such as --fps 2")
+    if fps is not None and not fps > 0:
+        _fail(f"--fps is {fps:g}; expected more than 0 frames per second")
+    if retention is not None and max_visual_tokens is not None:
+        _fail("--retention and --max-visual-tokens exclude each other")
+    if retention is not None and not 0 < retention <= 1:
+        _fail(f"--retention is {retention:g}; expected a fraction in (0, 1]")
+    if max_visual_tokens is not None and max_visual_tokens < 1:
+        _fail(f"--max-visual-tokens is {max_visual_tokens}; expected at least 1")
+    if max_new_tokens < 1:
+        _fail(f"--max-new-tokens is {max_new_tokens}; expected at least 1")
+
+    with _one_line_errors():
+        from . import session
+
+        name = model or _bundled_model()
+        started = time.perf_counter()
+        with notes.status("Loading the model"):
+            loaded, processor = session.load(name, device, dtype.value)
+        seconds_to_load = time.perf_counter() - started
+        with notes.status("Asking"):
+            answer = session.ask(
+                loaded,
+                processor,
+                video,
+                question,
+                fps=fps,
+                retention=retention,
+                max_visual_tokens=max_visual_tokens,
+                max_new_tokens=max_new_tokens,
+            )
+    answer.timings.update(load=seconds_to_load)
+    if as_json:
+        print(json.dumps(answer.as_dict()))
+    else:
+        _print_answer(answer)
+
+
+@app.command()
+def publish(
+    model: Annotated[str, typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.")],
+    to: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write beside files that are already there.")] = False,
+) -> None:
+    """Assemble a complete Hub repository: weights, configuration, processor, code and model card."""
+    with _one_line_errors():
+        from .hub.publish import assemble, load_for_publish
+
+        loaded = load_for_publish(model)
+        folder = assemble(
+            loaded.model,
+            loaded.processor,
+            to,
+            variant=loaded.variant,
+            random_seed=loaded.random_seed,
+            overwrite=overwrite,
+        )
+    if loaded.random_seed is not None:
+        notes.print(f"{model} was built with random weights (seed {loaded.random_seed}), as its card says.")
+    console.print(f"Wrote {folder}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the clip, the model and the picture go.")] = Path("demo"),
+) -> None:
+    """Ask the bundled tiny model about a rendered clip, and draw the tokens that it kept."""
+    with _one_line_errors():
+        from .demo import QUESTION, run_demo
+
+        answer = run_demo(out, lambda line: console.print(line, soft_wrap=True, highlight=False))
+    console.print(f"\nQuestion: {QUESTION}", highlight=False)
+    _print_answer(answer)
+
+
+def _print_answer(answer: "Answer") -> None:
+    console.print(answer.answer or "(an empty answer)", style="bold", markup=False, highlight=False)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    share = answer.kept_tokens / answer.visual_tokens
+    table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
+    table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at")
+    for number, interval in enumerate(answer.evidence):
+        span = f"{interval.start:.1f} to {interval.end:.1f} s  ({interval.weight:.0%} of the relevance)"
+        table.add_row("seen in" if number == 0 else "", span)
+    timings = ", ".join(f"{stage.replace('_', ' ')} {answer.timings[stage]:.2f} s" for stage in _stages(answer.timings))
+    table.add_row("time", timings)
+    console.print(table)
+
+
+def _stages(timings: dict[str, float]) -> list[str]:
+    return [stage for stage in ("load", "preprocess", "first_token", "generate") if stage in timings]
+
+
+def _bundled_model() -> str:
+    from .demo import cached_tiny
+
+    folder = cached_tiny()
+    notes.print(
+        f"No --model given: using the bundled tiny model at {folder}. Its weights are random, so the answer is noise.",
+        soft_wrap=True,
+    )
+    return str(folder)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Bad input ends in one line on standard error and exit code 2; anything else is a bug and keeps its traceback."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _fail(next(iter(str(error).strip().splitlines()), type(error).__name__))
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"qtsplus: {message}", err=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

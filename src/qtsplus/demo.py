@@ -1,0 +1,78 @@
+"""The bundled tiny model as a Hub folder, and `qtsplus demo` around it."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from . import session
+from .data.clip import render_clip
+from .hub.files import hub_configs
+from .hub.publish import assemble, build_variant, code_files
+from .picture import draw_kept_tokens, frames_from_patches
+
+TINY = "qtsplus-tiny"
+QUESTION = "What colour is the first shape?"
+
+
+def cached_tiny() -> Path:
+    """
+    The tiny variant as a Hub folder in the user's cache, built when it is not there yet.
+
+    The folder's name carries a hash of the code and the configuration that made it, so a changed package never loads an
+    earlier one's folder.
+    """
+    made_from = [*code_files(), *sorted(path for path in (hub_configs() / TINY).iterdir() if path.is_file())]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in made_from)).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qtsplus"
+    folder = cache / f"{TINY}-{digest}"
+    if not (folder / "config.json").exists():
+        publish_tiny(folder)
+    return folder
+
+
+def publish_tiny(folder: Path) -> Path:
+    """Builds the tiny variant and writes its Hub folder."""
+    built = build_variant(TINY)
+    return assemble(built.model, built.processor, folder, variant=TINY, random_seed=built.random_seed)
+
+
+def run_demo(out: Path, say: Callable[[str], None]) -> session.Answer:
+    """
+    Renders a clip, publishes the tiny model, loads it back as remote code, asks, and draws what was kept.
+
+    Args:
+        out: folder for `clip.mp4`, `qtsplus-tiny/` and `kept_tokens.png`.
+        say: takes one line per step.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    video = out / "clip.mp4"
+    render_clip(video, seconds=8, fps=8, size=(224, 224), seed=0)
+    say(f"Rendered {video}, an 8 s H.264 clip.")
+    folder = publish_tiny(out / TINY)
+    say(f"Published {TINY} with random weights to {folder}; a trained one is to come, so the answer below is noise.")
+
+    model, processor = session.load(folder)
+    say(f"Loaded it back as remote code: {type(model).__name__} from {type(model).__module__.split('.')[0]}.")
+    inputs = session.prepare(processor, video, QUESTION, fps=2)
+    answer = session.answer_prepared(model, processor, inputs, video, max_new_tokens=16)
+
+    video_processor = processor.video_processor
+    frames = frames_from_patches(
+        inputs["pixel_values_videos"],
+        inputs["video_grid_thw"][0].tolist(),
+        patch_size=video_processor.patch_size,
+        temporal_patch_size=video_processor.temporal_patch_size,
+        merge_size=video_processor.merge_size,
+        image_mean=video_processor.image_mean,
+        image_std=video_processor.image_std,
+    )
+    picture = draw_kept_tokens(
+        frames,
+        answer.keep_map,
+        float(inputs["second_per_grid_ts"][0]),
+        out / "kept_tokens.png",
+        title=f"“{QUESTION}”: {answer.kept_tokens} of {answer.visual_tokens} visual tokens kept",
+    )
+    say(f"Drew the kept tokens to {picture}.")
+    return answer

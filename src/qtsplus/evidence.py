@@ -1,0 +1,133 @@
+"""Which seconds and which regions of a video the kept tokens came from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A stretch of a video that kept tokens came from.
+
+    Args:
+        start, end: seconds from the video's beginning.
+        weight: share of the sample's kept relevance that lies in it; the weights of one sample sum to 1.
+        video: which of the sample's videos, in prompt order.
+    """
+
+    start: float
+    end: float
+    weight: float
+    video: int = 0
+
+
+def token_grids(video_grid_thw: torch.Tensor, merge_size: int) -> list[tuple[int, int, int]]:
+    """
+    The grid (T, H, W) of visual tokens of each video, T in grid steps (temporal patches).
+
+    Args:
+        video_grid_thw: `[N, 3]`, patches before the spatial merge.
+        merge_size: patches merged into one token, per side.
+    """
+    return [(t, h // merge_size, w // merge_size) for t, h, w in video_grid_thw.tolist()]
+
+
+def token_maps(values: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+    """
+    Cuts one value per visual token of a sample, `[M]`, into one `[T, H, W]` per video.
+
+    Raises:
+        ValueError: the grids do not hold M tokens.
+    """
+    sizes = [t * h * w for t, h, w in grids]
+    if sum(sizes) != len(values):
+        raise ValueError(f"The video grids {list(grids)} hold {sum(sizes)} tokens, but there are {len(values)} values.")
+    return [part.reshape(grid) for part, grid in zip(values.split(sizes), grids, strict=True)]
+
+
+def keep_maps(kept_indices: torch.Tensor, video_grid_thw: torch.Tensor, merge_size: int) -> list[torch.Tensor]:
+    """
+    Which tokens of each frame were kept.
+
+    Args:
+        kept_indices: `[n]`, indices among the sample's video tokens.
+        video_grid_thw: `[N, 3]`, patches before the spatial merge, of the sample's videos.
+        merge_size: patches merged into one token, per side.
+
+    Returns:
+        one bool `[T, H, W]` per video.
+
+    Raises:
+        ValueError: an index beyond the last token.
+    """
+    grids = token_grids(video_grid_thw, merge_size)
+    kept = torch.zeros(sum(t * h * w for t, h, w in grids), dtype=torch.bool)
+    _check_indices(kept_indices, len(kept))
+    kept[kept_indices.cpu()] = True
+    return token_maps(kept, grids)
+
+
+def evidence_intervals(
+    kept_indices: torch.Tensor,
+    relevance: torch.Tensor,
+    video_grid_thw: torch.Tensor,
+    second_per_grid_ts: Sequence[float],
+    merge_size: int,
+) -> list[Interval]:
+    """
+    The stretches of the videos that kept tokens came from; neighbouring grid steps form one stretch.
+
+    Args:
+        kept_indices: `[n]`, indices among the sample's video tokens.
+        relevance: `[M]`, or empty where the selection did not look (every kept token then weighs the same).
+        video_grid_thw: `[N, 3]`, patches before the spatial merge, of the sample's videos.
+        second_per_grid_ts: seconds that one grid step of each video lasts.
+        merge_size: patches merged into one token, per side.
+
+    Returns:
+        intervals in order of video and time; none if nothing was kept.
+
+    Raises:
+        ValueError: an index beyond the last token, or grids that do not fit the relevance.
+    """
+    grids = token_grids(video_grid_thw, merge_size)
+    weights = torch.zeros(sum(t * h * w for t, h, w in grids), dtype=torch.float64)
+    _check_indices(kept_indices, len(weights))
+    kept_indices = kept_indices.cpu()
+    if len(relevance):
+        if len(relevance) != len(weights):
+            raise ValueError(f"The video grids hold {len(weights)} tokens, but there are {len(relevance)} relevances.")
+        weights[kept_indices] = relevance.detach().cpu().double()[kept_indices]
+    if weights.sum() == 0:
+        weights[kept_indices] = 1.0
+    kept_weight = weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+
+    intervals = []
+    kept_maps = keep_maps(kept_indices, video_grid_thw, merge_size)
+    for video, (kept, weight) in enumerate(zip(kept_maps, token_maps(weights / kept_weight, grids), strict=True)):
+        seconds = float(second_per_grid_ts[video])
+        step_weights = weight.sum((1, 2)).tolist()
+        for first, last in _runs(kept.any(2).any(1).tolist()):
+            share = sum(step_weights[first : last + 1])
+            intervals.append(Interval(first * seconds, (last + 1) * seconds, share, video))
+    return intervals
+
+
+def _runs(flags: list[bool]) -> list[tuple[int, int]]:
+    """First and last position of every run of True."""
+    runs: list[tuple[int, int]] = []
+    for position, flag in enumerate(flags):
+        if flag and runs and runs[-1][1] == position - 1:
+            runs[-1] = (runs[-1][0], position)
+        elif flag:
+            runs.append((position, position))
+    return runs
+
+
+def _check_indices(kept_indices: torch.Tensor, num_tokens: int) -> None:
+    if len(kept_indices) and not 0 <= int(kept_indices.min()) <= int(kept_indices.max()) < num_tokens:
+        raise ValueError(
+            f"Kept indices from {int(kept_indices.min())} to {int(kept_indices.max())} do not fit the videos' "
+            f"{num_tokens} visual tokens."
+        )

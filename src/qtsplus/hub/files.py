@@ -1,0 +1,25 @@
+"""Where the Hub files and the variants' configurations lie, in a checkout as in an installed wheel."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def hub_root() -> Path:
+    """The folder that holds the model's own files: the package in a wheel, the repository's root in a checkout."""
+    return _PACKAGE if (_PACKAGE / "configuration_qtsplus.py").exists() else _PACKAGE.parents[1]
+
+
+def hub_files() -> list[Path]:
+    """The Python files that a Hub repository carries (`configuration_qtsplus.py`, ...), sorted by name."""
+    return sorted(hub_root().glob("*_qtsplus*.py"))
+
+
+def hub_configs() -> Path:
+    """The folder with one folder per published variant."""
+    return hub_root() / "hub_configs"
+
+
+def variants() -> list[str]:
+    """The names of the variants that have a configuration, sorted."""
+    return sorted(config.parent.name for config in hub_configs().glob("*/config.json"))

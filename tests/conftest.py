@@ -1,0 +1,39 @@
+"""Fixtures shared by all tests. Nothing here needs the network."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path
+
+import pytest
+
+from qtsplus.hub.files import hub_configs
+
+
+@pytest.fixture(scope="session")
+def tiny_processor():
+    """The processor of `hub_configs/qtsplus-tiny`."""
+    from qtsplus import Qwen2_5_VLQTSplusConfig
+    from qtsplus.hub.publish import load_processor
+
+    folder = hub_configs() / "qtsplus-tiny"
+    return load_processor(folder, Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
+
+
+@pytest.fixture(scope="session")
+def tiny_mp4(tmp_path_factory) -> Path:
+    """A rendered H.264 clip: 4 s, 8 frames a second, 112 x 112 pixels."""
+    from qtsplus.data.clip import render_clip
+
+    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
+    render_clip(path, seconds=4, fps=8, size=(112, 112), seed=0)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_published(tmp_path_factory) -> Path:
+    """The Hub folder of qtsplus-tiny, with seeded random weights."""
+    from qtsplus.demo import publish_tiny
+
+    return publish_tiny(tmp_path_factory.mktemp("hub") / "qtsplus-tiny")

@@ -1,0 +1,54 @@
+"""The published variants' configurations."""
+
+import pytest
+from transformers import GenerationConfig
+
+from qtsplus import Qwen2_5_VLQTSplusConfig
+from qtsplus.hub.files import hub_configs
+
+
+def load(variant):
+    return Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / variant)
+
+
+def test_the_tiny_configuration_fits_its_tokenizer(tiny_processor):
+    config, tokenizer = load("qtsplus-tiny"), tiny_processor.tokenizer
+    token_id = tokenizer.convert_tokens_to_ids
+    assert config.text_config.vocab_size == len(tokenizer)
+    assert config.video_token_id == token_id("<|video_pad|>")
+    assert config.image_token_id == token_id("<|image_pad|>")
+    assert config.vision_start_token_id == token_id("<|vision_start|>")
+    assert config.vision_end_token_id == token_id("<|vision_end|>")
+    assert config.turn_end_token_id == config.text_config.eos_token_id == token_id("<|im_end|>")
+    assert config.text_config.pad_token_id == config.text_config.bos_token_id == tokenizer.pad_token_id
+    for name, value in tiny_processor.query_token_ids.items():
+        assert getattr(config, name) == value, name
+    generation_config = GenerationConfig.from_pretrained(hub_configs() / "qtsplus-tiny")
+    assert generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_the_tiny_configuration_fits_its_processor(tiny_processor):
+    vision, video_processor = load("qtsplus-tiny").vision_config, tiny_processor.video_processor
+    assert vision.patch_size == video_processor.patch_size
+    assert vision.temporal_patch_size == video_processor.temporal_patch_size
+    assert vision.spatial_merge_size == video_processor.merge_size
+
+
+@pytest.mark.parametrize(
+    ("variant", "hidden_size", "tied", "lambdas"),
+    [
+        ("qtsplus-3b", 2048, True, (0.1, 0.17, 0.05)),
+        ("qtsplus-3b-ft", 2048, True, (0.2, 0.3, 0.05)),
+        ("qtsplus-7b", 3584, False, (0.1, 0.17, 0.05)),
+    ],
+)
+def test_published_sizes_and_the_papers_hyperparameters(variant, hidden_size, tied, lambdas):
+    config = load(variant)
+    selector = config.qtsplus_config
+    assert config.text_config.hidden_size == config.vision_config.out_hidden_size == hidden_size
+    assert config.tie_word_embeddings is tied
+    head_dim = hidden_size // config.text_config.num_attention_heads
+    assert 2 * sum(config.text_config.rope_parameters["mrope_section"]) == head_dim
+    assert (selector.lambda_t, selector.lambda_m, selector.lambda_s) == lambdas
+    assert (selector.tau_s, selector.rho_min, selector.rho_max, selector.n_max) == (0.5, 0.05, 0.5, 25600)

@@ -1,0 +1,138 @@
+"""A Hub folder is complete, is written whole or not at all, and never eats a user's files."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from qtsplus.hub.files import hub_configs, variants
+from qtsplus.hub.publish import AUTO_MAP, assemble, build_variant, code_files, load_for_publish
+
+
+@pytest.fixture(scope="module")
+def built():
+    return build_variant("qtsplus-tiny")
+
+
+def test_a_folder_holds_all_that_a_hub_user_needs(tiny_published):
+    names = {path.name for path in tiny_published.iterdir()}
+    assert names == {
+        *("README.md", "config.json", "generation_config.json", "model.safetensors", "processor_config.json"),
+        *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
+        *(path.name for path in code_files()),
+    }
+
+
+def test_the_code_is_all_that_the_entry_files_import(tiny_published):
+    names = {path.name for path in tiny_published.glob("*.py")}
+    for name in names:
+        imported = re.findall(r"^\s*from \.(\w+) import", (tiny_published / name).read_text(), re.MULTILINE)
+        assert {f"{module}.py" for module in imported} <= names, name
+
+
+def test_the_auto_map_is_whole_and_local(tiny_published):
+    assert json.loads((tiny_published / "config.json").read_text())["auto_map"] == AUTO_MAP
+    processor_config = json.loads((tiny_published / "processor_config.json").read_text())
+    assert processor_config["auto_map"] == {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}
+
+
+def test_the_card_says_that_the_weights_are_random(tiny_published):
+    card = (tiny_published / "README.md").read_text()
+    for line in ("library_name: transformers", "pipeline_tag: video-text-to-text", "- custom_code"):
+        assert line in card
+    assert "weights are random" in card
+    assert "base_model" not in card
+
+
+def test_the_card_names_licence_and_base_of_loaded_weights(built, tmp_path):
+    card = (assemble(built.model, built.processor, tmp_path / "m", variant="qtsplus-3b") / "README.md").read_text()
+    assert "base_model: Qwen/Qwen2.5-VL-3B-Instruct" in card
+    assert "license_name: qwen-research" in card
+    assert "random" not in card
+
+
+def test_the_cards_snippet_runs(tiny_published, tiny_mp4, capsys):
+    (snippet,) = re.findall(r"```python\n(.*?)```", (tiny_published / "README.md").read_text(), re.DOTALL)
+    exec(snippet.replace("org/qtsplus-tiny", str(tiny_published)).replace("video.mp4", str(tiny_mp4)), {})
+    assert capsys.readouterr().out
+
+
+def test_a_saved_model_is_published_with_its_weights(built, tmp_path):
+    built.model.save_pretrained(tmp_path / "saved")
+    built.processor.save_pretrained(tmp_path / "saved")
+    loaded = load_for_publish(tmp_path / "saved")
+    assert loaded.random_seed is None
+    folder = assemble(loaded.model, loaded.processor, tmp_path / "hub")
+    again = load_for_publish(folder).model.state_dict()
+    for name, tensor in built.model.state_dict().items():
+        assert torch.equal(tensor, again[name]), name
+
+
+def test_an_earlier_assembly_is_replaced(built, tmp_path):
+    folder = assemble(built.model, built.processor, tmp_path / "hub", variant="qtsplus-tiny")
+    (folder / "model-00001-of-00002.safetensors").touch()  # left by an earlier, sharded one
+    (folder / "config.json").write_text("{}")
+    assemble(built.model, built.processor, folder, variant="qtsplus-tiny")
+    assert not (folder / "model-00001-of-00002.safetensors").exists()
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen2_5_vl_qtsplus"
+
+
+def test_a_folder_with_other_files_is_refused_unless_asked_to(built, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match=r"thesis\.tex"):
+        assemble(built.model, built.processor, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+    assemble(built.model, built.processor, tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    assert (tmp_path / "config.json").exists()
+
+
+def test_an_interrupted_run_leaves_nothing(built, tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(built.processor, "save_pretrained", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        assemble(built.model, built.processor, tmp_path / "hub")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_building_leaves_the_random_state_alone(built):
+    before = torch.random.get_rng_state()
+    again = build_variant("qtsplus-tiny", seed=0).model.state_dict()
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(tensor, again[name]) for name, tensor in built.model.state_dict().items())
+    other = build_variant("qtsplus-tiny", seed=1).model.state_dict()
+    assert not torch.equal(again["lm_head.weight"], other["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"no config\.json"),
+        ({"config.json": '{"model_type": "qwen2_5_vl"}'}, "model of type 'qwen2_5_vl'"),
+        ({"config.json": '{"model_type": "qwen2_5_vl_qtsplus"}'}, "no weights"),
+        ({"config.json": '{"model_type": "qwen2_5_vl_qtsplus"}', "model.safetensors": ""}, "processor"),
+        ({"adapter_config.json": "{}"}, "adapter"),
+    ],
+)
+def test_a_folder_that_cannot_be_published_says_why(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_for_publish(tmp_path)
+
+
+def test_a_variant_without_weights_says_so():
+    with pytest.raises(ValueError, match="'qtsplus-3b' comes without tokenizer and weights"):
+        build_variant("qtsplus-3b")
+
+
+def test_all_variants_have_a_whole_configuration():
+    assert variants() == ["qtsplus-3b", "qtsplus-3b-ft", "qtsplus-7b", "qtsplus-tiny"]
+    for variant in variants():
+        config = json.loads((hub_configs() / variant / "config.json").read_text())
+        assert config["auto_map"] == AUTO_MAP
+        assert (hub_configs() / variant / "generation_config.json").exists()

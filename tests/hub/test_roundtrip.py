@@ -1,0 +1,98 @@
+"""A published folder behaves, in a process that has no `qtsplus`, exactly as the model it was made from."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qtsplus.hub.publish import build_variant
+
+AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+
+FRESH_PROCESS = """
+import sys
+
+sys.modules["qtsplus"] = None  # any import of the package fails from here on
+folder, inputs_file, outputs_file, video, *auto_classes = sys.argv[1:]
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+inputs, outputs = load_file(inputs_file), {}
+config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+assert type(config).__name__ == "Qwen2_5_VLQTSplusConfig", type(config)
+for name in auto_classes:
+    model = getattr(transformers, name).from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__name__ == "Qwen2_5_VLQTSplusForConditionalGeneration", (name, type(model))
+    with torch.no_grad():
+        outputs[name + ".logits"] = model(**inputs).logits
+    outputs[name + ".ids"] = model.generate(**inputs, max_new_tokens=8)
+
+processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+content = [{"type": "video", "video": video}, {"type": "text", "text": "What moves?"}]
+made = processor.apply_chat_template(
+    [{"role": "user", "content": content}],
+    tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt",
+)
+outputs.update({"inputs." + name: torch.as_tensor(value) for name, value in made.items()})
+assert not [name for name in sys.modules if name.startswith("qtsplus.")]
+save_file(outputs, outputs_file)
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny_processor, tiny_mp4):
+    content = [{"type": "video", "video": str(tiny_mp4)}, {"type": "text", "text": "What moves?"}]
+    made = tiny_processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    return {name: torch.as_tensor(value) for name, value in made.items()}
+
+
+@pytest.fixture(scope="module")
+def fresh_outputs(tiny_published, inputs, tiny_mp4, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fresh")
+    save_file(inputs, folder / "inputs.safetensors")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["HF_MODULES_CACHE"] = str(folder / "modules")
+    arguments = [tiny_published, folder / "inputs.safetensors", folder / "outputs.safetensors", tiny_mp4, *AUTO_CLASSES]
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", FRESH_PROCESS, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=folder,
+    )
+    assert result.returncode == 0, result.stderr
+    return load_file(folder / "outputs.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_variant("qtsplus-tiny").model
+
+
+@pytest.mark.parametrize("auto_class", AUTO_CLASSES)
+def test_every_auto_class_gives_bit_equal_logits(auto_class, fresh_outputs, model, inputs):
+    with torch.no_grad():
+        assert torch.equal(fresh_outputs[f"{auto_class}.logits"], model(**inputs).logits)
+
+
+@pytest.mark.parametrize("auto_class", AUTO_CLASSES)
+def test_every_auto_class_generates_the_same_ids(auto_class, fresh_outputs, model, inputs):
+    assert torch.equal(fresh_outputs[f"{auto_class}.ids"], model.generate(**inputs, max_new_tokens=8))
+
+
+def test_the_processor_makes_the_same_inputs(fresh_outputs, inputs):
+    made = {name.removeprefix("inputs."): value for name, value in fresh_outputs.items() if name.startswith("inputs.")}
+    assert made.keys() == inputs.keys()
+    for name, value in inputs.items():
+        assert torch.equal(made[name], value), name

@@ -1,0 +1,403 @@
+"""Bad input is an error that says what was given and what is expected, and it breaks nothing."""
+
+import copy
+import re
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
+from tiny import IM_END, IM_START, PATCH_VALUES, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_config, tiny_model
+
+GRID = (2, 4, 6)  # 48 patches, 12 tokens
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def video_inputs(**changes):
+    """One prompt with one video, with some inputs changed and those set to `None` left out."""
+    inputs = {**batch(prompt(videos=[GRID])), **changes}
+    return {name: value for name, value in inputs.items() if value is not None}
+
+
+def one_pixel(value):
+    pixels = video_inputs()["pixel_values_videos"]
+    pixels[5, 7] = value
+    return pixels
+
+
+def without_user_turn(inputs):
+    ids = inputs["input_ids"]
+    return {**inputs, "input_ids": ids.masked_fill(ids == USER, 30)}
+
+
+def with_placeholders(change):
+    """The prompt of a video with some placeholders more, or fewer."""
+    ids = video_inputs()["input_ids"][0].tolist()
+    at = ids.index(VIDEO_PAD)
+    ids = ids[:at] + [VIDEO_PAD] * change + ids[at:] if change > 0 else ids[:at] + ids[at - change :]
+    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+
+
+def two_videos_for_one():
+    return {
+        name: batch(prompt(videos=[GRID, GRID]))[name]
+        for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+    }
+
+
+# What is wrong -> (inputs, the message). Every case is an error of forward and of generate.
+BAD_INPUTS = {
+    "no user turn": (lambda: without_user_turn(video_inputs()), "Row 0 has 12 visual tokens but no question"),
+    "an empty question": (lambda: batch(prompt(videos=[GRID], question=0)), "12 visual tokens but no question"),
+    "an empty question in the second row": (
+        lambda: batch(prompt(videos=[GRID]), prompt(videos=[GRID], question=0)),
+        "Row 1 has 12 visual tokens but no question",
+    ),
+    "an all-zero query_mask": (
+        lambda: video_inputs(query_mask=torch.zeros_like(video_inputs()["input_ids"])),
+        "12 visual tokens but no question",
+    ),
+    "an empty query_input_ids": (
+        lambda: video_inputs(query_input_ids=torch.zeros(1, 0, dtype=torch.long)),
+        "12 visual tokens but no question",
+    ),
+    "an empty video": (
+        lambda: video_inputs(
+            video_grid_thw=torch.tensor([[0, 4, 6]]), pixel_values_videos=torch.zeros(0, PATCH_VALUES)
+        ),
+        r"video_grid_thw \[\[0, 4, 6\]\]: an empty video",
+    ),
+    "an empty image": (
+        lambda: {**batch(prompt(images=[(1, 4, 4)])), "image_grid_thw": torch.tensor([[1, 0, 4]])},
+        r"image_grid_thw \[\[1, 0, 4\]\]: an empty image",
+    ),
+    "a placeholder too many": (
+        lambda: video_inputs(**with_placeholders(1)),
+        r"1 video placeholder\(s\) in a row, but only 1 video\(s\) were given",
+    ),
+    "a placeholder too few": (
+        lambda: video_inputs(**with_placeholders(-1)),
+        r"11 video placeholder\(s\) in a row, but video 0 has 2 x 2 x 3 = 12 tokens",
+    ),
+    "more videos than placeholders": (
+        lambda: video_inputs(**two_videos_for_one()),
+        "2 videos were given, but the prompts have placeholders for only 1",
+    ),
+    "fewer videos than placeholders": (
+        lambda: video_inputs(
+            **{name: batch(prompt(videos=[GRID, GRID]))[name] for name in ("input_ids", "attention_mask")}
+        ),
+        r"12 video placeholder\(s\) in a row, but only 1 video\(s\) were given",
+    ),
+    "a video among image placeholders": (
+        lambda: video_inputs(**{k: batch(prompt(images=[GRID]))[k] for k in ("input_ids", "attention_mask")}),
+        r"12 image placeholder\(s\) in a row, but only 0 image\(s\) were given",
+    ),
+    "video pixels without a grid": (
+        lambda: video_inputs(video_grid_thw=None),
+        "videos came with pixel values but without grid_thw",
+    ),
+    "a video grid without pixels": (
+        lambda: video_inputs(pixel_values_videos=None),
+        "grid_thw but without pixel values|12 video placeholders, but no video pixels",
+    ),
+    "image pixels without a grid": (
+        lambda: {k: v for k, v in batch(prompt(images=[(1, 4, 4)])).items() if k != "image_grid_thw"},
+        "images came with pixel values but without grid_thw",
+    ),
+    "placeholders without pixels or grid": (
+        lambda: video_inputs(pixel_values_videos=None, video_grid_thw=None, second_per_grid_ts=None),
+        "12 video placeholder",
+    ),
+    "image placeholders without pixels or grid": (
+        lambda: {k: batch(prompt(images=[(1, 4, 4)]))[k] for k in ("input_ids", "attention_mask")},
+        "4 image placeholder",
+    ),
+    "a row of pixels too few": (
+        lambda: video_inputs(pixel_values_videos=torch.zeros(47, PATCH_VALUES)),
+        "47 rows of video pixels: expected 48",
+    ),
+    "a row of pixels too many": (
+        lambda: video_inputs(pixel_values_videos=torch.zeros(49, PATCH_VALUES)),
+        "49 rows of video pixels: expected 48",
+    ),
+    "a NaN pixel": (
+        lambda: video_inputs(pixel_values_videos=one_pixel(float("nan"))),
+        "NaN or infinity in its pixel values of video 0",
+    ),
+    "an infinite pixel": (
+        lambda: video_inputs(pixel_values_videos=one_pixel(float("inf"))),
+        "NaN or infinity in its pixel values of video 0",
+    ),
+    "retention 0": (lambda: video_inputs(retention=0.0), r"retention=0.0: expected a fraction .* in \(0, 1\]"),
+    "retention above 1": (lambda: video_inputs(retention=1.5), r"retention=1.5: expected"),
+    "a negative retention": (lambda: video_inputs(retention=-0.1), r"retention=-0.1: expected"),
+    "a retention that is no number": (lambda: video_inputs(retention=float("nan")), r"retention=nan: expected"),
+    "max_visual_tokens 0": (lambda: video_inputs(max_visual_tokens=0), "max_visual_tokens=0: expected a whole number"),
+    "a negative max_visual_tokens": (lambda: video_inputs(max_visual_tokens=-3), "max_visual_tokens=-3: expected"),
+    "max_visual_tokens True": (lambda: video_inputs(max_visual_tokens=True), "max_visual_tokens=True: expected"),
+    "a fractional max_visual_tokens": (lambda: video_inputs(max_visual_tokens=2.5), "max_visual_tokens=2.5: expected"),
+    "second_per_grid_ts of the wrong length": (
+        lambda: video_inputs(second_per_grid_ts=torch.ones(2)),
+        r"2 second_per_grid_ts: expected one per video \(1\)",
+    ),
+    "query_mask of the wrong shape": (
+        lambda: video_inputs(query_mask=torch.ones(1, 3, dtype=torch.long)),
+        r"query_mask \(1, 3\): expected input_ids' shape",
+    ),
+    "query_input_ids for another batch": (
+        lambda: video_inputs(query_input_ids=torch.full((2, 4), 30)),
+        r"2 rows of query_input_ids: expected one per prompt \(1\)",
+    ),
+    "query_attention_mask of another shape": (
+        lambda: video_inputs(
+            query_input_ids=torch.full((1, 4), 30), query_attention_mask=torch.ones(1, 3, dtype=torch.long)
+        ),
+        r"query_attention_mask \(1, 3\): expected",
+    ),
+    "attention_mask of another shape": (
+        lambda: video_inputs(attention_mask=torch.ones(1, 3, dtype=torch.long)),
+        r"attention_mask \(1, 3\): expected input_ids' shape",
+    ),
+    "mm_encoder_outputs that nothing has selected": (
+        lambda: video_inputs(
+            pixel_values_videos=None,
+            video_grid_thw=None,
+            second_per_grid_ts=None,
+            mm_encoder_outputs={"video": BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))},
+        ),
+        "mm_encoder_outputs would pass the selector by",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_forward_refuses(model, name):
+    make, message = BAD_INPUTS[name]
+    with pytest.raises(ValueError, match=message):
+        model(**make())
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_generate_refuses(model, name):
+    make, message = BAD_INPUTS[name]
+    with pytest.raises(ValueError, match=message):
+        model.generate(**make(), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_the_model_without_a_head_refuses(model, name):
+    make, message = BAD_INPUTS[name]
+    with pytest.raises(ValueError, match=message):
+        model.model(**make())
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_after_the_error_the_model_works_as_before(model, name):
+    good = batch(prompt(videos=[GRID], images=[(1, 4, 4)]), prompt(question=3, seed=1))
+    with torch.no_grad():
+        logits = model(**good).logits
+    ids = model.generate(**good, max_new_tokens=3)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+
+    for call in (model, lambda **inputs: model.generate(**inputs, max_new_tokens=2)):
+        with pytest.raises(ValueError):
+            call(**BAD_INPUTS[name][0]())
+
+    with torch.no_grad():
+        assert torch.equal(model(**good).logits, logits)
+    assert torch.equal(model.generate(**good, max_new_tokens=3), ids)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_a_refused_training_step_leaves_the_running_mean_of_rho():
+    model = tiny_model().train()
+    model(**video_inputs()).logits.sum().backward()
+    history = model.model.qtsplus.rho_history.clone()
+    assert history[1] == 1
+    for inputs in (video_inputs(retention=1.5), without_user_turn(video_inputs())):
+        with pytest.raises(ValueError):
+            model(**inputs)
+    assert torch.equal(model.model.qtsplus.rho_history, history)
+
+
+# The configuration
+
+BAD_CONFIGS = {
+    "n_max 0": ({"n_max": 0}, "n_max=0; expected n_max >= 1"),
+    "rho_min above rho_max": ({"rho_min": 0.6, "rho_max": 0.5}, "rho_min=0.6, rho_max=0.5; expected 0 < rho_min <="),
+    "rho_min 0": ({"rho_min": 0.0}, "rho_min=0.0, rho_max=0.5; expected 0 < rho_min"),
+    "rho_max above 1": ({"rho_max": 1.5}, "rho_max=1.5; expected .* <= 1"),
+    "an unknown gate": ({"gate": "softmax"}, "gate='softmax'; expected one of .*straight_through"),
+    "an unknown selection": ({"selection": "best"}, "selection='best'; expected one of .*uniform"),
+    "unknown position_ids": ({"position_ids": "absolute"}, "position_ids='absolute'; expected one of .*sequential"),
+    "tau_s 0": ({"tau_s": 0.0}, "tau_s=0.0; expected tau_s > 0"),
+    "a negative tau_s": ({"tau_s": -1.0}, "tau_s=-1.0; expected tau_s > 0"),
+    "dropout 1": ({"dropout": 1.0}, "dropout=1.0; expected 0 <= dropout < 1"),
+    "no scoring layer": ({"scoring_layers": 0}, "scoring_layers=0; expected scoring_layers >= 1"),
+    "a negative number of re-encoding layers": ({"reencode_layers": -1}, "reencode_layers=-1; expected"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_the_configuration_refuses(name):
+    values, message = BAD_CONFIGS[name]
+    with pytest.raises(ValueError, match=message):
+        QTSplusConfig(**values)
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**values)
+
+
+@pytest.mark.parametrize("call", [{"retention": 0.5}, {"max_visual_tokens": 3}], ids=lambda call: next(iter(call)))
+def test_selection_all_refuses_a_budget(call):
+    model = tiny_model(selection="all")
+    with pytest.raises(ValueError, match='selection="all" keeps every visual token'):
+        model(**video_inputs(**call))
+    with pytest.raises(ValueError, match='selection="all" keeps every visual token'):
+        model.generate(**video_inputs(**call), max_new_tokens=2)
+    assert model(**video_inputs()).qtsplus.n.tolist() == [12]
+
+
+# Calls of generate
+
+
+def test_a_foreign_cache_is_refused_and_left_alone(model):
+    turn = batch(prompt(question=3))
+    with torch.no_grad():
+        cache = model(**turn, use_cache=True).past_key_values
+    length = cache.get_seq_length()
+    conversation = torch.cat([turn["input_ids"], torch.tensor([[IM_END, IM_START, USER, 10, 40, 41]])], dim=1)
+    with pytest.raises(ValueError, match=f"past_key_values holds {length} columns that no generate call"):
+        model.generate(input_ids=conversation, past_key_values=cache, max_new_tokens=2)
+    assert cache.get_seq_length() == length
+
+
+def test_the_cache_of_another_conversation_is_refused_and_still_serves_its_own(model):
+    first = video_inputs()
+    cache = DynamicCache(config=model.config.get_text_config())
+    answer = model.generate(**first, past_key_values=cache, max_new_tokens=3)
+    length = cache.get_seq_length()
+    follow = torch.tensor([[IM_END, 10, IM_START, USER, 10, 40, 41, IM_END, 10, IM_START, 493, 10]])
+    untouched = copy.deepcopy(cache)
+    other = video_inputs(**{k: batch(prompt(videos=[GRID], seed=9))[k] for k in ("input_ids",)})
+    with pytest.raises(ValueError, match="Row 0 does not begin with the .* tokens of the prompt that filled"):
+        model.generate(
+            input_ids=torch.cat([other["input_ids"], follow], dim=1), past_key_values=cache, max_new_tokens=2
+        )
+    assert cache.get_seq_length() == length
+    conversation = torch.cat([answer, follow], dim=1)
+    assert torch.equal(
+        model.generate(input_ids=conversation, past_key_values=cache, max_new_tokens=3),
+        model.generate(input_ids=conversation, past_key_values=untouched, max_new_tokens=3),
+    )
+
+
+def test_a_cache_for_another_number_of_rows_is_refused(model):
+    cache = DynamicCache(config=model.config.get_text_config())
+    answer = model.generate(**video_inputs(), past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(ValueError, match="one sequence for each of the 2 prompts"):
+        model.generate(input_ids=answer.repeat(2, 1), past_key_values=cache, max_new_tokens=2)
+
+
+def test_a_cache_filled_by_beams_is_refused(model):
+    cache = DynamicCache(config=model.config.get_text_config())
+    answer = model.generate(**video_inputs(), past_key_values=cache, num_beams=2, max_new_tokens=2)
+    with pytest.raises(ValueError, match="without beams"):
+        model.generate(input_ids=answer, past_key_values=cache, max_new_tokens=2)
+
+
+def test_a_further_turn_with_another_number_of_videos_is_refused(model):
+    cache = DynamicCache(config=model.config.get_text_config())
+    answer = model.generate(**video_inputs(), past_key_values=cache, max_new_tokens=2)
+    conversation = torch.cat([answer, torch.tensor([[IM_END, 10, IM_START, USER, 10, 40, 41]])], dim=1)
+    with pytest.raises(ValueError, match="3 videos were given: expected the 0 that the cache does not hold, or all 1"):
+        model.generate(
+            input_ids=conversation,
+            past_key_values=cache,
+            pixel_values_videos=torch.zeros(3 * 48, PATCH_VALUES),
+            video_grid_thw=torch.tensor([GRID] * 3),
+            max_new_tokens=2,
+        )
+
+
+def test_pixels_after_a_cache_are_refused_by_forward(model):
+    with torch.no_grad():
+        cache = model(**batch(prompt(question=3)), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="New images or videos after a cache: use generate"):
+        model(**video_inputs(), past_key_values=cache)
+
+
+def test_pixels_together_with_selected_features_are_refused(model):
+    outputs = {"video": BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))}
+    with pytest.raises(ValueError, match="pixel values or mm_encoder_outputs, not both"):
+        model(**video_inputs(mm_encoder_outputs=outputs))
+
+
+def test_generate_refuses_pixels_together_with_selected_features(model):
+    outputs = {"video": BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))}
+    with pytest.raises(ValueError, match="mm_encoder_outputs|inputs_embeds"):
+        model.generate(**video_inputs(mm_encoder_outputs=outputs), max_new_tokens=2)
+
+
+def test_a_max_length_shorter_than_the_prompt_is_refused(model):
+    inputs = video_inputs()
+    length = inputs["input_ids"].shape[1]
+    for max_length in (length - 1, length):
+        with pytest.raises(ValueError, match=f"max_length={max_length}, but the prompt alone has {length} tokens"):
+            model.generate(**inputs, max_length=max_length)
+    assert model.generate(**inputs, max_length=length + 1).shape == (1, length + 1)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_generate_refuses_inputs_embeds_with_pixels(model, kind):
+    inputs = batch(prompt(images=[GRID]) if kind == "image" else prompt(videos=[GRID]))
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    with pytest.raises(ValueError, match="generate selects visual tokens by input_ids"):
+        model.generate(**inputs, inputs_embeds=embeds, max_new_tokens=2)
+
+
+def test_generate_refuses_inputs_embeds_beside_input_ids_with_a_video(model):
+    inputs = video_inputs()
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    with pytest.raises(ValueError, match="generate selects visual tokens by input_ids"):
+        model.generate(**inputs, inputs_embeds=embeds, max_new_tokens=2)
+
+
+def test_a_paged_cache_is_refused(model):
+    with pytest.raises(ValueError, match='cache_implementation="paged" cannot'):
+        model.generate(**video_inputs(), cache_implementation="paged", max_new_tokens=2)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("cls", [Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_base_checkpoint_is_refused_with_the_command_that_converts_it(tmp_path, cls, tied):
+    stock_twin(tiny_model(tie_word_embeddings=tied)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"lacks \d+ of the weights of {cls.__name__} .*qtsplus convert"):
+        cls.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("lost", [r"\.qtsplus\.", r"scoring_layers\.0\.q_norm", r"budget\.mlp\.2\.bias"])
+def test_a_checkpoint_without_all_of_its_selector_is_refused(tmp_path, model, lost):
+    weights = {name: value for name, value in model.state_dict().items() if not re.search(lost, name)}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    missing = [n for n in model.state_dict() if re.search(lost, n) and n != "model.qtsplus.rho_history"]
+    with pytest.raises(ValueError, match=r"lacks \d+ of the weights .*model\.qtsplus\..*would stay random") as error:
+        Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path)
+    assert len(missing) <= int(re.search(r"lacks (\d+)", str(error.value))[1]) <= len(missing) + 1
+
+
+def test_an_untied_checkpoint_without_its_head_is_refused(tmp_path):
+    model = tiny_model(tie_word_embeddings=False)
+    weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match=r"lacks 1 of the weights .*lm_head\.weight"):
+        Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path)

@@ -1,0 +1,171 @@
+"""`qtsplus` as a user runs it: results on standard output, bad input as one line and exit code 2."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from qtsplus.cli import app
+
+QUESTION = "What moves?"
+
+
+@pytest.fixture
+def ask(tiny_published):
+    """Runs `qtsplus ask` on the tiny model."""
+
+    def run(*arguments):
+        return CliRunner().invoke(app, ["ask", *map(str, arguments), "--model", str(tiny_published)])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def frame_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frames")
+    for index in range(6):
+        Image.new("RGB", (56, 84), (40 * index, 90, 200)).save(folder / f"frame{index}.png")
+    return folder
+
+
+def assert_refused(result, *words):
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    result = subprocess.run(
+        [sys.executable, "-m", "qtsplus.cli", "ask", str(tiny_mp4), QUESTION, "--json", "--max-new-tokens", "4"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "random" in result.stderr, "the bundled model has to say that its weights are random"
+    answer = json.loads(result.stdout)
+    assert set(answer) == {
+        *("answer", "video", "frames", "seconds_of_video", "visual_tokens", "kept_tokens", "rho", "evidence"),
+        "timings",
+    }
+    assert answer["video"] == str(tiny_mp4)
+    assert answer["frames"] == 8  # 4 s at the processor's 2 frames per second
+    assert answer["seconds_of_video"] == pytest.approx(4)
+    assert 1 <= answer["kept_tokens"] < answer["visual_tokens"]
+    assert sum(interval["weight"] for interval in answer["evidence"]) == pytest.approx(1)
+    for interval in answer["evidence"]:
+        assert set(interval) == {"start", "end", "weight"}
+        assert 0 <= interval["start"] < interval["end"] <= 4
+    assert set(answer["timings"]) == {"load", "preprocess", "first_token", "generate"}
+    assert all(seconds > 0 for seconds in answer["timings"].values())
+
+
+def test_retention_fixes_the_fraction(ask, tiny_mp4):
+    answer = json.loads(ask(tiny_mp4, QUESTION, "--json", "--retention", "0.25").stdout)
+    assert answer["rho"] == pytest.approx(0.25)
+    assert answer["kept_tokens"] == -(-answer["visual_tokens"] // 4)
+
+
+def test_max_visual_tokens_caps_the_count(ask, tiny_mp4):
+    assert json.loads(ask(tiny_mp4, QUESTION, "--json", "--max-visual-tokens", "3").stdout)["kept_tokens"] == 3
+
+
+def test_fps_sets_the_frames_that_are_looked_at(ask, tiny_mp4):
+    assert json.loads(ask(tiny_mp4, QUESTION, "--json", "--fps", "4").stdout)["frames"] == 16
+
+
+def test_a_folder_of_frames_lasts_as_its_rate_says(ask, frame_folder):
+    answer = json.loads(ask(frame_folder, QUESTION, "--json", "--fps", "0.5").stdout)
+    assert (answer["frames"], answer["seconds_of_video"]) == (6, pytest.approx(12))
+
+
+def test_the_human_output_names_tokens_seconds_and_stages(ask, tiny_mp4):
+    result = ask(tiny_mp4, QUESTION)
+    assert result.exit_code == 0, result.stderr
+    for words in ("visual tokens", "4.0 s", "of the relevance", "load", "preprocess", "first token", "generate"):
+        assert words in result.stdout
+
+
+def test_a_missing_file_is_refused(ask, tmp_path):
+    assert_refused(ask(tmp_path / "none.mp4", QUESTION), "no video at")
+
+
+def test_a_corrupt_mp4_is_refused(ask, tmp_path, tiny_mp4):
+    corrupt = tmp_path / "corrupt.mp4"
+    corrupt.write_bytes(tiny_mp4.read_bytes()[:200])
+    assert_refused(ask(corrupt, QUESTION), "corrupt.mp4")
+
+
+def test_an_empty_file_is_refused(ask, tmp_path):
+    (tmp_path / "empty.mp4").touch()
+    assert_refused(ask(tmp_path / "empty.mp4", QUESTION), "empty.mp4")
+
+
+@pytest.mark.parametrize("retention", ["0", "1.5", "nan"])
+def test_a_retention_out_of_range_is_refused(ask, tiny_mp4, retention):
+    assert_refused(ask(tiny_mp4, QUESTION, "--retention", retention), f"--retention is {retention}", "(0, 1]")
+
+
+def test_both_budgets_at_once_are_refused(ask, tiny_mp4):
+    result = ask(tiny_mp4, QUESTION, "--retention", "0.5", "--max-visual-tokens", "9")
+    assert_refused(result, "--retention and --max-visual-tokens exclude each other")
+
+
+def test_no_visual_token_at_all_is_refused(ask, tiny_mp4):
+    assert_refused(ask(tiny_mp4, QUESTION, "--max-visual-tokens", "0"), "at least 1")
+
+
+def test_a_folder_without_its_rate_is_refused(ask, frame_folder):
+    assert_refused(ask(frame_folder, QUESTION), "--fps")
+
+
+def test_a_folder_without_frames_is_refused(ask, tmp_path):
+    assert_refused(ask(tmp_path, QUESTION, "--fps", "1"), "holds no frames")
+
+
+def test_an_empty_question_is_refused(ask, tiny_mp4):
+    assert_refused(ask(tiny_mp4, " "), "question is empty")
+
+
+def test_a_model_that_is_nowhere_is_refused(tiny_mp4, tmp_path):
+    missing = str(tmp_path / "no-model")
+    assert_refused(CliRunner().invoke(app, ["ask", str(tiny_mp4), QUESTION, "--model", missing]), "no-model")
+
+
+@pytest.mark.parametrize("device", ["toaster", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(ask, tiny_mp4, device):
+    assert_refused(ask(tiny_mp4, QUESTION, "--device", device), f"'{device}' cannot be used")
+
+
+def test_the_weights_dtype_can_be_chosen(ask, tiny_mp4):
+    result = ask(tiny_mp4, QUESTION, "--json", "--dtype", "bfloat16", "--max-new-tokens", "2")
+    assert result.exit_code == 0, result.stderr
+
+
+def test_publish_refuses_what_is_no_model(tmp_path):
+    result = CliRunner().invoke(app, ["publish", "qtsplus-99b", "--to", str(tmp_path / "out")])
+    assert_refused(result, "qtsplus-99b", "qtsplus-tiny")
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from qtsplus.cli import app; "
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_demo_draws_the_kept_tokens(tmp_path):
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo")])
+    assert result.exit_code == 0, result.output
+    assert "random weights" in result.stdout
+    with Image.open(tmp_path / "demo" / "kept_tokens.png") as picture:
+        assert picture.width > 400

@@ -1,0 +1,82 @@
+"""Kept tokens become seconds and regions."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qtsplus.evidence import evidence_intervals, keep_maps, token_grids
+
+MERGE = 2
+
+
+def test_neighbouring_steps_form_one_interval():
+    grid = torch.tensor([[4, 4, 4]])  # 4 steps of 2 x 2 tokens
+    kept = torch.tensor([0, 5, 12, 15])  # steps 0, 1 and 3
+    relevance = torch.zeros(16)
+    relevance[kept] = torch.tensor([0.1, 0.3, 0.2, 0.4])
+    first, second = evidence_intervals(kept, relevance, grid, [0.5], MERGE)
+    assert (first.start, first.end, second.start, second.end) == (0.0, 1.0, 1.5, 2.0)
+    assert [first.weight, second.weight] == pytest.approx([0.4, 0.6])
+
+
+def test_tokens_weigh_the_same_where_the_selection_did_not_look():
+    intervals = evidence_intervals(
+        torch.tensor([0, 1, 8]), torch.empty(0), torch.tensor([[3, 4, 4]]), torch.tensor([1.0]), MERGE
+    )
+    assert [interval.weight for interval in intervals] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_a_second_video_counts_from_its_own_beginning():
+    grids = torch.tensor([[2, 4, 4], [2, 2, 4]])  # 8 and 4 tokens
+    intervals = evidence_intervals(torch.tensor([1, 10]), torch.ones(12), grids, [1.0, 0.25], MERGE)
+    assert [(i.video, i.start, i.end) for i in intervals] == [(0, 0.0, 1.0), (1, 0.25, 0.5)]
+
+
+def test_the_keep_map_is_laid_out_as_time_height_width():
+    (kept,) = keep_maps(torch.tensor([0, 3, 7]), torch.tensor([[2, 4, 4]]), MERGE)
+    assert kept.tolist() == [[[True, False], [False, True]], [[False, False], [False, True]]]
+
+
+def test_no_kept_token_is_no_evidence():
+    assert evidence_intervals(torch.empty(0, dtype=torch.long), torch.ones(4), torch.tensor([[1, 4, 4]]), [1], 2) == []
+
+
+def test_an_index_beyond_the_video_is_named():
+    with pytest.raises(ValueError, match="from 2 to 4 do not fit the videos' 4 visual tokens"):
+        keep_maps(torch.tensor([2, 4]), torch.tensor([[1, 4, 4]]), MERGE)
+
+
+def test_relevance_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="hold 4 tokens, but there are 5 relevances"):
+        evidence_intervals(torch.tensor([0]), torch.ones(5), torch.tensor([[1, 4, 4]]), [1.0], MERGE)
+
+
+@st.composite
+def samples(draw):
+    """A sample of 1 to 3 videos with some of their tokens kept."""
+    side = st.integers(1, 3)
+    grids = draw(st.lists(st.tuples(st.integers(1, 6), side, side), min_size=1, max_size=3))
+    num_tokens = sum(t * h * w for t, h, w in grids)
+    kept = draw(st.sets(st.integers(0, num_tokens - 1), min_size=1))
+    relevance = draw(st.lists(st.floats(0, 1, width=32), min_size=num_tokens, max_size=num_tokens))
+    seconds = draw(st.lists(st.floats(0.01, 100), min_size=len(grids), max_size=len(grids)))
+    grid_thw = torch.tensor([(t, h * MERGE, w * MERGE) for t, h, w in grids])
+    return torch.tensor(sorted(kept)), torch.tensor(relevance), grid_thw, seconds
+
+
+@given(samples())
+def test_intervals_cover_exactly_the_steps_with_kept_tokens(sample):
+    kept_indices, relevance, grid_thw, seconds = sample
+    intervals = evidence_intervals(kept_indices, relevance, grid_thw, seconds, MERGE)
+    assert sum(interval.weight for interval in intervals) == pytest.approx(1)
+
+    maps = keep_maps(kept_indices, grid_thw, MERGE)
+    assert [tuple(kept.shape) for kept in maps] == token_grids(grid_thw, MERGE)
+    assert torch.equal(torch.cat([kept.flatten() for kept in maps]).nonzero()[:, 0], kept_indices)
+    for video, kept in enumerate(maps):
+        own = [interval for interval in intervals if interval.video == video]
+        middles = [(step + 0.5) * seconds[video] for step in range(len(kept))]
+        covered = [any(i.start < middle < i.end for i in own) for middle in middles]
+        assert covered == kept.any(2).any(1).tolist()
+        assert all(a.end < b.start for a, b in zip(own, own[1:], strict=False)), "neighbours were not merged"

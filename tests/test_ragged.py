@@ -1,0 +1,397 @@
+"""Properties over ragged batches and over the selector's functions, on examples drawn by hypothesis."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from qtsplus.selector_qtsplus import (
+    find_threshold,
+    gumbel_gate,
+    log_relevance,
+    random_indices,
+    straight_through_gate,
+    top_n,
+    uniform_indices,
+)
+
+from qtsplus import QTSplusConfig, QTSplusSelector
+from tiny import PAD, batch, prompt, tiny_model
+
+
+def examples(count):
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+# (t, h, w) in patches: one token, one frame, odd numbers of tokens each way, long and flat.
+VIDEO_GRIDS = [(1, 2, 2), (1, 4, 6), (2, 2, 2), (3, 4, 10), (5, 6, 2), (4, 2, 6), (2, 10, 10), (7, 2, 2)]
+IMAGE_GRIDS = [(1, 2, 2), (1, 4, 4), (1, 6, 2), (1, 2, 10)]
+N_MAX = 40
+
+
+@cache
+def model_with(**selector):
+    return tiny_model(n_max=N_MAX, **selector)
+
+
+@st.composite
+def a_row(draw):
+    return prompt(
+        images=draw(st.lists(st.sampled_from(IMAGE_GRIDS), max_size=2)),
+        videos=draw(st.lists(st.sampled_from(VIDEO_GRIDS), max_size=3)),
+        question=draw(st.integers(1, 60)),
+        seed=draw(st.integers(0, 10_000)),
+        seconds=draw(st.sampled_from([0.25, 1.0, 3.5])),
+        turns=draw(st.integers(0, 1)),
+    )
+
+
+a_batch = st.lists(a_row(), min_size=1, max_size=4)
+a_retention = st.none() | st.floats(0.01, 1.0) | st.sampled_from([0.5, 1.0])
+a_cap = st.none() | st.integers(1, 60)
+
+
+def video_tokens(row):
+    return sum(t * h * w // 4 for t, h, w in row.videos)
+
+
+def real_logits(output, inputs, row):
+    columns = inputs["attention_mask"] if output.qtsplus is None else output.qtsplus.columns + 1
+    return output.logits[row, columns[row] > 0]
+
+
+def expected_count(rho, num_tokens, *caps):
+    if num_tokens == 0:
+        return 0
+    # The product is rounded to a millionth of a token, so that 0.07 * 100 = 7.000000000000001 asks for 7.
+    return max(1, min(math.ceil(round(rho * num_tokens, 6)), *caps))
+
+
+@examples(25)
+@given(rows=a_batch, pad_left=st.booleans(), retention=a_retention, cap=a_cap)
+def test_each_row_of_a_ragged_batch_is_as_it_is_alone(rows, pad_left, retention, cap):
+    model = model_with()
+    call = {"retention": retention, "max_visual_tokens": cap}
+    inputs = batch(*rows, pad_left=pad_left)
+    with torch.no_grad():
+        together = model(**inputs, **call)
+    qtsplus = together.qtsplus
+    assert torch.isfinite(together.logits).all()
+    for b, row in enumerate(rows):
+        single = batch(row)
+        with torch.no_grad():
+            alone = model(**single, **call)
+        logits, expected = real_logits(together, inputs, b), real_logits(alone, single, 0)
+        assert logits.shape == expected.shape
+        assert (logits - expected).abs().max() < 1e-4
+        if qtsplus is None:
+            assert not row.videos and not row.images
+            continue
+
+        kept, num_tokens = qtsplus.kept_indices[b], video_tokens(row)
+        rho = float(qtsplus.rho[b]) if retention is None else retention
+        count = expected_count(rho, num_tokens, N_MAX, cap or N_MAX)
+        assert len(kept) == int(qtsplus.n[b]) == count
+        assert (kept.diff() > 0).all() and ((kept >= 0) & (kept < num_tokens)).all()
+        assert logits.shape[0] == len(row.ids) - num_tokens + count
+        if alone.qtsplus is None:
+            assert count == 0 and qtsplus.rho[b] == 0
+        else:
+            assert torch.equal(kept, alone.qtsplus.kept_indices[0])
+            assert (qtsplus.rho[b] - alone.qtsplus.rho[0]).abs() < 1e-4
+            torch.testing.assert_close(qtsplus.relevance[b], alone.qtsplus.relevance[0], atol=1e-5, rtol=1e-4)
+
+
+@examples(12)
+@given(rows=a_batch, pad_left=st.booleans(), retention=a_retention, cap=a_cap)
+def test_a_row_generates_in_a_batch_what_it_generates_alone(rows, pad_left, retention, cap):
+    model = model_with()
+    call = {"retention": retention, "max_visual_tokens": cap, "max_new_tokens": 3}
+    inputs = batch(*rows, pad_left=pad_left)
+    width = inputs["input_ids"].shape[1]
+    together = model.generate(**inputs, **call)
+    assert torch.equal(together[:, :width], inputs["input_ids"])
+    for b, row in enumerate(rows):
+        alone = model.generate(**batch(row), **call)[0, len(row.ids) :]
+        answer = together[b, width:]
+        assert answer[: len(alone)].tolist() == alone.tolist()
+        assert (answer[len(alone) :] == PAD).all()
+
+
+@examples(10)
+@given(rows=a_batch, selection=st.sampled_from(["uniform", "all"]), retention=st.none() | st.floats(0.05, 1.0))
+def test_the_ablations_treat_a_row_in_a_batch_as_alone(rows, selection, retention):
+    model = model_with(selection=selection, position_ids="sequential")
+    call = {"retention": None if selection == "all" else retention}
+    inputs = batch(*rows)
+    with torch.no_grad():
+        together = model(**inputs, **call)
+    for b, row in enumerate(rows):
+        single = batch(row)
+        with torch.no_grad():
+            alone = model(**single, **call)
+        assert (real_logits(together, inputs, b) - real_logits(alone, single, 0)).abs().max() < 1e-4
+        if selection == "all" and together.qtsplus is not None:
+            assert together.qtsplus.kept_indices[b].tolist() == list(range(video_tokens(row)))
+
+
+@examples(10)
+@given(rows=a_batch, pad_left=st.booleans(), gate=st.sampled_from(["straight_through", "gumbel"]))
+def test_a_training_step_on_any_batch_has_finite_gradients_on_every_trainable_parameter(rows, pad_left, gate):
+    model = model_with(gate=gate).train()
+    torch.manual_seed(0)
+    model.zero_grad()
+    inputs = batch(*rows, pad_left=pad_left)
+    loss = model(**inputs, labels=inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    seen = bool(rows and any(row.images or row.videos for row in rows))
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or (".visual." in name and not seen):
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+    model.eval()
+
+
+# The selector on its own
+
+HIDDEN = 32
+
+
+@cache
+def selector_with(**config):
+    torch.manual_seed(1)
+    selector = QTSplusSelector(QTSplusConfig(**config), HIDDEN, 4, 2, mrope_section=(1, 1, 2))
+    with torch.no_grad():
+        for name, parameter in selector.named_parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 and "norm" in name else 0.0, 0.3)
+    return selector.eval()
+
+
+def tokens(count, seed, scale=1.0):
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def ragged_tokens(counts, seed):
+    visual = [tokens(count, seed + b) for b, count in enumerate(counts)]
+    query = [tokens(3 + b, 500 + seed + b) for b in range(len(counts))]
+    positions = [torch.arange(count).expand(3, -1) for count in counts]
+    return visual, query, positions
+
+
+counts_of_tokens = st.lists(st.integers(0, 60), min_size=1, max_size=4)
+a_seed = st.integers(0, 100_000)
+a_relevance_problem = {
+    "num_tokens": st.integers(1, 300),
+    "num_queries": st.integers(1, 60),
+    "kv_heads": st.sampled_from([1, 2, 4]),
+    "groups": st.sampled_from([1, 2]),
+    "scale": st.sampled_from([0.1, 1.0, 4.0]),
+    "seed": a_seed,
+}
+
+
+def heads_of_states(num_tokens, num_queries, kv_heads, groups, scale, seed, head_dim=8):
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(kv_heads * groups, num_queries, head_dim, generator=generator) * scale
+    keys = torch.randn(kv_heads, num_tokens, head_dim, generator=generator)
+    return queries.requires_grad_(), keys.requires_grad_()
+
+
+@examples(40)
+@given(**a_relevance_problem)
+def test_relevance_is_the_largest_attention_weight_over_heads_and_query_tokens(groups, **problem):
+    queries, keys = heads_of_states(groups=groups, **problem)
+    relevance = log_relevance(queries, keys).exp()
+    repeated = keys.detach().double().repeat_interleave(groups, dim=0)
+    weights = (queries.detach().double() @ repeated.transpose(1, 2) / math.sqrt(8)).softmax(-1)
+    torch.testing.assert_close(relevance.double(), weights.amax((0, 1)), atol=1e-6, rtol=1e-4)
+
+    num_tokens = len(relevance)
+    assert ((relevance > 0) & (relevance <= 1 + 1e-6)).all()
+    assert relevance.max() >= 1 / num_tokens - 1e-6
+    assert relevance.sum() >= 1 - 1e-5  # one attention row alone sums to 1
+    assert relevance.sum() <= len(queries) * queries.shape[1] * (1 + 1e-5)
+
+
+@examples(30)
+@given(num_blocks=st.integers(1, 12), **a_relevance_problem)
+@example(num_blocks=12, num_tokens=12, num_queries=3, kv_heads=2, groups=2, scale=1.0, seed=0)  # blocks of one token
+def test_the_block_size_of_relevance_changes_neither_values_nor_gradients(num_blocks, **problem):
+    queries, keys = heads_of_states(**problem)
+    weights = torch.randn(keys.shape[1], generator=torch.Generator().manual_seed(problem["seed"]))
+    results = []
+    for size in (16384, math.ceil(keys.shape[1] / num_blocks)):
+        relevance = log_relevance(queries, keys, block_size=size).exp()
+        results.append((relevance, *torch.autograd.grad((relevance * weights).sum(), (queries, keys))))
+    (whole, *whole_gradients), (blocks, *block_gradients) = results
+    # A score of 20 has a float32 rounding error of 2e-6, which is relevance's relative error.
+    torch.testing.assert_close(blocks, whole, atol=1e-6, rtol=5e-6)
+    for gradient, expected in zip(block_gradients, whole_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
+
+
+@examples(15)
+@given(num_tokens=st.integers(1, 80), num_queries=st.integers(1, 20), layers=st.integers(1, 2), seed=a_seed)
+def test_permuting_the_visual_tokens_permutes_their_relevance(num_tokens, num_queries, layers, seed):
+    selector = selector_with(scoring_layers=layers)
+    visual, query = tokens(num_tokens, seed), tokens(num_queries, seed + 1)
+    order = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed))
+    positions = torch.arange(num_tokens).expand(3, -1)
+    with torch.no_grad():
+        _, straight = selector([visual], [query], [positions])
+        _, permuted = selector([visual[order]], [query], [positions[:, order]])
+    torch.testing.assert_close(permuted.relevance[0], straight.relevance[0][order], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(permuted.rho, straight.rho, atol=1e-6, rtol=0)
+
+
+@examples(60)
+@given(
+    num_tokens=st.integers(1, 500),
+    fraction=st.floats(0.01, 0.99),
+    tau_s=st.sampled_from([0.02, 0.05, 0.5, 3.0]),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 30.0]),
+    peak=st.sampled_from([0.0, 100.0, -100.0]),
+    seed=a_seed,
+)
+def test_the_threshold_solves_its_equation_to_a_millionth_of_a_token(num_tokens, fraction, tau_s, scale, peak, seed):
+    scores = torch.randn(num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * scale
+    scores[0] += peak
+    target = torch.tensor(fraction * num_tokens, dtype=torch.float64)
+    threshold = find_threshold(scores, target, tau_s)
+    count = torch.sigmoid((scores - threshold) / tau_s).sum()
+    assert (count - target).abs() < 1e-6
+
+
+@examples(20)
+@given(num_tokens=st.integers(2, 12), fraction=st.floats(0.15, 0.85), tau_s=st.floats(0.4, 2.0), seed=a_seed)
+def test_the_gradient_of_the_threshold_equals_finite_differences(num_tokens, fraction, tau_s, seed):
+    scores = torch.randn(num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    target = torch.tensor(fraction * num_tokens, dtype=torch.float64)
+    torch.autograd.gradcheck(
+        lambda scores, target: find_threshold(scores, target, tau_s),
+        (scores.requires_grad_(), target.requires_grad_()),
+        atol=1e-6,
+    )
+
+
+@examples(30)
+@given(counts=counts_of_tokens, retention=a_retention, cap=a_cap, seed=a_seed)
+def test_straight_through_training_keeps_exactly_what_inference_keeps(counts, retention, cap, seed):
+    selector = selector_with(n_max=N_MAX)
+    call = {"retention": retention, "max_visual_tokens": cap}
+    inputs = ragged_tokens(counts, seed)
+    kept_tokens, inferred = selector(*inputs, **call, sample_gate=False)
+    trained_tokens, trained = selector(*inputs, **call, sample_gate=True)
+    assert trained.n.tolist() == inferred.n.tolist()
+    for b in range(len(counts)):
+        assert torch.equal(trained.kept_indices[b], inferred.kept_indices[b])
+        torch.testing.assert_close(trained_tokens[b], kept_tokens[b], atol=1e-5, rtol=1e-5)
+    assert torch.equal(trained.rho, inferred.rho)
+
+
+@pytest.mark.parametrize("gate", ["gumbel", "straight_through"])
+@examples(25)
+@given(counts=counts_of_tokens, retention=a_retention, n_max=st.integers(1, 30), cap=a_cap, seed=a_seed)
+def test_n_max_caps_both_gates_in_training_and_inference(gate, counts, retention, n_max, cap, seed):
+    selector = selector_with(gate=gate, n_max=n_max)
+    inputs = ragged_tokens(counts, seed)
+    torch.manual_seed(seed)
+    for sample_gate in (True, False):
+        _, chosen = selector(*inputs, retention=retention, max_visual_tokens=cap, sample_gate=sample_gate)
+        for b, num_tokens in enumerate(counts):
+            kept = chosen.kept_indices[b]
+            assert len(kept) == int(chosen.n[b]) <= min(n_max, cap or n_max)
+            assert (len(kept) >= 1) == (num_tokens >= 1)
+            assert (kept.diff() > 0).all() and (kept < num_tokens).all()
+        assert torch.isfinite(torch.stack([chosen.loss_t, chosen.loss_m, chosen.loss_s])).all()
+
+
+@examples(30)
+@given(num_tokens=st.integers(1, 200), n=st.integers(1, 200), tau_s=st.sampled_from([0.05, 0.5]), seed=a_seed)
+def test_the_gates_have_the_value_one_and_a_finite_gradient(num_tokens, n, tau_s, seed):
+    n = min(n, num_tokens)
+    generator = torch.Generator().manual_seed(seed)
+    log_r = (torch.randn(num_tokens, generator=generator) * 3).log_softmax(0).requires_grad_()
+    target = torch.tensor(float(n), requires_grad=True)
+    torch.manual_seed(seed)
+    for kept, gates, _ in (
+        straight_through_gate(log_r, target, tau_s, n),
+        gumbel_gate(log_r.exp(), target, tau_s, n_max=n),
+    ):
+        assert torch.equal(gates, torch.ones_like(gates)) and 1 <= len(kept) <= n
+        for gradient in torch.autograd.grad(gates.sum(), (log_r, target)):
+            assert torch.isfinite(gradient).all()
+
+
+@examples(40)
+@given(num_tokens=st.integers(1, 400), n=st.integers(1, 400), seed=a_seed)
+def test_uniform_random_and_top_indices_are_distinct_ascending_and_in_range(num_tokens, n, seed):
+    n = min(n, num_tokens)
+    torch.manual_seed(seed)
+    scores = torch.randn(num_tokens)
+    uniform = uniform_indices(num_tokens, n, scores.device)
+    for kept in (uniform, random_indices(num_tokens, n, scores.device), top_n(scores, n)):
+        assert kept.shape == (n,) and kept.dtype == torch.int64
+        assert (kept.diff() > 0).all() and kept[0] >= 0 and kept[-1] < num_tokens
+    # Evenly spread: gaps differ by at most one, and so do the two ends.
+    if n > 1:
+        assert uniform.diff().max() - uniform.diff().min() <= 1
+    assert abs(int(uniform[0]) - (num_tokens - 1 - int(uniform[-1]))) <= 1
+    assert scores[top_n(scores, n)].min() >= scores.sort(descending=True).values[n - 1]
+
+
+@examples(25)
+@given(
+    counts=counts_of_tokens,
+    selection=st.sampled_from(["qtsplus", "uniform", "random"]),
+    training=st.booleans(),
+    seed=a_seed,
+)
+def test_retention_one_keeps_all_and_equals_selection_all(counts, selection, training, seed):
+    inputs = ragged_tokens(counts, seed)
+    kept_all, everything = selector_with(selection="all")(*inputs)
+    kept_one, chosen = selector_with(selection=selection)(*inputs, retention=1.0, sample_gate=training)
+    for b, num_tokens in enumerate(counts):
+        assert chosen.kept_indices[b].tolist() == everything.kept_indices[b].tolist() == list(range(num_tokens))
+        torch.testing.assert_close(kept_one[b], kept_all[b], atol=1e-5, rtol=1e-5)
+
+
+@examples(25)
+@given(
+    counts=counts_of_tokens,
+    selection=st.sampled_from(["uniform", "random"]),
+    retention=a_retention,
+    cap=a_cap,
+    seed=a_seed,
+)
+def test_uniform_and_random_keep_as_many_as_the_selector(counts, selection, retention, cap, seed):
+    inputs = ragged_tokens(counts, seed)
+    call = {"retention": retention, "max_visual_tokens": cap}
+    _, ours = selector_with(n_max=N_MAX)(*inputs, **call)
+    _, theirs = selector_with(n_max=N_MAX, selection=selection)(*inputs, **call)
+    assert theirs.n.tolist() == ours.n.tolist()
+    assert torch.equal(theirs.rho, ours.rho)
+
+
+@examples(25)
+@given(counts=counts_of_tokens, seed=a_seed)
+def test_samples_never_see_each_other(counts, seed):
+    selector = selector_with(n_max=N_MAX)
+    visual, query, positions = ragged_tokens(counts, seed)
+    with torch.no_grad():
+        together, chosen = selector(visual, query, positions)
+        for b in range(len(counts)):
+            alone, single = selector(visual[b : b + 1], query[b : b + 1], positions[b : b + 1])
+            assert torch.equal(together[b], alone[0])
+            assert torch.equal(chosen.kept_indices[b], single.kept_indices[0])
+            assert torch.equal(chosen.rho[b], single.rho[0])
