@@ -78,8 +78,9 @@ class QTSplusGenerationMixin:
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None or kwargs.get("inputs_embeds") is not None or "mm_encoder_outputs" in kwargs:
-            if kwargs.get("pixel_values_videos") is not None:
+            if kwargs.get("pixel_values") is not None or kwargs.get("pixel_values_videos") is not None:
                 raise ValueError("generate selects visual tokens by input_ids: pass them instead of inputs_embeds.")
+            self.model.check_selected(kwargs.get("mm_encoder_outputs"))
             # Nothing to shorten: embeddings, an empty prompt, or a prompt that this method has shortened already.
             return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
         if kwargs.get("cache_implementation") == "paged":
@@ -92,6 +93,10 @@ class QTSplusGenerationMixin:
         cache = kwargs.get("past_key_values")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask {tuple(attention_mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}."
+            )
         rows = [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
         if cache is None or cache.get_seq_length() == 0:
@@ -120,9 +125,11 @@ class QTSplusGenerationMixin:
         copies = len(sequences) // len(input_ids)
         sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).to(generated.device), generated], dim=1)
         cache = cache if isinstance(result, torch.Tensor) else result.get("past_key_values")
-        if cache is not None and copies == 1:
+        if cache is not None:
             prompt.features = {}
-            cache.qtsplus = CachedPrompt(rows, prompt, generated, counts)
+            # A cache with a row for every beam or copy cannot be continued with one row for every prompt.
+            whole = copies == 1 and len(cache.layers[0].keys) == len(input_ids)
+            cache.qtsplus = CachedPrompt(rows, prompt, generated, counts) if whole else None
         if isinstance(result, torch.Tensor):
             return sequences
         result.sequences = sequences
@@ -236,8 +243,11 @@ class QTSplusGenerationMixin:
             }
         return input_ids, model_kwargs
 
-    def prepare_inputs_for_generation(self, input_ids, is_first_iteration=False, **kwargs):
-        inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, is_first_iteration=False, **kwargs):
+        # Transformers looks for `inputs_embeds` in this signature.
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
+        )
         if not is_first_iteration and kwargs.get("use_cache", True):
             inputs.pop("mm_encoder_outputs", None)  # Transformers below 5.18 does not know that these belong to prefill
         return inputs

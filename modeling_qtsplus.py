@@ -293,6 +293,11 @@ class QTSplusModelMixin:
                 raise ValueError(
                     f"{len(query_input_ids)} rows of query_input_ids: expected one per prompt ({len(input_ids)})."
                 )
+            if query_attention_mask is not None and query_attention_mask.shape != query_input_ids.shape:
+                raise ValueError(
+                    f"query_attention_mask {tuple(query_attention_mask.shape)}: expected query_input_ids' shape, "
+                    f"{tuple(query_input_ids.shape)}."
+                )
             keep = torch.ones_like(query_input_ids) if query_attention_mask is None else query_attention_mask
             return [embed(ids[kept.bool()]) for ids, kept in zip(query_input_ids, keep, strict=True)]
         if query_mask is None:
@@ -359,8 +364,7 @@ class QTSplusModelMixin:
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         if mm_encoder_outputs:
-            if not all(isinstance(output, SelectedFeatures) for output in mm_encoder_outputs.values()):
-                raise ValueError("mm_encoder_outputs would pass the selector by: pass pixel values.")
+            self.check_selected(mm_encoder_outputs)
             features = {name: output.pooler_output for name, output in mm_encoder_outputs.items()}
             inputs_embeds = self.splice(inputs_embeds, input_ids, features)
         elif self.training and torch.is_grad_enabled():
@@ -376,6 +380,11 @@ class QTSplusModelMixin:
                 self.rope_deltas = inputs_embeds.new_zeros((len(inputs_embeds), 1), dtype=torch.long)
             position_ids = self._positions_after(past_length, inputs_embeds, attention_mask)
         return {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}, qtsplus
+
+    def check_selected(self, mm_encoder_outputs: dict[str, Any] | None):
+        """Raises `ValueError` for features that [`compress`] has not selected."""
+        if not all(isinstance(output, SelectedFeatures) for output in (mm_encoder_outputs or {}).values()):
+            raise ValueError("mm_encoder_outputs would pass the selector by: pass pixel values.")
 
     def _check_no_placeholders(self, input_ids: torch.Tensor | None):
         if input_ids is None:
@@ -440,6 +449,9 @@ class QTSplusPreTrainedMixin:
                 "...), which would stay random. If it is a base checkpoint without a selector, make a QTSplus model of "
                 "it first: qtsplus convert."
             )
+        for module in model.modules():
+            if isinstance(module, QTSplusSelector):
+                module.freeze_unused()  # loading makes new, trainable parameters
         return (model, info) if output_loading_info else model
 
 

@@ -81,17 +81,18 @@ def log_relevance(query_states: torch.Tensor, key_states: torch.Tensor, block_si
         `[M]` float32, at most 0.
     """
     kv_heads, _, head_dim = key_states.shape
-    queries = query_states.reshape(kv_heads, -1, head_dim).float() / math.sqrt(head_dim)
-    blocks = key_states.split(block_size, dim=1)
-    recompute = torch.is_grad_enabled() and len(blocks) > 1
+    recompute = torch.is_grad_enabled() and key_states.shape[1] > block_size
 
     def per_block(function, *extra):
         if recompute:
             return [checkpoint(function, queries, block, *extra, use_reentrant=False) for block in blocks]
         return [function(queries, block, *extra) for block in blocks]
 
-    log_normaliser = torch.stack(per_block(_block_logsumexp)).logsumexp(0)
-    return torch.cat(per_block(_block_max, log_normaliser))
+    with torch.autocast(key_states.device.type, enabled=False):
+        queries = query_states.reshape(kv_heads, -1, head_dim).float() / math.sqrt(head_dim)
+        blocks = key_states.split(block_size, dim=1)
+        log_normaliser = torch.stack(per_block(_block_logsumexp)).logsumexp(0)
+        return torch.cat(per_block(_block_max, log_normaliser))
 
 
 def _block_logsumexp(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -348,18 +349,25 @@ class QTSplusLayer(nn.Module):
         return F.dropout(states, self.dropout, self.training)
 
 
+class Float32Linear(nn.Linear):
+    """Computes in float32 whatever its parameters' dtype; a module of its own, so that offloading finds its weights."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            return F.linear(states.float(), self.weight.float(), self.bias.float())
+
+
 class QTSplusBudgetHead(nn.Module):
     """`rho = rho_min + (rho_max - rho_min) sigmoid(MLP(features))`, in float32 whatever the parameters' dtype."""
 
     def __init__(self, hidden_size: int, budget_hidden_size: int):
         super().__init__()
         self.mlp = nn.Sequential(
-            nn.Linear(hidden_size + 3, budget_hidden_size), nn.GELU(), nn.Linear(budget_hidden_size, 1)
+            Float32Linear(hidden_size + 3, budget_hidden_size), nn.GELU(), Float32Linear(budget_hidden_size, 1)
         )
 
     def forward(self, features: torch.Tensor, rho_min: float, rho_max: float) -> torch.Tensor:
-        hidden = F.gelu(F.linear(features, self.mlp[0].weight.float(), self.mlp[0].bias.float()))
-        logit = F.linear(hidden, self.mlp[2].weight.float(), self.mlp[2].bias.float())
+        logit = self.mlp(features)
         return rho_min + (rho_max - rho_min) * torch.sigmoid(logit[0])
 
 
@@ -423,7 +431,10 @@ class QTSplusSelector(nn.Module):
         self.reencode_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.reencode_layers))
         # Sum of rho in units of 2^-32, and count: integers survive a cast of the model to bfloat16.
         self.register_buffer("rho_history", torch.zeros(2, dtype=torch.int64))
-        # Only the attention weights of the last scoring layer are used, so the rest of it has no gradient.
+        self.freeze_unused()
+
+    def freeze_unused(self):
+        """Only the attention weights of the last scoring layer are used, so the rest of it has no gradient."""
         last = self.scoring_layers[-1]
         for module in (last.v_proj, last.o_proj, last.ffn_norm, last.ffn):
             module.requires_grad_(False)
@@ -485,7 +496,9 @@ class QTSplusSelector(nn.Module):
     def _check_call(self, retention: float | None, max_visual_tokens: int | None):
         if retention is not None and not 0 < retention <= 1:
             raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens in (0, 1].")
-        if max_visual_tokens is not None and (isinstance(max_visual_tokens, bool) or max_visual_tokens < 1):
+        if max_visual_tokens is not None and (
+            isinstance(max_visual_tokens, bool) or max_visual_tokens < 1 or max_visual_tokens != int(max_visual_tokens)
+        ):
             raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
         if self.config.selection == "all" and (retention or 1.0, max_visual_tokens) != (1.0, None):
             raise ValueError(
