@@ -37,8 +37,7 @@ lint: $(VENV)/.installed typecheck  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# A type checker has to see the package as the wheel lays it out, the Hub files beside the rest. Copies, because hatchling
-# takes a folder that is linked from elsewhere for one that it has already packed.
+# A type checker has to see the package as the wheel lays it out, the Hub files beside the rest.
 typecheck: $(VENV)/.installed
 	rm -rf $(TYPECHECK) && mkdir -p $(dir $(TYPECHECK))
 	cp -Rp src/qtsplus $(TYPECHECK) && cp -p *_qtsplus*.py $(TYPECHECK)

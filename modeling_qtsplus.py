@@ -451,7 +451,7 @@ class QTSplusPreTrainedMixin:
             )
         for module in model.modules():
             if isinstance(module, QTSplusSelector):
-                module.freeze_unused()  # loading makes new, trainable parameters
+                module.freeze_unused()
         return (model, info) if output_loading_info else model
 
 

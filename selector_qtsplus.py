@@ -433,11 +433,15 @@ class QTSplusSelector(nn.Module):
         self.register_buffer("rho_history", torch.zeros(2, dtype=torch.int64))
         self.freeze_unused()
 
-    def freeze_unused(self):
-        """Only the attention weights of the last scoring layer are used, so the rest of it has no gradient."""
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Those of the last scoring layer that its attention weights do not need; checkpoints carry them."""
         last = self.scoring_layers[-1]
-        for module in (last.v_proj, last.o_proj, last.ffn_norm, last.ffn):
-            module.requires_grad_(False)
+        return [p for module in (last.v_proj, last.o_proj, last.ffn_norm, last.ffn) for p in module.parameters()]
+
+    def freeze_unused(self):
+        """Freezes what can never receive a gradient. Loading makes new, trainable parameters, so again after it."""
+        for parameter in self.unused_parameters():
+            parameter.requires_grad_(False)
 
     def forward(
         self,
@@ -476,8 +480,10 @@ class QTSplusSelector(nn.Module):
 
         if self.training and torch.is_grad_enabled():
             # A batch without visual tokens must still reach every parameter, or distributed training waits for ever.
-            anchor = sum(p.sum() for p in self.parameters() if p.requires_grad) * 0.0
-            features = [row + anchor.to(row.dtype) for row in features]
+            trained = [p.sum().float() for p in self.parameters() if p.requires_grad]
+            if trained:
+                anchor = torch.stack(trained).sum() * 0.0
+                features = [row + anchor.to(row.dtype) for row in features]
 
         num_tokens = torch.tensor([len(row) for row in visual], device=visual[0].device)
         rho = torch.stack(rho)

@@ -1,6 +1,7 @@
 """With `select_images` an image's tokens compete with the video's for one budget."""
 
 import torch
+
 from tiny import IMAGE_PAD, VIDEO_PAD, batch, prompt, tiny_model
 
 IMAGE, VIDEO = (1, 8, 8), (4, 8, 12)

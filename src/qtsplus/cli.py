@@ -118,6 +118,30 @@ def publish(
 
 
 @app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe.", show_default=False)],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only count what would be trained; loads nothing.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a field, such as training.seed=1; may be repeated.")
+    ] = None,
+) -> None:
+    """Train a model by a recipe; the result is a complete Hub folder."""
+    with _one_line_errors():
+        from .training import recipe as recipes
+
+        if dry_run:
+            # Nothing is computed: a recipe in bfloat16 for a GPU can be counted on any machine.
+            loaded = recipes.load_recipe(recipe, [*(overrides or ()), "training.use_cpu=true"])
+            console.print(f"{recipe.stem}: {recipes.dry_run(loaded)}", soft_wrap=True, highlight=False)
+            return
+        folder = recipes.run(recipes.load_recipe(recipe, overrides or ()), resume)
+    console.print(f"Wrote {folder}", soft_wrap=True, highlight=False)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the clip, the model and the picture go.")] = Path("demo"),
 ) -> None:

@@ -1,0 +1,93 @@
+"""Arguments of [`QTSplusTrainer`]."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from .schedules import Schedule
+
+SFT_LOSSES = ("token_mean", "sum_of_sources")
+
+
+@dataclass
+class QTSplusTrainingArguments(TrainingArguments):
+    r"""
+    [`TrainingArguments`] and what training a selector adds.
+
+    > What is trained
+
+    Args:
+        freeze_selector (`bool`, defaults to `False`): keep the selector as it is, to train a base model.
+        freeze_language_model (`bool`, defaults to `True`): `True` is QTSplus-3B, `False` is QTSplus-3B-FT. The token
+            embeddings and the output head belong to the language model.
+        freeze_vision_model (`bool`, defaults to `True`): the vision tower with its merger.
+        lora_rank (`int`, defaults to 0): above 0, adapters of this rank on the frozen language model.
+        lora_alpha (`float`, defaults to 32): scale of the adapters, `lora_alpha / lora_rank`.
+        lora_dropout (`float`, defaults to 0): dropout in front of the adapters.
+
+    > Learning rates; `learning_rate` is the selector's, and that of every part that names none
+
+        language_model_learning_rate (`float`, *optional*): of the language model or its adapters.
+        vision_learning_rate (`float`, *optional*): of the vision tower.
+
+    > The objective; its weights stand in the model's `qtsplus_config`
+
+        sft_loss (`str`, defaults to `"token_mean"`): `"token_mean"` is the mean over all supervised tokens of an
+            optimizer step. `"sum_of_sources"` is the paper's `L_mcq + L_vqa`: the means over each source's tokens,
+            added.
+        dual_learning_rate (`float`, defaults to 0.05): with a `target_n`, the step of the ascent on the dual variable
+            alpha, relative: a budget that is exceeded by 100% raises `alpha * target_n` by this much per step.
+
+    > Schedules
+
+        schedules (`dict`, *optional*): by the name of a field of `qtsplus_config` the arguments of its [`Schedule`],
+            such as `{"tau_s": {"shape": "cosine", "start": 1.0, "end": 0.1}}`.
+
+    > Distillation from a teacher's logits
+
+        distillation_weight (`float`, defaults to 0): weight of the divergence from the teacher on the answer's tokens.
+        distillation_temperature (`float`, defaults to 1): softens both distributions.
+
+    Raises:
+        ValueError: arguments that exclude each other or are out of range.
+    """
+
+    freeze_selector: bool = field(default=False)
+    freeze_language_model: bool = field(default=True)
+    freeze_vision_model: bool = field(default=True)
+    lora_rank: int = field(default=0)
+    lora_alpha: float = field(default=32.0)
+    lora_dropout: float = field(default=0.0)
+    language_model_learning_rate: float | None = field(default=None)
+    vision_learning_rate: float | None = field(default=None)
+    sft_loss: str = field(default="token_mean", metadata={"choices": SFT_LOSSES})
+    dual_learning_rate: float = field(default=0.05)
+    schedules: dict[str, Any] | None = field(default=None)
+    distillation_weight: float = field(default=0.0)
+    distillation_temperature: float = field(default=1.0)
+    # The dataset's items are dictionaries of several records' needs, which only our collator understands.
+    remove_unused_columns: bool = field(default=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sft_loss not in SFT_LOSSES:
+            raise ValueError(f"sft_loss={self.sft_loss!r}: expected one of {SFT_LOSSES}.")
+        if self.distillation_weight < 0 or self.distillation_temperature <= 0:
+            raise ValueError(
+                f"distillation_weight={self.distillation_weight}, distillation_temperature="
+                f"{self.distillation_temperature}: expected a weight of at least 0 and a temperature above 0."
+            )
+        if self.lora_rank and (self.freeze_selector or not self.freeze_language_model or not self.freeze_vision_model):
+            raise ValueError(
+                "lora_rank trains adapters on a frozen language model, and the selector: leave "
+                "freeze_language_model and freeze_vision_model true and freeze_selector false."
+            )
+        self.parsed_schedules()
+
+    def parsed_schedules(self) -> dict[str, Schedule]:
+        """`schedules`, checked, by the name of the field that each one moves."""
+        return {name: Schedule(**one) for name, one in (self.schedules or {}).items()}
+
+
+__all__ = ["SFT_LOSSES", "QTSplusTrainingArguments"]

@@ -1,0 +1,73 @@
+"""Batches of examples of different lengths."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
+from .dataset import IGNORED, SOURCES, SkippedRecord
+
+_PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+
+
+class VideoQACollator:
+    """
+    Pads examples of [`VideoQADataset`] on the right.
+
+    Skipped records are left out and listed in the batch. A batch of nothing else becomes one row of text without a
+    label: its loss and its gradient are zero, and the processes of a distributed run stay in step.
+
+    Args:
+        processor: the model's.
+    """
+
+    def __init__(self, processor: Qwen2_5_VLQTSplusProcessor):
+        tokenizer = processor.tokenizer
+        self.pad_token_id = tokenizer.pad_token_id
+        blank = torch.tensor(tokenizer("skipped", add_special_tokens=False)["input_ids"])
+        self._blank = {
+            "input_ids": blank,
+            "labels": torch.full_like(blank, IGNORED),
+            "query_mask": torch.zeros_like(blank),
+            "source": SOURCES[0],
+        }
+
+    def __call__(self, examples: Sequence[dict[str, Any] | SkippedRecord]) -> dict[str, Any]:
+        """
+        Returns:
+            `input_ids`, `attention_mask`, `labels`, `query_mask` `[B, S]`; `query_input_ids`, `query_attention_mask`
+            `[B, L]` if any row has a query of its own (the others take theirs from `query_mask`); the pixels of all
+            videos in order; `source_ids` `[B]`, indices into [`SOURCES`]; and `skipped`, a list of [`SkippedRecord`].
+        """
+        skipped = [one for one in examples if isinstance(one, SkippedRecord)]
+        rows = [one for one in examples if not isinstance(one, SkippedRecord)] or [self._blank]
+        lengths = [torch.ones_like(row["input_ids"]) for row in rows]
+        batch: dict[str, Any] = {
+            "input_ids": self._pad([row["input_ids"] for row in rows], self.pad_token_id),
+            "attention_mask": self._pad(lengths, 0),
+            "labels": self._pad([row["labels"] for row in rows], IGNORED),
+            "query_mask": self._pad([row["query_mask"] for row in rows], 0),
+            "source_ids": torch.tensor([SOURCES.index(row["source"]) for row in rows]),
+        }
+        if any("query_input_ids" in row for row in rows):
+            queries = [
+                row["query_input_ids"] if "query_input_ids" in row else row["input_ids"][row["query_mask"].bool()]
+                for row in rows
+            ]
+            batch["query_input_ids"] = self._pad(queries, self.pad_token_id)
+            batch["query_attention_mask"] = self._pad([torch.ones_like(one) for one in queries], 0)
+        for name in _PIXELS:
+            parts = [row[name] for row in rows if name in row]
+            if parts:
+                batch[name] = torch.cat(parts)
+        batch["skipped"] = skipped
+        return batch
+
+    @staticmethod
+    def _pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+__all__ = ["VideoQACollator"]

@@ -1,0 +1,175 @@
+"""Question-and-answer records about videos, and the dataset that turns one into a model's inputs."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor, choose_frames, load_frames, read_video
+
+SOURCES = ("mcq", "vqa", "caption")
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class VideoRecord:
+    """
+    One question about one video; a line of a JSONL file, where further keys are ignored.
+
+    Args:
+        video: a file, an address or a folder of frames; `None` for text alone.
+        question: the user's text, with the options where there are any.
+        answer: what the assistant says; the only part that is supervised, with the token that ends it.
+        query: the text to select by, such as the question without its options; `None` selects by `question`.
+        kind: free label of the question's kind.
+        source: whose loss it counts to, one of [`SOURCES`].
+        options: the options, for evaluation.
+
+    Raises:
+        ValueError: an unknown source.
+    """
+
+    video: str | None
+    question: str
+    answer: str
+    query: str | None = None
+    kind: str = ""
+    source: str = "vqa"
+    options: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"source={self.source!r} of the question {self.question!r}: expected one of {SOURCES}.")
+
+
+def read_records(path: str | os.PathLike) -> list[VideoRecord]:
+    """
+    Reads a JSONL file. A relative video is looked for beside the file.
+
+    Raises:
+        ValueError: a line that is not a record, with its number.
+    """
+    known = {one.name for one in fields(VideoRecord)}
+    folder, records = Path(path).parent, []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = VideoRecord(**{key: value for key, value in json.loads(line).items() if key in known})
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"Line {number} of {path} is not a record: {error}") from error
+            if record.video is not None and "://" not in record.video:
+                record = VideoRecord(**{**vars(record), "video": str(folder / record.video)})
+            records.append(record)
+    return records
+
+
+@dataclass(frozen=True)
+class SkippedRecord:
+    """A record that cannot be used: its video (or its question, without one), and why."""
+
+    name: str
+    reason: str
+
+
+class VideoQADataset(Dataset):
+    """
+    Videos are decoded when an item is asked for, which is in the DataLoader's workers.
+
+    Args:
+        records: see [`VideoRecord`].
+        processor: the model's.
+        model_max_length: most text tokens of an example, prompt and answer; placeholders of visual tokens do not count,
+            since most of them never reach the language model. What is longer is cut at its end.
+        processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[VideoRecord],
+        processor: Qwen2_5_VLQTSplusProcessor,
+        model_max_length: int | None = None,
+        processor_kwargs: Mapping[str, Any] | None = None,
+    ):
+        self.records = list(records)
+        self.processor = processor
+        self.model_max_length = model_max_length
+        self.processor_kwargs = dict(processor_kwargs or {})
+        end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.end_of_turn: int = end[0] if isinstance(end, list) else end
+        self.placeholders = torch.tensor([processor.image_token_id, processor.video_token_id])
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, Any] | SkippedRecord:
+        """
+        Returns:
+            `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
+            video's `pixel_values_videos`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`; and `source`.
+            [`SkippedRecord`] for a video that cannot be read, and for a prompt that leaves no room for its answer.
+        """
+        record = self.records[index]
+        try:
+            inputs = self._process(record)
+        except (ValueError, OSError) as error:
+            if record.video is None or _is_readable(record.video):
+                raise  # not the file's fault: a wrong setting must not turn into an empty dataset
+            return SkippedRecord(record.video, str(error))
+
+        prompt = inputs.pop("input_ids")[0]
+        answer = self.processor.tokenizer(record.answer, add_special_tokens=False)["input_ids"]
+        target = torch.tensor([*answer, self.end_of_turn])
+        example: dict[str, Any] = {
+            "input_ids": torch.cat([prompt, target]),
+            "labels": torch.cat([torch.full_like(prompt, IGNORED), target]),
+            "query_mask": torch.cat([inputs.pop("query_mask")[0], torch.zeros_like(target)]),
+        }
+        if self.model_max_length is not None:
+            length = self._length(example["input_ids"], self.model_max_length)
+            if length <= len(prompt):
+                name = record.video or record.question
+                reason = f"its prompt leaves no room for an answer within {self.model_max_length} text tokens"
+                return SkippedRecord(name, reason)
+            example = {name: values[:length] for name, values in example.items()}
+        if "query_input_ids" in inputs:
+            example["query_input_ids"] = inputs["query_input_ids"][0]
+        for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
+            if name in inputs:
+                example[name] = torch.as_tensor(inputs[name])
+        return {**example, "source": record.source}
+
+    def _process(self, record: VideoRecord) -> dict[str, Any]:
+        content: list[Any] = [{"type": "text", "text": record.question}]
+        videos: dict[str, Any] = {}
+        if record.video is not None:
+            content.insert(0, {"type": "video"})
+            videos = {"videos": [record.video], **self.processor_kwargs}
+        messages: list[Any] = [{"role": "user", "content": content}]
+        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return dict(self.processor(text=[text], query=record.query, return_tensors="pt", **videos))
+
+    def _length(self, input_ids: torch.Tensor, limit: int) -> int:
+        """How many tokens to keep so that at most `limit` of them are text."""
+        text_tokens = (~torch.isin(input_ids, self.placeholders)).cumsum(0)
+        return int((text_tokens <= limit).sum())
+
+
+def _is_readable(video: str) -> bool:
+    try:
+        if os.path.isdir(video):
+            load_frames(video)
+        else:
+            read_video(video, choose_frames)
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+__all__ = ["IGNORED", "SOURCES", "SkippedRecord", "VideoQADataset", "VideoRecord", "read_records"]

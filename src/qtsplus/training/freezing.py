@@ -1,0 +1,102 @@
+"""Which parameters are trained, at which learning rate, and how many they are."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from .arguments import QTSplusTrainingArguments
+from .lora import active_selector
+
+PARTS = ("selector", "language_model", "vision")
+
+
+def part_of(parameter_name: str) -> str:
+    """The part of a model, one of [`PARTS`], that a parameter of this name belongs to."""
+    if ".qtsplus." in parameter_name:
+        return "selector"
+    return "vision" if ".visual." in parameter_name else "language_model"
+
+
+def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
+    """
+    Leaves trainable what the arguments name. Parameters of the selector that cannot receive a gradient stay frozen: the
+    last scoring layer is used for its attention weights alone.
+    """
+    frozen = {
+        "selector": args.freeze_selector,
+        "language_model": args.freeze_language_model,
+        "vision": args.freeze_vision_model,
+    }
+    unused = {id(parameter) for parameter in active_selector(model).unused_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen[part_of(name)] and id(parameter) not in unused)
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """
+    Args:
+        total: parameters of the model; tied ones count once.
+        named_trainable: those of the parts that are not frozen, as the paper counts them.
+        trainable: those among them that a gradient reaches.
+    """
+
+    total: int
+    named_trainable: int
+    trainable: int
+
+    def describe(self) -> str:
+        share, actual = self.named_trainable / self.total, self.trainable / self.total
+        return (
+            f"{self.named_trainable:,} trainable parameters ({share:.2%} of {self.total:,}), as the paper counts; a "
+            f"gradient reaches {self.trainable:,} ({actual:.2%}), for the last scoring layer only gives its attention."
+        )
+
+
+def count_parameters(model: nn.Module) -> ParameterCounts:
+    """Counts a model whose freezing is set; works on the meta device."""
+    # The untrained copy that PEFT keeps of the selector is not a part of the model.
+    named = [(name, one) for name, one in model.named_parameters() if ".original_module." not in name]
+    trainable = sum(one.numel() for _, one in named if one.requires_grad)
+    selector_is_trained = any(one.requires_grad and part_of(name) == "selector" for name, one in named)
+    unused = sum(one.numel() for one in active_selector(model).unused_parameters()) if selector_is_trained else 0
+    return ParameterCounts(
+        total=sum(one.numel() for _, one in named), named_trainable=trainable + unused, trainable=trainable
+    )
+
+
+def parameter_groups(model: nn.Module, args: QTSplusTrainingArguments, decayed: list[str]) -> list[dict]:
+    """
+    An optimizer's groups: each part with its own learning rate, with and without weight decay.
+
+    Args:
+        decayed: names of the parameters that weight decay applies to.
+    """
+    rates = {
+        "selector": args.learning_rate,
+        "language_model": args.language_model_learning_rate,
+        "vision": args.vision_learning_rate,
+    }
+    with_decay = set(decayed)
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((part_of(name), name in with_decay), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "lr": args.learning_rate if rates[part] is None else rates[part],
+            "weight_decay": args.weight_decay if decay else 0.0,
+        }
+        for (part, decay), parameters in groups.items()
+    ]
+
+
+__all__ = [
+    "PARTS",
+    "ParameterCounts",
+    "count_parameters",
+    "freeze",
+    "parameter_groups",
+    "part_of",
+]

@@ -1,0 +1,59 @@
+"""Starting points of a fresh selector."""
+
+from typing import Any
+
+import torch
+
+INITIALISATIONS = ("identity", "language_model")
+
+
+@torch.no_grad()
+def initialise_selector(model: Any, method: str) -> None:
+    """
+    Sets a selector's starting point; what a method does not name stays as it is.
+
+    Args:
+        model: a QTSplus model.
+        method: `"identity"` zeroes what the re-encoder adds to its tokens, so that it hands them on unchanged, as a
+            fresh model does. `"language_model"` is the paper's: each layer takes the attention and the norms of a layer
+            of the language model (the i-th of both the scoring and the re-encoding layers those of the i-th layer),
+            where the shapes match. The feed-forward blocks have other shapes; theirs stay.
+
+    Raises:
+        ValueError: an unknown method, or a language model of another shape or with too few layers.
+    """
+    selector: Any = model.model.qtsplus
+    if method == "identity":
+        for layer in selector.reencode_layers:
+            for weight in (layer.o_proj.weight, layer.ffn[-1].weight, layer.ffn[-1].bias):
+                weight.zero_()
+    elif method == "language_model":
+        layers = model.model.language_model.layers
+        for group in (selector.scoring_layers, selector.reencode_layers):
+            if len(group) > len(layers):
+                raise ValueError(f"{len(group)} selector layers cannot start from {len(layers)} language model layers.")
+            for ours, source in zip(group, layers, strict=False):
+                _copy_attention(ours, source)
+    else:
+        raise ValueError(f"method={method!r}: expected one of {INITIALISATIONS}.")
+
+
+def _copy_attention(ours: Any, source: Any) -> None:
+    pairs = [
+        (ours.q_norm, source.input_layernorm),
+        (ours.kv_norm, source.input_layernorm),
+        (ours.ffn_norm, source.post_attention_layernorm),
+        *((getattr(ours, name), getattr(source.self_attn, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    ]
+    for target, origin in pairs:
+        given = origin.state_dict()
+        for name, parameter in target.named_parameters():
+            if name not in given or given[name].shape != parameter.shape:
+                raise ValueError(
+                    f"A {type(origin).__name__} of the language model has no {name} of shape {tuple(parameter.shape)} "
+                    'to start the selector from; use "identity".'
+                )
+            parameter.copy_(given[name])
+
+
+__all__ = ["INITIALISATIONS", "initialise_selector"]

@@ -1,0 +1,60 @@
+"""LoRA on the language model beside a selector that is trained whole."""
+
+from typing import Any
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+# The vision tower and the selector have projections of the same names.
+LANGUAGE_MODEL_PROJECTIONS = r".*language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
+
+
+def lora_config(rank: int, alpha: float = 32.0, dropout: float = 0.0) -> LoraConfig:
+    """Adapters on every projection of the language model, and the selector as a module that is saved whole."""
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # any number scales
+        lora_dropout=dropout,
+        target_modules=LANGUAGE_MODEL_PROJECTIONS,
+        modules_to_save=["qtsplus"],
+        task_type="CAUSAL_LM",
+    )
+
+
+def add_lora(model: Any, config: LoraConfig) -> PeftModel:
+    """
+    Puts adapters on the language model.
+
+    PEFT trains a copy of the selector. Here that copy reads the model's own configuration, so that a change of it
+    counts, and keeps frozen what the selector itself keeps frozen.
+    """
+    frozen = [name for name, one in model.model.qtsplus.named_parameters() if not one.requires_grad]
+    adapted = get_peft_model(model, config)
+    selector = active_selector(adapted)
+    selector.config = base_model(adapted).config.qtsplus_config
+    for name in frozen:
+        selector.get_parameter(name).requires_grad_(False)
+    return adapted
+
+
+def merge_lora(model: PeftModel) -> nn.Module:
+    """The model with its adapters merged into the weights and the trained selector in its place, free of PEFT."""
+    merged = model.merge_and_unload()
+    merged.model.qtsplus.config = merged.config.qtsplus_config
+    return merged
+
+
+def base_model(model: Any) -> Any:
+    """The QTSplus model inside a `PeftModel`, or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def active_selector(model: Any) -> Any:
+    """The [`QTSplusSelector`] that runs: under PEFT the trained copy."""
+    selector = base_model(model).model.qtsplus
+    if hasattr(selector, "modules_to_save"):
+        return selector.modules_to_save[selector.active_adapters[0]]
+    return selector
+
+
+__all__ = ["active_selector", "add_lora", "base_model", "lora_config", "merge_lora"]

@@ -1,0 +1,323 @@
+"""The Trainer of Transformers with the paper's objective, its diagnostics and its dual variable."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import gather_object
+from peft import PeftModel
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from ..hub.publish import AUTO_MAP, code_files
+from .arguments import QTSplusTrainingArguments
+from .dataset import IGNORED, SOURCES, SkippedRecord
+from .distillation import all_tokens, answer_logits, divergence, teacher_logits
+from .freezing import freeze, parameter_groups
+from .lora import active_selector, add_lora, base_model, lora_config
+from .running_means import RunningMeans
+from .schedules import ScheduleCallback
+
+STATE_FILE = "qtsplus_state.json"
+SKIPPED_FILE = "skipped_files.json"
+
+_LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), "loss_t", "loss_m", "loss_s", "loss_teacher")
+_BUDGET = ("rho", "n", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
+
+
+class _StepCallback(TrainerCallback):
+    """Ends an optimizer step before anything is logged or saved."""
+
+    def __init__(self, trainer: "QTSplusTrainer"):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.finish_step()
+
+
+class QTSplusTrainer(Trainer):
+    r"""
+    Trains a QTSplus model on the paper's objective (Equation 5),
+
+        L_SFT + lambda_t (rho M)^2 / n_max^2 + lambda_m rho M / n_max + lambda_s (rho - rho_bar)^2
+              + alpha (rho M - target_n) + distillation_weight * KL(teacher || student)
+
+    Every term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT and
+    the divergence over the supervised tokens, the others over the samples with visual tokens. So accumulation over N
+    micro-batches, or N processes, gives the gradient of one big batch. Where `rho_prior` is `None`, rho_bar is the mean
+    of rho over all earlier steps (the model's own loss includes the current batch, which no accumulation could), and
+    the first step has no prior. `rho M` counts up to `n_max`, as the gate does.
+
+    alpha >= 0 holds the mean of kept tokens at `target_n`: after each step
+    `alpha += dual_learning_rate * (mean rho M - target_n) / target_n^2`. It is saved and restored with the checkpoint.
+
+    Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
+    `loss_s`, `loss_teacher`, `rho`, `n` (kept), `n_soft` (rho M), `kept_fraction` (n / M), `hard_over_soft`
+    (n / (rho M)), `threshold`, `visual_tokens` (M), and the current `alpha` and number of `skipped_files`. Evaluation
+    logs the same with the prefix of its metrics; its loss is L_SFT alone.
+
+    Args:
+        model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
+        args: see [`QTSplusTrainingArguments`]; decides what is frozen, and puts adapters on the model.
+        teacher: for `distillation_weight`; without one the model itself teaches, with all visual tokens.
+        kwargs: as for [`Trainer`].
+    """
+
+    args: QTSplusTrainingArguments
+    model: Any  # a model or a PeftModel, never None here
+
+    def __init__(
+        self, model: nn.Module, args: QTSplusTrainingArguments, *, teacher: nn.Module | None = None, **kwargs: Any
+    ):
+        if args.lora_rank:
+            model = add_lora(model, lora_config(args.lora_rank, args.lora_alpha, args.lora_dropout))
+        elif not isinstance(model, PeftModel):
+            freeze(model, args)
+        super().__init__(model=model, args=args, **kwargs)
+        # The losses below are weighted over the whole optimizer step: nothing is left to divide by.
+        self.model_accepts_loss_kwargs = True
+        self.selector = active_selector(model)
+        self.selector_config = base_model(model).config.qtsplus_config
+        base_model(model).config.auto_map = dict(AUTO_MAP)
+        self.teacher = None if teacher is None else teacher.to(self.args.device).eval().requires_grad_(False)
+        self.alpha = 0.0
+        self.skipped: dict[str, str] = {}
+        self.running = {training: RunningMeans(_LOSSES + _BUDGET, self.args.device) for training in (True, False)}
+        self._counts: torch.Tensor | None = None
+        # Sums over the current step: rho (in the units of rho_history), samples, and kept tokens
+        self._step_rho = torch.zeros(2, dtype=torch.int64, device=self.args.device)
+        self._step_soft_n = torch.zeros((), device=self.args.device)
+        self._rho_history = self.selector.rho_history.clone()
+        self.add_callback(_StepCallback(self))
+        schedules = self.args.parsed_schedules()
+        if schedules:
+            self.add_callback(ScheduleCallback(self.selector_config, schedules))
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # The objective
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """As stock; counts what the terms of this optimizer step are means over."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = sum((self._count(batch) for batch in batches), torch.zeros(len(SOURCES) + 1, dtype=torch.int64))
+        self._counts = self._sum_over_processes(counts.to(self.args.device))
+        self._rho_history = self.selector.rho_history.clone()
+        return batches, self._counts[: len(SOURCES)].sum()
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        return None  # counted above, by source
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The part of the optimizer step's objective that this micro-batch contributes."""
+        inputs = dict(inputs)
+        self._note_skipped(inputs.pop("skipped", ()))
+        counts = self._counts if model.training else self._count(inputs).to(self.args.device)
+        assert counts is not None
+        labels, sources = inputs.pop("labels"), _sources(inputs)
+        inputs.pop("source_ids", None)
+
+        outputs = model(**inputs, use_cache=False)
+        columns = None if outputs.qtsplus is None else outputs.qtsplus.columns
+        seen_labels = labels
+        if columns is not None:
+            seen_labels = base_model(self.model).compact_labels(labels, inputs["input_ids"], columns)
+        logits, targets, rows = answer_logits(outputs.logits, seen_labels)
+        token_source = sources[rows]
+        weights = self._token_weights(counts[: len(SOURCES)])[token_source]
+        token_losses = F.cross_entropy(logits, targets, reduction="none")
+        loss = (weights * token_losses).sum()
+        self._note_tokens(token_losses, token_source)
+
+        if self.args.distillation_weight > 0 and model.training:
+            divergences = self._divergences(logits, inputs, labels)
+            loss = loss + self.args.distillation_weight * (weights * divergences).sum()
+            self.running[True].add("loss_teacher", divergences.sum(), len(divergences))
+        budget = self._budget(outputs.qtsplus, inputs, counts[-1])
+        if model.training:
+            # Distributed training averages gradients over the processes, which here are parts of one sum.
+            loss = (loss + budget) * self.accelerator.num_processes
+        outputs["loss"] = loss
+        return (loss, outputs) if return_outputs else loss
+
+    def _token_weights(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The weight of a token of each source, from the step's number of supervised tokens of each."""
+        if self.args.sft_loss == "token_mean":
+            tokens = tokens.sum().expand(len(tokens))
+        return 1.0 / tokens.clamp(min=1)
+
+    def _divergences(self, logits, inputs, labels):
+        if self.teacher is not None:
+            taught = teacher_logits(self.teacher, inputs, labels)
+        else:
+            with all_tokens(self.model) as model:
+                taught = teacher_logits(model, inputs, labels)
+        return divergence(logits, taught, self.args.distillation_temperature)
+
+    def _budget(self, qtsplus, inputs, samples: torch.Tensor) -> torch.Tensor | float:
+        """The terms in rho: this micro-batch's sum over the step's number of samples with visual tokens."""
+        if qtsplus is None:
+            return 0.0
+        config, training = self.selector_config, self.model.training
+        num_tokens = self._visual_tokens(inputs)
+        with_vision = num_tokens > 0
+        count = with_vision.sum()
+        rho, kept, num_tokens = qtsplus.rho[with_vision], qtsplus.n[with_vision], num_tokens[with_vision]
+        soft_n = rho * num_tokens
+        soft_n = soft_n - (soft_n - config.n_max).clamp(min=0).detach()  # the count of the gate, the gradient of rho M
+        running = self.running[training]
+        for name, values in (
+            ("rho", rho),
+            ("n", kept),
+            ("n_soft", soft_n),
+            ("kept_fraction", kept / num_tokens),
+            ("hard_over_soft", kept / soft_n),
+            ("visual_tokens", num_tokens),
+        ):
+            running.add(name, values.sum(), count)
+        if not training or not rho.requires_grad:
+            return 0.0  # there is no budget to learn where everything is kept
+
+        loss_s = (config.lambda_s * (rho - self._prior(rho)).pow(2)).sum()
+        for name, total in (
+            ("loss_t", qtsplus.loss_t * count),
+            ("loss_m", qtsplus.loss_m * count),
+            ("loss_s", loss_s),
+            ("threshold", qtsplus.threshold[with_vision].sum()),
+        ):
+            running.add(name, total, count)
+        self._step_rho += torch.stack([(rho.detach().double() * 2.0**32).round().long().sum(), count])
+        self._step_soft_n += soft_n.detach().sum()
+        total = (qtsplus.loss_t + qtsplus.loss_m) * count + loss_s
+        if config.target_n is not None:
+            total = total + self.alpha * (soft_n - config.target_n).sum()
+        return total / samples.clamp(min=1)
+
+    def _prior(self, rho: torch.Tensor) -> torch.Tensor | float:
+        """rho_bar: fixed, or the running mean over all earlier steps; rho itself while there are none."""
+        if self.selector_config.rho_prior is not None:
+            return self.selector_config.rho_prior
+        total, count = self._rho_history
+        return (total / count / 2.0**32).float() if count > 0 else rho.detach()
+
+    def finish_step(self) -> None:
+        """Moves the running mean of rho and the dual variable by what all processes saw in this optimizer step."""
+        rho = self._sum_over_processes(self._step_rho)
+        soft_n = self._sum_over_processes(self._step_soft_n)
+        if self.selector_config.rho_prior is None:
+            self.selector.rho_history.copy_(self._rho_history + rho)
+        target = self.selector_config.target_n
+        if target is not None and rho[1] > 0:
+            excess = float(soft_n / rho[1]) - target
+            self.alpha = max(0.0, self.alpha + self.args.dual_learning_rate * excess / target**2)
+        self._step_rho.zero_()
+        self._step_soft_n.zero_()
+
+    def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Supervised tokens of each source, and samples with visual tokens: `[len(SOURCES) + 1]` int64."""
+        tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
+        counts = torch.zeros(len(SOURCES) + 1, dtype=torch.int64, device=tokens.device)
+        counts.index_add_(0, _sources(batch), tokens)
+        counts[-1] = (self._visual_tokens(batch) > 0).sum()
+        return counts.cpu()
+
+    def _visual_tokens(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """M of every row, `[B]`: the placeholders that compete for the budget."""
+        config, ids = base_model(self.model).config, batch["input_ids"]
+        candidates = ids == config.video_token_id
+        if self.selector_config.select_images:
+            candidates |= ids == config.image_token_id
+        return candidates.sum(1)
+
+    def _sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(values.clone(), reduction="sum")
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # The log
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _note_tokens(self, token_losses: torch.Tensor, token_source: torch.Tensor) -> None:
+        running = self.running[self.model.training]
+        running.add("loss_lm", token_losses.sum(), len(token_losses))
+        for index, source in enumerate(SOURCES):
+            chosen = token_losses[token_source == index]
+            running.add(f"loss_{source}", chosen.sum(), len(chosen))
+
+    def _note_skipped(self, skipped: list[SkippedRecord] | tuple[()]) -> None:
+        self.skipped.update({one.name: one.reason for one in skipped})
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As stock, with the means since the last line added to the lines of training and of evaluation."""
+        if "loss" in logs:
+            logs.update(self.running[True].pop(self._sum_over_processes))
+            if self.selector_config.target_n is not None:
+                logs["alpha"] = self.alpha
+            if self._gather_skipped():
+                logs["skipped_files"] = len(self.skipped)
+        for name in [name for name in logs if name.startswith("eval") and name.endswith("_loss")]:
+            means = self.running[False].pop(self._sum_over_processes)
+            logs.update({name.removesuffix("loss") + mean: value for mean, value in means.items()})
+        super().log(logs, start_time)
+
+    def _gather_skipped(self) -> dict[str, str]:
+        """What all processes have skipped so far, by name."""
+        if self.accelerator.num_processes > 1:
+            self.skipped = dict(gather_object(list(self.skipped.items())))
+        return self.skipped
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Optimizer and checkpoints
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As stock, with a group for every part that has a learning rate of its own."""
+        args = self.args
+        if args.language_model_learning_rate is None and args.vision_learning_rate is None:
+            return super().create_optimizer() if model is None else super().create_optimizer(model)
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            kind, settings = self.get_optimizer_cls_and_kwargs(args, model)
+            groups = parameter_groups(model, args, self.get_decay_parameter_names(model))
+            self.optimizer = kind(groups, **settings)
+        return self.optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or str(self.args.output_dir))
+        # An adapter loads into its base; a whole model brings the code that runs it.
+        if self.args.should_save and not isinstance(self.model, PeftModel):
+            for path in code_files():
+                shutil.copyfile(path, folder / path.name)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        skipped = self._gather_skipped()
+        if self.args.should_save:
+            _write_json(Path(output_dir, STATE_FILE), {"alpha": self.alpha, "skipped": skipped})
+            _write_json(Path(str(self.args.output_dir), SKIPPED_FILE), skipped)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and os.path.exists(os.path.join(checkpoint, STATE_FILE)):
+            state = json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))
+            self.alpha, self.skipped = state["alpha"], state["skipped"]
+
+
+def _sources(batch: Mapping[str, Any]) -> torch.Tensor:
+    """`[B]` indices into [`SOURCES`]; "vqa" for batches of another collator."""
+    if "source_ids" in batch:
+        return batch["source_ids"]
+    ids = batch["input_ids"]
+    return torch.full((len(ids),), SOURCES.index("vqa"), device=ids.device)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+__all__ = ["SKIPPED_FILE", "STATE_FILE", "QTSplusTrainer"]

@@ -1,0 +1,96 @@
+"""Records, examples and batches made from real files."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from qtsplus.training import VideoQACollator, VideoQADataset, VideoRecord, read_records
+from qtsplus.training.dataset import SkippedRecord
+
+
+@pytest.fixture
+def records(tiny_mp4) -> list[VideoRecord]:
+    return [
+        VideoRecord(
+            str(tiny_mp4), "What colour is it?\nA. red\nB. blue", "B", query="What colour is it?", source="mcq"
+        ),
+        VideoRecord(str(tiny_mp4), "What is there?", "A red circle.", source="vqa"),
+        VideoRecord(None, "What is the colour of grass?", "green"),
+    ]
+
+
+def test_only_the_answer_and_its_end_are_supervised(records, tiny_processor):
+    example = VideoQADataset(records, tiny_processor)[1]
+    supervised = example["labels"] != -100
+    assert tiny_processor.tokenizer.decode(example["labels"][supervised]) == "A red circle.<|im_end|>"
+    assert torch.equal(example["input_ids"][supervised], example["labels"][supervised])
+    prompt = tiny_processor.tokenizer.decode(example["input_ids"][~supervised])
+    assert prompt.endswith("<|im_start|>assistant\n")
+    assert tiny_processor.tokenizer.decode(example["input_ids"][example["query_mask"].bool()]) == "What is there?"
+
+
+def test_the_query_can_leave_the_options_out(records, tiny_processor):
+    batch = VideoQACollator(tiny_processor)([VideoQADataset(records, tiny_processor)[index] for index in range(3)])
+    queries = [
+        tiny_processor.tokenizer.decode(ids[mask.bool()])
+        for ids, mask in zip(batch["query_input_ids"], batch["query_attention_mask"], strict=True)
+    ]
+    assert queries == ["What colour is it?", "What is there?", "What is the colour of grass?"]
+
+
+def test_batches_are_padded_on_the_right(records, tiny_processor):
+    dataset = VideoQADataset(records, tiny_processor)
+    batch = VideoQACollator(tiny_processor)([dataset[index] for index in range(3)])
+    assert batch["attention_mask"][:, 0].all() and not batch["attention_mask"].all()
+    assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+    assert len(batch["video_grid_thw"]) == len(batch["second_per_grid_ts"]) == 2
+    assert len(batch["pixel_values_videos"]) == batch["video_grid_thw"].prod(-1).sum()
+    assert batch["source_ids"].tolist() == [0, 1, 1] and batch["skipped"] == []
+
+
+def test_bad_files_are_skipped_by_the_workers_and_listed(records, tiny_processor, tiny_mp4, tmp_path):
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes(tiny_mp4.read_bytes()[:300])
+    bad = [VideoRecord(str(broken), "What?", "no"), VideoRecord(str(tmp_path / "missing.mp4"), "What?", "no")]
+    dataset = VideoQADataset([*records[:2], *bad, *bad], tiny_processor)
+    loader = DataLoader(dataset, batch_size=3, collate_fn=VideoQACollator(tiny_processor), num_workers=1)
+    mixed, nothing = list(loader)
+    assert len(mixed["input_ids"]) == 2 and [one.name for one in mixed["skipped"]] == [str(broken)]
+    assert "pixel_values_videos" not in nothing and (nothing["labels"] == -100).all()
+    assert len(nothing["skipped"]) == 3 and "no video" in nothing["skipped"][0].reason
+
+
+def test_a_wrong_setting_is_an_error_and_not_a_bad_file(records, tiny_processor):
+    dataset = VideoQADataset(records, tiny_processor, processor_kwargs={"fps": 1, "num_frames": 4})
+    with pytest.raises(ValueError, match="num_frames"):
+        dataset[0]
+
+
+def test_long_examples_are_cut_behind_the_prompt(records, tiny_processor):
+    whole = VideoQADataset(records, tiny_processor)[1]
+    text = int((~torch.isin(whole["input_ids"], torch.tensor([683, 684]))).sum())
+    cut = VideoQADataset(records, tiny_processor, model_max_length=text - 2)[1]
+    assert torch.equal(cut["labels"], whole["labels"][:-2])
+    assert torch.equal(cut["pixel_values_videos"], whole["pixel_values_videos"])
+    skipped = VideoQADataset(records, tiny_processor, model_max_length=10)[1]
+    assert isinstance(skipped, SkippedRecord) and "no room" in skipped.reason
+
+
+def test_records_are_read_from_beside_their_file(tmp_path):
+    path = tmp_path / "train.jsonl"
+    line = {
+        "video": "clips/a.mp4",
+        "question": "What?",
+        "answer": "B",
+        "source": "mcq",
+        "options": ["x", "y"],
+        "seed": 3,
+    }
+    path.write_text(json.dumps(line) + "\n\n" + json.dumps({**line, "video": None, "query": "Q"}) + "\n")
+    first, second = read_records(path)
+    assert first.video == str(tmp_path / "clips/a.mp4") and second.video is None and second.query == "Q"
+    path.write_text(json.dumps({**line, "source": "guess"}))
+    with pytest.raises(ValueError, match="Line 1 .*source='guess'"):
+        read_records(path)

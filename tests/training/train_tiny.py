@@ -1,0 +1,42 @@
+"""Trains the tiny model in a process of its own: `train_tiny.py OUT SETTINGS`, with SETTINGS as JSON.
+
+Writes `log.json` and `weights.safetensors` to OUT. With `kill_at` the process dies, as by `kill -9`, after that step.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+from training_examples import make_trainer, steps
+from transformers import TrainerCallback
+
+from qtsplus.training.recipe import last_checkpoint
+
+
+class Kill(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    out, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+    kill_at, resume = settings.pop("kill_at", None), settings.pop("resume", False)
+    trainer = make_trainer(out, **settings)
+    if kill_at is not None:
+        trainer.add_callback(Kill(kill_at))
+    trainer.train(resume_from_checkpoint=str(last_checkpoint(out)) if resume else None)
+    if trainer.is_world_process_zero():
+        (out / "log.json").write_text(json.dumps(steps(trainer)))
+        state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        save_file(state, out / "weights.safetensors")
+
+
+if __name__ == "__main__":
+    main()
