@@ -482,7 +482,7 @@ def test_a_saved_processor_brings_its_code_and_loads_the_same(processor, ramp, t
         path.name for path in tmp_path.iterdir()
     }
     loaded = Qwen2_5_VLQTSplusProcessor.from_pretrained(tmp_path, trust_remote_code=False)
-    assert (loaded.video_processor.fps, loaded.video_processor.max_frames) == (2, 64)
+    assert (loaded.video_processor.fps, loaded.video_processor.max_frames) == (2, 256)
     assert loaded.video_processor.do_sample_frames and loaded.video_processor.cap_pixels_per_frame
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     before, after = (each.apply_chat_template(ask(ramp), **options) for each in (processor, loaded))

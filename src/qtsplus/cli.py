@@ -21,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data_app = typer.Typer(help="Make training data.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
 # Standard output carries results only; everything said on the way goes to standard error.
 console = Console()
 notes = Console(stderr=True, highlight=False)
@@ -139,6 +141,29 @@ def train(
             return
         folder = recipes.run(recipes.load_recipe(recipe, overrides or ()), resume)
     console.print(f"Wrote {folder}", soft_wrap=True, highlight=False)
+
+
+@data_app.command()
+def tinyworld(
+    out: Annotated[Path, typer.Option(help="Where `SPLIT/*.mp4` and `SPLIT.jsonl` go.", show_default=False)],
+    size: Annotated[int, typer.Option(help="How many videos.", min=1, show_default=False)],
+    split: Annotated[str, typer.Option(help="train, validation or test; no two share a video.")] = "train",
+    seconds: Annotated[list[int] | None, typer.Option(help="Lengths to draw from, 2 to 128; may be repeated.")] = None,
+    max_objects: Annotated[int, typer.Option(help="Most objects in one video.", min=1)] = 12,
+    multiple_choice: Annotated[float, typer.Option(help="Share of questions with options.", min=0, max=1)] = 0.5,
+    conversations: Annotated[
+        bool, typer.Option("--conversations", help="One record per video, its questions as turns.")
+    ] = False,
+    workers: Annotated[int, typer.Option(help="Processes that render.", min=1)] = 1,
+) -> None:
+    """Render TinyWorld: mp4 files of moving shapes, with questions, answers and captions for `qtsplus train`."""
+    with _one_line_errors():
+        from .data.tinyworld import build_dataset
+
+        records = build_dataset(
+            out, split, size, seconds or (8, 16), max_objects, multiple_choice, conversations, workers
+        )
+    console.print(f"Wrote {records}", soft_wrap=True, highlight=False)
 
 
 @app.command()

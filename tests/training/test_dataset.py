@@ -31,6 +31,18 @@ def test_only_the_answer_and_its_end_are_supervised(records, tiny_processor):
     assert tiny_processor.tokenizer.decode(example["input_ids"][example["query_mask"].bool()]) == "What is there?"
 
 
+def test_every_answer_of_a_conversation_is_supervised_and_the_last_question_selects(tiny_mp4, tiny_processor):
+    earlier = (("What colour is it?", "red"), ("How many?", "two of them"))
+    record = VideoRecord(str(tiny_mp4), "Which shape?", "circle", earlier=earlier)
+    example = VideoQADataset([record], tiny_processor)[0]
+    supervised = example["labels"] != -100
+    decode = tiny_processor.tokenizer.decode
+    assert decode(example["labels"][supervised]) == "red<|im_end|>two of them<|im_end|>circle<|im_end|>"
+    assert decode(example["input_ids"][example["query_mask"].bool()]) == "Which shape?"
+    text = decode(example["input_ids"])
+    assert text.index("<|video_pad|>") < text.index("What colour is it?") < text.index("How many?")
+
+
 def test_the_query_can_leave_the_options_out(records, tiny_processor):
     batch = VideoQACollator(tiny_processor)([VideoQADataset(records, tiny_processor)[index] for index in range(3)])
     queries = [

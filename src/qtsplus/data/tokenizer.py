@@ -95,7 +95,7 @@ PROCESSOR_CONFIG = {
         "do_sample_frames": True,
         "fps": 2,
         "min_frames": 4,
-        "max_frames": 64,
+        "max_frames": 256,
         "cap_pixels_per_frame": True,
         "max_video_tokens": 128000,
     },

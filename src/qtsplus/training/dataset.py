@@ -29,6 +29,8 @@ class VideoRecord:
         kind: free label of the question's kind.
         source: whose loss it counts to, one of [`SOURCES`].
         options: the options, for evaluation.
+        earlier: turns of the same conversation before this one, as (question, answer); the video stands in the first,
+            and every answer is supervised. Many questions about a video then cost one pass over it.
 
     Raises:
         ValueError: an unknown source.
@@ -41,6 +43,7 @@ class VideoRecord:
     kind: str = ""
     source: str = "vqa"
     options: tuple[str, ...] | None = None
+    earlier: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
@@ -103,6 +106,9 @@ class VideoQADataset(Dataset):
         self.processor_kwargs = dict(processor_kwargs or {})
         end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.end_of_turn: int = end[0] if isinstance(end, list) else end
+        self.answer_header = torch.tensor(
+            processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+        )
         self.placeholders = torch.tensor([processor.image_token_id, processor.video_token_id])
 
     def __len__(self) -> int:
@@ -128,7 +134,7 @@ class VideoQADataset(Dataset):
         target = torch.tensor([*answer, self.end_of_turn])
         example: dict[str, Any] = {
             "input_ids": torch.cat([prompt, target]),
-            "labels": torch.cat([torch.full_like(prompt, IGNORED), target]),
+            "labels": torch.cat([self._earlier_answers(prompt), target]),
             "query_mask": torch.cat([inputs.pop("query_mask")[0], torch.zeros_like(target)]),
         }
         if self.model_max_length is not None:
@@ -146,14 +152,30 @@ class VideoQADataset(Dataset):
         return {**example, "source": record.source}
 
     def _process(self, record: VideoRecord) -> dict[str, Any]:
-        content: list[Any] = [{"type": "text", "text": record.question}]
+        messages: list[Any] = []
+        for question, answer in record.earlier:
+            messages.append({"role": "user", "content": [{"type": "text", "text": question}]})
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+        messages.append({"role": "user", "content": [{"type": "text", "text": record.question}]})
         videos: dict[str, Any] = {}
         if record.video is not None:
-            content.insert(0, {"type": "video"})
+            messages[0]["content"].insert(0, {"type": "video"})
             videos = {"videos": [record.video], **self.processor_kwargs}
-        messages: list[Any] = [{"role": "user", "content": content}]
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return dict(self.processor(text=[text], query=record.query, return_tensors="pt", **videos))
+
+    def _earlier_answers(self, prompt: torch.Tensor) -> torch.Tensor:
+        """Labels `[S]` of a prompt: its answers with the tokens that end them; the last header has no answer yet."""
+        labels = torch.full_like(prompt, IGNORED)
+        header = self.answer_header
+        opens = (prompt.unfold(0, len(header), 1) == header).all(-1).nonzero()[:, 0].tolist()
+        ends = (prompt == self.end_of_turn).nonzero()[:, 0]
+        for start in opens:
+            start += len(header)
+            stops = ends[ends >= start]
+            if len(stops):
+                labels[start : int(stops[0]) + 1] = prompt[start : int(stops[0]) + 1]
+        return labels
 
     def _length(self, input_ids: torch.Tensor, limit: int) -> int:
         """How many tokens to keep so that at most `limit` of them are text."""
