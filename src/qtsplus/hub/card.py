@@ -64,12 +64,14 @@ def model_card(model: PreTrainedModel, name: str, variant: str | None, random_se
     Args:
         model: whose configuration and size are told.
         name: the repository's name, without its owner.
-        variant: a folder of `hub_configs` whose `card.json` names licence and base model; neither is named without.
+        variant: a folder of `hub_configs` whose `card.json` names licence and base model and, as `weights`, tells how
+            bundled weights were made; none of it is told without.
         random_seed: the seed of random weights; `None` for weights that were trained or loaded.
     """
     data: dict[str, Any] = {}
     if variant is not None and (hub_configs() / variant / "card.json").exists():
         data = json.loads((hub_configs() / variant / "card.json").read_text(encoding="utf-8"))
+    told = data.pop("weights", None)
     if random_seed is not None:
         data.pop("base_model", None)  # nothing of it is in random weights
     front_matter = ModelCardData(
@@ -82,7 +84,7 @@ def model_card(model: PreTrainedModel, name: str, variant: str | None, random_se
     body = _BODY.format(
         name=name,
         repository=f"org/{name}",
-        weights=_describe_weights(data.get("base_model"), random_seed),
+        weights=_describe_weights(told, data.get("base_model"), random_seed),
         parameters=model.num_parameters(),
         selector_parameters=sum(parameter.numel() for parameter in model.model.qtsplus.parameters()),
         layers=config.text_config.num_hidden_layers,
@@ -92,12 +94,14 @@ def model_card(model: PreTrainedModel, name: str, variant: str | None, random_se
     return f"---\n{front_matter.strip()}\n---\n\n{body}"
 
 
-def _describe_weights(base_model: str | None, random_seed: int | None) -> str:
+def _describe_weights(told: str | None, base_model: str | None, random_seed: int | None) -> str:
     if random_seed is not None:
         return (
             f"> **The weights are random** (seed {random_seed}): the repository shows that everything fits together, "
             "and its answers are noise."
         )
+    if told is not None:
+        return told
     if base_model is not None:
         return f"The weights derive from [{base_model}](https://huggingface.co/{base_model})."
     return "The weights carry the licence of the model that they derive from."

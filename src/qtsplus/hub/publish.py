@@ -81,6 +81,20 @@ def build_variant(name: str, seed: int = 0, dtype: torch.dtype | None = None) ->
     return Publishable(model, load_processor(folder, config), name, seed)
 
 
+def load_variant(name: str) -> Publishable:
+    """
+    A variant of `hub_configs` with the weights that are bundled with it, or built by [`build_variant`] without.
+
+    Raises:
+        ValueError: no such variant, or one that comes with neither weights nor tokenizer files.
+    """
+    folder = hub_configs() / name
+    if name not in variants() or not any((folder / weights).exists() for weights in _WEIGHTS):
+        return build_variant(name)
+    loaded = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).eval()
+    return Publishable(loaded, load_processor(folder, loaded.config), name)
+
+
 def load_processor(folder: str | Path, config: Qwen2_5_VLQTSplusConfig) -> Qwen2_5_VLQTSplusProcessor:
     """
     Loads a processor with this package's class.
@@ -97,7 +111,7 @@ def load_for_publish(model: str | Path) -> Publishable:
 
     Args:
         model: a folder written by `save_pretrained` (model and processor), a Trainer checkpoint, an assembled
-            repository; or a variant's name, which is built with random weights.
+            repository; or a variant's name, which is built with random weights if none are bundled.
 
     Raises:
         ValueError: neither of the two, another kind of model, or a folder without weights or processor files.
@@ -105,7 +119,7 @@ def load_for_publish(model: str | Path) -> Publishable:
     folder = Path(model)
     if not folder.is_dir():
         if str(model) in variants():
-            return build_variant(str(model))
+            return load_variant(str(model))
         raise ValueError(f"{model} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
@@ -234,4 +248,5 @@ __all__ = [
     "code_files",
     "load_for_publish",
     "load_processor",
+    "load_variant",
 ]
