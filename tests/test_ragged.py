@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
+from qtsplus import QTSplusConfig, QTSplusSelector
 from qtsplus.selector_qtsplus import (
     find_threshold,
     gumbel_gate,
@@ -16,8 +18,6 @@ from qtsplus.selector_qtsplus import (
     top_n,
     uniform_indices,
 )
-
-from qtsplus import QTSplusConfig, QTSplusSelector
 from tiny import PAD, batch, prompt, tiny_model
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from qtsplus.configuration_qtsplus import QTSplusConfig
-from qtsplus.selector_qtsplus import QTSplusSelector, find_threshold, gumbel_gate
 
+from qtsplus.configuration_qtsplus import QTSplusConfig
 from qtsplus.hub.convert import rename_reference_key
+from qtsplus.selector_qtsplus import QTSplusSelector, find_threshold, gumbel_gate
 from reference import load, meta
 
 CASE = ("case1", "selector")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qtsplus.processing_qtsplus import read_video
 from transformers import PreTrainedTokenizerFast
 
 from qtsplus.data.clip import COLOURS
@@ -31,6 +30,7 @@ from qtsplus.data.tinyworld import (
     split_seed,
     split_world,
 )
+from qtsplus.processing_qtsplus import read_video
 
 SEEDS = st.integers(0, 12_000_000)
 SECONDS = st.sampled_from([2, 4, 8, 16, 32, 128])

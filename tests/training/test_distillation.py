@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from training_examples import collate, examples, make_trainer, steps
 
 from qtsplus.training.distillation import all_tokens, divergence, teacher_logits
 from tiny import stock_twin, tiny_model
+from training_examples import collate, examples, make_trainer, steps
 
 
 @pytest.fixture

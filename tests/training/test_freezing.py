@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from training_examples import make_trainer
 
 from qtsplus.training.freezing import PARTS, count_parameters, part_of
+from training_examples import make_trainer
 
 
 @pytest.mark.parametrize(

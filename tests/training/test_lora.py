@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 from peft import PeftModel
-from training_examples import collate, examples, make_trainer, steps
 
 from qtsplus.training.freezing import count_parameters
 from qtsplus.training.lora import active_selector, merge_lora
 from tiny import tiny_model
+from training_examples import collate, examples, make_trainer, steps
 
 SELECTOR = {"rho_min": 0.1, "rho_max": 0.9, "n_max": 10}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
 from training_examples import make_trainer, steps
 
 SCRIPT = Path(__file__).with_name("train_tiny.py")

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from training_examples import make_trainer
 
 from qtsplus.training import Schedule
+from training_examples import make_trainer
 
 
 def test_linear_cosine_and_step():

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from training_examples import assert_same_training, collate, examples, make_trainer, steps
 
 from qtsplus.training import QTSplusTrainingArguments
 from qtsplus.training.trainer import STATE_FILE
 from tiny import tiny_model
+from training_examples import assert_same_training, collate, examples, make_trainer, steps
 
 
 def test_micro_batches_add_up_to_one_big_batch(tmp_path):

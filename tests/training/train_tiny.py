@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from safetensors.torch import save_file
-from training_examples import make_trainer, steps
 from transformers import TrainerCallback
 
 from qtsplus.training.recipe import last_checkpoint
+from training_examples import make_trainer, steps
 
 
 class Kill(TrainerCallback):

@@ -1,0 +1,266 @@
+"""What Transformers asks of every model of its own, asked of ours: embeddings and the forward pass."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from model_checks import (
+    BACKBONE,
+    CLASSES,
+    FULL,
+    TIED,
+    build,
+    main_output,
+    mixed_inputs,
+    mixed_rows,
+    real_output,
+    shared_model,
+    with_labels,
+)
+from tiny import (
+    VIDEO_PAD,
+    WORDS,
+    batch,
+    prompt,
+    stock_twin,
+    tiny_model,
+)
+
+# --------------------------------------------------------------------------------------------------------------------
+# Embeddings
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@TIED
+def test_saving_and_loading_keep_the_embeddings_tied_or_apart(tmp_path, tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    for one in (model, FULL.from_pretrained(tmp_path)):
+        assert (one.lm_head.weight is one.get_input_embeddings().weight) == tied
+        assert one.get_output_embeddings() is one.lm_head
+
+
+@CLASSES
+def test_the_input_embeddings_can_be_read_and_replaced(cls):
+    model = build(cls)
+    new = nn.Embedding(512, 64)
+    assert isinstance(model.get_input_embeddings(), nn.Embedding)
+    model.set_input_embeddings(new)
+    assert model.get_input_embeddings() is new
+    assert torch.isfinite(main_output(model, mixed_inputs())).all()
+
+
+@CLASSES
+@TIED
+@pytest.mark.parametrize("size", [530, 506])
+def test_resized_embeddings_keep_the_old_rows_and_the_model_works(cls, tied, size):
+    model, inputs = build(cls, tied=tied), mixed_inputs()
+    old, before = model.get_input_embeddings().weight.detach().clone(), main_output(model, inputs)
+    model.resize_token_embeddings(size)
+    kept = min(size, 512)
+    assert model.get_input_embeddings().weight.shape == (size, 64)
+    assert model.config.text_config.vocab_size == size
+    assert torch.equal(model.get_input_embeddings().weight[:kept], old[:kept])
+    after = main_output(model, inputs)
+    if cls is BACKBONE:
+        assert torch.equal(after, before)
+        return
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    assert after.shape[-1] == size
+    torch.testing.assert_close(after[..., :kept], before[..., :kept], atol=1e-5, rtol=1e-5)
+    loss = model.train()(**with_labels(inputs)).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_resized_embeddings_survive_saving(tmp_path):
+    model, inputs = tiny_model(), mixed_inputs()
+    model.resize_token_embeddings(530)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(main_output(FULL.from_pretrained(tmp_path), inputs), main_output(model, inputs))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Forward
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@CLASSES
+def test_two_forward_passes_are_bit_equal(cls):
+    model, inputs = build(cls), mixed_inputs()
+    assert torch.equal(main_output(model, inputs), main_output(model, inputs))
+
+
+@CLASSES
+def test_eager_and_sdpa_attention_agree(tmp_path, cls):
+    model, inputs = build(cls), mixed_inputs()
+    model.save_pretrained(tmp_path)
+    eager = cls.from_pretrained(tmp_path, attn_implementation="eager")
+    sdpa = cls.from_pretrained(tmp_path, attn_implementation="sdpa")
+    for one, name in ((eager, "eager"), (sdpa, "sdpa")):
+        assert one.config._attn_implementation == one.config.text_config._attn_implementation == name
+        assert one.config.vision_config._attn_implementation == name
+    assert (real_output(eager, inputs) - real_output(sdpa, inputs)).abs().max() < 1e-4
+
+
+def test_the_attention_can_be_changed_on_a_model_and_for_one_part():
+    model, inputs = tiny_model(), mixed_inputs()
+    before = real_output(model, inputs)
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+    assert model.config.text_config._attn_implementation == "eager"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert (real_output(model, inputs) - before).abs().max() < 1e-4
+
+
+def test_left_and_right_padding_give_the_same_real_logits():
+    model = shared_model()
+    outputs = []
+    for pad_left in (True, False):
+        inputs = mixed_inputs(pad_left)
+        with torch.no_grad():
+            outputs.append(model(**inputs))
+    left, right = outputs
+    for row in range(3):
+        real = [o.logits[row, o.qtsplus.columns[row] >= 0] for o in outputs]
+        assert (real[0] - real[1]).abs().max() < 1e-4
+        assert torch.equal(left.qtsplus.kept_indices[row], right.qtsplus.kept_indices[row])
+
+
+def test_more_padding_changes_no_real_logit():
+    model, rows = shared_model(), mixed_rows()
+    results = []
+    for width in (None, 120):
+        with torch.no_grad():
+            output = model(**batch(*rows, width=width))
+        results.append(output.logits[output.qtsplus.columns >= 0])
+    assert (results[0] - results[1]).abs().max() < 1e-4
+
+
+def test_hidden_states_and_attentions_have_the_shape_of_the_shortened_prompt():
+    model, inputs = tiny_model(), mixed_inputs()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(**inputs, output_hidden_states=True, output_attentions=True)
+    rows, width = output.qtsplus.columns.shape
+    assert width < inputs["input_ids"].shape[1] and output.logits.shape[:2] == (rows, width)
+    assert [tuple(h.shape) for h in output.hidden_states] == [(rows, width, 64)] * 3
+    assert [tuple(a.shape) for a in output.attentions] == [(rows, 4, width, width)] * 2
+    assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
+    real = output.qtsplus.columns >= 0
+    weights = output.attentions[0].sum(-1).transpose(1, 2)[real]
+    torch.testing.assert_close(weights, torch.ones_like(weights))
+
+
+def test_hidden_states_and_attentions_can_be_asked_for_in_the_configuration(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    config = copy.deepcopy(model.config)
+    config.text_config.output_hidden_states = config.output_hidden_states = True
+    reloaded = FULL.from_pretrained(tmp_path, config=config)
+    with torch.no_grad():
+        assert len(reloaded(**mixed_inputs()).hidden_states) == 3
+
+
+def test_hidden_states_and_attentions_keep_their_gradients():
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    output = model(**mixed_inputs(), output_hidden_states=True, output_attentions=True)
+    output.hidden_states[0].retain_grad()
+    output.attentions[0].retain_grad()
+    output.logits.flatten()[0].backward(retain_graph=True)
+    output.logits.sum().backward()
+    assert output.hidden_states[0].grad is not None and output.attentions[0].grad is not None
+
+
+@CLASSES
+def test_return_dict_false_gives_the_same_values_as_a_tuple(cls):
+    model, inputs = build(cls), mixed_inputs()
+    if cls is FULL:
+        inputs = with_labels(inputs)
+    with torch.no_grad():
+        named, plain = model(**inputs), model(**inputs, return_dict=False)
+    assert isinstance(plain, tuple) and len(plain) == len(named.to_tuple())
+    names = list(named)
+    assert names == (["loss", "logits", "past_key_values", "qtsplus"] if cls is FULL else
+                     ["last_hidden_state", "past_key_values", "qtsplus"])  # fmt: skip
+    for name, value in zip(names, plain, strict=True):
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, named[name])
+
+
+@pytest.mark.parametrize("keep", [1, 3, torch.tensor([0, 2])], ids=["last", "last_three", "indices"])
+def test_logits_to_keep_gives_those_of_the_full_logits(keep):
+    model, inputs = shared_model(), mixed_inputs()
+    full = main_output(model, inputs)
+    expected = full[:, -keep:] if isinstance(keep, int) else full[:, keep]
+    torch.testing.assert_close(main_output(model, inputs, logits_to_keep=keep), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_text_only_batch_gives_the_logits_of_stock():
+    model = shared_model()
+    inputs = batch(prompt(question=5), prompt(question=20, seed=2))
+    real = inputs["attention_mask"].bool()
+    ours, stock = main_output(model, inputs)[real], main_output(stock_twin(model), inputs)[real]
+    assert (ours - stock).abs().max() < 1e-4
+
+
+def test_a_text_takes_a_four_dimensional_mask_as_stock_does():
+    model, inputs = shared_model(), batch(prompt(question=9))
+    length = inputs["input_ids"].shape[1]
+    causal = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+    call = {"input_ids": inputs["input_ids"], "attention_mask": causal}
+    position_ids = torch.arange(length).expand(3, 1, -1)
+    ours = main_output(model, call, position_ids=position_ids)
+    assert (ours - main_output(stock_twin(model), call, position_ids=position_ids)).abs().max() < 1e-4
+    assert (ours - main_output(model, inputs)).abs().max() < 1e-4
+
+
+def test_a_four_dimensional_mask_over_a_video_is_refused():
+    inputs = batch(prompt(videos=[(2, 4, 6)]))
+    length = inputs["input_ids"].shape[1]
+    with pytest.raises(ValueError, match=r"attention_mask .*: expected input_ids' shape"):
+        shared_model()(**{**inputs, "attention_mask": torch.zeros(1, 1, length, length)})
+
+
+@CLASSES
+def test_embeddings_of_a_text_are_as_good_as_its_ids(cls):
+    model, inputs = build(cls), batch(prompt(question=5), prompt(question=20, seed=2))
+    expected = main_output(model, inputs)
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    assert torch.equal(main_output(model, {**inputs, "inputs_embeds": embeds}), expected)
+
+
+@CLASSES
+def test_embeddings_of_a_video_prompt_with_a_query_mask_are_as_good_as_its_ids(cls):
+    model, inputs = build(cls), mixed_inputs()
+    ids = inputs["input_ids"]
+    query_mask = torch.zeros_like(ids)
+    query_mask[:, -12:-5] = ((ids >= WORDS[0]) & (ids < WORDS[1]))[:, -12:-5].long()
+    with torch.no_grad():
+        expected = model(**inputs, query_mask=query_mask)
+        del inputs["input_ids"]
+        embedded = model(**inputs, inputs_embeds=model.get_input_embeddings()(ids), query_mask=query_mask)
+    assert torch.equal(embedded.qtsplus.columns, expected.qtsplus.columns)
+    real = expected.qtsplus.columns >= 0
+    assert (embedded[0][real] - expected[0][real]).abs().max() < 1e-5
+    assert all(map(torch.equal, embedded.qtsplus.kept_indices, expected.qtsplus.kept_indices))
+
+
+def test_embeddings_take_labels_as_ids_do():
+    model, inputs = shared_model(), with_labels(batch(prompt(question=9)))
+    expected = model(**inputs).loss
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    assert torch.equal(model(**inputs, inputs_embeds=embeds).loss, expected)
+
+
+def test_the_loss_is_the_cross_entropy_of_the_shifted_logits_of_the_shortened_prompt():
+    model, inputs = shared_model(), with_labels(mixed_inputs())
+    with torch.no_grad():
+        output = model(**inputs)
+    columns = output.qtsplus.columns
+    labels = inputs["labels"].masked_fill(torch.isin(inputs["input_ids"], torch.tensor([499, VIDEO_PAD])), -100)
+    labels = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
+    expected = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected)

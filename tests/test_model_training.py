@@ -1,0 +1,334 @@
+"""What Transformers asks of every model of its own, asked of ours: training, dtypes, devices, compilation, PEFT."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from model_checks import (
+    FULL,
+    greedy,
+    main_output,
+    mixed_inputs,
+    shared_model,
+    trainable,
+    with_labels,
+)
+from tiny import (
+    batch,
+    prompt,
+    tiny_model,
+)
+
+# --------------------------------------------------------------------------------------------------------------------
+# Training
+# --------------------------------------------------------------------------------------------------------------------
+
+TRAINING_CALLS = {
+    "mixed rows": (mixed_inputs, {}),
+    "text alone": (lambda: batch(prompt(question=5), prompt(question=20, seed=2)), {}),
+    "an image alone": (lambda: batch(prompt(images=[(1, 4, 4)])), {}),
+    "a fixed retention": (mixed_inputs, {"retention": 0.3}),
+    "a cap": (mixed_inputs, {"max_visual_tokens": 2}),
+}
+
+
+@pytest.mark.parametrize("gate", ["straight_through", "gumbel"])
+@pytest.mark.parametrize("selection", ["qtsplus", "uniform", "random", "all"])
+@pytest.mark.parametrize("call", TRAINING_CALLS)
+def test_a_training_step_gives_every_trainable_parameter_a_finite_gradient(gate, selection, call):
+    make, options = TRAINING_CALLS[call]
+    if selection == "all":
+        options = {}
+    model = tiny_model(gate=gate, selection=selection).train()
+    torch.manual_seed(0)
+    inputs = with_labels(make())
+    loss = model(**inputs, **options).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    for name, parameter in trainable(model).items():
+        if ".visual." in name and call == "text alone":
+            continue  # as in stock: the vision tower takes no part
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize("gate", ["straight_through", "gumbel"])
+def test_the_answer_trains_the_scores_and_the_budget(gate):
+    model = tiny_model(gate=gate, lambda_t=0.0, lambda_m=0.0, lambda_s=0.0).train()
+    torch.manual_seed(0)
+    model(**with_labels(mixed_inputs())).loss.backward()
+    selector = model.model.qtsplus
+    for parameter in (selector.scoring_layers[-1].q_proj.weight, selector.scoring_layers[-1].k_proj.weight):
+        assert parameter.grad.abs().max() > 0
+    assert selector.budget.mlp[0].weight.grad.abs().max() > 0
+
+
+def test_a_few_steps_of_training_lower_the_loss():
+    model = tiny_model().train()
+    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-3)
+    batches = [
+        with_labels(mixed_inputs()),
+        with_labels(batch(prompt(videos=[(4, 4, 4)], seed=5))),
+        with_labels(batch(prompt(question=5))),
+    ]
+    losses = []
+    for step in range(12):
+        loss = model(**batches[step % 3]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+def test_gradient_checkpointing_gives_the_same_loss_and_gradients(reentrant):
+    inputs = with_labels(mixed_inputs())
+    results = []
+    for checkpointing in (False, True):
+        model = tiny_model().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+            assert model.is_gradient_checkpointing
+        loss = model(**inputs).loss
+        loss.backward()
+        results.append((loss.detach(), {name: p.grad for name, p in trainable(model).items()}))
+    (plain, gradients), (checkpointed, others) = results
+    torch.testing.assert_close(checkpointed, plain)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("gate", ["straight_through", "gumbel"])
+def test_gradient_checkpointing_trains_with_kept_lengths_that_change(gate):
+    model = tiny_model(gate=gate).train()
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(trainable(model).values(), lr=1e-2)
+    for step in range(4):
+        inputs = batch(prompt(videos=[(1 + step, 4, 6)], seed=step), prompt(question=3 + step))
+        model(**with_labels(inputs)).loss.backward()
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in trainable(model).values())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+def frozen_names(model):
+    return {name for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def test_the_unused_part_of_the_last_scoring_layer_is_frozen_and_stays_so_after_loading(tmp_path):
+    model = tiny_model(scoring_layers=2)
+    expected = {
+        f"model.qtsplus.scoring_layers.1.{name}"
+        for name in (
+            *(f"{part}.{kind}" for part in ("v_proj", "ffn.0", "ffn.2") for kind in ("weight", "bias")),
+            "o_proj.weight",
+            "ffn_norm.weight",
+        )
+    }
+    assert frozen_names(model) == expected
+    model.save_pretrained(tmp_path)
+    reloaded = FULL.from_pretrained(tmp_path)
+    assert frozen_names(reloaded) == expected
+    assert frozen_names(reloaded.train()) == expected
+    assert frozen_names(FULL.from_pretrained(tmp_path, device_map="cpu")) == expected
+
+
+def test_training_in_bfloat16_gives_finite_gradients():
+    model = tiny_model().to(torch.bfloat16).train()
+    inputs = {k: v.bfloat16() if k.startswith("pixel") else v for k, v in with_labels(mixed_inputs()).items()}
+    model(**inputs).loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in trainable(model).values())
+
+
+def test_training_under_autocast_gives_finite_gradients_and_a_float32_budget():
+    model = tiny_model().train()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(**with_labels(mixed_inputs()))
+    output.loss.backward()
+    assert output.qtsplus.rho.dtype == torch.float32
+    assert all(torch.isfinite(p.grad).all() for p in trainable(model).values())
+
+
+def test_autocast_leaves_relevance_and_budget_in_float32():
+    model, inputs = shared_model(), batch(prompt(videos=[(4, 8, 8)], seed=3))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        qtsplus = model(**inputs).qtsplus
+    assert qtsplus.rho.dtype == qtsplus.relevance[0].dtype == torch.float32
+    # bfloat16 scores of 64 tokens collapse; those in float32 stay apart.
+    assert len(qtsplus.relevance[0].unique()) == 64
+
+
+def test_autocast_leaves_the_budget_head_as_it_is():
+    head = tiny_model().model.qtsplus.budget
+    features = torch.randn(67, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = head(features, 0.05, 0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(head(features, 0.05, 0.5), expected)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Dtypes, devices, compilation
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_in_bfloat16_the_model_runs_and_keeps_relevance_and_budget_in_float32():
+    model = tiny_model().to(torch.bfloat16)
+    inputs = mixed_inputs()
+    with torch.no_grad():
+        output = model(**inputs)
+    assert output.logits.dtype == torch.bfloat16 and torch.isfinite(output.logits).all()
+    assert output.qtsplus.rho.dtype == torch.float32
+    assert all(r.dtype == torch.float32 for r in output.qtsplus.relevance)
+    for relevance in (output.qtsplus.relevance[0], output.qtsplus.relevance[2]):
+        assert len(relevance.unique()) == len(relevance)
+    ids = model.generate(**inputs, max_new_tokens=3)
+    assert ids.shape[1] <= inputs["input_ids"].shape[1] + 3
+
+
+def test_in_bfloat16_the_logits_are_near_those_in_float32():
+    model, inputs = tiny_model(), batch(prompt(videos=[(2, 4, 6)]))
+    expected = main_output(model, inputs, retention=1.0)
+    half = main_output(model.to(torch.bfloat16), inputs, retention=1.0).float()
+    assert (half - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+OFFLOADS = {
+    "everything on the CPU": {"": "cpu"},
+    "the selector on disk": {
+        "model.visual": "cpu",
+        "model.language_model": "cpu",
+        "model.qtsplus": "disk",
+        "lm_head": "cpu",
+    },
+    "the language model on disk": {
+        "model.visual": "cpu",
+        "model.language_model": "disk",
+        "model.qtsplus": "cpu",
+        "lm_head": "disk",
+    },
+    "all but the vision on disk": {
+        "model.visual": "cpu",
+        "model.language_model": "disk",
+        "model.qtsplus": "disk",
+        "lm_head": "disk",
+    },
+}
+
+
+@pytest.mark.parametrize("where", OFFLOADS)
+def test_a_device_map_gives_the_same_logits_and_ids(tmp_path, where):
+    model, inputs = tiny_model(tie_word_embeddings=False), mixed_inputs()
+    model.save_pretrained(tmp_path / "model")
+    placed = FULL.from_pretrained(tmp_path / "model", device_map=OFFLOADS[where], offload_folder=tmp_path / "offload")
+    assert any(p.is_meta for p in placed.parameters()) == ("disk" in where)
+    assert (main_output(placed, inputs) - main_output(model, inputs)).abs().max() < 1e-5
+    assert torch.equal(placed.generate(**inputs, max_new_tokens=3), model.generate(**inputs, max_new_tokens=3))
+
+
+def test_an_automatic_device_map_with_little_memory_never_splits_the_selector(tmp_path):
+    from accelerate import infer_auto_device_map
+
+    model = tiny_model(tie_word_embeddings=False)
+    device_map = infer_auto_device_map(
+        model, max_memory={"cpu": 700_000, 0: 0}, no_split_module_classes=list(model._no_split_modules)
+    )
+    assert "disk" in device_map.values()
+    assert not [name for name in device_map if name.startswith("model.qtsplus.")]
+
+
+def test_a_model_that_was_offloaded_saves_all_its_weights(tmp_path):
+    model = tiny_model(tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "model")
+    placed = FULL.from_pretrained(
+        tmp_path / "model", device_map=OFFLOADS["the selector on disk"], offload_folder=tmp_path / "offload"
+    )
+    placed.save_pretrained(tmp_path / "again")
+    reloaded = FULL.from_pretrained(tmp_path / "again")
+    assert all(torch.equal(v, reloaded.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_selector_gives_the_same_outputs(backend):
+    model = tiny_model()
+    inputs = [mixed_inputs(), batch(prompt(videos=[(2, 4, 6)], seed=7))]
+    with torch.no_grad():
+        expected = [model(**one) for one in inputs]
+        torch.compiler.reset()
+        model.model.qtsplus.compile(backend=backend)
+        for one, plain in zip(inputs, expected, strict=True):
+            compiled = model(**one)
+            assert (compiled.logits - plain.logits).abs().max() < 1e-5
+            assert all(map(torch.equal, compiled.qtsplus.kept_indices, plain.qtsplus.kept_indices))
+    torch.compiler.reset()
+
+
+def test_a_compiled_selector_trains():
+    inputs = with_labels(batch(prompt(videos=[(2, 4, 6)], seed=7)))
+    gradients = []
+    for compiled in (False, True):
+        model = tiny_model().train()
+        if compiled:
+            torch.compiler.reset()
+            model.model.qtsplus.compile(backend="aot_eager")
+        model(**inputs).loss.backward()
+        gradients.append({name: p.grad for name, p in trainable(model).items()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+    torch.compiler.reset()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# PEFT
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def lora_model():
+    torch.manual_seed(0)
+    settings = LoraConfig(
+        r=4,
+        target_modules=r".*language_model.*\.(q_proj|v_proj)",
+        modules_to_save=["qtsplus"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(tiny_model(), settings)
+
+
+def test_lora_with_a_trained_selector_takes_a_step():
+    model, inputs = lora_model().train(), with_labels(mixed_inputs())
+    loss = model(**inputs).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    names = list(trainable(model))
+    assert any("lora_A" in name for name in names) and any(".qtsplus.modules_to_save." in name for name in names)
+    for name, parameter in trainable(model).items():
+        if ".scoring_layers.0." in name and any(part in name for part in ("v_proj", "o_proj", "ffn")):
+            continue  # PEFT makes the whole copy trainable; these never receive a gradient
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+
+
+def test_lora_with_a_trained_selector_saves_loads_and_merges_to_the_same_logits_and_ids(tmp_path):
+    model, inputs = lora_model(), mixed_inputs()
+    optimizer = torch.optim.SGD(trainable(model).values(), lr=1e-2)
+    model.train()(**with_labels(inputs)).loss.backward()
+    optimizer.step()
+    model.eval()
+    logits, ids = main_output(model, inputs), greedy(model, inputs)
+    assert (logits[:, -1] - main_output(tiny_model(), inputs)[:, -1]).abs().max() > 1e-3
+
+    model.save_pretrained(tmp_path / "adapter")
+    reloaded = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter").eval()
+    assert torch.equal(main_output(reloaded, inputs), logits)
+    assert torch.equal(greedy(reloaded, inputs), ids)
+
+    merged = reloaded.merge_and_unload()
+    assert type(merged) is FULL and not any("lora" in name for name in merged.state_dict())
+    assert (main_output(merged, inputs) - logits).abs().max() < 1e-4
+    merged.save_pretrained(tmp_path / "merged")
+    final = FULL.from_pretrained(tmp_path / "merged")
+    assert torch.equal(main_output(final, inputs), main_output(merged, inputs))
