@@ -33,7 +33,7 @@ def tiny_mp4(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_published(tmp_path_factory) -> Path:
-    """The Hub folder of qtsplus-tiny, with seeded random weights."""
+    """The Hub folder of qtsplus-tiny."""
     from qtsplus.demo import publish_tiny
 
     return publish_tiny(tmp_path_factory.mktemp("hub") / "qtsplus-tiny")

@@ -49,7 +49,7 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
         env=environment,
     )
     assert result.returncode == 0, result.stderr
-    assert "random" in result.stderr, "the bundled model has to say that its weights are random"
+    assert "bundled tiny model" in result.stderr, "what answers has to be said"
     answer = json.loads(result.stdout)
     assert set(answer) == {
         *("answer", "video", "frames", "seconds_of_video", "visual_tokens", "kept_tokens", "rho", "evidence"),
@@ -166,6 +166,25 @@ def test_help_does_not_import_torch():
 def test_demo_draws_the_kept_tokens(tmp_path):
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo")])
     assert result.exit_code == 0, result.output
-    assert "random weights" in result.stdout
+    assert "(In truth: red)\nred\n" in result.stdout
     with Image.open(tmp_path / "demo" / "kept_tokens.png") as picture:
         assert picture.width > 400
+
+
+def test_eval_counts_matching_answers_from_real_videos(tmp_path):
+    data = ["data", "tinyworld", "--out", str(tmp_path), "--size", "6", "--split", "test", "--seconds", "8"]
+    assert CliRunner().invoke(app, [*data, "--max-objects", "3", "--multiple-choice", "0"]).exit_code == 0
+    arguments = ["eval", str(tmp_path / "test.jsonl"), "--retention", "0.1", "--json", "--skip-kind", "caption"]
+    ours, uniform = (
+        json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout) for more in ([], ["--selection", "uniform"])
+    )
+    assert ours["questions"] == uniform["questions"] == sum(one["questions"] for one in ours["kinds"].values())
+    assert "caption" not in ours["kinds"] and ours["kept"] == pytest.approx(13 / 128)
+    assert ours["low"] < ours["accuracy"] < ours["high"]
+    assert ours["accuracy"] > uniform["accuracy"]
+
+
+def test_eval_names_an_unknown_selection(tmp_path):
+    (tmp_path / "records.jsonl").write_text("")
+    result = CliRunner().invoke(app, ["eval", str(tmp_path / "records.jsonl"), "--selection", "best"])
+    assert_refused(result, "best", "uniform")

@@ -39,9 +39,7 @@ class Dtype(str, Enum):
 def ask(
     video: Annotated[Path, typer.Argument(help="A video file, or a folder of frames.", show_default=False)],
     question: Annotated[str, typer.Argument(help="What to ask about it.", show_default=False)],
-    model: Annotated[
-        str | None, typer.Option(help="Folder or Hub id; the bundled tiny model (random weights) when absent.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or Hub id; the bundled tiny model when absent.")] = None,
     retention: Annotated[float | None, typer.Option(help="Fraction of the visual tokens to keep, in (0, 1].")] = None,
     max_visual_tokens: Annotated[int | None, typer.Option(help="Most visual tokens to keep.")] = None,
     fps: Annotated[
@@ -143,6 +141,44 @@ def train(
     console.print(f"Wrote {folder}", soft_wrap=True, highlight=False)
 
 
+@app.command(name="eval")
+def evaluate(
+    records: Annotated[Path, typer.Argument(help="A JSONL file of records with videos.", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="Folder or Hub id; the bundled tiny model when absent.")] = None,
+    retention: Annotated[float | None, typer.Option(help="Fraction of the visual tokens to keep, in (0, 1].")] = None,
+    selection: Annotated[
+        str | None, typer.Option(help="Another way to choose: uniform, random or all, instead of the model's own.")
+    ] = None,
+    skip_kind: Annotated[list[str] | None, typer.Option(help="Leave a kind of question out; may be repeated.")] = None,
+    device: Annotated[str | None, typer.Option(help="Such as cuda or cpu; a GPU where there is one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Ask a model the questions of a file, and count the answers that match to the letter."""
+    with _one_line_errors():
+        from . import session
+        from .configuration_qtsplus import SELECTIONS
+        from .evaluation.exact_match import exact_match, summarise
+        from .training.dataset import read_records
+
+        if selection is not None and selection not in SELECTIONS:
+            _fail(f"--selection is {selection!r}; expected one of {', '.join(SELECTIONS)}")
+        chosen = [one for one in read_records(records) if one.video is not None and one.kind not in (skip_kind or ())]
+        if not chosen:
+            _fail(f"{records} holds no question about a video that is not left out")
+        loaded, processor = session.load(model or _bundled_model(), device)
+        if selection is not None:
+            loaded.config.qtsplus_config.selection = selection
+        summary = summarise(exact_match(loaded, processor, chosen, retention=retention, progress=not as_json))
+    if as_json:
+        print(json.dumps(summary))
+        return
+    table = Table("kind", "questions", "accuracy", "95% interval", "kept")
+    for kind, row in [*summary.pop("kinds").items(), ("all", summary)]:
+        interval = f"{row['low']:.1%} to {row['high']:.1%}"
+        table.add_row(kind, str(row["questions"]), f"{row['accuracy']:.1%}", interval, f"{row['kept']:.1%}")
+    console.print(table)
+
+
 @data_app.command()
 def tinyworld(
     out: Annotated[Path, typer.Option(help="Where `SPLIT/*.mp4` and `SPLIT.jsonl` go.", show_default=False)],
@@ -172,10 +208,10 @@ def demo(
 ) -> None:
     """Ask the bundled tiny model about a rendered clip, and draw the tokens that it kept."""
     with _one_line_errors():
-        from .demo import QUESTION, run_demo
+        from .demo import run_demo
 
-        answer = run_demo(out, lambda line: console.print(line, soft_wrap=True, highlight=False))
-    console.print(f"\nQuestion: {QUESTION}", highlight=False)
+        answer, asked = run_demo(out, lambda line: console.print(line, soft_wrap=True, highlight=False))
+    console.print(f"\nQuestion: {asked.question} (In truth: {asked.answer})", highlight=False)
     _print_answer(answer)
 
 
@@ -202,7 +238,7 @@ def _bundled_model() -> str:
 
     folder = cached_tiny()
     notes.print(
-        f"No --model given: using the bundled tiny model at {folder}. Its weights are random, so the answer is noise.",
+        f"No --model given: using the bundled tiny model at {folder}, which only knows TinyWorld's moving shapes.",
         soft_wrap=True,
     )
     return str(folder)

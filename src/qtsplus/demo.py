@@ -5,14 +5,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from . import session
-from .data.clip import render_clip
+from .data.clip import write_mp4
+from .data.tinyworld import FPS, Question, questions, render, split_world
 from .hub.files import hub_configs
-from .hub.publish import assemble, build_variant, code_files
+from .hub.publish import assemble, code_files, load_variant
 from .picture import draw_kept_tokens, frames_from_patches
 
 TINY = "qtsplus-tiny"
-QUESTION = "What colour is the first shape?"
+_WORLD = 0  # of the test split, which training never sees
 
 
 def cached_tiny() -> Path:
@@ -32,29 +35,34 @@ def cached_tiny() -> Path:
 
 
 def publish_tiny(folder: Path) -> Path:
-    """Builds the tiny variant and writes its Hub folder."""
-    built = build_variant(TINY)
+    """Writes the Hub folder of the tiny variant."""
+    built = load_variant(TINY)
     return assemble(built.model, built.processor, folder, variant=TINY, random_seed=built.random_seed)
 
 
-def run_demo(out: Path, say: Callable[[str], None]) -> session.Answer:
+def run_demo(out: Path, say: Callable[[str], None]) -> tuple[session.Answer, Question]:
     """
     Renders a clip, publishes the tiny model, loads it back as remote code, asks, and draws what was kept.
 
     Args:
         out: folder for `clip.mp4`, `qtsplus-tiny/` and `kept_tokens.png`.
         say: takes one line per step.
+
+    Returns:
+        what the model answered, and the question with the true answer.
     """
     out.mkdir(parents=True, exist_ok=True)
     video = out / "clip.mp4"
-    render_clip(video, seconds=8, fps=8, size=(224, 224), seed=0)
-    say(f"Rendered {video}, an 8 s H.264 clip.")
+    world = split_world("test", _WORLD, seconds=(8,), max_objects=4)
+    write_mp4(video, render(world), FPS)
+    asked = next(one for one in questions(world, np.random.default_rng(0), 0.0) if one.kind == "attribute")
+    say(f"Rendered {video}, an {world.seconds} s H.264 clip that the model has never seen.")
     folder = publish_tiny(out / TINY)
-    say(f"Published {TINY} with random weights to {folder}; a trained one is to come, so the answer below is noise.")
+    say(f"Published {TINY} to {folder}.")
 
     model, processor = session.load(folder)
     say(f"Loaded it back as remote code: {type(model).__name__} from {type(model).__module__.split('.')[0]}.")
-    inputs = session.prepare(processor, video, QUESTION, fps=2)
+    inputs = session.prepare(processor, video, asked.question)
     answer = session.answer_prepared(model, processor, inputs, video, max_new_tokens=16)
 
     video_processor = processor.video_processor
@@ -72,7 +80,7 @@ def run_demo(out: Path, say: Callable[[str], None]) -> session.Answer:
         answer.keep_map,
         float(inputs["second_per_grid_ts"][0]),
         out / "kept_tokens.png",
-        title=f"“{QUESTION}”: {answer.kept_tokens} of {answer.visual_tokens} visual tokens kept",
+        title=f"“{asked.question}” {answer.answer}: {answer.kept_tokens} of {answer.visual_tokens} visual tokens kept",
     )
     say(f"Drew the kept tokens to {picture}.")
-    return answer
+    return answer, asked

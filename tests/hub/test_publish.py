@@ -37,12 +37,19 @@ def test_the_auto_map_is_whole_and_local(tiny_published):
     assert processor_config["auto_map"] == {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}
 
 
-def test_the_card_says_that_the_weights_are_random(tiny_published):
-    card = (tiny_published / "README.md").read_text()
+def test_the_card_says_that_the_weights_are_random(built, tmp_path):
+    folder = assemble(built.model, built.processor, tmp_path / "m", variant="qtsplus-tiny", random_seed=0)
+    card = (folder / "README.md").read_text()
     for line in ("library_name: transformers", "pipeline_tag: video-text-to-text", "- custom_code"):
         assert line in card
     assert "weights are random" in card
     assert "base_model" not in card
+
+
+def test_the_card_says_how_the_bundled_weights_were_made(tiny_published):
+    card = (tiny_published / "README.md").read_text()
+    assert "trained from scratch on rendered videos" in card and "license: apache-2.0" in card
+    assert "random (" not in card and "weights are random" not in card
 
 
 def test_the_card_names_licence_and_base_of_loaded_weights(built, tmp_path):

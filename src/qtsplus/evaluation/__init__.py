@@ -1,0 +1,1 @@
+"""How often a model answers as the records say."""
