@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qtsplus.hub.publish import build_variant
+from qtsplus.hub.publish import load_variant
 
 AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
@@ -77,7 +77,7 @@ def fresh_outputs(tiny_published, inputs, tiny_mp4, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model():
-    return build_variant("qtsplus-tiny").model
+    return load_variant("qtsplus-tiny").model
 
 
 @pytest.mark.parametrize("auto_class", AUTO_CLASSES)

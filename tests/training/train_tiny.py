@@ -36,6 +36,9 @@ def main() -> None:
         (out / "log.json").write_text(json.dumps(steps(trainer)))
         state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
         save_file(state, out / "weights.safetensors")
+    # A process that leaves while its communication threads run may be aborted.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -176,6 +176,7 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     trainer.save_state()
+    trainer.accelerator.end_training()
     return output_dir
 
 
