@@ -114,7 +114,6 @@ def write_mp4(path: str | os.PathLike, frames: np.ndarray, fps: float) -> None:
     """
     with av.open(os.fspath(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
-        stream.codec_context.thread_count = 1  # the same frames give the same file, however busy the machine
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
         for frame in frames:
