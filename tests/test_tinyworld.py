@@ -332,8 +332,10 @@ def test_a_build_that_was_stopped_goes_on(tmp_path):
     untouched = videos[0].stat().st_mtime_ns
     build_dataset(tmp_path, "validation", 4, seconds=(2, 4), progress=False)
     assert videos[0].stat().st_mtime_ns == untouched
-    # The encoder's rounding differs now and then by a few levels for the same frames.
-    np.testing.assert_allclose(decode(videos[1]).astype(int), frames.astype(int), atol=8)
+    # The encoder does not always round alike, so a few pixels of the same frames may differ after decoding.
+    again = decode(videos[1])
+    assert again.shape == frames.shape
+    assert np.abs(again.astype(int) - frames.astype(int)).mean() < 1
     grown = path.read_text(encoding="utf-8")
     assert grown.startswith(records) and len(grown) > len(records)
     for line in grown.splitlines():
