@@ -103,13 +103,14 @@ def test_statistics_of_16_bit_states_are_in_float32(dtype):
 
 @on_device
 def test_of_equal_maxima_the_first_takes_the_gradient():
-    queries = torch.randint(-3, 4, (2, 3, 4), generator=torch.Generator().manual_seed(0)).float()
+    # 40 rows, so that the second head's copies stand in another block of rows than their originals.
+    queries = torch.randint(-3, 4, (2, 20, 4), generator=torch.Generator().manual_seed(0)).float()
     queries[:, 2] = queries[:, 0]
     queries[1] = queries[0]
-    keys = torch.randint(-3, 4, (1, 9, 4), generator=torch.Generator().manual_seed(1)).float()
+    keys = torch.randint(-3, 4, (1, 30, 4), generator=torch.Generator().manual_seed(1)).float()
     queries, keys = queries.requires_grad_(), keys.requires_grad_()
-    (gradient,) = torch.autograd.grad((triton_kernel(queries, keys) * torch.arange(1.0, 10.0)).sum(), queries)
-    assert gradient[0, :2].any() and not gradient[0, 2].any() and not gradient[1].any()
+    (gradient,) = torch.autograd.grad((triton_kernel(queries, keys) * torch.arange(1.0, 31.0)).sum(), queries)
+    assert gradient[0, 12:].any() and not gradient[0, 2].any() and not gradient[1].any()
 
 
 KERNELS = ["_logsumexp_kernel", "_max_kernel", "_grad_keys_kernel", "_grad_queries_kernel"]
