@@ -20,6 +20,7 @@ from .dataset import IGNORED, SOURCES, SkippedRecord
 from .distillation import all_tokens, answer_logits, divergence, teacher_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
+from .muon import MuonBeside, matrix_names
 from .running_means import RunningMeans
 from .schedules import ScheduleCallback
 
@@ -89,6 +90,7 @@ class QTSplusTrainer(Trainer):
         self.skipped: dict[str, str] = {}
         self.running = {training: RunningMeans(_LOSSES + _BUDGET, self.args.device) for training in (True, False)}
         self._counts: torch.Tensor | None = None
+        self._retention: float | None = None
         # Sums over the current step: rho (in the units of rho_history), samples, and kept tokens
         self._step_rho = torch.zeros(2, dtype=torch.int64, device=self.args.device)
         self._step_soft_n = torch.zeros((), device=self.args.device)
@@ -108,7 +110,17 @@ class QTSplusTrainer(Trainer):
         counts = sum((self._count(batch) for batch in batches), torch.zeros(len(SOURCES) + 1, dtype=torch.int64))
         self._counts = self._sum_over_processes(counts.to(self.args.device))
         self._rho_history = self.selector.rho_history.clone()
+        self._retention = self._draw_retention()
         return batches, self._counts[: len(SOURCES)].sum()
+
+    def _draw_retention(self) -> float | None:
+        """The fraction to keep in this optimizer step, on every process; `None` leaves it to the prediction."""
+        if self.args.retention_range is None:
+            return None
+        drawn = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.state.global_step)
+        share, place = torch.rand(2, generator=drawn).tolist()
+        low, high = self.args.retention_range
+        return low * (high / low) ** place if share < self.args.retention_share else None
 
     def _get_num_items_in_batch(self, batch_samples, device):
         return None  # counted above, by source
@@ -122,6 +134,8 @@ class QTSplusTrainer(Trainer):
         labels, sources = inputs.pop("labels"), _sources(inputs)
         inputs.pop("source_ids", None)
 
+        if model.training and self._retention is not None:
+            inputs["retention"] = self._retention
         outputs = model(**inputs, use_cache=False)
         columns = None if outputs.qtsplus is None else outputs.qtsplus.columns
         seen_labels = labels
@@ -275,15 +289,18 @@ class QTSplusTrainer(Trainer):
     # ----------------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As stock, with a group for every part that has a learning rate of its own."""
+        """As stock, with a group for every part that has a learning rate of its own, and Muon for the matrices."""
         args = self.args
-        if args.language_model_learning_rate is None and args.vision_learning_rate is None:
+        if (args.language_model_learning_rate, args.vision_learning_rate, args.muon_scale) == (None, None, None):
             return super().create_optimizer() if model is None else super().create_optimizer(model)
         if self.optimizer is None:
             model = self.model if model is None else model
             kind, settings = self.get_optimizer_cls_and_kwargs(args, model)
-            groups = parameter_groups(model, args, self.get_decay_parameter_names(model))
-            self.optimizer = kind(groups, **settings)
+            matrices = matrix_names(model) if args.muon_scale is not None else set()
+            by_muon, others = parameter_groups(model, args, self.get_decay_parameter_names(model), matrices)
+            self.optimizer = kind(others, **settings)
+            if by_muon:
+                self.optimizer = MuonBeside(by_muon, self.optimizer)
         return self.optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
