@@ -13,7 +13,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.progress import track
 from safetensors.torch import load_file, save_file
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from ..selector_qtsplus import find_query_mask
@@ -71,18 +71,14 @@ def encode_videos(
     state = PartialState()
     missing = sorted({video for video in videos if not features.file(video).exists()})
     mine = missing[state.process_index :: state.num_processes]
-    decoded = DataLoader(
-        _Decoded(mine, processor, dict(processor_kwargs or {})),  # type: ignore[arg-type]  # it has what a map needs
-        batch_size=None,
-        num_workers=workers,
-    )
+    decoded = DataLoader(_Decoded(mine, processor, dict(processor_kwargs or {})), batch_size=None, num_workers=workers)
     quiet = not (mine and state.is_main_process)
     bar = track(decoded, "Encoding videos", total=len(mine), disable=quiet, console=Console(stderr=True))
     with torch.autocast(model.model.visual.device.type, autocast_dtype, enabled=autocast_dtype is not None):
         for video, inputs in bar:
             if inputs is not None:
-                pixels = inputs.pop("pixel_values_videos")
-                encoded = model.encode_videos(pixels, inputs["video_grid_thw"], device="cpu")
+                given = inputs.pop("pixel_values_videos"), inputs["video_grid_thw"]
+                encoded = model.encode_videos(*given, device="cpu")
                 _write(features.file(video), {"video_features": encoded[0].contiguous(), **inputs})
     state.wait_for_everyone()
     return features
@@ -114,7 +110,8 @@ def prompt_inputs(
         expanded.append("".join([first, *(token * next(counts) + part for part in rest)]))
     tokens = tokenizer(expanded, padding=True, return_tensors="pt")
     inputs = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
-    inputs["query_mask"] = find_query_mask(**inputs, **processor.query_token_ids)
+    question: Any = processor.query_token_ids
+    inputs["query_mask"] = find_query_mask(**inputs, **question)
     if query is not None:
         queries = tokenizer(
             list(query), add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt"
@@ -123,7 +120,7 @@ def prompt_inputs(
     return inputs
 
 
-class _Decoded:
+class _Decoded(Dataset):
     """Videos with their pixels, or with `None` where they cannot be read."""
 
     def __init__(self, videos: list[str], processor: Qwen2_5_VLQTSplusProcessor, processor_kwargs: dict[str, Any]):
