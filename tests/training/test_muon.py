@@ -19,11 +19,11 @@ MUON = {
 }
 
 
-def test_matrices_are_the_linear_maps_without_the_head():
+def test_matrices_are_the_linear_maps_without_the_heads():
     names = matrix_names(tiny_model())
     assert "model.language_model.layers.0.mlp.up_proj.weight" in names
     assert "model.qtsplus.scoring_layers.0.q_proj.weight" in names
-    assert not any(part in name for name in names for part in ("lm_head", "embed", "norm", "bias"))
+    assert not any(part in name for name in names for part in ("lm_head", "embed", "norm", "bias", "budget"))
 
 
 def test_every_parameter_has_one_optimizer_and_its_rate(tmp_path):

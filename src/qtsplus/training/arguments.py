@@ -38,8 +38,10 @@ class QTSplusTrainingArguments(TrainingArguments):
         sft_loss (`str`, defaults to `"token_mean"`): `"token_mean"` is the mean over all supervised tokens of an
             optimizer step. `"sum_of_sources"` is the paper's `L_mcq + L_vqa`: the means over each source's tokens,
             added.
-        dual_learning_rate (`float`, defaults to 0.05): with a `target_n`, the step of the ascent on the dual variable
+        dual_learning_rate (`float`, defaults to 0.1): with a `target_n`, the step of the ascent on the dual variable
             alpha, relative: a budget that is exceeded by 100% raises `alpha * target_n` by this much per step.
+        dual_damping (`float`, defaults to 2): what the last step's relative excess adds to `alpha * target_n`. Ascent
+            alone (0) swings around its target for as long as a short training lasts.
 
         retention_range (`list[float]`, *optional*): lowest and highest fraction of the visual tokens. In a share of the
             steps the fraction is drawn from here, evenly on a logarithmic scale, instead of predicted, so that the
@@ -70,9 +72,14 @@ class QTSplusTrainingArguments(TrainingArguments):
     vision_learning_rate: float | None = field(default=None)
     muon_scale: float | None = field(default=None)
     sft_loss: str = field(default="token_mean", metadata={"choices": SFT_LOSSES})
+<<<<<<< HEAD
     dual_learning_rate: float = field(default=0.05)
     retention_range: list[float] | None = field(default=None)
     retention_share: float = field(default=0.5)
+=======
+    dual_learning_rate: float = field(default=0.1)
+    dual_damping: float = field(default=2.0)
+>>>>>>> learned
     schedules: dict[str, Any] | None = field(default=None)
     distillation_weight: float = field(default=0.0)
     distillation_temperature: float = field(default=1.0)
