@@ -72,14 +72,10 @@ class QTSplusTrainingArguments(TrainingArguments):
     vision_learning_rate: float | None = field(default=None)
     muon_scale: float | None = field(default=None)
     sft_loss: str = field(default="token_mean", metadata={"choices": SFT_LOSSES})
-<<<<<<< HEAD
-    dual_learning_rate: float = field(default=0.05)
-    retention_range: list[float] | None = field(default=None)
-    retention_share: float = field(default=0.5)
-=======
     dual_learning_rate: float = field(default=0.1)
     dual_damping: float = field(default=2.0)
->>>>>>> learned
+    retention_range: list[float] | None = field(default=None)
+    retention_share: float = field(default=0.5)
     schedules: dict[str, Any] | None = field(default=None)
     distillation_weight: float = field(default=0.0)
     distillation_temperature: float = field(default=1.0)

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 def matrix_names(model: nn.Module) -> set[str]:
     """
-    Names of the weights that Muon is made for: those of the layers' linear maps. Not the embeddings, the output head and
-    the budget head, whose small gradients ask for small steps.
+    Names of the weights that Muon is made for: those of the layers' linear maps. Not the embeddings, the output head
+    and the budget head, whose small gradients ask for small steps.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return {

@@ -93,12 +93,8 @@ class QTSplusTrainer(Trainer):
         self.skipped: dict[str, str] = {}
         self.running = {training: RunningMeans(_LOSSES + _BUDGET, self.args.device) for training in (True, False)}
         self._counts: torch.Tensor | None = None
-<<<<<<< HEAD
         self._retention: float | None = None
-        # Sums over the current step: rho (in the units of rho_history), samples, and kept tokens
-=======
         # Sums over the current step: rho (in the units of rho_history), samples, and tokens asked for
->>>>>>> learned
         self._step_rho = torch.zeros(2, dtype=torch.int64, device=self.args.device)
         self._step_n = torch.zeros((), dtype=torch.int64, device=self.args.device)
         self._rho_history = self.selector.rho_history.clone()
