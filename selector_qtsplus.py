@@ -299,7 +299,12 @@ def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def gumbel_noise(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise for (keep, drop): `[M, 2]` float32."""
+    """
+    Standard Gumbel noise for (keep, drop), from torch's global generator: `[M, 2]` float32.
+
+    The selector draws it row by row: however a batch is cut into micro-batches, its rows see the same noise. The
+    processes of a distributed run draw their own, so with them only the expectation is that of one big batch.
+    """
     return -torch.empty(num_tokens, 2, device=device).exponential_().log()
 
 
