@@ -266,8 +266,10 @@ def upload(
                 say(f"Removing what an earlier upload left: {', '.join(stale)}.")
         return commit_folder(api, folder, repository, "Upload with qtsplus publish", delete=stale).commit_url
     except (HTTPError, OSError, RuntimeError) as error:
-        cause = error if error.__cause__ is None else error.__cause__
-        reason = " ".join(f"{error} {cause}".split()) if cause is not error else " ".join(str(error).split())
+        # A failed upload of one file is told by the file's name, and why by what caused it.
+        reason = " ".join(
+            f"{error} {error.__cause__ or ''}".split() if isinstance(error, RuntimeError) else str(error).split()
+        )
         raise ConnectionError(
             f"The upload to {repository} did not finish, and the repository is as it was: {reason} Run it again to go "
             "on; what was uploaded is not sent twice."

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, HfArgumentParser
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..hub.card import card_data
 from ..hub.initialise import initialise_selector
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from .arguments import QTSplusTrainingArguments
@@ -152,10 +153,19 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         data_collator=VideoQACollator(processor),
         processing_class=processor,
     )
+    base = args.variant if args.weights is not None else None
+    trainer.about = {
+        **card_data(base, "license", "license_name", "license_link", "base_model"),
+        "training_data": f"{len(trainer.train_dataset)} records of {', '.join(map(_name, recipe.data.train_files))}.",
+    }
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return trainer
+
+
+def _name(path: str) -> str:
+    return f"`{Path(path).name}`"
 
 
 def run(recipe: Recipe, resume: bool = False) -> Path:
@@ -176,6 +186,7 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     trainer.save_state()
+    trainer.create_model_card()
     trainer.accelerator.end_training()
     return output_dir
 
