@@ -22,7 +22,7 @@ from ..saving_qtsplus import auto_map, code_of, commit_folder
 from .card import card_data, matching_variant
 from .checkpoint import read_checkpoint, weight_files, write_checkpoint
 from .files import require_variant, variants
-from .folder import read_json, update_json, whole_folder
+from .folder import read_json, remove_from_json, update_json, whole_folder
 from .weights import on_meta, read_weights
 
 AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
@@ -221,6 +221,8 @@ def write_repository(
     if processor is not None:
         processor.save_pretrained(folder)
         update_json(folder / "processor_config.json", auto_map=PROCESSOR_AUTO_MAP)
+        # How it was loaded here is nobody's business there.
+        remove_from_json(folder / "tokenizer_config.json", "is_local", "local_files_only")
     (folder / "README.md").write_text(card or model_card(model, repository, about), encoding="utf-8")
     model.config.architectures = [type(model).__name__]
     model.config.auto_map = dict(AUTO_MAP)

@@ -144,11 +144,12 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
             return None
         return VideoQADataset(records, processor, recipe.data.model_max_length, recipe.data.processor_kwargs)
 
+    train_dataset = dataset(recipe.data.train_files)
     trainer = QTSplusTrainer(
         model,
         training,
         teacher=teacher,
-        train_dataset=dataset(recipe.data.train_files),
+        train_dataset=train_dataset,
         eval_dataset=dataset(recipe.data.eval_files),
         data_collator=VideoQACollator(processor),
         processing_class=processor,
@@ -156,7 +157,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     base = args.variant if args.weights is not None else None
     trainer.about = {
         **card_data(base, "license", "license_name", "license_link", "base_model"),
-        "training_data": f"{len(trainer.train_dataset)} records of {', '.join(map(_name, recipe.data.train_files))}.",
+        "training_data": f"{len(train_dataset or ())} records of {', '.join(map(_name, recipe.data.train_files))}.",
     }
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:

@@ -288,33 +288,35 @@ class QTSplusTrainer(Trainer):
             self.optimizer = kind(groups, **settings)
         return self.optimizer
 
-    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None:
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """
         Writes the card of a QTSplus model, as `qtsplus publish` would, with the run's hyperparameters. `about` holds
         what it tells besides; licence and base model come from the card that the model was loaded with.
 
         Args:
-            model_name: as for [`Trainer`]; the card's name is the repository's, or else the output folder's.
-            kwargs: as for [`Trainer`]; used for an adapter, whose card is the stock one.
+            args, kwargs: as for [`Trainer`]; used for an adapter, whose card is the stock one.
         """
         if not self.is_world_process_zero():
             return
         if isinstance(self.model, PeftModel):
-            super().create_model_card(model_name=model_name, **kwargs)
+            super().create_model_card(*args, **kwargs)
             return
-        folder, args, steps = Path(str(self.args.output_dir)), self.args, self.state.global_step
-        repository = self.hub_model_id if args.push_to_hub and self.hub_model_id else args.hub_model_id
+        folder, settings, steps = Path(str(self.args.output_dir)), self.args, self.state.global_step
+        repository = self.hub_model_id or settings.hub_model_id
         about = {
             **self.model.known_front_matter(),
             "weights": f"The weights were trained with `qtsplus train` for {steps} steps.",
             "hyperparameters": {
                 "steps": steps,
                 "epochs": round(self.state.epoch or 0, 2),
-                "samples per step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+                "samples per step": settings.train_batch_size
+                * settings.gradient_accumulation_steps
+                * settings.world_size,
                 **{
-                    name: getattr(args, name) for name in ("learning_rate", "lr_scheduler_type", "weight_decay", "seed")
+                    name: getattr(settings, name)
+                    for name in ("learning_rate", "lr_scheduler_type", "weight_decay", "seed")
                 },
-                **{name: getattr(args, name) for name in _FREEZING},
+                **{name: getattr(settings, name) for name in _FREEZING},
                 **{name: getattr(self.selector_config, name) for name in _SELECTOR},
             },
             **self.about,
