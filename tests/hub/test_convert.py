@@ -54,8 +54,9 @@ def stock(request):
 
 
 @pytest.fixture
-def stock_folder(stock, tmp_path):
-    stock.save_pretrained(tmp_path / "stock")
+def stock_folder(tmp_path):
+    """A tied one."""
+    stock_twin(tiny_model()).save_pretrained(tmp_path / "stock")
     return tmp_path / "stock"
 
 
@@ -92,7 +93,9 @@ def test_a_stock_checkpoint_loaded_naively_is_refused_with_the_command(stock_fol
         Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(stock_folder)
 
 
-def test_there_and_back_gives_the_same_bytes(stock, stock_folder, tmp_path):
+def test_there_and_back_gives_the_same_bytes(stock, tmp_path):
+    stock_folder = tmp_path / "stock"
+    stock.save_pretrained(stock_folder)
     convert(stock_folder, tmp_path / "ours")
     said = []
     convert(tmp_path / "ours", tmp_path / "back", say=said.append)
@@ -220,6 +223,28 @@ def test_a_reference_checkpoint_end_to_end(reference_folder, tmp_path):
     torch.testing.assert_close(output.logits, golden["logits"], atol=5e-4, rtol=1e-5)
     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert ids[0, inputs["input_ids"].shape[1] :].tolist() == golden["generated_new_tokens"].tolist()
+
+
+def test_what_a_reference_does_not_say_is_as_its_code_has_it(reference_folder, tmp_path):
+    config = meta("case1", "e2e", "checkpoint", "config")
+    selector = {key for key in config if key.startswith(("qts_plus_", "lambda_"))}
+    silent = {key: value for key, value in config.items() if key not in selector}
+    (reference_folder / "config.json").write_text(json.dumps({**silent, "qts_plus_n_heads": 8}))
+    result = run(reference_folder, "--out", tmp_path / "ours")
+    assert_refused(result, "unexpected", "model.qts_plus.selector.reencode_layers.1.core.q_proj.weight")
+    second = ".reencode_layers.1."
+    rewrite(reference_folder, lambda tensors: {key: t for key, t in tensors.items() if second not in key})
+    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(convert(reference_folder, tmp_path / "ours")).qtsplus_config
+    assert (selector.n_max, selector.tau_s, selector.lambda_t, selector.reencode_layers) == (2560, 0.1, 1.0, 1)
+
+
+@pytest.mark.parametrize("change", [{"qts_plus_reencode": False}, {"qts_plus_scoring_layers": 0}])
+def test_layers_that_a_reference_does_not_have(change, reference_folder, tmp_path):
+    edit_config(**change)(reference_folder)
+    if "qts_plus_reencode" in change:
+        rewrite(reference_folder, lambda tensors: {k: t for k, t in tensors.items() if ".reencode_layers." not in k})
+    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(convert(reference_folder, tmp_path / "ours")).qtsplus_config
+    assert (selector.scoring_layers, selector.reencode_layers) == (1, 0 if "qts_plus_reencode" in change else 2)
 
 
 def as_bin(folder, tensors, **saving):
@@ -415,7 +440,6 @@ def edit_config(**values):
         (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "not JSON"]),
         (edit_config(model_type="llama"), ["'llama'", "qwen2_5_vl"]),
         (edit_config(enable_qts_plus=False), ["enable_qts_plus"]),
-        (edit_config(qts_plus_n_heads=2), ["qts_plus_n_heads=2"]),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), ["adapter"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else None,
