@@ -14,13 +14,14 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, HfArgumentParser
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..hub.card import card_data
+from ..hub.initialise import initialise_selector
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, VideoRecord, read_records
 from .features import VideoFeatures, encode_videos
 from .freezing import count_parameters, freeze
-from .initialise import initialise_selector
 from .lora import add_lora, lora_config
 from .models import load_config, load_model, load_processor
 from .trainer import QTSplusTrainer
@@ -155,15 +156,21 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
             return None
         return VideoQADataset(records, processor, data.model_max_length, data.processor_kwargs, features)
 
+    train_dataset = dataset(train)
     trainer = QTSplusTrainer(
         model,
         training,
         teacher=teacher,
-        train_dataset=dataset(train),
+        train_dataset=train_dataset,
         eval_dataset=dataset(evaluation),
         data_collator=VideoQACollator(processor),
         processing_class=processor,
     )
+    base = args.variant if args.weights is not None else None
+    trainer.about = {
+        **card_data(base, "license", "license_name", "license_link", "base_model"),
+        "training_data": f"{len(train_dataset or ())} records of {', '.join(map(_name, recipe.data.train_files))}.",
+    }
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -189,6 +196,10 @@ def _encode(recipe: Recipe, model: Any, processor: Any, videos: list[str]) -> Vi
     )
 
 
+def _name(path: str) -> str:
+    return f"`{Path(path).name}`"
+
+
 def run(recipe: Recipe, resume: bool = False) -> Path:
     """
     Trains, and saves the model to the recipe's `output_dir`.
@@ -207,6 +218,7 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     trainer.save_state()
+    trainer.create_model_card()
     trainer.accelerator.end_training()
     return output_dir
 
