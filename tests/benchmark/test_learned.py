@@ -1,6 +1,7 @@
 """The learned benchmark at toy size: what it writes, and that nothing is done twice."""
 
 import json
+import statistics
 
 import pytest
 from typer.testing import CliRunner
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 from qtsplus.benchmark import learned
 from qtsplus.cli import app
 from qtsplus.data.tinyworld import build_dataset
+from qtsplus.training.dataset import VideoRecord
 from qtsplus.training.models import load_model
 
 
@@ -95,6 +97,9 @@ def test_details_and_report(setting, finished):
     assert default["kept_in_training"] == default["asked"]
     assert set(details["adaptive"]["rho"]) >= {"summary", "existence"}
     assert len(details["dual"]) == 2
+    gains = {(one["policy"], one["default_retention"]): one["gain"] for one in details["differences"]}
+    assert {("uniform", 0.1), ("base_all", 0.1), ("reference_positions", None)} <= set(gains)
+    assert gains["uniform", 0.1]["all"]["mean"] == 0  # a random model is never right
     table = (setting / "out/learned.md").read_text()
     assert "straight-through gate (default)" in table and "uniform (UNIF), base model" in table
     for name in ("learned.png", "learned.svg", "learned-adaptive.png", "learned-adaptive.svg"):
@@ -119,6 +124,26 @@ def test_a_trained_vision_tower_and_training_videos_are_refused(setting, tmp_pat
     assert result.exit_code == 2 and "vision tower" in result.output
     with pytest.raises(ValueError, match="training split"):
         learned.TestSet.read(setting / "data/train.jsonl")
+
+
+def test_gains_are_over_the_same_questions_and_their_interval_over_videos():
+    def outcome(name, seed, correct):
+        return {"policy": learned.Policy(name, name, 0.1), "seed": seed, "correct": correct}
+
+    videos = ["a", "a", "b", "b", "c", "c"]
+    records = [VideoRecord(video, "?", "!", kind="when") for video in videos]
+    results = [
+        outcome(learned.DEFAULT, 0, [1, 1, 1, 1, 0, 1]),
+        outcome(learned.DEFAULT, 1, [1, 1, 0, 1, 0, 1]),
+        outcome("random", 0, [0, 0, 1, 1, 0, 1]),
+        outcome("random", 1, [0, 0, 0, 1, 0, 1]),
+    ]
+    (row,) = learned._differences(results, records)
+    gain = row["gain"]["when_and_order"]
+    per_video = [1.0, 0.0, 0.0]  # with as many questions in each video, the interval is that of the videos' means
+    half = 1.96 * statistics.stdev(per_video) / 3**0.5
+    assert gain["mean"] == pytest.approx(1 / 3)
+    assert gain["high"] - gain["mean"] == pytest.approx(half)
 
 
 def test_a_shuffled_question_is_about_another_video(setting):

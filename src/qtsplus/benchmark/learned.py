@@ -401,6 +401,7 @@ def run_learned(
         "questions": len(kinds),
         "videos": len(bench.test.videos),
         "test_sha256": bench.test.digest,
+        "differences": _differences(results, bench.test.records),
         "agreement": agreement,
         "adaptive": _adaptive(results, bench.test.records, seeds),
         "dual": dual,
@@ -468,6 +469,45 @@ def _adaptive(results: list[dict[str, Any]], records: list[VideoRecord], seeds: 
         "wide_minus_point": _mean_interval(gaps),
         "seeds": list(seeds),
     }
+
+
+def _differences(results: list[dict[str, Any]], records: list[VideoRecord]) -> list[dict[str, Any]]:
+    """
+    By how much the default is better than each other policy at the same retention, on the same questions.
+
+    A question's correctness is its mean over the seeds, so seeds count as one experiment, and the intervals are over
+    videos, whose questions are not independent.
+    """
+    correct: dict[tuple[str, float | None], np.ndarray] = {}
+    for key in {(one["policy"].name, one["policy"].retention) for one in results}:
+        group = [one["correct"] for one in results if (one["policy"].name, one["policy"].retention) == key]
+        correct[key] = np.mean(np.array(group, dtype=float), axis=0)
+    videos = np.array([str(record.video) for record in records])
+    kinds = np.array([record.kind for record in records])
+    rows = []
+    for (name, retention), other in sorted(correct.items(), key=str):
+        # What keeps everything is compared with the default at every retention.
+        for share in RETENTIONS if retention == 1.0 else (retention,):
+            if name == DEFAULT or (DEFAULT, share) not in correct:
+                continue
+            gain = correct[DEFAULT, share] - other
+            row: dict[str, Any] = {"policy": name, "default_retention": share, "retention": retention}
+            chosen = {kind: kinds == kind for kind in KINDS if kind in kinds}
+            chosen = {"all": np.ones(len(kinds), bool), "when_and_order": np.isin(kinds, ("when", "order")), **chosen}
+            row["gain"] = {label: _clustered_interval(gain[mask], videos[mask]) for label, mask in chosen.items()}
+            rows.append(row)
+    return rows
+
+
+def _clustered_interval(values: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
+    """Mean with the bounds of its 95% interval, for values that are independent between clusters only."""
+    names, index = np.unique(clusters, return_inverse=True)
+    if len(names) < 2:
+        return {}
+    mean = float(np.mean(values))
+    sums = np.bincount(index, weights=values - mean)
+    error = float(np.sqrt(len(names) / (len(names) - 1) * np.sum(sums**2))) / len(values)
+    return {"mean": mean, "low": mean - 1.96 * error, "high": mean + 1.96 * error}
 
 
 def _mean_interval(values: Sequence[float]) -> dict[str, float]:
