@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -279,8 +280,7 @@ class _Benchmark:
             progress=False,
             features=features,
         )
-        whole = self.features()
-        totals = [len(whole[str(record.video)]["video_features"]) for record in records]
+        totals = [len(video["video_features"]) for video in self._asked_videos()]
         shares = [one.rho if policy.retention is None else policy.retention for one in outcomes]
         return {
             "correct": [one.correct for one in outcomes],
@@ -290,24 +290,31 @@ class _Benchmark:
             "rho": [one.rho for one in outcomes],
             # Of a frame that was left out or shrunk, no token can be said to be kept.
             "recall": [
-                needle_recall(one.kept_indices, self._needle_tokens(index)) if policy.layout == "full" else None
-                for index, one in enumerate(outcomes)
+                needle_recall(one.kept_indices, needles) if policy.layout == "full" else None
+                for one, needles in zip(outcomes, self._needle_tokens, strict=True)
             ],
         }
 
-    def _needle_tokens(self, index: int) -> list[np.ndarray]:
-        video = self.features()[str(self.test.records[index].video)]
+    @cached_property
+    def _needle_tokens(self) -> list[list[np.ndarray]]:
+        """Per question and needle, the visual tokens that show it."""
         merge = self.processor.video_processor.merge_size
-        t, h, w = video["video_grid_thw"][0].tolist()
-        seconds = float(video["second_per_grid_ts"][0])
-        return [sighting_tokens(seen, (t, h // merge, w // merge), seconds) for seen in self.test.needles[index]]
+        found = []
+        for video, needles in zip(self._asked_videos(), self.test.needles, strict=True):
+            t, h, w = video["video_grid_thw"][0].tolist()
+            grid, seconds = (t, h // merge, w // merge), float(video["second_per_grid_ts"][0])
+            found.append([sighting_tokens(seen, grid, seconds) for seen in needles])
+        return found
 
-    def agreement(self, seed: int, name: str) -> dict[str, float]:
-        """What a variant's training gate keeps, beside what it keeps at inference, with its own budget."""
+    def _asked_videos(self) -> list[dict[str, torch.Tensor]]:
+        """The video of each question."""
+        return [self.features()[str(record.video)] for record in self.test.records]
+
+    def agreement(self, seed: int, name: str, overrides: Sequence[str]) -> dict[str, float]:
+        """What a trained model's training gate keeps, beside what it keeps at inference, with its own budget."""
         path = self.answers(seed) / f"{name}-agreement.json"
         if not path.exists():
-            model = self.load(seed, name)
-            model.config.qtsplus_config.selection = "qtsplus"
+            model: Any = load_model(None, str(self.train(seed, name, overrides)))
             features, counts, overlaps = self.features(), [], []
             torch.manual_seed(seed)
             for start in range(0, len(self.test.records), self.batch_size):
@@ -332,10 +339,21 @@ class _Benchmark:
         for place in DUAL_TARGETS:
             share = settings.rho_min + place * (settings.rho_max - settings.rho_min)
             name, target = f"dual_{place:g}", round(share * tokens, 1)
-            folder = self.train(seed, name, [*VARIANTS[DEFAULT], f"model.selector.target_n={target}"])
+            overrides = [*VARIANTS[DEFAULT], f"model.selector.target_n={target}"]
+            folder = self.train(seed, name, overrides)
             reached, alpha = (_last_logged(folder, field) for field in ("n_asked", "alpha"))
+            asked = self.agreement(seed, name, overrides)["asked"]
+            on_test = asked / float(np.mean([len(one["video_features"]) for one in self._asked_videos()]))
             landed.append(
-                {"seed": seed, "target": target, "reached": reached, "off": reached / target - 1, "alpha": alpha}
+                {
+                    "seed": seed,
+                    "target": target,
+                    "reached": reached,
+                    "off": reached / target - 1,
+                    "alpha": alpha,
+                    "target_fraction": target / tokens,
+                    "test_fraction": on_test,
+                }
             )
         return landed
 
@@ -380,7 +398,7 @@ def run_learned(
         results += bench.ask(seed, policies(FRESH), seed)
         for name in VARIANTS:
             results += bench.ask(seed, policies(name), seed)
-            agreement.append({"policy": name, "seed": seed, **bench.agreement(seed, name)})
+            agreement.append({"policy": name, "seed": seed, **bench.agreement(seed, name, VARIANTS[name])})
         if seed == DUAL_SEED:
             dual = bench.dual(seed)
 

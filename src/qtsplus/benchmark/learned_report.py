@@ -86,8 +86,14 @@ def _table(pooled: dict, details: dict[str, Any]) -> str:
         off = one["kept_in_training"] / one["asked"] - 1
         cells = [name_of(one["policy"]), str(one["seed"]), f"{one['asked']:.2f}", f"{one['kept_in_training']:.2f}"]
         lines.append("| " + " | ".join([*cells, f"{off:+.1%}", f"{one['jaccard']:.3f}"]) + " |")
-    lines += ["", "| dataset-level budget (tokens) | reached in training | off by |", "|---|---|---|"]
-    lines += [f"| {one['target']:g} | {one['reached']:.2f} | {one['off']:+.1%} |" for one in details["dual"]]
+    lines += [
+        "",
+        "| dataset-level budget (tokens) | reached in training | off by | asked for on the test set |",
+        "|---|---|---|---|",
+    ]
+    for one in details["dual"]:
+        share = f"{one['test_fraction']:.2%} for {one['target_fraction']:.2%}"
+        lines.append(f"| {one['target']:g} | {one['reached']:.2f} | {one['off']:+.1%} | {share} |")
     gap = details["adaptive"]["wide_minus_point"]
     if gap:
         lines += [
