@@ -113,7 +113,7 @@ def _gains(differences: Rows) -> list[str]:
         "| over | retention | all questions | when and order |",
         "|---|---|---|---|",
     ]
-    for one in differences:
+    for one in sorted(differences, key=lambda one: _order(((one["policy"], one["default_retention"]), one))):
         cells = []
         for label in ("all", "when_and_order"):
             gain = one["gain"][label]
