@@ -1,6 +1,8 @@
 """The `qtsplus` command: parses, calls, prints."""
 
 import json
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Make training data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+bench_app = typer.Typer(help="Measure; every figure is one of JSON files with all repeats.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 # Standard output carries results only; everything said on the way goes to standard error.
 console = Console()
 notes = Console(stderr=True, highlight=False)
@@ -299,6 +303,42 @@ def tinyworld(
             out, split, size, seconds or (8, 16), max_objects, multiple_choice, conversations, workers
         )
     console.print(f"Wrote {records}", soft_wrap=True, highlight=False)
+
+
+@bench_app.command()
+def learned(
+    base: Annotated[Path, typer.Option(help="A trained model that reads all tokens.", show_default=False)],
+    test: Annotated[Path, typer.Option(help="Test questions, made by `qtsplus data tinyworld`.", show_default=False)],
+    recipe: Annotated[Path, typer.Option(help="By which each variant is trained from the base.")] = Path(
+        "recipes/qtsplus-tiny.yaml"
+    ),
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks/results"),
+    work: Annotated[Path, typer.Option(help="Where trained models and answers are kept.")] = Path("runs/learned"),
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Of training, 0, 1 and 2 when absent; may be repeated.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Questions at a time.", min=1)] = 64,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a field of the recipe; may be repeated.")
+    ] = None,
+) -> None:
+    """Accuracy of trained selectors, training-free baselines and controls; what is on disk is not done again."""
+    with _one_line_errors():
+        from .benchmark.learned import run_learned
+
+        results = run_learned(
+            base,
+            test,
+            out,
+            recipe=recipe,
+            overrides=overrides or (),
+            seeds=seed or (0, 1, 2),
+            work=work,
+            batch_size=batch_size,
+            command=shlex.join(["qtsplus", *sys.argv[1:]]),
+            say=lambda line: notes.print(line, soft_wrap=True),
+        )
+    console.print(f"Wrote {results}", soft_wrap=True, highlight=False)
 
 
 @app.command()

@@ -63,7 +63,7 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_teacher`, `rho`, `n` (kept), `n_asked` (what inference would keep), `n_soft` (rho M),
+    `loss_s`, `loss_teacher`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft` (rho M),
     `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M), and the current `alpha`
     and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
 
@@ -195,13 +195,14 @@ class QTSplusTrainer(Trainer):
         for name, values in (
             ("rho", rho),
             ("n", kept),
-            ("n_asked", asked),
             ("n_soft", soft_n),
             ("kept_fraction", kept / num_tokens),
             ("hard_over_soft", kept / soft_n),
             ("visual_tokens", num_tokens),
         ):
             running.add(name, values.sum(), count)
+        if not training or rho.requires_grad:
+            running.add("n_asked", asked.sum(), count)  # by the model itself
         if not training or not rho.requires_grad:
             return 0.0  # there is no budget to learn where everything is kept
 
