@@ -20,7 +20,14 @@ from .prompt_qtsplus import (
     visual_runs,
 )
 
-_PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+_PIXELS = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "video_features",
+)
 _CALL = ("query_mask", "query_input_ids", "query_attention_mask", "retention", "max_visual_tokens")
 
 
@@ -68,6 +75,8 @@ class QTSplusGenerationMixin:
         prompt.
 
         Args:
+            video_features (`list[torch.Tensor]`, *optional*): per video `[k, d]`, as `encode_videos` returns them, in
+                the place of `pixel_values_videos`.
             retention (`float`, *optional*): keep this fraction of the visual tokens, in (0, 1].
             max_visual_tokens (`int`, *optional*): keep at most this many.
             past_key_values (`Cache`, *optional*): a cache from an earlier `generate` on the same conversation. What it
@@ -78,7 +87,7 @@ class QTSplusGenerationMixin:
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         if input_ids is None or kwargs.get("inputs_embeds") is not None or "mm_encoder_outputs" in kwargs:
-            if kwargs.get("pixel_values") is not None or kwargs.get("pixel_values_videos") is not None:
+            if any(kwargs.get(name) is not None for name in ("pixel_values", "pixel_values_videos", "video_features")):
                 raise ValueError("generate selects visual tokens by input_ids: pass them instead of inputs_embeds.")
             self.model.check_selected(kwargs.get("mm_encoder_outputs"))
             # Nothing to shorten: embeddings, an empty prompt, or a prompt that this method has shortened already.
@@ -198,8 +207,14 @@ class QTSplusGenerationMixin:
                     f"hold, or all {sum(counts[kind])} of the conversation."
                 )
             is_new = torch.tensor([i >= b for b, c in zip(cached[kind], counts[kind], strict=True) for i in range(c)])
-            patches = pixels[grid].prod(-1).cpu()
-            pixels[values] = pixels[values][is_new.repeat_interleave(patches).to(pixels[values].device)]
+            if pixels[values] is not None:
+                patches = pixels[grid].prod(-1).cpu()
+                pixels[values] = pixels[values][is_new.repeat_interleave(patches).to(pixels[values].device)]
+            if kind == VIDEO and pixels["video_features"] is not None:
+                features = list(pixels["video_features"])
+                if len(features) != len(is_new):
+                    raise ValueError(f"{len(features)} video_features: expected one per video ({len(is_new)}).")
+                pixels["video_features"] = [features[i] for i in is_new.nonzero()[:, 0]] or None
             pixels[grid] = pixels[grid][is_new.to(pixels[grid].device)]
             if kind == VIDEO and pixels["second_per_grid_ts"] is not None:
                 seconds = zip(pixels["second_per_grid_ts"], is_new, strict=True)

@@ -30,11 +30,15 @@ from .prompt_qtsplus import (
     PromptRow,
     SelectedFeatures,
     VisualSpan,
+    chunk_grids,
     find_spans,
     pad_rows,
     text_positions,
 )
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector, find_query_mask
+
+# Encoded at a time without gradients: enough rows to fill a device, and a few hundred MB of activations in bfloat16.
+PATCHES_PER_CHUNK = 16384
 
 
 @dataclass
@@ -69,6 +73,43 @@ class QTSplusModelMixin:
     def span_positions(self, span: VisualSpan, start: int, seconds_per_grid: Any) -> tuple[torch.Tensor, int]:
         raise NotImplementedError
 
+    @torch.no_grad()
+    def encode_videos(
+        self,
+        pixel_values_videos: torch.Tensor,
+        video_grid_thw: torch.Tensor,
+        *,
+        frames_per_chunk: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> list[torch.Tensor]:
+        """
+        Encodes videos once, for any number of questions: `forward` and `generate` take what this returns as
+        `video_features=`, in the place of `pixel_values_videos`. Without gradients; to train the encoder, pass pixels.
+
+        The vision tower looks at each temporal patch by itself, so chunks change nothing but the memory in use.
+
+        Args:
+            pixel_values_videos, video_grid_thw: as the processor returns them; they may stay on the CPU, from where
+                one chunk at a time is moved.
+            frames_per_chunk: encode at most this many frames at a time, but at least one temporal patch; about
+                16,384 patches at a time if `None`.
+            device: where the features shall live, such as `"cpu"`; the model's if `None`.
+
+        Returns:
+            per video `[k, d]`, all its merged visual tokens.
+
+        Raises:
+            ValueError: pixels and grids that do not fit each other, or that are not finite; no frame per chunk.
+        """
+        self._grids("video", pixel_values_videos, video_grid_thw)
+        if pixel_values_videos is None:
+            raise ValueError("encode_videos got no videos: pass pixel_values_videos and video_grid_thw.")
+        if self.device.type != "meta":  # as where weights wait on disk; what brings them in brings the pixels too
+            video_grid_thw = video_grid_thw.to(self.device)
+        return self._encode(
+            "video", self.get_video_features, pixel_values_videos, video_grid_thw, frames_per_chunk, device
+        )
+
     def compress(
         self,
         input_ids: torch.Tensor | None,
@@ -80,6 +121,7 @@ class QTSplusModelMixin:
         pixel_values_videos: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
         second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
+        video_features: Sequence[torch.Tensor] | None = None,
         query_mask: torch.Tensor | None = None,
         query_input_ids: torch.Tensor | None = None,
         query_attention_mask: torch.Tensor | None = None,
@@ -94,6 +136,8 @@ class QTSplusModelMixin:
             input_ids, attention_mask: `[B, S]`; padding may stand on either side.
             position_ids: the caller's own positions, `[B, S]`, `[3, B, S]` or `[4, B, S]`, for the full prompt.
             pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts: as Qwen2.5-VL's.
+            video_features: per video `[k, d]`, as [`encode_videos`] returns them, in the place of its pixels. On
+                another device than the prompt, one row's are moved at a time.
             query_mask: `[B, S]`, 1 on the question's tokens; found in `input_ids` if `None`.
             query_input_ids, query_attention_mask: `[B, L]`, a question that does not stand in the prompt.
             retention, max_visual_tokens, sample_gate: as for [`QTSplusSelector`].
@@ -116,19 +160,21 @@ class QTSplusModelMixin:
 
         grids = {
             IMAGE: self._grids("image", pixel_values, image_grid_thw),
-            VIDEO: self._grids("video", pixel_values_videos, video_grid_thw),
+            VIDEO: self._grids("video", pixel_values_videos, video_grid_thw, video_features),
         }
         rows = self._layout(input_ids, mask, position_ids, grids, second_per_grid_ts, starts)
         features = {
             IMAGE: self._encode("image", self.get_image_features, pixel_values, image_grid_thw),
-            VIDEO: self._encode("video", self.get_video_features, pixel_values_videos, video_grid_thw),
+            VIDEO: self._encode("video", self.get_video_features, pixel_values_videos, video_grid_thw)
+            if video_features is None
+            else self._given_features("video", video_features, grids[VIDEO]),
         }
         queries = self._queries(input_ids, inputs_embeds, mask, query_mask, query_input_ids, query_attention_mask)
         nothing = self._no_features(input_ids.device)
         visual = [
             _join(
                 [features[span.kind][span.index] for span in row.spans if span.kind in self._candidate_kinds], nothing
-            )
+            ).to(nothing.device)
             for row in rows
         ]
         selected, qtsplus = self.qtsplus(
@@ -248,10 +294,17 @@ class QTSplusModelMixin:
         return input_ids
 
     def _grids(
-        self, name: str, pixels: torch.Tensor | None, grid_thw: torch.Tensor | None
+        self,
+        name: str,
+        pixels: torch.Tensor | None,
+        grid_thw: torch.Tensor | None,
+        features: Sequence[torch.Tensor] | None = None,
     ) -> list[tuple[int, int, int]]:
-        if (pixels is None) != (grid_thw is None):
-            given, missing = ("grid_thw", "pixel values") if pixels is None else ("pixel values", "grid_thw")
+        if pixels is not None and features is not None:
+            raise ValueError(f"Got {name} pixels and {name}_features: pass one of them.")
+        if (pixels is None and features is None) != (grid_thw is None):
+            values = "pixel values" if features is None else "features"
+            given, missing = (values, "grid_thw") if grid_thw is None else ("grid_thw", values)
             raise ValueError(
                 f"The {name}s came with {given} but without {missing}: pass all that the processor returned."
             )
@@ -262,24 +315,74 @@ class QTSplusModelMixin:
                 f"{name}_grid_thw {grid_thw.tolist()}: an empty {name}; expected at least 1 x 1 x 1 patches."
             )
         patches = int(grid_thw.prod(-1).sum())
-        if len(pixels) != patches:
+        if pixels is not None and len(pixels) != patches:
             raise ValueError(
                 f"{len(pixels)} rows of {name} pixels: expected {patches}, the patches of {name}_grid_thw."
             )
         return self.merged_grid(grid_thw)
 
-    def _encode(self, name: str, encoder, pixels: torch.Tensor | None, grid_thw: torch.Tensor | None):
+    def _encode(
+        self,
+        name: str,
+        encoder,
+        pixels: torch.Tensor | None,
+        grid_thw: torch.Tensor | None,
+        frames_per_chunk: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> list[torch.Tensor]:
         """`[k, d]` features of each image or video."""
         if pixels is None:
             return []
-        features = encoder(pixels, grid_thw, return_dict=True).pooler_output
-        for index, one in enumerate(features):
+        lengths = [t * h * w for t, h, w in self.merged_grid(grid_thw)]
+        features: dict[int, torch.Tensor] = {}
+        filled, start = [0] * len(lengths), 0
+        for chunk in self._chunks(grid_thw, frames_per_chunk):
+            grid = grid_thw.new_tensor([piece for _, piece in chunk])
+            patches = grid.prod(-1).tolist()
+            rows = pixels[start : start + sum(patches)].to(grid.device)
+            encoded = encoder(rows, grid, return_dict=True).pooler_output
+            for (index, _), one, own in zip(chunk, encoded, rows.split(patches), strict=True):
+                if not bool(torch.isfinite(one.sum(dtype=torch.float32))):
+                    fine = bool(torch.isfinite(own).all())
+                    blame = "its features (the weights or the dtype overflow)" if fine else "its pixel values"
+                    raise ValueError(f"NaN or infinity in {blame} of {name} {index}: expected finite numbers.")
+                if len(one) == lengths[index]:
+                    features[index] = one.to(device or one.device)
+                    continue
+                if index not in features:
+                    # Filled piece by piece: joining the pieces afterwards would hold them twice.
+                    features[index] = one.new_empty(lengths[index], one.shape[-1], device=device or one.device)
+                features[index][filled[index] : filled[index] + len(one)] = one
+                filled[index] += len(one)
+            start += len(rows)
+        return list(features.values())
+
+    def _chunks(self, grid_thw: torch.Tensor, frames_per_chunk: int | None):
+        """What is encoded at a time; see [`chunk_grids`]."""
+        if frames_per_chunk is not None:
+            if isinstance(frames_per_chunk, bool) or frames_per_chunk != int(frames_per_chunk) or frames_per_chunk < 1:
+                raise ValueError(f"frames_per_chunk={frames_per_chunk!r}: expected a whole number, at least 1.")
+            frames = self.config.vision_config.temporal_patch_size
+            return chunk_grids(grid_thw.tolist(), frames_per_chunk, lambda height, width: frames)
+        if self.training and torch.is_grad_enabled():
+            # Gradients would keep every chunk's activations, and ranks that share weights must call them equally often.
+            return [list(enumerate(grid_thw.tolist()))]
+        return chunk_grids(grid_thw.tolist(), PATCHES_PER_CHUNK, lambda height, width: height * width)
+
+    def _given_features(self, name: str, features: Sequence[torch.Tensor], grids) -> list[torch.Tensor]:
+        """`[k, d]` features that the caller had encoded."""
+        if len(features) != len(grids):
+            raise ValueError(f"{len(features)} {name}_features: expected one per {name} ({len(grids)}).")
+        dtype, width = self.get_input_embeddings().weight.dtype, self.get_input_embeddings().embedding_dim
+        for index, (one, (t, h, w)) in enumerate(zip(features, grids, strict=True)):
+            if one.shape != (t * h * w, width):
+                raise ValueError(
+                    f"{name}_features {index} has shape {tuple(one.shape)}: expected {(t * h * w, width)}, the merged "
+                    f"tokens of its grid, {t} x {h} x {w}, by the model's width."
+                )
             if not bool(torch.isfinite(one.sum(dtype=torch.float32))):
-                pixel_ends = [0, *grid_thw.prod(-1).cumsum(0).tolist()]
-                fine = bool(torch.isfinite(pixels[pixel_ends[index] : pixel_ends[index + 1]]).all())
-                blame = "its features (the weights or the dtype overflow)" if fine else "its pixel values"
-                raise ValueError(f"NaN or infinity in {blame} of {name} {index}: expected finite numbers.")
-        return features
+                raise ValueError(f"NaN or infinity in {name}_features {index}: expected finite numbers.")
+        return [one.to(dtype) for one in features]
 
     def _no_features(self, device: torch.device) -> torch.Tensor:
         embedding = self.get_input_embeddings()
@@ -340,8 +443,8 @@ class QTSplusModelMixin:
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None,
         call: dict[str, Any],
     ) -> tuple[dict[str, Any], QTSplusOutput | None]:
-        """The language model's inputs for any call: with pixels, with features already selected, or with text alone."""
-        if pixels["pixel_values"] is not None or pixels["pixel_values_videos"] is not None:
+        """The language model's inputs for any call: with pixels or features, with selected features, or text alone."""
+        if any(pixels[name] is not None for name in ("pixel_values", "pixel_values_videos", "video_features")):
             if mm_encoder_outputs:
                 raise ValueError("Pass pixel values or mm_encoder_outputs, not both.")
             if past_key_values is not None and past_key_values.get_seq_length() > 0:
@@ -516,6 +619,7 @@ class Qwen2_5_VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_
         mm_token_type_ids: torch.IntTensor | None = None,
         second_per_grid_ts: torch.Tensor | None = None,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        video_features: Sequence[torch.Tensor] | None = None,
         query_mask: torch.Tensor | None = None,
         query_input_ids: torch.Tensor | None = None,
         query_attention_mask: torch.Tensor | None = None,
@@ -536,6 +640,7 @@ class Qwen2_5_VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_
                 "pixel_values_videos": pixel_values_videos,
                 "video_grid_thw": video_grid_thw,
                 "second_per_grid_ts": second_per_grid_ts,
+                "video_features": video_features,
             },
             mm_encoder_outputs,
             {
@@ -573,6 +678,19 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()
 
+    def encode_videos(
+        self,
+        pixel_values_videos: torch.Tensor,
+        video_grid_thw: torch.Tensor,
+        *,
+        frames_per_chunk: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> list[torch.Tensor]:
+        """See [`QTSplusModelMixin.encode_videos`]."""
+        return self.model.encode_videos(
+            pixel_values_videos, video_grid_thw, frames_per_chunk=frames_per_chunk, device=device
+        )
+
     @can_return_tuple
     def forward(
         self,
@@ -591,6 +709,7 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
         second_per_grid_ts: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        video_features: Sequence[torch.Tensor] | None = None,
         query_mask: torch.Tensor | None = None,
         query_input_ids: torch.Tensor | None = None,
         query_attention_mask: torch.Tensor | None = None,
@@ -603,6 +722,7 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
         says which column of `input_ids` each one belongs to. `labels` `[B, S]` are those of the full prompt.
 
         Args:
+            video_features: as [`encode_videos`] returns them, in the place of `pixel_values_videos`.
             query_mask: `[B, S]`, 1 on the question's tokens, as the processor makes it; found in `input_ids` if absent.
             query_input_ids, query_attention_mask: `[B, L]`, a question that does not stand in the prompt.
             retention: keep this fraction of the visual tokens, in (0, 1].
@@ -620,6 +740,7 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
             image_grid_thw=image_grid_thw,
             video_grid_thw=video_grid_thw,
             second_per_grid_ts=second_per_grid_ts,
+            video_features=video_features,
             mm_encoder_outputs=mm_encoder_outputs,
             query_mask=query_mask,
             query_input_ids=query_input_ids,

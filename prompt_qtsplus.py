@@ -1,6 +1,6 @@
 """The layout of a prompt with images and videos: where their placeholders stand, and what selection leaves of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +107,35 @@ def visual_runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     for value, start, stop in zip(values, bounds, bounds[1:], strict=False):
         if value != TEXT:
             yield value, start, stop
+
+
+def chunk_grids(
+    grids: Sequence[Sequence[int]], capacity: int, cost: Callable[[int, int], int]
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """
+    Cuts images and videos along time, in order, into chunks of bounded cost.
+
+    Args:
+        grids: (time, height, width) in patches of each.
+        capacity: the most that a chunk may cost; a temporal patch that costs more is a chunk by itself.
+        cost: of one temporal patch, from its height and width.
+
+    Returns:
+        per chunk its pieces, each the index of an image or video and the piece's own grid.
+    """
+    chunk: list[tuple[int, list[int]]] = []
+    room = capacity
+    for index, (left, height, width) in enumerate(grids):
+        while left:
+            fits = min(left, max(room // cost(height, width), 0 if chunk else 1))
+            if not fits:
+                yield chunk
+                chunk, room = [], capacity
+                continue
+            chunk.append((index, [fits, height, width]))
+            left, room = left - fits, room - fits * cost(height, width)
+    if chunk:
+        yield chunk
 
 
 def _mismatch(row: int, kind: int, found: int, span: VisualSpan, given: int) -> str:

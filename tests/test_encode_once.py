@@ -1,0 +1,197 @@
+"""A video is encoded once, in chunks of any size, and asked about as often as one likes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+import qtsplus.modeling_qtsplus as modeling
+from model_checks import build, greedy, mixed_inputs, shared_model, with_labels
+from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
+from qtsplus.prompt_qtsplus import chunk_grids
+from tiny import PATCH_VALUES, batch, prompt, tiny_model
+
+BOTH = pytest.mark.parametrize(
+    "cls", [Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel], ids=["with_head", "backbone"]
+)
+
+
+def encoded(model, inputs, **options):
+    """The same inputs with features in the place of the videos' pixels."""
+    inputs = dict(inputs)
+    features = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"], **options)
+    return {**inputs, "video_features": features}
+
+
+@BOTH
+def test_forward_is_the_same_bit_for_bit(cls):
+    model, inputs = build(cls), mixed_inputs()
+    with torch.no_grad():
+        from_pixels, from_features = model(**inputs), model(**encoded(model, inputs))
+    assert torch.equal(from_pixels[0], from_features[0])
+    assert all(map(torch.equal, from_pixels.qtsplus.relevance, from_features.qtsplus.relevance))
+
+
+def test_one_tensor_per_video_with_all_its_tokens():
+    model, inputs = shared_model(), mixed_inputs()
+    features = encoded(model, inputs)["video_features"]
+    lengths = (inputs["video_grid_thw"].prod(-1) // 4).tolist()
+    assert [tuple(one.shape) for one in features] == [(k, 64) for k in lengths]
+    assert not any(one.requires_grad for one in features)
+    stock = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+    assert all(map(torch.equal, features, stock.pooler_output))
+
+
+@pytest.mark.parametrize("call", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "num_beams": 2}], ids=str)
+def test_generate_is_the_same(call):
+    inputs = mixed_inputs()
+    assert torch.equal(greedy(inputs=inputs, **call), greedy(inputs=encoded(shared_model(), inputs), **call))
+
+
+def test_a_second_question_on_the_same_features():
+    model = shared_model()
+    first, second = (batch(prompt(videos=[(4, 8, 8)], question=words)) for words in (5, 9))
+    second["pixel_values_videos"] = first["pixel_values_videos"]
+    features = encoded(model, first)["video_features"]
+    for inputs in (first, second):
+        reused = {**inputs, "pixel_values_videos": None, "video_features": features}
+        assert torch.equal(greedy(inputs=reused), greedy(inputs=inputs))
+
+
+def test_the_next_turn_from_the_cache():
+    model = shared_model()
+    first = encoded(model, batch(prompt(videos=[(4, 4, 8)])))
+    call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    done = model.generate(**first, **call, past_key_values=DynamicCache())
+    more = prompt(videos=[(2, 4, 4)], seed=5)
+    new = encoded(model, batch(more))
+    ids = torch.cat([done.sequences, new["input_ids"]], dim=1)
+    everything = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "video_grid_thw": torch.cat([first["video_grid_thw"], new["video_grid_thw"]]),
+        "second_per_grid_ts": torch.cat([first["second_per_grid_ts"], new["second_per_grid_ts"]]),
+        "video_features": [*first["video_features"], *new["video_features"]],
+    }
+    # The first video stands in the cache; its features may be given again or left out.
+    only_new = {**everything, **{name: new[name] for name in ("video_grid_thw", "second_per_grid_ts")}}
+    only_new["video_features"] = new["video_features"]
+    pixels = {**only_new, "video_features": None, "pixel_values_videos": more.video_pixels[0]}
+    answers = []
+    for inputs in (everything, only_new, pixels):
+        cache = model.generate(**first, **call, past_key_values=DynamicCache()).past_key_values
+        answers.append(model.generate(**inputs, **call, past_key_values=cache).sequences)
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[1], answers[2])
+    with pytest.raises(ValueError, match="1 video_features: expected one per video"):
+        cache = model.generate(**first, **call, past_key_values=DynamicCache()).past_key_values
+        model.generate(**{**everything, "video_features": new["video_features"]}, **call, past_key_values=cache)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    grids=st.lists(st.tuples(*[st.integers(1, 5)] * 3), min_size=1, max_size=3),
+    frames=st.integers(1, 24),
+)
+def test_chunk_is_whole(grids, frames):
+    model = shared_model()
+    grid = torch.tensor([(t, 2 * h, 2 * w) for t, h, w in grids])
+    pixels = torch.randn(int(grid.prod(-1).sum()), PATCH_VALUES)
+    whole = model.encode_videos(pixels, grid)
+    for one, other in zip(whole, model.encode_videos(pixels, grid, frames_per_chunk=frames), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@given(
+    grids=st.lists(st.tuples(*[st.integers(1, 9)] * 3), max_size=4),
+    capacity=st.integers(1, 200),
+)
+def test_chunks_hold_everything_in_order_and_no_more_than_they_may(grids, capacity):
+    chunks = list(chunk_grids(grids, capacity, lambda height, width: height * width))
+    steps = [(index, h, w) for chunk in chunks for index, (t, h, w) in chunk for _ in range(t)]
+    assert steps == [(index, h, w) for index, (t, h, w) in enumerate(grids) for _ in range(t)]
+    for chunk in chunks:
+        assert sum(t * h * w for _, (t, h, w) in chunk) <= capacity or [t for _, (t, _, _) in chunk] == [1]
+    # As few as fit: no step of a chunk would have had room in the one before.
+    for before, after in zip(chunks, chunks[1:], strict=False):
+        _, (_, h, w) = after[0]
+        assert sum(t * h * w for _, (t, h, w) in before) + h * w > capacity
+
+
+def test_long_inputs_are_encoded_in_chunks(monkeypatch):
+    model, inputs = shared_model(), batch(prompt(videos=[(9, 4, 8), (2, 4, 4)]))
+    rows = []
+    hook = model.model.visual.register_forward_pre_hook(lambda _, pixels: rows.append(len(pixels[0])))
+    with torch.no_grad():
+        whole = model(**inputs).logits
+        monkeypatch.setattr(modeling, "PATCHES_PER_CHUNK", 100)
+        chunked = model(**inputs).logits
+    hook.remove()
+    assert rows == [320, 96, 96, 96, 32]
+    torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_training_encodes_a_batch_at_once(monkeypatch):
+    """Ranks that share weights must call them equally often."""
+    monkeypatch.setattr(modeling, "PATCHES_PER_CHUNK", 10)
+    model, calls = tiny_model().train(), []
+    model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
+    model(**with_labels(mixed_inputs())).loss.backward()
+    assert len(calls) == 2  # the images and the videos
+
+
+def test_gradients_reach_the_features():
+    inputs = with_labels(batch(prompt(videos=[(4, 4, 8)]), prompt(videos=[(2, 4, 4)], seed=1)))
+    from_pixels, from_features = tiny_model().train(), tiny_model().train()
+    from_pixels(**inputs).loss.backward()
+    inputs = encoded(from_features, inputs)
+    for one in inputs["video_features"]:
+        one.requires_grad_(True)
+    from_features(**inputs).loss.backward()
+    assert all(bool(one.grad.any()) for one in inputs["video_features"])
+    pairs = zip(from_pixels.named_parameters(), from_features.parameters(), strict=True)
+    for (name, expected), parameter in pairs:
+        if ".visual." in name:
+            assert parameter.grad is None, name
+        elif expected.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_features_of_another_dtype_are_cast():
+    model = tiny_model().double()
+    inputs = batch(prompt(videos=[(2, 4, 4)]))
+    features = [one.float() for one in encoded(model, inputs)["video_features"]]
+    inputs.pop("pixel_values_videos")
+    assert torch.isfinite(model(**inputs, video_features=features).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pixel_values_videos": torch.zeros(1, PATCH_VALUES)}, "pixels and video_features: pass one"),
+        ({"video_features": [torch.zeros(8, 64)] * 2}, r"2 video_features: expected one per video \(1\)"),
+        ({"video_features": [torch.zeros(7, 64)]}, r"\(7, 64\): expected \(8, 64\), the merged tokens of its grid"),
+        ({"video_features": [torch.zeros(8, 63)]}, r"\(8, 63\): expected \(8, 64\)"),
+        ({"video_features": [torch.full((8, 64), float("nan"))]}, "NaN or infinity in video_features 0"),
+        ({"video_grid_thw": None, "second_per_grid_ts": None}, "came with features but without grid_thw"),
+    ],
+    ids=["pixels too", "count", "rows", "width", "NaN", "no grid"],
+)
+@pytest.mark.parametrize("method", ["forward", "generate"])
+def test_features_that_do_not_fit(method, change, message):
+    model = shared_model()
+    inputs = {**encoded(model, batch(prompt(videos=[(2, 4, 4)]))), **change}
+    with pytest.raises(ValueError, match=message):
+        getattr(model, method)(**inputs)
+
+
+@pytest.mark.parametrize("frames", [0, -2, 1.5, True])
+def test_frames_per_chunk_that_is_no_count(frames):
+    inputs = batch(prompt(videos=[(2, 4, 4)]))
+    with pytest.raises(ValueError, match="frames_per_chunk"):
+        encoded(shared_model(), inputs, frames_per_chunk=frames)
+
+
+def test_nothing_to_encode():
+    with pytest.raises(ValueError, match="got no videos"):
+        shared_model().encode_videos(None, None)
