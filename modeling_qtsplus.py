@@ -20,6 +20,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 from transformers.utils import can_return_tuple
 
+from .attention_qtsplus import VARLEN_ATTENTION, attend_together
 from .configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from .generation_qtsplus import QTSplusGenerationMixin
 from .prompt_qtsplus import (
@@ -564,14 +565,23 @@ class QTSplusPreTrainedMixin:
 
 
 class Qwen2_5_VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_VLModel):
-    """Qwen2.5-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
+    """
+    Qwen2.5-VL without a head, with a [`QTSplusSelector`] as `qtsplus`.
+
+    The vision tower attends by `"qtsplus_varlen"`, unless `attn_implementation` names another function for the model or
+    for its `"vision_config"`.
+    """
 
     config: Qwen2_5_VLQTSplusConfig
     config_class = Qwen2_5_VLQTSplusConfig
     _no_split_modules = [*Qwen2_5_VLPreTrainedModel._no_split_modules, "QTSplusSelector"]
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
+        if config.vision_config._attn_implementation is None:
+            config.vision_config._attn_implementation = VARLEN_ATTENTION
         super().__init__(config)
+        for block in self.visual.blocks:
+            block.attn.register_forward_pre_hook(attend_together, with_kwargs=True)
         text = config.text_config
         self.qtsplus = QTSplusSelector(
             config.qtsplus_config,

@@ -1,0 +1,204 @@
+"""The vision tower attends in all windows of a layer at once, and gets what stock gets window by window."""
+
+import copy
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from transformers import Qwen2_5_VLModel
+
+import qtsplus.attention_qtsplus as attention
+from model_checks import shared_model
+from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.attention_qtsplus import VARLEN_ATTENTION, attend_by_length, varlen_attention_forward
+from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_config, tiny_model
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+SIZES = st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
+
+
+class CallCount(TorchFunctionMode):
+    """Counts the calls of scaled dot-product attention."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += func is SDPA
+        return func(*args, **(kwargs or {}))
+
+
+def encode(model, grid, pixels):
+    return model.model.visual(pixels, grid_thw=grid).pooler_output
+
+
+def video(*grids, seed=0):
+    """(t, h, w) in merged tokens -> grids in patches and pixels."""
+    grid = torch.tensor([(t, 2 * h, 2 * w) for t, h, w in grids])
+    return grid, torch.randn(int(grid.prod(-1).sum()), PATCH_VALUES, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def models():
+    model = tiny_model()
+    return model, stock_twin(model)
+
+
+@settings(max_examples=25, deadline=None)
+@given(grids=st.lists(SIZES, min_size=1, max_size=3))
+def test_the_numbers_are_stock_s(models, grids):
+    grid, pixels = video(*grids)
+    with torch.no_grad():
+        ours, theirs = (encode(model, grid, pixels) for model in models)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_gradients_are_stock_s():
+    model, grid, pixels = tiny_model(), *video((2, 3, 5), (1, 2, 2))
+    stock = stock_twin(model)
+    for one in (model, stock):
+        encode(one, grid, pixels).square().sum().backward()
+    for (name, ours), theirs in zip(
+        model.model.visual.named_parameters(), stock.model.visual.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def one_by_one(query, key, value, lengths):
+    """The readable twin."""
+    pieces = zip(*(states.split(lengths) for states in (query, key, value)), strict=True)
+    return torch.cat([SDPA(*(one.transpose(0, 1) for one in piece)).transpose(0, 1) for piece in pieces])
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), heads=st.integers(1, 3))
+def test_by_length_is_one_by_one(lengths, heads):
+    torch.manual_seed(0)
+    states = torch.randn(3, sum(lengths), heads, 8, dtype=torch.float64)
+    cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    weights = torch.randn(sum(lengths), heads, 8, dtype=torch.float64)
+    results = []
+    for attend in (lambda *qkv: attend_by_length(*qkv, cu_seq_lens), lambda *qkv: one_by_one(*qkv, lengths)):
+        leaf = states.clone().requires_grad_(True)
+        attended = attend(*leaf)
+        (attended * weights).sum().backward()
+        results.append((attended.detach(), leaf.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "lengths"),
+    [((8, 8), (1, 1)), ((9, 8), (2, 1)), ((9, 11), (3, 1))],
+    ids=["whole windows", "a narrow edge", "two edges and a corner"],
+)
+def test_calls_per_layer_do_not_grow_with_the_windows(size, lengths):
+    """`lengths` differ in a window layer and in a full layer; the tiny model has two of each."""
+    model, counts = shared_model(), []
+    for frames in (1, 6):
+        with CallCount() as count, torch.no_grad():
+            encode(model, *video((frames, *size)))
+        counts.append(count.calls)
+    assert counts == [2 * sum(lengths)] * 2
+
+
+def test_stock_calls_once_per_window(models):
+    """The count above can see it."""
+    _, stock = models
+    with CallCount() as count, torch.no_grad():
+        encode(stock, *video((6, 8, 8)))
+    assert count.calls == 2 * (6 * 16) + 2 * 6
+
+
+def test_torch_s_own_is_called_once_per_layer(monkeypatch, models):
+    """Where there is a GPU for it; here a stand-in takes its place."""
+    calls = []
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
+        lengths = cu_seq_q.diff().tolist()
+        assert cu_seq_q is cu_seq_k and max_q == max_k == max(lengths)
+        calls.append(len(lengths))
+        return one_by_one(query, key, value, lengths)
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "_torch_has_varlen_for", lambda *_: True)
+    grid, pixels = video((2, 3, 5), (1, 2, 2))
+    with torch.no_grad():
+        ours, theirs = (encode(model, grid, pixels) for model in models)
+    assert calls == [2 * 6 + 1, 3] * 2
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or attention.varlen_attn is None, reason="needs a GPU")
+def test_torch_s_own_gives_the_same():
+    torch.manual_seed(0)
+    lengths = [64, 64, 32, 7, 1, 1200]
+    states = torch.randn(3, sum(lengths), 16, 80, device="cuda", dtype=torch.bfloat16)
+    cu_seq_lens = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+    query, key, value = (one.transpose(0, 1)[None] for one in states)
+    assert attention._torch_has_varlen_for(query, 80**-0.5, 0.0)
+    ours, _ = varlen_attention_forward(torch.nn.Identity(), query, key, value, cu_seq_lens_q=cu_seq_lens)
+    torch.testing.assert_close(ours[0], one_by_one(*states, lengths), atol=2e-2, rtol=2e-2)
+
+
+def vision_attention(model):
+    return model.config.vision_config._attn_implementation
+
+
+def test_it_is_the_default_and_the_user_s_choice_wins(tmp_path):
+    model = shared_model()
+    assert vision_attention(model) == VARLEN_ATTENTION
+    assert model.config.text_config._attn_implementation == "sdpa"
+    model.save_pretrained(tmp_path)
+    load = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained
+    assert vision_attention(load(tmp_path)) == VARLEN_ATTENTION
+    for given_name in ("sdpa", {"vision_config": "sdpa"}):
+        assert vision_attention(load(tmp_path, attn_implementation=given_name)) == "sdpa"
+    only_text = load(tmp_path, attn_implementation={"text_config": "eager"})
+    assert vision_attention(only_text) == VARLEN_ATTENTION
+    assert only_text.config.text_config._attn_implementation == "eager"
+    named = load(tmp_path, attn_implementation={"vision_config": VARLEN_ATTENTION})
+    assert vision_attention(named) == VARLEN_ATTENTION
+
+
+def test_it_can_be_turned_off_and_on():
+    model = tiny_model()
+    grid, pixels = video((2, 8, 8))
+    counts = []
+    for name in ("sdpa", VARLEN_ATTENTION):
+        model.set_attn_implementation({"vision_config": name})
+        assert vision_attention(model) == name
+        with CallCount() as count, torch.no_grad():
+            encode(model, grid, pixels)
+        counts.append(count.calls)
+    assert counts == [2 * 2 * 16 + 2 * 2, 4]
+
+
+def test_no_file_names_it(tmp_path):
+    """Stock Transformers does not know the name."""
+    tiny_model().save_pretrained(tmp_path)
+    for path in tmp_path.glob("*.json"):
+        assert VARLEN_ATTENTION not in path.read_text(), path
+        json.loads(path.read_text())
+
+
+def test_other_models_can_be_built_from_the_configuration():
+    model = shared_model()
+    assert vision_attention(Qwen2_5_VLQTSplusForConditionalGeneration(model.config)) == VARLEN_ATTENTION
+    stock = Qwen2_5_VLModel(model.config).eval()
+    stock.visual.load_state_dict(model.model.visual.state_dict())
+    grid, pixels = video((2, 3, 5))
+    with torch.no_grad():
+        theirs = stock.visual(pixels, grid_thw=grid).pooler_output
+        for one in (model, copy.deepcopy(model)):
+            torch.testing.assert_close(encode(one, grid, pixels), theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_language_model_is_refused():
+    config = tiny_config()
+    config._attn_implementation = VARLEN_ATTENTION
+    model = Qwen2_5_VLQTSplusForConditionalGeneration(config)
+    with pytest.raises(ValueError, match='attn_implementation={"vision_config": "qtsplus_varlen"}'):
+        model(**batch(prompt()))
