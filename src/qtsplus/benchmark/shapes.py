@@ -165,6 +165,7 @@ def build(shape: Shape, side: str, device: str, dtype: torch.dtype, attention: s
     config = ours if side == "ours" else stock_config(ours)
     with no_init_weights(), torch.device(device):
         model: Any = cls._from_config(config, dtype=dtype, **_attention(side, attention))
+    model.tie_weights()  # which belongs to the initialisation that was skipped
     _fill(model)
     return _ready(model, config)
 
