@@ -238,7 +238,7 @@ def memory(
     shape: _Shape = "cpu",
     device: _Device = None,
     out: _Results = _RESULTS,
-    repeats: _Repeats = 3,
+    repeats: _Repeats = 5,
     retention: Annotated[float, typer.Option(help="Fraction of the visual tokens that is kept.")] = 0.11,
     dtype: Annotated[
         Dtype, typer.Option(help="Of both sides; auto is what the device multiplies faster.")

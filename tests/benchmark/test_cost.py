@@ -41,9 +41,7 @@ def test_counts_are_those_of_pytorch():
 
     embeds = torch.randn(1, tokens + TEXT, width)
     positions = torch.arange(tokens + TEXT).expand(3, 1, -1)
-    total, attention = counted(
-        lambda: models["stock"](inputs_embeds=embeds, position_ids=positions, logits_to_keep=1)
-    )
+    total, attention = counted(lambda: models["stock"](inputs_embeds=embeds, position_ids=positions, logits_to_keep=1))
     # PyTorch counts causal attention as if it were full.
     assert total - attention / 2 == costs["stock"]["prefill"].flops
 

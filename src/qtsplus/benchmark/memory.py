@@ -7,14 +7,17 @@ from typing import Any
 import torch
 
 from ..kernels.naive import naive_log_relevance
+from ..prompt_qtsplus import VIDEO
 from ..selector_qtsplus import log_relevance
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process
 from .results import Journal, environment, label, spread, steps, summarise
-from .shapes import QUESTION, SIDES, best_attention, build, find_device, find_shape, make_processor, prompt_text
+from .shapes import QUESTION, SIDES, Shape, best_attention, build, find_device, find_shape, make_processor, prompt_text
 
 # The paper's longest videos; a question of 64 tokens and the 3B model's heads.
 RELEVANCE = {"tokens": 180_000, "heads": 16, "key_value_heads": 2, "head_dim": 128, "question_tokens": 64}
+
+WAYS = {"ours": log_relevance, "naive": naive_log_relevance}
 
 
 def run_memory(
@@ -23,14 +26,14 @@ def run_memory(
     *,
     device: str | None = None,
     dtype: str = "auto",
-    repeats: int = 3,
+    repeats: int = 5,
     retention: float = 0.11,
     relevance: dict[str, int] | None = None,
     progress: bool = True,
 ) -> Path:
     """
-    Measures every repeat in a process of its own, and writes `memory-LABEL.json`. An interrupted run goes on with what
-    is missing.
+    Measures each side and each way in a process of its own, and writes `memory-LABEL.json`. An interrupted run goes on
+    with what is missing.
 
     Args:
         shape_name: of [`SHAPES`].
@@ -59,35 +62,29 @@ def run_memory(
     model = {key: settings[key] for key in ("shape", "device", "dtype", "attention", "retention")}
     tasks: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
         **{side: (measure_first_token, {"side": side, **model}) for side in SIDES},
-        **{
-            f"relevance {way}": (measure_relevance, {"way": way, "device": device, **sizes})
-            for way in ("ours", "naive")
-        },
+        **{f"relevance {way}": (measure_relevance, {"way": way, "device": device, **sizes}) for way in WAYS},
     }
-    with steps(name, repeats * len(tasks), progress) as step:
-        for repeat in range(repeats):
-            for task, (function, arguments) in tasks.items():
-                key = f"{task}/{repeat}"
-                if key not in journal.done:
-                    journal.add(key, in_own_process(function, **arguments))
-                step(f"{task}, {repeat + 1} of {repeats}: {journal.done[key]['extra_mb']:.0f} MB")
+    with steps(name, len(tasks), progress) as step:
+        for task, (function, arguments) in tasks.items():
+            if task not in journal.done:
+                journal.add(task, in_own_process(function, **arguments, repeats=repeats))
+            step(f"{task}: {spread(journal.done[task]['extra_mb'])['median']:.0f} MB")
 
-    runs = {task: [journal.done[f"{task}/{repeat}"] for repeat in range(repeats)] for task in tasks}
-    whole = {side: spread(run["weights_mb"] + run["extra_mb"] for run in runs[side]) for side in SIDES}
-    extra = {task: spread(run["extra_mb"] for run in of_task) for task, of_task in runs.items()}
+    extra = {task: spread(journal.done[task]["extra_mb"]) for task in tasks}
+    whole = {side: journal.done[side]["weights_mb"] + extra[side]["median"] for side in SIDES}
     document = {
         "command": f"qtsplus bench memory --shape {shape_name} --device {device}",
         "environment": environment(device),
         "settings": settings,
         "figures": {
-            "peak_memory_ratio": whole["ours"]["median"] / whole["stock"]["median"],
+            "peak_memory_ratio": whole["ours"] / whole["stock"],
             "peak_memory_ratio_without_weights": extra["ours"]["median"] / extra["stock"]["median"],
             "relevance_extra_mb": extra["relevance ours"]["median"],
             "relevance_naive_extra_mb": extra["relevance naive"]["median"],
         },
         "whole_mb": whole,
         "extra_mb": extra,
-        "repeats": runs,
+        "repeats": {task: journal.done[task] for task in tasks},
     }
     target = journal.finish(out / f"{name}.json", document)
     summarise(out, shape_name)
@@ -95,54 +92,73 @@ def run_memory(
 
 
 def measure_first_token(
-    side: str, shape: str, device: str, dtype: str, attention: str | None, retention: float
+    side: str, shape: str, device: str, dtype: str, attention: str | None, retention: float, repeats: int
 ) -> dict[str, Any]:
     """
-    Generates one token about random pixels.
+    Generates one token about random pixels, `repeats` times.
 
     Returns:
-        `weights_mb`; `extra_mb`, the peak beyond the loaded model, the inputs included; `peak_by`, how it was measured.
+        `weights_mb`; `extra_mb`, for every repeat the peak beyond the loaded model, the inputs included; `peak_by`, how
+        it was measured.
     """
     measured = find_shape(shape)
     model = build(measured, side, device, getattr(torch, dtype), attention)
     processor = make_processor(measured)
-    time, height, width = (int(tokens) for tokens in measured.grid)
     text = prompt_text(processor, QUESTION)
     text = text.replace(processor.video_token, processor.video_token * measured.visual_tokens)
+    extra = []
+    for _ in range(repeats):
+        with extra_memory(device) as peak:
+            _generate_first_token(model, processor.tokenizer, text, measured, side, retention)
+        extra.append(peak.mb)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return {"weights_mb": weights / 1e6, "extra_mb": extra, "peak_by": peak.by}
+
+
+def _generate_first_token(model, tokenizer, text: str, shape: Shape, side: str, retention: float) -> None:
+    time, height, width = shape.grid
     vision = model.config.vision_config
     patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    with extra_memory(device) as peak:
-        prompt = processor.tokenizer([text], return_tensors="pt").to(device)
-        inputs = {
-            **prompt,
-            "pixel_values_videos": torch.randn(4 * measured.visual_tokens, patch_values, device=device),
-            "video_grid_thw": torch.tensor([[time, 2 * height, 2 * width]], device=device),
-            "second_per_grid_ts": torch.tensor([1.0], device=device),
-        }
-        if side == "stock":
-            is_video = prompt["input_ids"] == model.config.video_token_id
-            model.generate(**inputs, mm_token_type_ids=is_video.int() * 2, max_new_tokens=1)
-        else:
-            model.generate(**inputs, retention=retention, max_new_tokens=1)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    return {"weights_mb": weights / 1e6, "extra_mb": peak.mb, "peak_by": peak.by}
+    prompt = tokenizer([text], return_tensors="pt").to(model.device)
+    inputs = {
+        **prompt,
+        "pixel_values_videos": torch.randn(4 * shape.visual_tokens, patch_values, device=model.device),
+        "video_grid_thw": torch.tensor([[time, 2 * height, 2 * width]], device=model.device),
+        "second_per_grid_ts": torch.tensor([1.0], device=model.device),
+    }
+    if side == "stock":
+        inputs["mm_token_type_ids"] = (prompt["input_ids"] == model.config.video_token_id).int() * VIDEO
+    else:
+        inputs["retention"] = retention
+    model.generate(**inputs, max_new_tokens=1)
 
 
 def measure_relevance(
-    way: str, device: str, tokens: int, heads: int, key_value_heads: int, head_dim: int, question_tokens: int
+    way: str,
+    device: str,
+    tokens: int,
+    heads: int,
+    key_value_heads: int,
+    head_dim: int,
+    question_tokens: int,
+    repeats: int,
 ) -> dict[str, Any]:
     """
-    Relevance without gradients, as the selector calls it, or by its readable twin ("naive").
+    Relevance without gradients, `repeats` times, as the selector calls it ("ours") or by its readable twin ("naive").
 
     Returns:
-        `extra_mb`, the peak beyond the inputs and the result; `peak_by`, how it was measured.
+        `extra_mb`, for every repeat the peak beyond the inputs and the result; `peak_by`, how it was measured.
     """
     torch.manual_seed(0)
     query_states = torch.randn(heads, question_tokens, head_dim, device=device)
     key_states = torch.randn(key_value_heads, tokens, head_dim, device=device)
-    function = log_relevance if way == "ours" else naive_log_relevance
+    function = WAYS[way]
+    extra = []
     with torch.inference_mode():
         function(query_states[:, :2], key_states[:, :64])  # libraries load what they need
-        with extra_memory(device) as peak:
-            result = function(query_states, key_states)
-    return {"extra_mb": peak.mb - result.nbytes / 1e6, "peak_by": peak.by}
+        for _ in range(repeats):
+            with extra_memory(device) as peak:
+                result = function(query_states, key_states)
+            extra.append(peak.mb - result.nbytes / 1e6)
+            del result
+    return {"extra_mb": extra, "peak_by": peak.by}

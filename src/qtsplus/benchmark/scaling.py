@@ -91,7 +91,7 @@ def run_scaling(
 
 
 def fit_power_law(sizes: Sequence[float], values: Sequence[float]) -> dict[str, float]:
-    """`value = factor * size ** exponent`, by least squares between the logarithms; a value of 0 counts as a millionth."""
+    """`value = factor * size ** exponent` by least squares between the logarithms; a value of 0 counts as 1e-6."""
     logs = np.log(np.asarray(sizes, dtype=float)), np.log(np.maximum(np.asarray(values, dtype=float), 1e-6))
     exponent, intercept = np.polyfit(*logs, 1)
     return {"exponent": float(exponent), "factor": float(math.exp(intercept))}
