@@ -42,11 +42,11 @@ def run_memory(
         relevance: sizes in the place of [`RELEVANCE`].
 
     Raises:
-        ValueError: no such shape or device, or no repeats.
+        ValueError: no such shape or device, or a number out of its range.
     """
     device = find_device(find_shape(shape_name), device)
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats}: expected at least 1.")
+    if repeats < 1 or not 0 < retention <= 1:
+        raise ValueError(f"repeats={repeats}, retention={retention}: expected at least 1, and a fraction in (0, 1].")
     sizes = relevance or RELEVANCE
     settings = {
         "shape": shape_name,
@@ -120,17 +120,16 @@ def _generate_first_token(model, tokenizer, text: str, shape: Shape, side: str, 
     vision = model.config.vision_config
     patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     prompt = tokenizer([text], return_tensors="pt").to(model.device)
-    inputs = {
-        **prompt,
-        "pixel_values_videos": torch.randn(4 * shape.visual_tokens, patch_values, device=model.device),
-        "video_grid_thw": torch.tensor([[time, 2 * height, 2 * width]], device=model.device),
-        "second_per_grid_ts": torch.tensor([1.0], device=model.device),
-    }
+    pixels = torch.randn(4 * shape.visual_tokens, patch_values)
+    prompt["video_grid_thw"] = torch.tensor([[time, 2 * height, 2 * width]], device=model.device)
+    prompt["second_per_grid_ts"] = torch.tensor([1.0], device=model.device)
     if side == "stock":
-        inputs["mm_token_type_ids"] = (prompt["input_ids"] == model.config.video_token_id).int() * VIDEO
+        types = (prompt["input_ids"] == model.config.video_token_id).int() * VIDEO
+        model.generate(**prompt, pixel_values_videos=pixels.to(model.device), mm_token_type_ids=types, max_new_tokens=1)
     else:
-        inputs["retention"] = retention
-    model.generate(**inputs, max_new_tokens=1)
+        # As a session does: pixels wait on the CPU.
+        features = model.encode_videos(pixels, prompt["video_grid_thw"])
+        model.generate(**prompt, video_features=features, retention=retention, max_new_tokens=1)
 
 
 def measure_relevance(

@@ -19,6 +19,7 @@ from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 
 SIDES = ("stock", "ours")
 FRAMES_PER_SECOND = 2  # looked at, as Qwen2.5-VL does
+FRAME_BOUNDS = {"min_frames": 2, "max_frames": 10**6}  # no video is too long
 QUESTION = (
     "What colour is the shape that moves to the left before the yellow circle appears? Choose one of the options. "
     "A. red B. blue C. green D. purple. Answer with the letter."
@@ -228,7 +229,7 @@ def make_processor(shape: Shape) -> Qwen2_5_VLQTSplusProcessor:
     video_processor = processor.video_processor
     video_processor.size = {"shortest_edge": 28 * 28, "longest_edge": shape.size[0] * shape.size[1]}
     video_processor.fps = FRAMES_PER_SECOND
-    video_processor.min_frames, video_processor.max_frames = 2, 10**6
+    video_processor.min_frames, video_processor.max_frames = FRAME_BOUNDS.values()
     video_processor.max_video_tokens = 10**9
     return processor
 

@@ -9,11 +9,13 @@ import torch
 from transformers import BatchFeature
 
 from ..processing_qtsplus import choose_frames, read_video
+from ..session import EncodedVideo, encode
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages
 from .results import Journal, environment, label, spread, steps, summarise
 from .shapes import (
+    FRAME_BOUNDS,
     FRAMES_PER_SECOND,
     QUESTION,
     SECOND_QUESTION,
@@ -38,7 +40,7 @@ SWEEPS = {
 }
 
 STAGES = (
-    *("decode", "preprocess", "vision", "relevance", "gate", "re-encode", "prefill", "per_token"),
+    *("decode", "preprocess", "reading", "vision", "relevance", "gate", "re-encode", "prefill", "per_token"),
     *("features_to_first_token", "pixels_to_first_token", "file_to_first_token", "second_question"),
 )
 
@@ -73,8 +75,11 @@ def run_speed(
         ValueError: no such shape or device, or a number out of its range.
     """
     shape = find_shape(shape_name)
-    if repeats < 1 or new_tokens < 2:
-        raise ValueError(f"repeats={repeats}, new_tokens={new_tokens}: expected at least 1 and at least 2.")
+    if repeats < 1 or new_tokens < 2 or not 0 < retention <= 1:
+        raise ValueError(
+            f"repeats={repeats}, new_tokens={new_tokens}, retention={retention}: expected at least 1, at least 2 and a "
+            "fraction in (0, 1]."
+        )
     device = find_device(shape, device)
     torch_dtype = faster_dtype(device) if dtype == "auto" else getattr(torch, dtype)
     attention = best_attention(device)
@@ -106,9 +111,9 @@ def run_speed(
                         bench = bench or _Bench(measured, device, torch_dtype, attention, retention, new_tokens)
                         video = video or render_video(measured, frames, Path(folder))
                         if not warm:
-                            bench.measure(video, frames)
+                            bench.measure(video)
                             warm = True
-                        journal.add(key, bench.measure(video, frames))
+                        journal.add(key, bench.measure(video))
                     seconds = (f"{side} {journal.done[key][side]['file_to_first_token']:.2f} s" for side in SIDES)
                     step(f"{measured.name}, {frames} frames, {repeat + 1} of {repeats}: {', '.join(seconds)}")
     return _write(shape, points, settings, journal, out / f"{name}.json")
@@ -131,93 +136,92 @@ class _Bench:
         self.processor = make_processor(shape)
         self.device, self.retention, self.new_tokens = device, retention, new_tokens
 
-    def measure(self, video: Path, frames: int) -> dict[str, dict[str, float]]:
+    def measure(self, video: Path) -> dict[str, dict[str, float]]:
         """Seconds and tokens of one run of stock, then of ours."""
-        return {"stock": self.run_stock(video, frames), "ours": self.run_ours(video, frames)}
+        return {"stock": self.run_stock(video), "ours": self.run_ours(video)}
 
-    def read(self, video: Path, frames: int) -> tuple[BatchFeature, dict[str, float]]:
-        """The model's inputs, and when each of the two steps to them was done."""
-        times = {"start": now(self.device)}
-        choose = functools.partial(choose_frames, fps=FRAMES_PER_SECOND, min_frames=2, max_frames=frames)
-        pixels, metadata = read_video(str(video), choose)
-        times["decoded"] = now(self.device)
-        inputs = self.processor(
-            text=prompt_text(self.processor, QUESTION), videos=[pixels], video_metadata=[metadata], return_tensors="pt"
-        ).to(self.device)
-        times["prepared"] = now(self.device)
-        return inputs, times
-
-    def run_stock(self, video: Path, frames: int) -> dict[str, float]:
+    def run_stock(self, video: Path) -> dict[str, float]:
+        """Reads the file, then generates from the pixels."""
         model, tokens = self.models["stock"], TokenClock()
-        inputs, times = self.read(video, frames)
+        began = now(self.device)
+        frames, metadata = read_video(
+            str(video), functools.partial(choose_frames, fps=FRAMES_PER_SECOND, **FRAME_BOUNDS)
+        )
+        decoded = now(self.device)
+        inputs = self.processor(
+            text=prompt_text(self.processor, QUESTION), videos=[frames], video_metadata=[metadata], return_tensors="pt"
+        ).to(self.device)
         inputs.pop("query_mask")
+        prepared = now(self.device)
         modules = {"vision": model.model.visual, "language_model": model.model.language_model}
         with StageClock(self.device, **modules) as stages:
             model.generate(**inputs, max_new_tokens=self.new_tokens, streamer=tokens)
         return {
+            "decode": decoded - began,
+            "preprocess": prepared - decoded,
             "vision": stages.seconds("vision"),
-            **self._figures(inputs, times, stages, tokens, encoded=stages.ended("vision")),
+            "pixels_to_first_token": tokens.first_token - prepared,
+            **self._figures(inputs, stages, tokens, began=began, encoded=stages.ended("vision")),
         }
 
-    def run_ours(self, video: Path, frames: int) -> dict[str, float]:
+    def run_ours(self, video: Path) -> dict[str, float]:
+        """Reads and encodes the file chunk by chunk, then generates from the features, twice."""
         model, tokens = self.models["ours"], TokenClock()
-        inputs, times = self.read(video, frames)
-        inputs.pop("mm_token_type_ids", None)
-        features = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"])
-        encoded = now(self.device)
         selector = model.model.qtsplus
-        modules = {"selection": selector, "language_model": model.model.language_model}
+        modules = {"vision": model.model.visual, "selection": selector, "language_model": model.model.language_model}
         modules.update({f"relevance {i}": layer for i, layer in enumerate(selector.scoring_layers)})
         modules.update({f"re-encode {i}": layer for i, layer in enumerate(selector.reencode_layers)})
         call = {"retention": self.retention, "max_new_tokens": self.new_tokens}
+
+        began = now(self.device)
         with StageClock(self.device, **modules) as stages:
-            model.generate(**inputs, **call, video_features=features, streamer=tokens)
+            known = encode(model, self.processor, video)
+            encoded = now(self.device)
+            inputs = self._ask(QUESTION, known)
+            model.generate(**inputs, **call, video_features=[known.features], streamer=tokens)
         relevance, reencode = (
             sum(stages.seconds(name) for name in modules if name.startswith(stage))
             for stage in ("relevance", "re-encode")
         )
 
-        second, asked = TokenClock(), self._second_question(inputs)
-        began = now(self.device)
-        model.generate(**asked, **call, video_features=features, streamer=second)
+        second, inputs_again = TokenClock(), self._ask(SECOND_QUESTION, known)
+        asked = now(self.device)
+        model.generate(**inputs_again, **call, video_features=[known.features], streamer=second)
         return {
-            "vision": encoded - times["prepared"],
+            "reading": encoded - began - stages.seconds("vision"),
+            "vision": stages.seconds("vision"),
             "relevance": relevance,
             "gate": stages.seconds("selection") - relevance - reencode,
             "re-encode": reencode,
             "selection": stages.seconds("selection"),
-            "second_question": second.first_token - began,
+            "second_question": second.first_token - asked,
             "question_tokens": int(inputs["query_mask"].sum()),
-            **self._figures(inputs, times, stages, tokens, encoded),
+            **self._figures(inputs, stages, tokens, began=began, encoded=encoded),
         }
 
-    def _figures(self, inputs, times, stages: StageClock, tokens: TokenClock, encoded: float) -> dict[str, float]:
+    def _ask(self, question: str, known: EncodedVideo) -> BatchFeature:
+        """The inputs of a question about a video that has been encoded."""
+        text, grid = prompt_text(self.processor, question), known.video_grid_thw
+        inputs = self.processor(text=text, video_grid_thw=grid, return_tensors="pt").to(self.device)
+        inputs["second_per_grid_ts"] = known.second_per_grid_ts
+        return inputs
+
+    def _figures(
+        self, inputs: BatchFeature, stages: StageClock, tokens: TokenClock, began: float, encoded: float
+    ) -> dict[str, float]:
         """What both sides have alike."""
-        begin, end = stages.spans["language_model"][0]
-        merge = self.processor.video_processor.merge_size
-        visual_tokens = int(inputs["video_grid_thw"].prod()) // merge**2
-        prompt_tokens = inputs["input_ids"].shape[1]
+        prefill_began, prefill_ended = stages.spans["language_model"][0]
+        visual_tokens = int(inputs["video_grid_thw"].prod()) // self.processor.video_processor.merge_size**2
+        text_tokens = inputs["input_ids"].shape[1] - visual_tokens
         return {
-            "decode": times["decoded"] - times["start"],
-            "preprocess": times["prepared"] - times["decoded"],
-            "prefill": end - begin,
+            "prefill": prefill_ended - prefill_began,
             "per_token": tokens.seconds_per_token,
             "features_to_first_token": tokens.first_token - encoded,
-            "pixels_to_first_token": tokens.first_token - times["prepared"],
-            "file_to_first_token": tokens.first_token - times["start"],
+            "file_to_first_token": tokens.first_token - began,
             "visual_tokens": visual_tokens,
-            "text_tokens": prompt_tokens - visual_tokens,
-            "visual_tokens_to_lm": stages.lengths["language_model"][0] - (prompt_tokens - visual_tokens),
+            "text_tokens": text_tokens,
+            "visual_tokens_to_lm": stages.lengths["language_model"][0] - text_tokens,
         }
-
-    def _second_question(self, inputs: BatchFeature) -> BatchFeature:
-        """Another question about the same video, which need not be read again."""
-        processor, grid = self.processor, inputs["video_grid_thw"]
-        placeholders = int(grid.prod()) // processor.video_processor.merge_size**2
-        text = prompt_text(processor, SECOND_QUESTION)
-        text = text.replace(processor.video_token, processor.video_token * placeholders)
-        asked = processor.tokenizer([text], return_tensors="pt").to(self.device)
-        return BatchFeature({**asked, "video_grid_thw": grid, "second_per_grid_ts": inputs["second_per_grid_ts"]})
 
 
 # --------------------------------------------------------------------------------------------------------------------
