@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from ..selector_qtsplus import kept_count
 from .clock import now
 
@@ -41,7 +41,7 @@ DATA_SHEETS = (Device("A100 80 GB SXM", 312e12, 2.039e12), Device("H100 SXM", 98
 
 
 def stage_costs(
-    config: Qwen2_5_VLQTSplusConfig,
+    config: Any,
     grid: tuple[int, int, int],
     text_tokens: int,
     question_tokens: int,
@@ -52,6 +52,7 @@ def stage_costs(
     Costs of one question about one video, by side and stage.
 
     Args:
+        config: [`Qwen2_5_VLQTSplusConfig`].
         grid: (time, height, width) in visual tokens.
         text_tokens: of the prompt, beside the visual ones.
         question_tokens: of them, those that the selection goes by.

@@ -17,7 +17,7 @@ from .shapes import QUESTION, SIDES, Shape, best_attention, build, find_device, 
 # The paper's longest videos; a question of 64 tokens and the 3B model's heads.
 RELEVANCE = {"tokens": 180_000, "heads": 16, "key_value_heads": 2, "head_dim": 128, "question_tokens": 64}
 
-WAYS = {"ours": log_relevance, "naive": naive_log_relevance}
+WAYS: dict[str, Callable[..., torch.Tensor]] = {"ours": log_relevance, "naive": naive_log_relevance}
 
 
 def run_memory(

@@ -4,13 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -34,8 +32,10 @@ def extra_memory(device: str) -> Iterator[Peak]:
     """
     Measures the peak memory of what runs inside, beyond what was in use before.
 
-    CUDA: what PyTorch's allocator gave out. CPU: resident memory of the process, by the kernel's own high-water mark on
-    Linux and by looking every millisecond elsewhere.
+    CUDA: what PyTorch's allocator gave out. CPU: resident memory of the process, by Linux's own high-water mark.
+
+    Raises:
+        ValueError: the CPU of another system.
     """
     peak = Peak()
     if torch.device(device).type == "cuda":
@@ -45,47 +45,21 @@ def extra_memory(device: str) -> Iterator[Peak]:
         yield peak
         torch.cuda.synchronize(device)
         peak.mb, peak.by = (torch.cuda.max_memory_allocated(device) - before) / 1e6, "CUDA allocator"
-    elif _CLEAR.exists():
+    else:
+        if not _CLEAR.exists():
+            raise ValueError(
+                f"Peak memory of a CPU process is read from Linux's {_CLEAR}, which is not here: use Linux or a GPU."
+            )
         _CLEAR.write_text("5")  # the high-water mark starts again from here
         before = _status("VmRSS")
         yield peak
         peak.mb, peak.by = (_status("VmHWM") - before) / 1e6, "kernel's high-water mark"
-    else:
-        with _sampled() as highest:
-            before = highest()
-            yield peak
-            peak.mb, peak.by = (highest() - before) / 1e6, "samples of the resident memory"
 
 
 def _status(name: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no {name}; expected a Linux kernel with memory statistics.")
-
-
-@contextmanager
-def _sampled() -> Iterator[Callable[[], int]]:
-    """Gives a function for the highest resident memory so far, in bytes."""
-    process, stop = psutil.Process(), threading.Event()
-    highest = process.memory_info().rss
-
-    def look() -> int:
-        nonlocal highest
-        highest = max(highest, process.memory_info().rss)
-        return highest
-
-    def watch() -> None:
-        while not stop.wait(0.001):
-            look()
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield look
-    finally:
-        stop.set()
-        thread.join()
+    """A field of the process's status, in bytes."""
+    (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
 
 
 def in_own_process(function: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:

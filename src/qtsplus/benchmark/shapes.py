@@ -142,8 +142,8 @@ def make_config(shape: Shape) -> Qwen2_5_VLQTSplusConfig:
     return Qwen2_5_VLQTSplusConfig(**fields)
 
 
-def stock_config(config: Qwen2_5_VLQTSplusConfig) -> Qwen2_5_VLConfig:
-    """The same model without a selector."""
+def stock_config(config: Any) -> Qwen2_5_VLConfig:
+    """The configuration of the same model without a selector, from a [`Qwen2_5_VLQTSplusConfig`]."""
     ids = {name: getattr(config, name) for name in _TOKEN_IDS[:4]}
     return Qwen2_5_VLConfig(
         text_config=config.text_config.to_dict(),
