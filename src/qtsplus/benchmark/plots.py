@@ -6,6 +6,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 _COLOURS = {"stock": "#8c8c8c", "ours": "#0b6e99"}
 _NAMES = {"stock": "Qwen2.5-VL", "ours": "QTSplus"}
@@ -34,20 +35,19 @@ def draw_stages(document: dict[str, Any], path: Path) -> None:
     """Where the seconds from file to first token go, a bar for each side."""
     figure = Figure(figsize=(8, 2.6), layout="constrained")
     axes = figure.subplots()
-    named = set()
     for row, side in enumerate(("ours", "stock")):
         left = 0.0
         for stage, colour in _STAGE_COLOURS.items():
             if stage in document["seconds"][side]:
                 seconds = document["seconds"][side][stage]["median"]
-                axes.barh(row, seconds, left=left, color=colour, label=None if stage in named else stage)
-                named.add(stage)
+                axes.barh(row, seconds, left=left, color=colour)
                 left += seconds
         axes.text(left, row, f"  {left:.3g} s", va="center")
     axes.set_yticks([0, 1], [_NAMES["ours"], _NAMES["stock"]])
     axes.set_xlabel("seconds, medians of the stages up to the first token")
     axes.margins(x=0.12)
-    axes.legend(ncols=8, loc="upper center", bbox_to_anchor=(0.5, 1.25), frameon=False, fontsize=8)
+    handles = [Patch(color=colour, label=stage) for stage, colour in _STAGE_COLOURS.items()]
+    axes.legend(handles=handles, ncols=8, loc="upper center", bbox_to_anchor=(0.5, 1.25), frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     _save(figure, path)
 
