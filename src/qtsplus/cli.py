@@ -341,6 +341,88 @@ def learned(
     console.print(f"Wrote {results}", soft_wrap=True, highlight=False)
 
 
+_Shape = Annotated[str, typer.Option(help="cpu: 3B widths, a quarter of the layers. 3b: whole, on a GPU. small; tiny.")]
+_Device = Annotated[str | None, typer.Option(help="Such as cuda or cpu; what the shape is meant for when absent.")]
+_Results = Annotated[Path, typer.Option(help="Folder of the results.")]
+_Repeats = Annotated[int, typer.Option(help="Repeats of each measurement.", min=1)]
+_RESULTS = Path("benchmarks/results")
+
+
+@bench_app.command()
+def speed(
+    shape: _Shape = "cpu",
+    device: _Device = None,
+    out: _Results = _RESULTS,
+    repeats: _Repeats = 5,
+    retention: Annotated[float, typer.Option(help="Fraction of the visual tokens that is kept.")] = 0.11,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of both sides; auto is what the device multiplies faster.")
+    ] = Dtype.auto,
+    sweep: Annotated[bool, typer.Option(help="Also measure over the number of frames.")] = True,
+) -> None:
+    """Seconds per stage and from an mp4 to the first token, stock Qwen2.5-VL and ours in turn on the same weights."""
+    with _one_line_errors(), _resumable():
+        from .benchmark.speed import run_speed
+
+        file = run_speed(
+            shape, out, device=device, dtype=dtype.value, repeats=repeats, retention=retention, sweep=sweep
+        )
+    _print_figures(file)
+
+
+@bench_app.command()
+def memory(
+    shape: _Shape = "cpu",
+    device: _Device = None,
+    out: _Results = _RESULTS,
+    repeats: _Repeats = 5,
+    retention: Annotated[float, typer.Option(help="Fraction of the visual tokens that is kept.")] = 0.11,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of both sides; auto is what the device multiplies faster.")
+    ] = Dtype.auto,
+) -> None:
+    """Peak memory up to the first token, and of relevance beside its readable twin, each in a process of its own."""
+    with _one_line_errors(), _resumable():
+        from .benchmark.memory import run_memory
+
+        file = run_memory(shape, out, device=device, dtype=dtype.value, repeats=repeats, retention=retention)
+    _print_figures(file)
+
+
+@bench_app.command()
+def scaling(
+    shape: _Shape = "cpu",
+    device: _Device = None,
+    out: _Results = _RESULTS,
+    repeats: _Repeats = 5,
+    size: Annotated[
+        list[int] | None, typer.Option(help="Visual tokens, up to 1,000,000 when absent; may be repeated.")
+    ] = None,
+) -> None:
+    """Time and memory of selection over the visual tokens, and the exponents with which they grow."""
+    with _one_line_errors(), _resumable():
+        from .benchmark.scaling import run_scaling
+
+        file = run_scaling(shape, out, device=device, sizes=size, repeats=repeats)
+    _print_figures(file)
+
+
+def _print_figures(file: Path) -> None:
+    for name, value in json.loads(file.read_text())["figures"].items():
+        console.print(f"{name} {value:.3g}", highlight=False)
+    notes.print(f"Wrote {file}", soft_wrap=True)
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """An interruption is no failure: what has been measured stays on disk."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("qtsplus: interrupted; the same command goes on with what is missing", err=True)
+        raise typer.Exit(130) from None
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the clip, the model and the picture go.")] = Path("demo"),
