@@ -513,7 +513,13 @@ class QTSplusModelMixin:
         if query_mask is None:
             config = self.config
             query_mask = find_query_mask(
-                input_ids, mask, config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
+                input_ids,
+                mask,
+                config.user_turn_token_ids,
+                config.turn_end_token_id,
+                config.special_token_ids,
+                config.video_token_id,
+                getattr(config, "frame_text_token_ids", ()),
             )
         elif query_mask.shape != input_ids.shape:
             raise ValueError(

@@ -1,6 +1,7 @@
-"""Processor of Qwen2.5-VL with QTSplus: reads videos with their true times and marks the question in the prompt.
+"""Processors: read videos with their true times and mark the question in the prompt.
 
-Data flows as: paths, folders or frames -> frames with metadata -> Qwen2.5-VL's own processor -> the question's mask.
+Data flows as: paths, folders or frames -> frames with metadata -> the backbone's own processor -> the question's mask.
+[`QTSplusProcessorMixin`] does it for any backbone; Qwen2.5-VL's processor stands at the end.
 """
 
 import functools
@@ -394,13 +395,16 @@ def _require_positive(name, value):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class Qwen2_5_VLQTSplusProcessor(Qwen2_5_VLProcessor):
+class QTSplusProcessorMixin:
     r"""
-    [`Qwen2_5_VLProcessor`] that also says which tokens are the question, and that reads videos with their true times.
+    In front of a backbone's processor: says which tokens are the question, and reads videos with their true times.
 
     It replaces nothing of the chat template: `apply_chat_template(..., tokenize=True, return_dict=True)` works as
     usual. What goes beyond messages belongs into its `processor_kwargs`, e.g. `processor_kwargs={"query": "Where?"}`.
     """
+
+    user_turn = "<|im_start|>user"  # what the chat template opens and closes a turn with
+    turn_end = "<|im_end|>"
 
     @property
     def model_input_names(self):
@@ -408,12 +412,12 @@ class Qwen2_5_VLQTSplusProcessor(Qwen2_5_VLProcessor):
 
     @property
     def query_token_ids(self) -> dict[str, int | list[int]]:
-        """The ids by which [`find_query_mask`] finds the question, named as in `Qwen2_5_VLQTSplusConfig`."""
+        """The ids by which [`find_query_mask`] finds the question, named as in the model's configuration."""
         tokenizer = self.tokenizer
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         return {
-            "user_turn_token_ids": tokenizer("<|im_start|>user", add_special_tokens=False)["input_ids"],
-            "turn_end_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            "user_turn_token_ids": tokenizer(self.user_turn, add_special_tokens=False)["input_ids"],
+            "turn_end_token_id": tokenizer.convert_tokens_to_ids(self.turn_end),
             "special_token_ids": sorted(special.union(tokenizer.all_special_ids)),
         }
 
@@ -422,7 +426,7 @@ class Qwen2_5_VLQTSplusProcessor(Qwen2_5_VLProcessor):
         Prepares the model's inputs.
 
         Args:
-            images: as in [`Qwen2_5_VLProcessor`].
+            images: as in the backbone's processor.
             text (`str` or `list[str]`): prompts made with the chat template, one per row.
             videos: per video a path (file, `http(s)` address, or folder of frames), or its frames: `[T, H, W, C]` or
                 `[T, C, H, W]` as an array or tensor, or a list of images. Alone, in a list, or in a list per row.
@@ -436,10 +440,10 @@ class Qwen2_5_VLQTSplusProcessor(Qwen2_5_VLProcessor):
                 they come with `video_metadata` and this call asks for it by `fps`, `num_frames` or `True`.
             video_metadata (`list[dict]`, *optional*): per video, what the given frames are: `fps` of the video that
                 they come from, its `total_num_frames`, and their `frames_indices` in it. `None`, or ignored, for files.
-            kwargs: as in [`Qwen2_5_VLProcessor`].
+            kwargs: as in the backbone's processor.
 
         Returns:
-            `BatchFeature` with Qwen2.5-VL's inputs and `query_mask` `[B, S]`, 1 on the question's tokens. With `query`
+            `BatchFeature` with the backbone's inputs and `query_mask` `[B, S]`, 1 on the question's tokens. With `query`
             also `query_input_ids` `[B, L]` and `query_attention_mask` `[B, L]`, padded on the right. They come in the
             form of `input_ids`: tensors with `return_tensors="pt"`, lists without.
 
@@ -484,17 +488,18 @@ class Qwen2_5_VLQTSplusProcessor(Qwen2_5_VLProcessor):
         if call_fps is None and num_frames is None:
             num_frames = getattr(self.video_processor, "num_frames", None)
         default_fps = getattr(self.video_processor, "fps", None) or DEFAULT_FPS
-        bounds = {}
+        bounds: dict = {}
         for name in ("min_frames", "max_frames", "temporal_patch_size"):
             # Left in place too: the video processor takes them and, with nothing to sample, reads only the last.
             given = kwargs.get(name, videos_kwargs.get(name))
-            bounds[name] = getattr(self.video_processor, name) if given is None else given
+            bounds[name] = getattr(self.video_processor, name, None) if given is None else given
 
         frames_list, described = [], []
         for video, rate, metadata in zip(videos, rates, metadata_list, strict=True):
             if rate is not None:
                 _require_positive("fps", rate)
-            choose = functools.partial(choose_frames, fps=rate or default_fps, num_frames=num_frames, **bounds)
+            known = {name: value for name, value in bounds.items() if value is not None}
+            choose = functools.partial(choose_frames, fps=rate or default_fps, num_frames=num_frames, **known)
             if isinstance(video, str):
                 frames, metadata = read_video(video, choose_frames if do_sample_frames is False else choose)
             else:
@@ -562,6 +567,10 @@ def _per_video(name, value, count):
     return list(value)
 
 
+class Qwen2_5_VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2_5_VLProcessor):
+    r"""[`Qwen2_5_VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
+
+
 Qwen2_5_VLQTSplusProcessor.register_for_auto_class()
 
-__all__ = ["Qwen2_5_VLQTSplusProcessor"]
+__all__ = ["QTSplusProcessorMixin", "Qwen2_5_VLQTSplusProcessor"]
