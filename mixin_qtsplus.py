@@ -29,6 +29,7 @@ from .prompt_qtsplus import (
     pad_rows,
     text_positions,
 )
+from .saving_qtsplus import QTSplusSavingMixin
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector, find_query_mask
 
 # Encoded at a time without gradients: enough rows to fill a device, and a few hundred MB of activations in bfloat16.
@@ -702,7 +703,7 @@ def _join(parts: list[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class QTSplusPreTrainedMixin:
+class QTSplusPreTrainedMixin(QTSplusSavingMixin):
     """Initialises the selector, and refuses checkpoints that would leave a part of the model random."""
 
     def _init_weights(self, module):

@@ -1,6 +1,7 @@
 """The `qtsplus` command: parses, calls, prints."""
 
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,27 +95,123 @@ def ask(
 
 
 @app.command()
-def publish(
-    model: Annotated[str, typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.")],
-    to: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A folder or Hub id: a Qwen2.5-VL, a reference QTSplus, or one of ours to make a Qwen2.5-VL of.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    variant: Annotated[
+        str | None, typer.Option(help="Whose selector hyperparameters a Qwen2.5-VL gets, such as qtsplus-3b.")
+    ] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(help="Start of a new selector: identity (when absent), or lm for layers of the language model."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A field of a new selector, such as n_max=512; may be repeated.")
+    ] = None,
+    vision_config: Annotated[
+        Path | None, typer.Option(help="Of a reference checkpoint, which lacks it: a JSON file, or a folder with one.")
+    ] = None,
+    processor: Annotated[
+        str | None, typer.Option(help="Folder or Hub id to take the processor from, where the source has none.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the source on the Hub.")] = None,
+    seed: Annotated[int, typer.Option(help="Of a new selector.")] = 0,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write beside files that are already there.")] = False,
 ) -> None:
-    """Assemble a complete Hub repository: weights, configuration, processor, code and model card."""
+    """Make a QTSplus model of a Qwen2.5-VL or of a reference checkpoint, or a Qwen2.5-VL of a QTSplus model."""
     with _one_line_errors():
-        from .hub.publish import assemble, load_for_publish
+        from .hub import convert as conversion
 
-        loaded = load_for_publish(model)
-        folder = assemble(
-            loaded.model,
-            loaded.processor,
-            to,
-            variant=loaded.variant,
-            random_seed=loaded.random_seed,
+        folder = conversion.convert(
+            source,
+            out,
+            variant=variant,
+            initialise=init,
+            selector=_parse_settings(settings),
+            vision_config=vision_config,
+            processor=processor,
+            revision=revision,
+            seed=seed,
+            max_shard_size=max_shard_size,
             overwrite=overwrite,
+            progress=True,
+            say=_note,
         )
-    if loaded.random_seed is not None:
-        notes.print(f"{model} was built with random weights (seed {loaded.random_seed}), as its card says.")
     console.print(f"Wrote {folder}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def split(
+    model: Annotated[Path, typer.Argument(help="A folder with a QTSplus model.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write; beside the model's, with -split, when absent.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write beside files that are already there.")] = False,
+) -> None:
+    """Write the vision head and the language model as checkpoints of their own, checked against the whole model."""
+    with _one_line_errors():
+        from .hub import split as splitting
+
+        parts = splitting.split(model, out, overwrite=overwrite, say=_note)
+    for part in parts:
+        console.print(f"Wrote {part}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def publish(
+    model: Annotated[str, typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.")],
+    to: Annotated[Path | None, typer.Option(help="A folder to write.", show_default=False)] = None,
+    repo: Annotated[str | None, typer.Option(help="ORG/NAME on the Hub to upload to.", show_default=False)] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository a private one.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files and their sizes; upload nothing.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write beside files that are already there.")] = False,
+) -> None:
+    """Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it."""
+    if to is None and repo is None:
+        _fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
+    if repo is None and (private or dry_run):
+        _fail(f"{'--private' if private else '--dry-run'} is about an upload: give --repo ORG/NAME")
+    with _one_line_errors(), tempfile.TemporaryDirectory() as scratch:
+        from .hub import publish as publishing
+
+        if repo is not None:
+            publishing.check_repository(repo)
+        keep = to is not None and not dry_run
+        folder = to if to is not None and keep else Path(scratch) / "repository"
+        if not Path(model).is_dir() and model in publishing.variants():
+            built = publishing.load_variant(model)
+            publishing.assemble(
+                built.model,
+                built.processor,
+                folder,
+                variant=built.variant,
+                random_seed=built.random_seed,
+                repository=repo,
+                overwrite=overwrite,
+            )
+            if built.random_seed is not None:
+                _note(f"{model} was built with random weights (seed {built.random_seed}), as its card says.")
+        else:
+            publishing.assemble_folder(
+                model, folder, repository=repo, overwrite=overwrite, link_weights=not keep, say=_note
+            )
+        if keep:
+            console.print(f"Wrote {folder.resolve()}", soft_wrap=True, highlight=False)
+        if repo is not None and dry_run:
+            _print_files(folder, f"{repo} ({'private' if private else 'public, or as the organization has it'})")
+        elif repo is not None:
+            with notes.status(f"Uploading to {repo}"):
+                address = publishing.upload(folder, repo, private, say=_note)
+            console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -213,6 +310,32 @@ def demo(
         answer, asked = run_demo(out, lambda line: console.print(line, soft_wrap=True, highlight=False))
     console.print(f"\nQuestion: {asked.question} (In truth: {asked.answer})", highlight=False)
     _print_answer(answer)
+
+
+def _print_files(folder: Path, target: str) -> None:
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    for name, size in sizes.items():
+        print(f"{size:>15,}  {name}")
+    print(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files, for {target}; nothing was uploaded")
+
+
+def _parse_settings(settings: list[str] | None) -> dict[str, object] | None:
+    """`["n_max=512"]` as `{"n_max": 512}`; the values are YAML."""
+    if not settings:
+        return None
+    import yaml
+
+    parsed = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            _fail(f"--set {setting!r}: expected name=value")
+        parsed[name] = yaml.safe_load(value)
+    return parsed
+
+
+def _note(line: str) -> None:
+    notes.print(line, soft_wrap=True, markup=False)
 
 
 def _print_answer(answer: "Answer") -> None:

@@ -1,83 +1,333 @@
-"""Reads checkpoints of the reference implementation (github Siyou-Li/QTSplus) into ours."""
+"""`qtsplus convert`: from Qwen2.5-VL and from the reference implementation to QTSplus, and back to Qwen2.5-VL.
 
-import re
-from collections.abc import Mapping
+A conversion renames tensors and writes them elsewhere, byte by byte: nothing is loaded, whatever the model's size.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLProcessor
 
-from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
+from ..configuration_qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig
+from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
+from . import reference
+from .card import card_data, matching_variant
+from .checkpoint import MAX_SHARD_SIZE, StoredTensor, in_memory, read_checkpoint, write_checkpoint
+from .files import hub_configs, require_variant
+from .folder import read_json, whole_folder
+from .initialise import initialise_selector
+from .names import OLD, REFERENCE, naming_of
+from .publish import load_processor, write_repository
+from .reference import convert_reference_config, convert_reference_weights, rename_reference_key
+from .weights import EMBEDDINGS, HEAD, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
 
-_RENAMES = [
-    (r"^model\.qts_plus\.selector\.", "model.qtsplus."),
-    (r"(reencode_layers\.\d+)\.core\.", r"\1."),
-    (r"\.ffn\.net\.", ".ffn."),
-    (r"^model\.vision_tower\.", "model.visual."),
-    (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),
-]
+INITIALISATIONS = {"identity": "identity", "lm": "language_model"}
 
-_SELECTOR_FIELDS = {
-    "rho_min": "qts_plus_rho_min",
-    "rho_max": "qts_plus_rho_max",
-    "n_max": "qts_plus_nmax",
-    "tau_s": "qts_plus_tau_s",
-    "dropout": "qts_plus_block_dropout",
-    "scoring_layers": "qts_plus_scoring_layers",
-    "reencode_layers": "qts_plus_reencode_layers",
-    "lambda_t": "lambda_t",
-    "lambda_m": "lambda_m",
-    "lambda_s": "lambda_s",
-}
+_BASE, _QTSPLUS = Qwen2_5_VLConfig.model_type, Qwen2_5_VLQTSplusConfig.model_type
+# What a checkpoint's folder may hold that a conversion reads, as patterns for a download.
+_DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.txt", "*.jinja")
 
-
-def rename_reference_key(key: str) -> str:
-    """The name in our model of a parameter of a reference checkpoint."""
-    for pattern, replacement in _RENAMES:
-        key = re.sub(pattern, replacement, key)
-    return key
+_FRESH = """\
+> **The selector is new and untrained** (start: `{initialise}`, seed {seed}): {source} with a selector that does not yet
+> know what to keep. Train it first, for example with `qtsplus train`."""
+_CONVERTED = (
+    "The weights are those of a checkpoint of the reference implementation (github Siyou-Li/QTSplus), converted with "
+    "`qtsplus convert`."
+)
 
 
-def convert_reference_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+@dataclass
+class _Conversion:
+    """What is to be written: a configuration, tensors under the names they get, and what the card says of them."""
+
+    config: Any
+    tensors: dict[str, StoredTensor]
+    about: dict[str, Any] = field(default_factory=dict)
+    variant: str | None = None
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    variant: str | None = None,
+    initialise: str | None = None,
+    selector: Mapping[str, Any] | None = None,
+    vision_config: str | Path | None = None,
+    processor: str | Path | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    overwrite: bool = False,
+    progress: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+) -> Path:
     """
-    A reference checkpoint's tensors under our names.
+    Writes a Hub folder made from a checkpoint; which way it goes follows from the checkpoint's `model_type`.
 
-    The running mean of rho is absent there and starts empty; `lm_head.weight` is passed on where it is present.
-    """
-    converted = {rename_reference_key(key): tensor for key, tensor in weights.items()}
-    converted["model.qtsplus.rho_history"] = torch.zeros(2, dtype=torch.int64)
-    return converted
-
-
-def convert_reference_config(config: Mapping[str, Any], vision_config: Mapping[str, Any]) -> Qwen2_5_VLQTSplusConfig:
-    """
-    Our configuration for a reference checkpoint: its gate, its sequential positions and its re-encoder without time.
+    A Qwen2.5-VL gets a fresh selector; a reference QTSplus becomes one of ours; one of ours loses its selector and
+    becomes a plain Qwen2.5-VL again, under the names of the published ones.
 
     Args:
-        config: the checkpoint's config.json, a flat text configuration with `qts_plus_*` fields.
-        vision_config: the vision tower's configuration, which such a checkpoint does not carry.
+        source: a folder, or a Hub repository's id.
+        out: the folder to write, complete with code, card and, where the source has one, processor. It appears whole or
+            not at all.
+        variant: for a Qwen2.5-VL: a folder of `hub_configs` whose selector hyperparameters are taken; the defaults of
+            `QTSplusConfig` when absent.
+        initialise: for a Qwen2.5-VL: "identity" (when absent) or "lm", see [`initialise_selector`].
+        selector: for a Qwen2.5-VL: fields of `qtsplus_config` to set.
+        vision_config: for a reference checkpoint, which lacks it: a JSON file, or a folder with a config.json.
+        processor: a folder or Hub id to take the processor from, where the source has none.
+        revision: of the source on the Hub.
+        seed: of the fresh selector. The global random state is left as it was.
+        max_shard_size: as for `save_pretrained`.
+        overwrite: write also into a folder that holds other files.
+        progress: show a bar on standard error.
+        say: takes a line for every choice that was made.
+
+    Returns:
+        the folder.
 
     Raises:
-        ValueError: not the configuration of a reference checkpoint.
+        ValueError: another kind of model; weights that are missing, unexpected or of another shape, each listed; an
+            argument that has no meaning for this kind; a vision tower that is not known.
+        FileExistsError: the folder holds other files.
     """
-    if config.get("model_type") != "qts_plus_qwen2_5_vl_causal_lm":
+    if initialise is not None and initialise not in INITIALISATIONS:
+        raise ValueError(f"init={initialise!r}: expected one of {', '.join(INITIALISATIONS)}.")
+    folder = _source_folder(source, revision)
+    out = Path(out).resolve()
+    if out == folder.resolve():
+        raise ValueError(f"{out} is the source itself; choose another folder to write to.")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+    kind = read_json(folder / "config.json").get("model_type")
+    fresh_only = {"variant": variant, "init": initialise, "set": selector}
+    if kind != _BASE:
+        _refuse(fresh_only, f"starts a new selector, and {folder} is of type {kind!r}")
+    if kind != reference.MODEL_TYPE:
+        _refuse({"vision_config": vision_config}, f"is for reference checkpoints, and {folder} is of type {kind!r}")
+
+    if kind == _BASE:
+        made = _from_base(folder, str(source), variant, initialise or "identity", selector or {}, seed, say)
+    elif kind == reference.MODEL_TYPE:
+        made = _from_reference(folder, None if vision_config is None else Path(vision_config), say)
+    elif kind == _QTSPLUS:
+        made = _to_base(folder, say)
+    else:
         raise ValueError(
-            f"model_type={config.get('model_type')!r}: expected a reference QTSplus checkpoint on Qwen2.5-VL, "
-            "'qts_plus_qwen2_5_vl_causal_lm'."
+            f"{folder} holds a model of type {kind!r}; expected {_BASE!r} (Qwen2.5-VL), {reference.MODEL_TYPE!r} (a "
+            f"reference QTSplus) or {_QTSPLUS!r} (ours, to go back to Qwen2.5-VL)."
         )
-    selector = {name: config[source] for name, source in _SELECTOR_FIELDS.items() if source in config}
-    if not config.get("qts_plus_reencode", True):
-        selector["reencode_layers"] = 0
-    selector.update(gate="gumbel", position_ids="sequential", reencode_rope=False)
-    ours = {*_SELECTOR_FIELDS.values(), "model_type", "architectures", "auto_map", "transformers_version"}
-    text = {key: value for key, value in config.items() if key not in ours and not key.startswith("qts_plus")}
-    token_ids = {key: config[key] for key in ("image_token_id", "video_token_id") if key in config}
-    return Qwen2_5_VLQTSplusConfig(
-        text_config=text,
-        vision_config={key: value for key, value in vision_config.items() if key != "model_type"},
-        qtsplus_config=selector,
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
-        **token_ids,
+
+    with whole_folder(out, overwrite) as staging:
+        found = _load_processor(folder if processor is None else processor, made.config, processor is not None, say)
+        if found is not None and kind == _BASE:
+            _take_over(found, made, say)
+        _write_weights(made.tensors, staging, max_shard_size, progress)
+        _generation_config(folder, made).save_pretrained(staging)
+        if kind == _QTSPLUS:
+            if found is not None:
+                _plain_processor(found).save_pretrained(staging)
+            made.config.save_pretrained(staging)
+        else:
+            write_repository(staging, on_meta(made.config), found, f"org/{out.name}", made.about)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The three ways
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Conversion:
+    stock = Qwen2_5_VLConfig.from_pretrained(folder)
+    if getattr(stock, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{folder} is quantized; convert the checkpoint that it was made from, and quantize the result."
+        )
+    settings: dict[str, Any] = {}
+    if variant is None:
+        say("No --variant: the selector gets the default hyperparameters.")
+    else:
+        settings = read_json(require_variant(variant) / "config.json")["qtsplus_config"]
+        settings.pop("model_type", None)
+    unknown = sorted(set(selector) - {name for name in vars(QTSplusConfig()) if hasattr(QTSplusConfig, name)})
+    if unknown:
+        raise ValueError(f"The selector has no field {', '.join(unknown)}.")
+    config = Qwen2_5_VLQTSplusConfig(**stock.to_dict(), qtsplus_config={**settings, **selector})
+    known = matching_variant(config, variant)
+    if variant is not None and known != variant:
+        size = f"{config.text_config.num_hidden_layers} layers of width {config.text_config.hidden_size}"
+        say(f"{folder} has {size}, another size than {variant}: only that one's selector hyperparameters are taken.")
+
+    stored = read_checkpoint(folder)
+    naming = naming_of(stored)
+    tensors = check_weights(stored, naming, config, folder, without_selector=True)
+    config.dtype = tensors[EMBEDDINGS].torch_dtype
+    tensors.update(_fresh_selector(config, tensors, INITIALISATIONS[initialise], seed))
+    say(f"The selector is new: start {initialise}, seed {seed}.")
+    base = source if not Path(source).is_dir() else card_data(known).get("base_model")
+    about = {
+        **card_data(known, "license", "license_name", "license_link", "recipe"),
+        **({"base_model": base} if base else {}),
+        "weights": _FRESH.format(initialise=initialise, seed=seed, source=base or "a Qwen2.5-VL"),
+    }
+    return _Conversion(config, tensors, about, known)
+
+
+def _from_reference(folder, vision_config, say) -> _Conversion:
+    stated = read_json(folder / "config.json")
+    if stated.get("model_type") == reference.MODEL_TYPE and not stated.get("enable_qts_plus", True):
+        raise ValueError(f"{folder} has enable_qts_plus=false: it carries no selector.")
+    stored = read_checkpoint(folder)
+    vision, origin = reference.find_vision_config(folder, stated, stored, vision_config)
+    say(f"Vision configuration: {origin}.")
+    if "tie_word_embeddings" not in stated:
+        stated = {**stated, "tie_word_embeddings": HEAD not in stored}
+        say(f"The head is {'tied' if stated['tie_word_embeddings'] else 'its own'}, as the weights say.")
+    config = convert_reference_config(stated, vision)
+    tensors = check_weights(stored, REFERENCE, config, folder, without=(RHO_HISTORY,))
+    config.dtype = tensors[EMBEDDINGS].torch_dtype
+    tensors[RHO_HISTORY] = in_memory(torch.zeros(2, dtype=torch.int64))
+    known = matching_variant(config)
+    about = {**card_data(known, "license", "license_name", "license_link", "base_model"), "weights": _CONVERTED}
+    return _Conversion(config, tensors, about, known)
+
+
+def _to_base(folder, say) -> _Conversion:
+    ours = Qwen2_5_VLQTSplusConfig.from_pretrained(folder)
+    tensors = read_weights(folder, ours)
+    dropped = [name for name in tensors if name.startswith(SELECTOR)]
+    say(f"Left out: the selector and its re-encoder, {len(dropped)} tensors. The language model now sees every token.")
+    settings = ours.to_dict()
+    for name in ("qtsplus_config", "user_turn_token_ids", "turn_end_token_id", "special_token_ids"):
+        settings.pop(name, None)
+    for name in ("auto_map", "model_type", "architectures", "transformers_version"):
+        settings.pop(name, None)
+    config = Qwen2_5_VLConfig(**settings)
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    return _Conversion(
+        config, {OLD.theirs(name): tensor for name, tensor in tensors.items() if name not in set(dropped)}
     )
 
 
-__all__ = ["convert_reference_config", "convert_reference_weights", "rename_reference_key"]
+# --------------------------------------------------------------------------------------------------------------------
+# Weights
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _fresh_selector(
+    config: Qwen2_5_VLQTSplusConfig, tensors: Mapping[str, StoredTensor], initialise: str, seed: int
+) -> dict[str, StoredTensor]:
+    """A new selector's tensors in the dtype of the embeddings, started from the language model's where asked to."""
+    settings = config.to_dict()
+    layers = max(config.qtsplus_config.scoring_layers, config.qtsplus_config.reencode_layers)
+    available = config.text_config.num_hidden_layers
+    # As small as a model with this selector can be: the layers to start from, and nothing of size.
+    depth = min(layers, available)
+    small_text = {"num_hidden_layers": depth, "intermediate_size": 8, "vocab_size": 8, "pad_token_id": None}
+    small_vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 8, "fullatt_block_indexes": [0]}
+    settings["text_config"] = {**settings["text_config"], **small_text, "layer_types": ["full_attention"] * depth}
+    settings["vision_config"] = {**settings["vision_config"], **small_vision}
+    dtype = tensors[EMBEDDINGS].torch_dtype
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = Qwen2_5_VLQTSplusForConditionalGeneration(Qwen2_5_VLQTSplusConfig(**settings))
+    if initialise == "language_model":
+        parts = {
+            name: model.get_parameter(name) for name, _ in model.named_parameters() if ".language_model.layers." in name
+        }
+        with torch.no_grad():
+            for name, parameter in parts.items():
+                if ".mlp." not in name:
+                    parameter.copy_(tensors[name].load())
+    initialise_selector(model, initialise)
+    selector = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(SELECTOR)}
+    return {
+        name: in_memory(tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in selector.items()
+    }
+
+
+def _write_weights(tensors, folder: Path, max_shard_size, progress: bool) -> None:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not (progress and console.is_terminal), transient=True
+    ) as bar:
+        task = bar.add_task("Writing", total=sum(tensor.num_bytes for tensor in tensors.values()))
+        write_checkpoint(tensors, folder, max_shard_size, lambda count: bar.advance(task, count))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What goes with them
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _source_folder(source: str | Path, revision: str | None) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    if Path(source).exists():
+        raise ValueError(f"{source} is a file; expected the folder that it stands in, with its config.json.")
+    try:
+        return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(_DOWNLOADED)))
+    except HFValidationError as error:
+        raise ValueError(f"{source} is neither a folder nor a Hub repository's id.") from error
+
+
+def _refuse(given: Mapping[str, Any], reason: str) -> None:
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if names:
+        raise ValueError(f"{names[0]} {reason}.")
+
+
+def _load_processor(folder, config, asked_for: bool, say) -> Qwen2_5_VLQTSplusProcessor | None:
+    if not asked_for and not (Path(folder) / "tokenizer_config.json").exists():
+        say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
+        return None
+    return load_processor(folder, config)
+
+
+def _take_over(processor: Qwen2_5_VLQTSplusProcessor, made: _Conversion, say) -> None:
+    """The tokenizer says which ids open and close a question, a variant of this size how to sample frames."""
+    for name, value in processor.query_token_ids.items():
+        setattr(made.config, name, value)
+    settings = hub_configs() / (made.variant or "") / "processor_config.json"
+    if made.variant is not None and settings.exists():
+        content = read_json(settings)
+        processor.video_processor = type(processor.video_processor)(**content["video_processor"])
+        say(f"Frames are sampled and sized as {made.variant} does.")
+
+
+def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
+    """The source's; that of the variant with its sizes where it has none."""
+    for origin in (folder, hub_configs() / (made.variant or "")):
+        if (origin / "generation_config.json").exists():
+            return GenerationConfig.from_pretrained(origin)
+    return GenerationConfig.from_model_config(made.config)
+
+
+def _plain_processor(processor: Qwen2_5_VLQTSplusProcessor) -> Qwen2_5_VLProcessor:
+    return Qwen2_5_VLProcessor(
+        image_processor=processor.image_processor,
+        tokenizer=processor.tokenizer,
+        video_processor=processor.video_processor,
+        chat_template=processor.chat_template,
+    )
+
+
+__all__ = [
+    "INITIALISATIONS",
+    "convert",
+    "convert_reference_config",
+    "convert_reference_weights",
+    "rename_reference_key",
+]

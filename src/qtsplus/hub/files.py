@@ -23,3 +23,15 @@ def hub_configs() -> Path:
 def variants() -> list[str]:
     """The names of the variants that have a configuration, sorted."""
     return sorted(config.parent.name for config in hub_configs().glob("*/config.json"))
+
+
+def require_variant(name: str) -> Path:
+    """
+    The folder of a variant.
+
+    Raises:
+        ValueError: no such variant.
+    """
+    if name not in variants():
+        raise ValueError(f"There is no variant {name!r}; expected one of {', '.join(variants())}.")
+    return hub_configs() / name

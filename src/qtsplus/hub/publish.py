@@ -1,40 +1,41 @@
-"""Assembles complete Hub repositories: weights, configuration, processor, the code that runs them, a model card."""
+"""Assembles complete Hub repositories (weights, configuration, processor, the code that runs them, a card); uploads."""
 
-import json
-import os
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.utils import validate_repo_id
 from transformers import GenerationConfig
-from transformers.dynamic_module_utils import get_relative_import_files
 
+from .. import modeling_qtsplus, processing_qtsplus
+from ..card_qtsplus import model_card
 from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
-from .card import model_card
-from .files import hub_configs, hub_root, variants
+from ..saving_qtsplus import auto_map, code_of, commit_folder
+from .card import card_data, matching_variant
+from .checkpoint import read_checkpoint, weight_files, write_checkpoint
+from .files import require_variant, variants
+from .folder import read_json, update_json, whole_folder
+from .weights import on_meta, read_weights
 
-_MODEL_CLASS = "modeling_qtsplus.Qwen2_5_VLQTSplusForConditionalGeneration"
-# AutoModel too gives the class with the head, as published video models do.
-AUTO_MAP = {
-    "AutoConfig": "configuration_qtsplus.Qwen2_5_VLQTSplusConfig",
-    "AutoModel": _MODEL_CLASS,
-    "AutoModelForCausalLM": _MODEL_CLASS,
-    "AutoModelForImageTextToText": _MODEL_CLASS,
-    "AutoModelForMultimodalLM": _MODEL_CLASS,
-}
+AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
 PROCESSOR_AUTO_MAP = {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-# What an assembly may hold from an earlier run. Anything else in a folder is the user's.
-_OWN_FILES = (
-    *("config.json", "generation_config.json", "processor_config.json", "chat_template.jinja", "README.md"),
-    *("model*.safetensors", "model.safetensors.index.json", "*_qtsplus*.py", "__pycache__"),
-    *("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+_RANDOM = (
+    "> **The weights are random** (seed {seed}): the repository shows that everything fits together, and its answers "
+    "are noise."
 )
+# What a repository may hold from an earlier upload, and must not mix with this one's.
+_REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\w+_qtsplus\w*\.py")
+# The line of the card's usage that names the repository.
+_CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ def build_variant(name: str, seed: int = 0, dtype: torch.dtype | None = None) ->
     Raises:
         ValueError: no such variant, or one without tokenizer files of its own.
     """
-    if name not in variants():
-        raise ValueError(f"There is no variant {name!r}; expected one of {', '.join(variants())}.")
-    folder = hub_configs() / name
+    folder = require_variant(name)
     if not (folder / "tokenizer_config.json").exists():
         raise ValueError(
             f"The variant {name!r} comes without tokenizer and weights; give a folder that was saved with "
@@ -88,8 +87,8 @@ def load_variant(name: str) -> Publishable:
     Raises:
         ValueError: no such variant, or one that comes with neither weights nor tokenizer files.
     """
-    folder = hub_configs() / name
-    if name not in variants() or not any((folder / weights).exists() for weights in _WEIGHTS):
+    folder = require_variant(name)
+    if not (folder / "model.safetensors").exists():
         return build_variant(name)
     loaded = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).eval()
     return Publishable(loaded, load_processor(folder, loaded.config), name)
@@ -105,39 +104,6 @@ def load_processor(folder: str | Path, config: Qwen2_5_VLQTSplusConfig) -> Qwen2
     return Qwen2_5_VLQTSplusProcessor.from_pretrained(folder, config=config)
 
 
-def load_for_publish(model: str | Path) -> Publishable:
-    """
-    Loads what `qtsplus publish MODEL` names: a folder with weights, or a variant of `hub_configs`.
-
-    Args:
-        model: a folder written by `save_pretrained` (model and processor), a Trainer checkpoint, an assembled
-            repository; or a variant's name, which is built with random weights if none are bundled.
-
-    Raises:
-        ValueError: neither of the two, another kind of model, or a folder without weights or processor files.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        if str(model) in variants():
-            return load_variant(str(model))
-        raise ValueError(f"{model} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-    if model_type != Qwen2_5_VLQTSplusConfig.model_type:
-        raise ValueError(
-            f"{folder} holds a model of type {model_type!r}; expected {Qwen2_5_VLQTSplusConfig.model_type!r}."
-        )
-    if not any((folder / name).exists() for name in _WEIGHTS):
-        raise ValueError(f"{folder} has no weights; expected {' or '.join(_WEIGHTS)}.")
-    if not (folder / "processor_config.json").exists():
-        raise ValueError(f"{folder} has no processor_config.json; save the processor there with save_pretrained.")
-    loaded = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder, dtype="auto").eval()
-    return Publishable(loaded, load_processor(folder, loaded.config))
-
-
 def assemble(
     model: Qwen2_5_VLQTSplusForConditionalGeneration,
     processor: Qwen2_5_VLQTSplusProcessor,
@@ -145,18 +111,17 @@ def assemble(
     *,
     variant: str | None = None,
     random_seed: int | None = None,
+    repository: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """
-    Writes a complete Hub repository, which loads with `trust_remote_code=True` where this package is not installed.
-
-    The repository is built in a folder beside the target and then moved, so that an interrupted run leaves nothing
-    that loads half.
+    Writes a model as a complete Hub repository, which loads with `trust_remote_code=True` without this package.
 
     Args:
-        folder: the target. An earlier assembly is replaced.
+        folder: the target, which appears whole or not at all. An earlier assembly is replaced.
         variant: name of a folder of `hub_configs`, for the card's licence and base model.
         random_seed: the seed of random weights, for the card to say so.
+        repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
         overwrite: write also into a folder that holds other files; those stay as they are.
 
     Returns:
@@ -166,77 +131,187 @@ def assemble(
         FileExistsError: the folder holds other files, or is a file.
     """
     folder = Path(folder).resolve()
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file; expected a folder to write to.")
-    foreign = _foreign_files(folder)
-    if foreign and not overwrite:
-        raise FileExistsError(
-            f"{folder} holds files that are not from an earlier run ({', '.join(foreign[:3])}); "
-            "choose another folder or allow overwriting."
-        )
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    staging.mkdir(parents=True)
-    try:
-        _write(model, processor, staging, folder.name, variant, random_seed)
-        _move(staging, folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    about = card_data(variant)
+    if random_seed is not None:
+        about = {name: about[name] for name in ("license", "license_name", "license_link") if name in about}
+        about["weights"] = _RANDOM.format(seed=random_seed)
+    with whole_folder(folder, overwrite) as staging:
+        model.save_pretrained(staging, max_shard_size="5GB")
+        write_repository(staging, model, processor, repository or f"org/{folder.name}", about)
     return folder
+
+
+def assemble_folder(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    repository: str | None = None,
+    overwrite: bool = False,
+    link_weights: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+) -> Path:
+    """
+    Writes a folder that was saved (by `save_pretrained`, a Trainer, `qtsplus convert`) as a complete Hub repository.
+
+    Nothing is loaded: the weights are checked against the configuration by name and shape, and copied. A README.md of
+    the source stays, apart from the repository that its usage names.
+
+    Args:
+        folder, repository, overwrite: as for [`assemble`].
+        link_weights: link to the source's weights instead of copying them, for a folder that is only uploaded.
+        say: takes a line for every choice that was made.
+
+    Raises:
+        ValueError: another kind of model, a folder without weights or processor files, or weights that do not fit.
+        FileExistsError: the folder holds other files, or is a file.
+    """
+    source, folder = Path(source).resolve(), Path(folder).resolve()
+    if source == folder:
+        raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
+    _check_publishable(source)
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(source)
+    tensors = read_weights(source, config)
+    model = on_meta(config)
+    repository = repository or f"org/{folder.name}"
+    card = None
+    if (source / "README.md").exists():
+        card = (source / "README.md").read_text(encoding="utf-8")
+        card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', card)
+        say(f"The card is {source / 'README.md'}.")
+    about: dict[str, Any] = {}
+    if card is None:
+        known = matching_variant(config)
+        about = card_data(known, "license", "license_name", "license_link", "base_model")
+        licence = f"the licence of {known}, which has the same sizes" if about else "no licence, as none is known"
+        say(f"{source} has no README.md: the card is a new one, with {licence}.")
+    with whole_folder(folder, overwrite) as staging:
+        files = weight_files(source)
+        as_they_are = files[0].suffix != ".bin" and read_checkpoint(source).keys() == tensors.keys()
+        if link_weights and as_they_are:
+            for path in files:
+                (staging / path.name).symlink_to(path)
+        else:
+            write_checkpoint(tensors, staging)
+        if (source / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(source)
+        model.generation_config.save_pretrained(staging)
+        write_repository(staging, model, load_processor(source, config), repository, about, card)
+    return folder
+
+
+def write_repository(
+    folder: Path,
+    model: Any,
+    processor: Qwen2_5_VLQTSplusProcessor | None,
+    repository: str,
+    about: dict[str, Any],
+    card: str | None = None,
+) -> None:
+    """
+    Writes all but the weights and the generation configuration: code, processor, card and, last, config.json, without
+    which nothing loads.
+
+    Args:
+        model: its configuration and sizes; on the meta device it does as well.
+        about: what the card tells, see [`model_card`].
+        card: a card to write as it is.
+    """
+    for path in code_files():
+        shutil.copyfile(path, folder / path.name)
+    if processor is not None:
+        processor.save_pretrained(folder)
+        update_json(folder / "processor_config.json", auto_map=PROCESSOR_AUTO_MAP)
+    (folder / "README.md").write_text(card or model_card(model, repository, about), encoding="utf-8")
+    model.config.architectures = [type(model).__name__]
+    model.config.auto_map = dict(AUTO_MAP)
+    model.config.save_pretrained(folder)
 
 
 def code_files() -> list[Path]:
     """The Python files that a repository needs: those that the auto maps name, and what they import."""
-    entries = {
-        hub_root() / f"{target.split('.')[0]}.py" for target in [*AUTO_MAP.values(), *PROCESSOR_AUTO_MAP.values()]
-    }
-    imported = {Path(path) for entry in entries for path in get_relative_import_files(entry)}
-    return sorted(entries | imported)
+    return sorted({*code_of(modeling_qtsplus.__name__), *code_of(processing_qtsplus.__name__)})
 
 
-def _write(
-    model: Qwen2_5_VLQTSplusForConditionalGeneration,
-    processor: Qwen2_5_VLQTSplusProcessor,
-    folder: Path,
-    name: str,
-    variant: str | None,
-    random_seed: int | None,
-) -> None:
-    # Without save_original_format=False a model that was loaded from a base checkpoint goes back to that one's names.
-    model.save_pretrained(folder, max_shard_size="5GB", save_original_format=False)
-    processor.save_pretrained(folder)
-    for path in code_files():
-        shutil.copyfile(path, folder / path.name)
-    _update_json(folder / "config.json", architectures=[_MODEL_CLASS.split(".")[1]], auto_map=AUTO_MAP)
-    _update_json(folder / "processor_config.json", auto_map=PROCESSOR_AUTO_MAP)
-    (folder / "README.md").write_text(model_card(model, name, variant, random_seed), encoding="utf-8")
+def upload(
+    folder: str | Path, repository: str, private: bool = False, say: Callable[[str], object] = lambda line: None
+) -> str:
+    """
+    Uploads a folder in one commit: a repository never holds the half of it. What an earlier upload left and this one
+    does not bring (shards of another number, code) is removed by the same commit.
+
+    Args:
+        repository: "org/name"; created where it does not exist.
+        private: for a new repository; one that exists has to be private already.
+        say: takes a line when something that was there is removed.
+
+    Returns:
+        the address of the commit.
+
+    Raises:
+        ValueError: not a repository's id, or `private` and the repository is public.
+        ConnectionError: the Hub did not take it. Running it again goes on: what was uploaded is not sent twice.
+    """
+    check_repository(repository)
+    api = HfApi()
+    try:
+        stale: list[str] = []
+        if not _create(api, repository, private):
+            if private and not api.repo_info(repository).private:
+                raise ValueError(f"{repository} exists and is public; make it private first, or leave --private out.")
+            names = {path.name for path in Path(folder).iterdir()}
+            stale = [
+                path for path in api.list_repo_files(repository) if _REPLACED.fullmatch(path) and path not in names
+            ]
+            if stale:
+                say(f"Removing what an earlier upload left: {', '.join(stale)}.")
+        return commit_folder(api, folder, repository, "Upload with qtsplus publish", delete=stale).commit_url
+    except (HTTPError, OSError, RuntimeError) as error:
+        cause = error if error.__cause__ is None else error.__cause__
+        reason = " ".join(f"{error} {cause}".split()) if cause is not error else " ".join(str(error).split())
+        raise ConnectionError(
+            f"The upload to {repository} did not finish, and the repository is as it was: {reason} Run it again to go "
+            "on; what was uploaded is not sent twice."
+        ) from error
 
 
-def _move(staging: Path, folder: Path) -> None:
-    if not folder.exists():
-        staging.rename(folder)
-        return
-    # The configuration goes first and comes last: without it nothing loads.
-    (folder / "config.json").unlink(missing_ok=True)
-    for pattern in _OWN_FILES:
-        for path in folder.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
-        path.replace(folder / path.name)
+def check_repository(repository: str) -> None:
+    """Raises `ValueError` for what is not "org/name"."""
+    if repository.count("/") != 1:
+        raise ValueError(f"{repository!r} is no repository's id; expected ORG/NAME.")
+    validate_repo_id(repository)
 
 
-def _foreign_files(folder: Path) -> list[str]:
-    """Names in the folder that are not an earlier assembly's, sorted."""
-    if not folder.exists():
-        return []
-    names = sorted(path.name for path in folder.iterdir())
-    if "modeling_qtsplus.py" not in names:
-        return names
-    return [name for name in names if not any(Path(name).match(pattern) for pattern in _OWN_FILES)]
+def _create(api: HfApi, repository: str, private: bool) -> bool:
+    """Whether the repository is new."""
+    try:
+        api.create_repo(repository, private=private or None, exist_ok=False)
+    except HfHubHTTPError as error:
+        # 409: it exists. 403: so may it, and who may not create may still write.
+        if error.response is None or error.response.status_code not in (403, 409):
+            raise
+        return False
+    return True
 
 
-def _update_json(path: Path, **values: Any) -> None:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**content, **values}, indent=2) + "\n", encoding="utf-8")
+def _check_publishable(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
+    model_type = read_json(folder / "config.json").get("model_type")
+    if model_type != Qwen2_5_VLQTSplusConfig.model_type:
+        raise ValueError(
+            f"{folder} holds a model of type {model_type!r}; expected {Qwen2_5_VLQTSplusConfig.model_type!r}. A "
+            "Qwen2.5-VL or a reference checkpoint becomes one with qtsplus convert."
+        )
+    weight_files(folder)
+    if not (folder / "processor_config.json").exists():
+        raise ValueError(
+            f"{folder} has no processor_config.json; save the processor there with save_pretrained, or convert with "
+            "--processor."
+        )
 
 
 __all__ = [
@@ -244,9 +319,12 @@ __all__ = [
     "PROCESSOR_AUTO_MAP",
     "Publishable",
     "assemble",
+    "assemble_folder",
     "build_variant",
+    "check_repository",
     "code_files",
-    "load_for_publish",
     "load_processor",
     "load_variant",
+    "upload",
+    "write_repository",
 ]

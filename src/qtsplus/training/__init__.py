@@ -1,9 +1,9 @@
 """Training of QTSplus models with the Trainer of Transformers."""
 
+from ..hub.initialise import initialise_selector
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, VideoRecord, read_records
-from .initialise import initialise_selector
 from .schedules import Schedule
 from .trainer import QTSplusTrainer
 

@@ -14,12 +14,12 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, HfArgumentParser
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..hub.initialise import initialise_selector
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, read_records
 from .freezing import count_parameters, freeze
-from .initialise import initialise_selector
 from .lora import add_lora, lora_config
 from .models import load_config, load_model, load_processor
 from .trainer import QTSplusTrainer

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from ..hub.publish import AUTO_MAP, code_files
 from .arguments import QTSplusTrainingArguments
 from .dataset import IGNORED, SOURCES, SkippedRecord
 from .distillation import all_tokens, answer_logits, divergence, teacher_logits
@@ -83,7 +81,6 @@ class QTSplusTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
-        base_model(model).config.auto_map = dict(AUTO_MAP)
         self.teacher = None if teacher is None else teacher.to(self.args.device).eval().requires_grad_(False)
         self.alpha = 0.0
         self.skipped: dict[str, str] = {}
@@ -285,14 +282,6 @@ class QTSplusTrainer(Trainer):
             groups = parameter_groups(model, args, self.get_decay_parameter_names(model))
             self.optimizer = kind(groups, **settings)
         return self.optimizer
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir or str(self.args.output_dir))
-        # An adapter loads into its base; a whole model brings the code that runs it.
-        if self.args.should_save and not isinstance(self.model, PeftModel):
-            for path in code_files():
-                shutil.copyfile(path, folder / path.name)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

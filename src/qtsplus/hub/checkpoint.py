@@ -1,0 +1,244 @@
+"""Checkpoints on disk, read and written piece by piece: memory does not grow with a shard, however large it is."""
+
+import json
+import math
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError, safe_open
+
+from .folder import read_json
+
+_TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+_PIECE = 8 * 2**20
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+WEIGHT_FILES = tuple(name + suffix for name in _SINGLE for suffix in ("", ".index.json"))
+MAX_SHARD_SIZE = "5GB"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """
+    A tensor that stays where it is until it is written elsewhere.
+
+    Args:
+        dtype: as safetensors names it, such as "BF16".
+        shape: of the tensor.
+        pieces: gives its bytes, in pieces of a few MB.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[bytes]]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _TORCH_DTYPES[self.dtype].itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _TORCH_DTYPES[self.dtype]
+
+    def load(self) -> torch.Tensor:
+        """The tensor itself, in memory."""
+        content = bytearray().join(self.pieces())
+        if not content:
+            return torch.empty(self.shape, dtype=self.torch_dtype)
+        return torch.frombuffer(content, dtype=self.torch_dtype).reshape(self.shape)
+
+    def same_as(self, other: "StoredTensor") -> bool:
+        """Whether dtype, shape and every byte agree."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        return all(mine == theirs for mine, theirs in zip(self.pieces(), other.pieces(), strict=True))
+
+
+def in_memory(tensor: torch.Tensor) -> StoredTensor:
+    """A tensor of this process (or of a memory-mapped file) as a [`StoredTensor`]."""
+    return StoredTensor(_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), partial(_tensor_pieces, tensor))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """
+    The one file of a folder's weights, or their index and its shards; safetensors before `.bin` files.
+
+    Raises:
+        ValueError: there are none, the index is not one, or a shard that it names is missing.
+    """
+    path = next((folder / name for name in WEIGHT_FILES if (folder / name).exists()), None)
+    if path is None:
+        raise ValueError(f"{folder} has no weights; expected {', '.join(WEIGHT_FILES[:-1])} or {WEIGHT_FILES[-1]}.")
+    if path.suffix != ".json":
+        return [path]
+    shards = sorted({folder / name for name in _weight_map(path).values()})
+    absent = [shard.name for shard in shards if not shard.is_file()]
+    if absent:
+        raise ValueError(f"{folder} lacks {', '.join(absent)}, which its {path.name} names.")
+    return [path, *shards]
+
+
+def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
+    """
+    The tensors of a folder's weights, whole or in shards, as safetensors or, where there are none, as `.bin` files.
+
+    The latter are read with `weights_only=True`: a file that holds more than tensors is refused, not executed.
+
+    Raises:
+        ValueError: no weights, a missing, cut or unreadable file, or an index that does not fit its files.
+    """
+    index, *shards = weight_files(folder)
+    if not shards:
+        return _read_file(index)
+    weight_map = _weight_map(index)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in shards:
+        found = _read_file(shard)
+        twice = sorted(tensors.keys() & found.keys())
+        lost = sorted(key for key, home in weight_map.items() if home == shard.name and key not in found)
+        if twice or lost:
+            problem = f"holds {', '.join(twice)} again" if twice else f"lacks {', '.join(lost)}"
+            raise ValueError(f"{shard} {problem}, against {index.name}.")
+        tensors.update(found)
+    return tensors
+
+
+def write_checkpoint(
+    tensors: Mapping[str, StoredTensor],
+    folder: Path,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    on_bytes: Callable[[int], object] = lambda count: None,
+) -> None:
+    """
+    Writes `model.safetensors`, or shards with their index, under the names that Transformers uses.
+
+    Args:
+        on_bytes: called with the number of bytes after every piece that was written.
+    """
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        # The widest first keeps every tensor aligned.
+        ordered = sorted(names, key=lambda name: -tensors[name].torch_dtype.itemsize)
+        _write_file({name: tensors[name] for name in ordered}, folder / file_name, on_bytes)
+    if split.is_sharded:
+        total = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        index = {
+            "metadata": {"total_parameters": total, **split.metadata},
+            "weight_map": dict(sorted(split.tensor_to_filename.items())),
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map: it is no index of a checkpoint.")
+    return weight_map
+
+
+def _read_file(path: Path) -> dict[str, StoredTensor]:
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    try:
+        # Only the newer of the two formats can be mapped instead of loaded.
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{path} cannot be read as weights alone: {reason}") from error
+    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise ValueError(f"{path} is no state dict; expected a mapping of names to tensors.")
+    unknown = sorted(name for name, tensor in weights.items() if tensor.dtype not in _DTYPE_NAMES)
+    if unknown:
+        raise ValueError(f"{path} holds tensors of a dtype that safetensors does not know: {', '.join(unknown)}.")
+    return {name: in_memory(tensor) for name, tensor in weights.items()}
+
+
+def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(path, "pt"):
+            pass  # checks the header against the file; the offsets in it are then as promised
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    unknown = sorted(name for name, entry in header.items() if entry["dtype"] not in _TORCH_DTYPES)
+    if unknown:
+        raise ValueError(f"{path} holds tensors of a dtype that is not supported here: {', '.join(unknown)}.")
+    return {
+        name: StoredTensor(
+            entry["dtype"],
+            tuple(entry["shape"]),
+            partial(_file_pieces, path, *(8 + length + offset for offset in entry["data_offsets"])),
+        )
+        for name, entry in header.items()
+    }
+
+
+def _write_file(tensors: Mapping[str, StoredTensor], path: Path, on_bytes: Callable[[int], object]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.num_bytes
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            for piece in tensor.pieces():
+                file.write(piece)
+                on_bytes(len(piece))
+
+
+def _file_pieces(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        while start < end:
+            piece = file.read(min(_PIECE, end - start))
+            if not piece:
+                raise OSError(f"{path} ended early: it was changed while it was read.")
+            start += len(piece)
+            yield piece
+
+
+def _tensor_pieces(tensor: torch.Tensor) -> Iterator[bytes]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, len(flat), _PIECE):
+        yield flat[start : start + _PIECE].tobytes()
+
+
+__all__ = [
+    "MAX_SHARD_SIZE",
+    "WEIGHT_FILES",
+    "StoredTensor",
+    "in_memory",
+    "read_checkpoint",
+    "weight_files",
+    "write_checkpoint",
+]

@@ -1,0 +1,171 @@
+"""Checkpoints of the reference implementation (github Siyou-Li/QTSplus): their configuration and names in ours."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig, Qwen2_5_VLVisionConfig
+
+from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
+from .checkpoint import StoredTensor
+from .files import hub_configs
+from .folder import read_json
+from .names import REFERENCE
+
+MODEL_TYPE = "qts_plus_qwen2_5_vl_causal_lm"
+
+# The vision towers that a checkpoint without its own configuration may have, by the variant that carries it.
+_KNOWN_VISION = {"Qwen2.5-VL-3B": "qtsplus-3b", "Qwen2.5-VL-7B": "qtsplus-7b"}
+
+_SELECTOR_FIELDS = {
+    "rho_min": "qts_plus_rho_min",
+    "rho_max": "qts_plus_rho_max",
+    "n_max": "qts_plus_nmax",
+    "tau_s": "qts_plus_tau_s",
+    "dropout": "qts_plus_block_dropout",
+    "scoring_layers": "qts_plus_scoring_layers",
+    "reencode_layers": "qts_plus_reencode_layers",
+    "lambda_t": "lambda_t",
+    "lambda_m": "lambda_m",
+    "lambda_s": "lambda_s",
+}
+
+
+def rename_reference_key(key: str) -> str:
+    """The name in our model of a parameter of a reference checkpoint."""
+    return REFERENCE.ours(key)
+
+
+def convert_reference_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """
+    A reference checkpoint's tensors under our names.
+
+    The running mean of rho is absent there and starts empty; `lm_head.weight` is passed on where it is present.
+    """
+    converted = {rename_reference_key(key): tensor for key, tensor in weights.items()}
+    converted["model.qtsplus.rho_history"] = torch.zeros(2, dtype=torch.int64)
+    return converted
+
+
+def convert_reference_config(config: Mapping[str, Any], vision_config: Mapping[str, Any]) -> Qwen2_5_VLQTSplusConfig:
+    """
+    Our configuration for a reference checkpoint: its gate, its sequential positions and its re-encoder without time.
+
+    Args:
+        config: the checkpoint's config.json, a flat text configuration with `qts_plus_*` fields.
+        vision_config: the vision tower's configuration, which such a checkpoint does not carry.
+
+    Raises:
+        ValueError: not the configuration of a reference checkpoint, or one whose selector ours cannot be.
+    """
+    if config.get("model_type") != MODEL_TYPE:
+        raise ValueError(
+            f"model_type={config.get('model_type')!r}: expected a reference QTSplus checkpoint on Qwen2.5-VL, "
+            f"{MODEL_TYPE!r}."
+        )
+    heads = config.get("num_attention_heads")
+    if config.get("qts_plus_n_heads", heads) != heads:
+        raise ValueError(f"qts_plus_n_heads={config['qts_plus_n_heads']}: expected num_attention_heads, {heads}.")
+    selector = {name: config[source] for name, source in _SELECTOR_FIELDS.items() if source in config}
+    if not config.get("qts_plus_reencode", True):
+        selector["reencode_layers"] = 0
+    selector.update(gate="gumbel", position_ids="sequential", reencode_rope=False)
+    known = {*Qwen2_5_VLTextConfig().to_dict(), "rope_scaling", "rope_theta", "head_dim"}
+    text = {key: value for key, value in config.items() if key in known and key not in _NOT_TEXT}
+    token_ids = {key: config[key] for key in _TOKEN_IDS if key in config}
+    return Qwen2_5_VLQTSplusConfig(
+        text_config=text,
+        vision_config={key: value for key, value in vision_config.items() if key not in _NOT_VISION},
+        qtsplus_config=selector,
+        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        **token_ids,
+    )
+
+
+_TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_NOT_TEXT = {"model_type", "architectures", "auto_map", "transformers_version", "_name_or_path"}
+_NOT_VISION = _NOT_TEXT | {"dtype", "torch_dtype"}
+
+
+def find_vision_config(
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, StoredTensor], given: Path | None
+) -> tuple[dict[str, Any], str]:
+    """
+    The configuration of the vision tower of a reference checkpoint, and where it was taken from.
+
+    Args:
+        folder: the checkpoint's.
+        config: its config.json.
+        weights: its tensors, by their own names.
+        given: a vision configuration, a whole Qwen2.5-VL one, or a folder with either; comes first.
+
+    Raises:
+        ValueError: what was given is neither; several stand beside the checkpoint; or none does, and the tower is not
+            one of those that are known.
+    """
+    if given is not None:
+        return _read_vision_config(given), f"{given}, as given"
+    beside = {path for parent in (folder, folder.parent) for path in parent.glob("vision*/config.json")}
+    named = config.get("pretrain_vision_model")
+    if isinstance(named, str) and named:
+        # Written as the path of the tower's weights; its configuration lies beside them.
+        beside |= {
+            path
+            for parent in (folder, folder.parent)
+            for path in (parent / named / "config.json", (parent / named).parent / "config.json")
+            if path.is_file() and path.parent.resolve() != folder.resolve()
+        }
+    found = sorted({path.resolve() for path in beside})
+    if len(found) > 1:
+        raise ValueError(
+            f"{folder} has several vision configurations beside it ({', '.join(map(str, found))}): "
+            "choose one with --vision-config."
+        )
+    if found:
+        return _read_vision_config(found[0]), f"{found[0]}, which lies beside the checkpoint"
+    return _known_vision_config(folder, weights)
+
+
+def _read_vision_config(path: Path) -> dict[str, Any]:
+    content = read_json(path / "config.json" if path.is_dir() else path)
+    vision = content.get("vision_config", content)
+    if not isinstance(vision, dict) or not {"depth", "out_hidden_size"} <= vision.keys():
+        raise ValueError(
+            f"{path} is no configuration of a Qwen2.5-VL vision tower: expected one with depth, hidden_size, "
+            "out_hidden_size, or a whole config.json with it as vision_config."
+        )
+    return vision
+
+
+def _known_vision_config(folder: Path, weights: Mapping[str, StoredTensor]) -> tuple[dict[str, Any], str]:
+    """One of the known towers, if the checkpoint's depth and widths are exactly its."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        tensor = weights.get(f"model.vision_tower.{name}")
+        return () if tensor is None else tensor.shape
+
+    blocks = {key.split(".")[3] for key in weights if key.startswith("model.vision_tower.blocks.")}
+    for name, variant in _KNOWN_VISION.items():
+        vision = Qwen2_5_VLVisionConfig(**read_json(hub_configs() / variant / "config.json")["vision_config"])
+        patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+        expected = {
+            "patch_embed.proj.weight": (vision.hidden_size, *patch),
+            "blocks.0.mlp.gate_proj.weight": (vision.intermediate_size, vision.hidden_size),
+            "merger.mlp.2.weight": (vision.out_hidden_size, vision.hidden_size * vision.spatial_merge_size**2),
+        }
+        if len(blocks) == vision.depth and all(shape(key) == size for key, size in expected.items()):
+            return vision.to_dict(), f"the known one of {name}, whose depth and widths are the checkpoint's"
+    raise ValueError(
+        f"{folder} carries no configuration of its vision tower, none lies beside it (vision/config.json), and its "
+        f"shapes are not those of {' or '.join(_KNOWN_VISION)}: give one with --vision-config."
+    )
+
+
+__all__ = [
+    "MODEL_TYPE",
+    "convert_reference_config",
+    "convert_reference_weights",
+    "find_vision_config",
+    "rename_reference_key",
+]

@@ -1,0 +1,93 @@
+"""A checkpoint's weights against the model that its configuration describes: exactly what is needed, or an error."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
+from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+from .checkpoint import StoredTensor, read_checkpoint
+from .names import Naming, naming_of
+
+SELECTOR, RHO_HISTORY = "model.qtsplus.", "model.qtsplus.rho_history"
+HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
+
+
+def on_meta(config: Qwen2_5_VLQTSplusConfig) -> Qwen2_5_VLQTSplusForConditionalGeneration:
+    """The model of a configuration without weights: names, shapes and sizes."""
+    with torch.device("meta"):
+        return Qwen2_5_VLQTSplusForConditionalGeneration(config)
+
+
+def read_weights(folder: Path, config: Qwen2_5_VLQTSplusConfig) -> dict[str, StoredTensor]:
+    """
+    The tensors of a folder with one of our models, in the model's order and without a tied head.
+
+    Raises:
+        ValueError: weights are missing, unexpected or of another shape; each is listed.
+    """
+    stored = read_checkpoint(folder)
+    return check_weights(stored, naming_of(stored), config, folder)
+
+
+def check_weights(
+    stored: Mapping[str, StoredTensor],
+    naming: Naming,
+    config: Qwen2_5_VLQTSplusConfig,
+    folder: Path,
+    without: tuple[str, ...] = (),
+    without_selector: bool = False,
+) -> dict[str, StoredTensor]:
+    """
+    What was stored, under our names and in the model's order, if it is exactly what the model needs.
+
+    Args:
+        stored: by the names of `naming`. A head beside tied embeddings is dropped where the two are equal.
+        without, without_selector: weights that are not expected.
+
+    Raises:
+        ValueError: weights are missing, unexpected or of another shape; each is listed by its stored name.
+    """
+    expected = {
+        name: tensor
+        for name, tensor in on_meta(config).state_dict().items()
+        if name not in without and not (without_selector and name.startswith(SELECTOR))
+    }
+    found: dict[str, StoredTensor] = {}
+    sources: dict[str, str] = {}
+    for key, tensor in stored.items():
+        name = naming.ours(key)
+        if name in found:
+            raise ValueError(f"{folder} holds {name} twice, as {sources[name]} and as {key}.")
+        found[name], sources[name] = tensor, key
+    if config.tie_word_embeddings:
+        expected.pop(HEAD)
+        if HEAD in found and EMBEDDINGS in found and not found.pop(HEAD).same_as(found[EMBEDDINGS]):
+            raise ValueError(
+                f"{folder} has a {HEAD} that differs from its embeddings, but its configuration ties the two: set "
+                "tie_word_embeddings to false in its config.json, or remove the head."
+            )
+
+    missing = [naming.theirs(name) for name in expected if name not in found]
+    unexpected = sorted(sources[name] for name in found if name not in expected)
+    misshapen = [
+        f"{sources[name]} ({tensor.dtype} {list(tensor.shape)}, expected {list(expected[name].shape)})"
+        for name, tensor in found.items()
+        if name in expected
+        and (
+            tensor.shape != tuple(expected[name].shape)
+            or tensor.torch_dtype.is_floating_point != expected[name].is_floating_point()
+        )
+    ]
+    problems = [
+        f"{len(names)} {kind}: {', '.join(names)}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
+        if names
+    ]
+    if problems:
+        raise ValueError(f"The weights in {folder} do not fit their configuration. {'; '.join(problems)}.")
+    return {name: found[name] for name in expected}
+
+
+__all__ = ["EMBEDDINGS", "HEAD", "RHO_HISTORY", "SELECTOR", "check_weights", "on_meta", "read_weights"]
