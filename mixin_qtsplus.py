@@ -18,6 +18,7 @@ from .generation_qtsplus import QTSplusGenerationMixin
 from .prompt_qtsplus import (
     IMAGE,
     KINDS,
+    PATCHES_PER_CHUNK,
     VIDEO,
     CompactPrompt,
     PromptRow,
@@ -31,9 +32,6 @@ from .prompt_qtsplus import (
 )
 from .saving_qtsplus import QTSplusSavingMixin
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector, find_query_mask
-
-# Encoded at a time without gradients: enough rows to fill a device, and a few hundred MB of activations in bfloat16.
-PATCHES_PER_CHUNK = 16384
 
 
 @dataclass

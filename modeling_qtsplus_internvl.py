@@ -16,7 +16,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from .configuration_qtsplus import QTSplusConfig, as_selector_config
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin, QTSplusPreTrainedMixin
-from .processing_qtsplus import QTSplusProcessorMixin
+from .processing_qtsplus import QTSplusFramesMixin, QTSplusProcessorMixin
 from .prompt_qtsplus import VIDEO
 
 
@@ -102,8 +102,8 @@ class InternVLQTSplusForConditionalGeneration(
         self.post_init()
 
 
-class _FramesProcessor(InternVLProcessor):
-    """[`InternVLProcessor`] that keeps images and videos apart, and takes videos of different lengths."""
+class _ApartProcessor(InternVLProcessor):
+    """[`InternVLProcessor`] that keeps images and videos apart."""
 
     def __call__(self, images=None, text=None, videos=None, **kwargs):
         # The stock method would mix the pixels of images and videos.
@@ -122,37 +122,16 @@ class _FramesProcessor(InternVLProcessor):
 
     def _process_images(self, images, **kwargs):
         processed, texts = super()._process_images(images, **kwargs)
-        tiles = [int(count) for count in processed.pop("num_patches")]
-        processed["image_grid_thw"] = self._grids(tiles)
+        processed["image_grid_thw"] = torch.cat([self._grid_of(int(tiles)) for tiles in processed.pop("num_patches")])
         return processed, texts
-
-    def _process_videos(self, videos, video_metadata=None, **kwargs):
-        kwargs.update(return_tensors="pt", return_metadata=False)
-        clips = [self.video_processor([video], **kwargs)["pixel_values_videos"][0] for video in videos]
-        texts = [self.replace_video_token({"pixel_values_videos": clips}, index) for index in range(len(clips))]
-        return {
-            "pixel_values_videos": torch.cat(clips),
-            "video_grid_thw": self._grids([len(clip) for clip in clips]),
-            "second_per_grid_ts": [1 / metadata.sampled_fps for metadata in video_metadata],
-            "video_metadata": video_metadata,
-        }, texts
-
-    def _grids(self, frames):
-        side = math.isqrt(self.image_seq_length)
-        return torch.tensor([[count, side, side] for count in frames])
 
     def replace_video_token(self, video_inputs, video_idx, **kwargs):
         frame = f"{self.start_image_token}{self.video_token * self.image_seq_length}{self.end_image_token}"
         count = len(video_inputs["pixel_values_videos"][video_idx])
         return "\n".join(f"Frame{index + 1}: {frame}" for index in range(count))
 
-    @property
-    def model_input_names(self):
-        names = ["image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"]
-        return super().model_input_names + names
 
-
-class InternVLQTSplusProcessor(QTSplusProcessorMixin, _FramesProcessor):
+class InternVLQTSplusProcessor(QTSplusProcessorMixin, QTSplusFramesMixin, _ApartProcessor):
     r"""
     [`InternVLProcessor`] that also says which tokens are the question, and reads videos with their true times.
 
@@ -172,12 +151,14 @@ class InternVLQTSplusProcessor(QTSplusProcessorMixin, _FramesProcessor):
         **kwargs,
     ):
         super().__init__(image_processor, tokenizer, video_processor, image_seq_length, chat_template, **kwargs)
-        # Of its grids, which are in tokens, for whoever draws or times them.
-        self.video_processor.merge_size = self.video_processor.temporal_patch_size = 1
         if video_placeholder_id is None:
             unused = tokenizer.get_vocab().get("<|video_pad|>")
             video_placeholder_id = tokenizer.video_token_id if unused is None else unused
         self.video_placeholder_id = video_placeholder_id
+
+    @property
+    def tokens_per_side(self) -> int:
+        return math.isqrt(self.image_seq_length)
 
     @property
     def query_token_ids(self) -> dict[str, int | list[int]]:

@@ -6,18 +6,22 @@ Data flows as: paths, folders or frames -> frames with metadata -> the backbone'
 
 import functools
 import io
+import itertools
 import os
 import re
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import Qwen2_5_VLProcessor
-from transformers.image_utils import load_image, make_flat_list_of_images
+from transformers.image_utils import SizeDict, load_image, make_flat_list_of_images
 from transformers.utils import logging
+from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
+from .prompt_qtsplus import PATCHES_PER_CHUNK
 from .selector_qtsplus import find_query_mask
 
 try:  # optional, as torchcodec is: one of the two reads the videos
@@ -29,6 +33,7 @@ logger = logging.get_logger(__name__)
 
 DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+BYTES_PER_CHUNK = 2**28  # of decoded frames that are held at a time
 
 # --------------------------------------------------------------------------------------------------------------------
 # Which frames of a video are looked at
@@ -91,6 +96,14 @@ def read_video(path: str, choose: Callable[[int, float], np.ndarray]) -> tuple[n
         ValueError: the file is missing, cannot be decoded, has no video stream or no frame.
         ImportError: neither torchcodec (with FFmpeg) nor PyAV is installed.
     """
+    metadata, decode = open_video(path, choose)
+    return np.stack(list(decode())), metadata
+
+
+def open_video(
+    path: str, choose: Callable[[int, float], np.ndarray]
+) -> tuple[VideoMetadata, Callable[[], Iterator[np.ndarray]]]:
+    """[`read_video`] frame by frame: the metadata, and a function that begins to decode, `[H, W, 3]` each."""
     source: str | io.BytesIO
     if path.startswith(("http://", "https://")):
         with urllib.request.urlopen(path) as response:
@@ -101,8 +114,22 @@ def read_video(path: str, choose: Callable[[int, float], np.ndarray]) -> tuple[n
             raise ValueError(
                 f"There is no video at {path!r}; expected a video file, a folder of frames or an http(s) address."
             )
-    read = {"torchcodec": _read_with_torchcodec, "pyav": _read_with_pyav}[video_backend()]
-    return read(source, path, choose)
+    backend = video_backend()
+    open_with = {"torchcodec": _open_with_torchcodec, "pyav": _open_with_pyav}[backend]
+    total, fps, indices, decode = open_with(source, path, choose)
+    first = next(decode(), None)
+    if first is None:
+        raise _undecodable(path, "no frame could be decoded")
+    metadata = VideoMetadata(
+        total_num_frames=int(total),
+        fps=float(fps),
+        duration=float(total / fps),
+        height=first.shape[0],
+        width=first.shape[1],
+        video_backend=backend,
+        frames_indices=[int(index) for index in indices],
+    )
+    return metadata, decode
 
 
 @functools.lru_cache
@@ -133,16 +160,20 @@ def video_backend() -> str:
     return "pyav"
 
 
-def _read_with_pyav(source, name, choose):
+def _open_with_pyav(source, name, choose):
     try:
         start, total, fps = _scan_with_pyav(source, name)
-        indices = choose(total, fps)
-        frames = _decode_with_pyav(source, start, fps, _instants(indices, fps))
     except av.error.FFmpegError as error:
         raise _undecodable(name, error) from error
-    if not frames:
-        raise _undecodable(name, "no frame could be decoded")
-    return _with_metadata(np.stack(frames), indices, total, fps, "pyav")
+    indices = choose(total, fps)
+
+    def decode():
+        try:
+            yield from _decode_with_pyav(source, start, fps, _instants(indices, fps))
+        except av.error.FFmpegError as error:
+            raise _undecodable(name, error) from error
+
+    return total, fps, indices, decode
 
 
 def _scan_with_pyav(source, name):
@@ -150,7 +181,7 @@ def _scan_with_pyav(source, name):
 
     Read from the packets, without decoding: containers may state no frame count, and a wrong mean rate.
     """
-    with _open_with_pyav(source) as container:
+    with _pyav_container(source) as container:
         if not container.streams.video:
             raise _undecodable(name, "it has no video stream")
         stream = container.streams.video[0]
@@ -164,24 +195,25 @@ def _scan_with_pyav(source, name):
 
 def _decode_with_pyav(source, start, fps, instants):
     """The frames shown at `instants`, increasing seconds from the video's start."""
-    frames: list[np.ndarray] = []
-    shown = None
-    with _open_with_pyav(source) as container:
+    shown, given = None, 0
+    with _pyav_container(source) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         for number, frame in enumerate(container.decode(stream)):
             time = number / fps if start is None or frame.pts is None else float(frame.pts * frame.time_base) - start
             # Until this frame appears the one before it is shown.
             before = int(np.searchsorted(instants, time))
-            if shown is not None and before > len(frames):
-                frames += [_upright(shown)] * (before - len(frames))
+            if shown is not None and before > given:
+                yield from itertools.repeat(_upright(shown), before - given)
+                given = before
             shown = frame
-            if len(frames) == len(instants):
-                return frames
-    return frames if shown is None else frames + [_upright(shown)] * (len(instants) - len(frames))
+            if given == len(instants):
+                return
+    if shown is not None:
+        yield from itertools.repeat(_upright(shown), len(instants) - given)
 
 
-def _open_with_pyav(source):
+def _pyav_container(source):
     if isinstance(source, io.BytesIO):
         source.seek(0)
     return av.open(source)
@@ -192,7 +224,7 @@ def _upright(frame):
     return np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90))
 
 
-def _read_with_torchcodec(source, name, choose):
+def _open_with_torchcodec(source, name, choose):
     try:
         from torchcodec.decoders import VideoDecoder
     except ImportError as error:
@@ -205,14 +237,21 @@ def _read_with_torchcodec(source, name, choose):
     try:
         total, start = decoder.metadata.num_frames or 0, decoder.metadata.begin_stream_seconds
         span = decoder.get_frame_at(total - 1).pts_seconds - start if total > 1 else 0.0
-        fps = _mean_fps(name, total, span, decoder.metadata.average_fps)
-        indices = choose(total, fps)
-        # An instant past the end of the last frame is an error here.
-        seconds = np.minimum(start + _instants(indices, fps), decoder.metadata.end_stream_seconds - 1e-6)
-        frames = decoder.get_frames_played_at(seconds=seconds.tolist()).data.numpy()
     except RuntimeError as error:
         raise _undecodable(name, error) from error
-    return _with_metadata(frames, indices, total, fps, "torchcodec")
+    fps = _mean_fps(name, total, span, decoder.metadata.average_fps)
+    indices = choose(total, fps)
+    # An instant past the end of the last frame is an error here.
+    seconds = np.minimum(start + _instants(indices, fps), decoder.metadata.end_stream_seconds - 1e-6).tolist()
+
+    def decode():
+        try:
+            for begin in range(0, len(seconds), 16):
+                yield from decoder.get_frames_played_at(seconds=seconds[begin : begin + 16]).data.numpy()
+        except RuntimeError as error:
+            raise _undecodable(name, error) from error
+
+    return total, fps, indices, decode
 
 
 def _mean_fps(name, total, span, stated_fps):
@@ -229,19 +268,6 @@ def _mean_fps(name, total, span, stated_fps):
 def _instants(indices, fps):
     # A quarter of a frame later, since containers round timestamps.
     return (np.asarray(indices) + 0.25) / fps
-
-
-def _with_metadata(frames, indices, total, fps, backend):
-    metadata = VideoMetadata(
-        total_num_frames=int(total),
-        fps=float(fps),
-        duration=float(total / fps),
-        height=frames.shape[1],
-        width=frames.shape[2],
-        video_backend=backend,
-        frames_indices=[int(index) for index in indices],
-    )
-    return frames, metadata
 
 
 def _undecodable(name, reason):
@@ -267,20 +293,20 @@ def load_frames(folder: str | list[str]) -> np.ndarray:
     Raises:
         ValueError: no image in the folder, one that cannot be read, or images of different sizes.
     """
-    if isinstance(folder, str):
-        names = [name for name in os.listdir(folder) if name.lower().endswith(IMAGE_SUFFIXES)]
-        if not names:
-            raise ValueError(f"The folder {folder!r} holds no frames; expected images ({', '.join(IMAGE_SUFFIXES)}).")
-        paths = [os.path.join(folder, name) for name in sorted(names, key=_natural_order)]
-    else:
-        paths = list(folder)
     frames = []
-    for path in paths:
+    for path in _image_paths(folder) if isinstance(folder, str) else folder:
         try:
             frames.append(load_image(path.removeprefix("file://")))
         except (OSError, ValueError) as error:
             raise ValueError(f"Cannot read the frame {path!r} as an image: {error}.") from error
     return _stack_frames(frames)
+
+
+def _image_paths(folder):
+    names = [name for name in os.listdir(folder) if name.lower().endswith(IMAGE_SUFFIXES)]
+    if not names:
+        raise ValueError(f"The folder {folder!r} holds no frames; expected images ({', '.join(IMAGE_SUFFIXES)}).")
+    return [os.path.join(folder, name) for name in sorted(names, key=_natural_order)]
 
 
 def _natural_order(name):
@@ -391,6 +417,42 @@ def _require_positive(name, value):
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Long videos
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class VideoChunks:
+    """
+    A long video, decoded and preprocessed chunk by chunk while one iterates over it.
+
+    Iterating gives `pixel_values_videos` `[k, d]` and `video_grid_thw` `[1, 3]` of each chunk. Joined, the pixel values
+    are those of the whole video; nothing is kept of a chunk that was given out.
+
+    Args:
+        video_grid_thw: `[1, 3]`, of the whole video.
+        second_per_grid_ts: `[1]`, seconds per temporal patch.
+        metadata: of the whole video, with the indices of the frames that are looked at.
+        frames_per_chunk: a multiple of the temporal patch size.
+    """
+
+    preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]
+    decode: Callable[[], Iterator[np.ndarray]]
+    video_grid_thw: torch.Tensor
+    second_per_grid_ts: list[float]
+    metadata: VideoMetadata
+    frames_per_chunk: int
+
+    def __len__(self) -> int:
+        return -(-len(self.metadata.frames_indices) // self.frames_per_chunk)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        frames = self.decode()
+        while chunk := list(itertools.islice(frames, self.frames_per_chunk)):
+            yield self.preprocess(_stack_frames(chunk))
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # The processor
 # --------------------------------------------------------------------------------------------------------------------
 
@@ -421,7 +483,7 @@ class QTSplusProcessorMixin:
             "special_token_ids": sorted(special.union(tokenizer.all_special_ids)),
         }
 
-    def __call__(self, images=None, text=None, videos=None, query=None, **kwargs):
+    def __call__(self, images=None, text=None, videos=None, query=None, video_grid_thw=None, **kwargs):
         """
         Prepares the model's inputs.
 
@@ -432,6 +494,9 @@ class QTSplusProcessorMixin:
                 `[T, C, H, W]` as an array or tensor, or a list of images. Alone, in a list, or in a list per row.
             query (`str` or `list[str]`, *optional*): the question to select by, one per row or one for all rows, where
                 it is not the text of the last user turn.
+            video_grid_thw (`torch.Tensor`, *optional*): `[videos, 3]`, the grids of videos that were encoded before, in
+                the place of `videos`; for `model.generate(..., video_features=...)`. With `video_metadata`, where the
+                prompt tells the times of its frames.
             fps (`float` or `list[float]`, *optional*): for a video file, frames to sample per second, bounded by
                 `min_frames` and `max_frames`; by default the video processor's `fps`, or else 2. For frames without
                 `video_metadata` the rate at which they were sampled: they are used as they are.
@@ -458,7 +523,17 @@ class QTSplusProcessorMixin:
         if images is not None:
             count = len(make_flat_list_of_images(images))
             self._require_placeholders(text, self.image_token, count, "images", kwargs)
+        if video_grid_thw is not None:
+            if videos is not None or text is None or kwargs.get("return_tensors") not in (None, "pt"):
+                raise ValueError(
+                    'Got `video_grid_thw`; expected it in the place of `videos`, with `text` and `return_tensors="pt"`.'
+                )
+            self._require_placeholders(text, self.video_token, len(video_grid_thw), "videos", kwargs)
+            videos, kwargs = self._stand_ins(video_grid_thw, kwargs)
         inputs = super().__call__(images=images, text=text, videos=videos, **kwargs)
+        if video_grid_thw is not None:
+            for name in ("pixel_values_videos", "second_per_grid_ts"):  # the stand-ins' own
+                inputs.pop(name)
 
         if text is not None:
             inputs["query_mask"] = self._query_mask(inputs["input_ids"], inputs.get("attention_mask"))
@@ -466,6 +541,110 @@ class QTSplusProcessorMixin:
             rows = len(inputs["input_ids"]) if text is not None else None
             inputs.update(self._tokenize_query(query, rows, like=inputs.get("input_ids")))
         return inputs
+
+    def video_chunks(
+        self,
+        video: str | os.PathLike,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        min_frames: int | None = None,
+        max_frames: int | None = None,
+        frames_per_chunk: int | None = None,
+    ) -> VideoChunks:
+        """
+        Opens a long video for reading in chunks: the frames and pixel values that a call with `videos=` gives, without
+        holding them all.
+
+        Args:
+            video: a file, an `http(s)` address, or a folder of frames.
+            fps, num_frames, min_frames, max_frames: as in a call; of a folder, `fps` is the rate at which its frames
+                were taken.
+            frames_per_chunk: frames at a time, cut down to whole temporal patches; by default about 16,384 patches, and
+                no more than 256 MB of decoded frames.
+
+        Raises:
+            ValueError: a video that is missing or cannot be decoded; a folder without `fps`; rates and counts that are
+                not above 0, or both given.
+        """
+        if not isinstance(video, (str, os.PathLike)):
+            raise ValueError(f"Got a video of type {type(video).__name__}; expected a path. Frames need no chunks.")
+        path, processor = os.fspath(video), self.video_processor
+        temporal = processor.temporal_patch_size
+        for name, given in (("fps", fps), ("num_frames", num_frames), ("frames_per_chunk", frames_per_chunk)):
+            if given is not None:
+                _require_positive(name, given)
+        if os.path.isdir(path):
+            paths = _image_paths(path)
+            metadata = _describe_frames(paths, None, fps)
+            height, width = load_frames(paths[:1]).shape[1:3]
+
+            def decode():
+                return (load_frames([one])[0] for one in paths)
+        else:
+            bounds = {"min_frames": min_frames, "max_frames": max_frames, "temporal_patch_size": None}
+            metadata, decode = open_video(path, self._frame_choice(fps, num_frames, bounds))
+            height, width = metadata.height, metadata.width
+
+        grid = self._grid_of(len(metadata.frames_indices), height, width)
+        if frames_per_chunk is None:
+            patches = int(grid[0, 1] * grid[0, 2])
+            frames_per_chunk = min(PATCHES_PER_CHUNK // patches * temporal, BYTES_PER_CHUNK // (3 * height * width))
+        return VideoChunks(
+            preprocess=functools.partial(self._preprocess_chunk, grid=grid),
+            decode=decode,
+            video_grid_thw=grid,
+            second_per_grid_ts=[temporal / metadata.sampled_fps],
+            metadata=metadata,
+            frames_per_chunk=max(int(frames_per_chunk) // temporal, 1) * temporal,
+        )
+
+    def _frame_choice(self, fps, num_frames, bounds):
+        """[`choose_frames`] with what the call leaves open taken from the video processor."""
+        if fps is not None and num_frames is not None:
+            raise ValueError(f"Got `fps={fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
+        if fps is None and num_frames is None:
+            num_frames = getattr(self.video_processor, "num_frames", None)
+        fps = fps or getattr(self.video_processor, "fps", None) or DEFAULT_FPS
+        bounds = {
+            name: getattr(self.video_processor, name, None) if value is None else value
+            for name, value in bounds.items()
+        }
+        bounds = {name: value for name, value in bounds.items() if value is not None}
+        return functools.partial(choose_frames, fps=fps, num_frames=num_frames, **bounds)
+
+    def _grid_of(self, num_frames: int, height: int, width: int) -> torch.Tensor:
+        """`[1, 3]`: the grid of a video, asked of the video processor itself with a video without values."""
+        blank = torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")
+        options = {"do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
+        return self.video_processor(videos=[blank], **options)["video_grid_thw"]
+
+    def _preprocess_chunk(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixel values and grid of some frames of a video with this grid."""
+        processor, video = self.video_processor, torch.from_numpy(frames).permute(0, 3, 1, 2)
+        if processor.do_resize:
+            # Qwen's own resizing would look at the number of frames, which is the chunk's and not the video's.
+            height, width = (grid[0, 1:] * processor.patch_size).tolist()
+            size = SizeDict(height=height, width=width)
+            video = BaseVideoProcessor.resize(processor, image=video, size=size, resample=processor.resample)
+        inputs = processor(videos=[video], do_resize=False, do_sample_frames=False, return_tensors="pt")
+        return inputs["pixel_values_videos"], inputs["video_grid_thw"]
+
+    def _stand_ins(self, video_grid_thw, kwargs):
+        """Videos of the given grids without values, by which the backbone's processor counts placeholders."""
+        videos = [self._blank(*grid) for grid in torch.as_tensor(video_grid_thw).tolist()]
+        counts = [len(video) for video in videos]
+        given = dict(kwargs.get("videos_kwargs") or {})
+        metadata = kwargs.get("video_metadata", given.get("video_metadata")) or [
+            VideoMetadata(total_num_frames=count, fps=1.0, frames_indices=list(range(count))) for count in counts
+        ]
+        kwargs = {name: value for name, value in kwargs.items() if name != "video_metadata"}
+        as_they_are = {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
+        return videos, {**kwargs, "videos_kwargs": {**given, **as_they_are}}
+
+    def _blank(self, t: int, h: int, w: int) -> torch.Tensor:
+        processor = self.video_processor
+        size = (t * processor.temporal_patch_size, 3, h * processor.patch_size, w * processor.patch_size)
+        return torch.empty(*size, dtype=torch.uint8, device="meta")
 
     def _read_videos(self, videos, kwargs):
         """Frames of every video, and `kwargs` with their metadata and nothing left to sample."""
@@ -478,28 +657,22 @@ class QTSplusProcessorMixin:
 
         videos = flatten_videos(videos)
         call_fps, num_frames, do_sample_frames = take("fps"), take("num_frames"), take("do_sample_frames")
-        if call_fps is not None and num_frames is not None:
-            raise ValueError(f"Got `fps={call_fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
         if num_frames is not None:
             _require_positive("num_frames", num_frames)
         rates = _per_video("fps", call_fps, len(videos))
         metadata_list = _per_video("video_metadata", take("video_metadata"), len(videos))
         asked_to_sample = do_sample_frames or (do_sample_frames is None and (call_fps or num_frames))
-        if call_fps is None and num_frames is None:
-            num_frames = getattr(self.video_processor, "num_frames", None)
-        default_fps = getattr(self.video_processor, "fps", None) or DEFAULT_FPS
-        bounds: dict = {}
-        for name in ("min_frames", "max_frames", "temporal_patch_size"):
-            # Left in place too: the video processor takes them and, with nothing to sample, reads only the last.
-            given = kwargs.get(name, videos_kwargs.get(name))
-            bounds[name] = getattr(self.video_processor, name, None) if given is None else given
+        # Left in place too: the video processor takes them and, with nothing to sample, reads only the last.
+        bounds = {
+            name: kwargs.get(name, videos_kwargs.get(name))
+            for name in ("min_frames", "max_frames", "temporal_patch_size")
+        }
 
         frames_list, described = [], []
         for video, rate, metadata in zip(videos, rates, metadata_list, strict=True):
             if rate is not None:
                 _require_positive("fps", rate)
-            known = {name: value for name, value in bounds.items() if value is not None}
-            choose = functools.partial(choose_frames, fps=rate or default_fps, num_frames=num_frames, **known)
+            choose = self._frame_choice(rate, num_frames, bounds)
             if isinstance(video, str):
                 frames, metadata = read_video(video, choose_frames if do_sample_frames is False else choose)
             else:
@@ -567,10 +740,57 @@ def _per_video(name, value, count):
     return list(value)
 
 
+class QTSplusFramesMixin:
+    """
+    For a backbone whose encoder looks at one frame at a time, all of one size. `pixel_values_videos` are the frames of
+    all videos, `[frames, 3, height, width]`, so that videos may differ in length; grids count tokens.
+
+    Stands between [`QTSplusProcessorMixin`] and the backbone's processor, which supplies `tokens_per_side` and
+    `replace_video_token`.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.video_processor.merge_size = self.video_processor.temporal_patch_size = 1
+
+    @property
+    def tokens_per_side(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def model_input_names(self):
+        names = ["image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"]
+        return [*super().model_input_names, *names]
+
+    def _process_videos(self, videos, video_metadata=None, **kwargs):
+        options = {**kwargs, "return_tensors": "pt", "return_metadata": False}
+        clips = [self._clip(video, options) for video in videos]
+        grids = torch.cat([self._grid_of(len(clip)) for clip in clips])
+        processed = {"pixel_values_videos": clips, "video_grid_thw": grids, "video_metadata": video_metadata}
+        texts = [self.replace_video_token(processed, index) for index in range(len(clips))]
+        seconds = [1 / metadata.sampled_fps for metadata in video_metadata]
+        return {**processed, "pixel_values_videos": torch.cat(clips), "second_per_grid_ts": seconds}, texts
+
+    def _clip(self, video, options):
+        if torch.is_tensor(video) and video.is_meta:
+            return video
+        return self.video_processor(videos=[video], **options)["pixel_values_videos"][0]
+
+    def _grid_of(self, num_frames: int, *size: int) -> torch.Tensor:
+        return torch.tensor([[num_frames, self.tokens_per_side, self.tokens_per_side]])
+
+    def _preprocess_chunk(self, frames, grid):
+        clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})
+        return clip, self._grid_of(len(clip))
+
+    def _blank(self, t: int, h: int, w: int) -> torch.Tensor:
+        return torch.empty(t, 3, 1, 1, device="meta")
+
+
 class Qwen2_5_VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2_5_VLProcessor):
     r"""[`Qwen2_5_VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
 
 
 Qwen2_5_VLQTSplusProcessor.register_for_auto_class()
 
-__all__ = ["QTSplusProcessorMixin", "Qwen2_5_VLQTSplusProcessor"]
+__all__ = ["QTSplusFramesMixin", "QTSplusProcessorMixin", "Qwen2_5_VLQTSplusProcessor"]

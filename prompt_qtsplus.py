@@ -11,6 +11,8 @@ from .selector_qtsplus import QTSplusOutput
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 KINDS = {IMAGE: "image", VIDEO: "video"}
+# Encoded at a time without gradients: enough rows to fill a device, and a few hundred MB of activations in bfloat16.
+PATCHES_PER_CHUNK = 16384
 
 
 @dataclass

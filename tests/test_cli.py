@@ -63,7 +63,7 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     for interval in answer["evidence"]:
         assert set(interval) == {"start", "end", "weight"}
         assert 0 <= interval["start"] < interval["end"] <= 4
-    assert set(answer["timings"]) == {"load", "preprocess", "first_token", "generate"}
+    assert set(answer["timings"]) == {"load", "encode", "first_token", "generate"}
     assert all(seconds > 0 for seconds in answer["timings"].values())
 
 
@@ -89,7 +89,7 @@ def test_a_folder_of_frames_lasts_as_its_rate_says(ask, frame_folder):
 def test_the_human_output_names_tokens_seconds_and_stages(ask, tiny_mp4):
     result = ask(tiny_mp4, QUESTION)
     assert result.exit_code == 0, result.stderr
-    for words in ("visual tokens", "4.0 s", "of the relevance", "load", "preprocess", "first token", "generate"):
+    for words in ("visual tokens", "4.0 s", "of the relevance", "load", "encode", "first token", "generate"):
         assert words in result.stdout
 
 

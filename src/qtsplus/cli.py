@@ -67,6 +67,8 @@ def ask(
         _fail(f"--max-visual-tokens is {max_visual_tokens}; expected at least 1")
     if max_new_tokens < 1:
         _fail(f"--max-new-tokens is {max_new_tokens}; expected at least 1")
+    if not question.strip():
+        _fail("the question is empty; expected some text")
 
     with _one_line_errors():
         from . import session
@@ -76,18 +78,18 @@ def ask(
         with notes.status("Loading the model"):
             loaded, processor = session.load(name, device, dtype.value)
         seconds_to_load = time.perf_counter() - started
+        encoded = session.encode(loaded, processor, video, fps=fps, progress=True)
         with notes.status("Asking"):
             answer = session.ask(
                 loaded,
                 processor,
-                video,
+                encoded,
                 question,
-                fps=fps,
                 retention=retention,
                 max_visual_tokens=max_visual_tokens,
                 max_new_tokens=max_new_tokens,
             )
-    answer.timings.update(load=seconds_to_load)
+    answer.timings.update(load=seconds_to_load, encode=encoded.seconds)
     if as_json:
         print(json.dumps(answer.as_dict()))
     else:
@@ -353,7 +355,7 @@ def _print_answer(answer: "Answer") -> None:
 
 
 def _stages(timings: dict[str, float]) -> list[str]:
-    return [stage for stage in ("load", "preprocess", "first_token", "generate") if stage in timings]
+    return [stage for stage in ("load", "encode", "first_token", "generate") if stage in timings]
 
 
 def _bundled_model() -> str:

@@ -62,13 +62,13 @@ def run_demo(out: Path, say: Callable[[str], None]) -> tuple[session.Answer, Que
 
     model, processor = session.load(folder)
     say(f"Loaded it back as remote code: {type(model).__name__} from {type(model).__module__.split('.')[0]}.")
-    inputs = session.prepare(processor, video, asked.question)
-    answer = session.answer_prepared(model, processor, inputs, video, max_new_tokens=16)
+    answer = session.ask(model, processor, video, asked.question, max_new_tokens=16)
 
     video_processor = processor.video_processor
+    seen = processor(videos=str(video), return_tensors="pt")
     frames = frames_from_patches(
-        inputs["pixel_values_videos"],
-        inputs["video_grid_thw"][0].tolist(),
+        seen["pixel_values_videos"],
+        seen["video_grid_thw"][0].tolist(),
         patch_size=video_processor.patch_size,
         temporal_patch_size=video_processor.temporal_patch_size,
         merge_size=video_processor.merge_size,
@@ -78,7 +78,7 @@ def run_demo(out: Path, say: Callable[[str], None]) -> tuple[session.Answer, Que
     picture = draw_kept_tokens(
         frames,
         answer.keep_map,
-        float(inputs["second_per_grid_ts"][0]),
+        float(seen["second_per_grid_ts"][0]),
         out / "kept_tokens.png",
         title=f"“{asked.question}” {answer.answer}: {answer.kept_tokens} of {answer.visual_tokens} visual tokens kept",
     )

@@ -1,15 +1,44 @@
-"""Asks a model about a video, and says what its answer rests on."""
+"""Encodes a video once, asks a model about it any number of times, and says what each answer rests on."""
 
 import time
+from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature
+from rich.console import Console
+from rich.progress import track
+from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from .evidence import Interval, evidence_intervals, keep_maps
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EncodedVideo:
+    """
+    A video that [`encode`] has read, for any number of questions.
+
+    Args:
+        video: the path.
+        features: `[M, d]`, all its visual tokens.
+        video_grid_thw: `[1, 3]`, its grid in patches.
+        second_per_grid_ts: `[1]`, seconds per temporal patch.
+        metadata: `VideoMetadata`, with the indices of the frames that were looked at.
+        seconds: what reading and encoding took.
+    """
+
+    video: str
+    features: torch.Tensor
+    video_grid_thw: torch.Tensor
+    second_per_grid_ts: list[float]
+    metadata: Any
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -26,7 +55,8 @@ class Answer:
         kept_tokens: n, those that the language model read.
         rho: the fraction that the selection aimed at.
         evidence: stretches of the video that the kept tokens came from.
-        timings: seconds per stage. `first_token` and `generate` both count from the call of `generate`.
+        timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
+            `first_token` and `generate` both count from the call of `generate`.
         keep_map: bool `[T, H, W]`, the kept tokens in the video's grid of tokens.
     """
 
@@ -74,40 +104,72 @@ def load(model: str | Path, device: str | None = None, dtype: str = "auto") -> t
     return loaded.to(device).eval(), processor
 
 
-def prepare(processor: Any, video: str | Path, question: str, fps: float | None = None) -> BatchFeature:
+def encode(
+    model: Any,
+    processor: Any,
+    video: str | Path,
+    *,
+    fps: float | None = None,
+    frames_per_chunk: int | None = None,
+    device: str | None = None,
+    progress: bool = False,
+) -> EncodedVideo:
     """
-    Reads a video and makes the model's inputs for one question about it.
+    Reads a video of any length and encodes it, chunk by chunk: one is decoded while the one before it is encoded.
+
+    Memory holds three chunks at most, and the features.
 
     Args:
+        model, processor: as [`load`] gives them.
         video: a video file, or a folder of frames.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
-
-    Returns:
-        the model's inputs, and `video_metadata`, which the model does not take.
+        frames_per_chunk: frames at a time; by default about 16,384 patches.
+        device: where the features shall live, such as `"cpu"`; the model's when absent.
+        progress: show a bar on standard error while a video of several chunks is encoded.
 
     Raises:
-        ValueError: a video that cannot be read, a folder without `fps`, a question without a token.
+        ValueError: a video that cannot be read, a folder without `fps`.
     """
-    if not question.strip():
-        raise ValueError("The question is empty; expected some text.")
-    content = [{"type": "video", "video": str(video)}, {"type": "text", "text": question}]
-    processor_kwargs: dict[str, Any] = {"return_metadata": True}
-    if fps is not None:
-        processor_kwargs["fps"] = fps
-    return processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs=processor_kwargs,
+    started = time.perf_counter()
+    chunks = processor.video_chunks(video, fps=fps, frames_per_chunk=frames_per_chunk)
+    tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
+    features, filled = torch.empty(0), 0
+    console = Console(stderr=True)
+    quiet = not (progress and console.is_terminal and len(chunks) > 1)
+    with closing(read_ahead(chunks)) as ahead:
+        for pixels, grid in track(
+            ahead, "Encoding the video", len(chunks), console=console, transient=True, disable=quiet
+        ):
+            (encoded,) = model.encode_videos(pixels, grid, device=device)
+            if not filled:
+                features = encoded.new_empty(tokens, encoded.shape[-1])
+            features[filled : filled + len(encoded)] = encoded
+            filled += len(encoded)
+    return EncodedVideo(
+        video=str(video),
+        features=features,
+        video_grid_thw=chunks.video_grid_thw,
+        second_per_grid_ts=chunks.second_per_grid_ts,
+        metadata=chunks.metadata,
+        seconds=time.perf_counter() - started,
     )
+
+
+def read_ahead(items: Iterable[T]) -> Generator[T, None, None]:
+    """The same items; a thread gets the next one, and no more, while the caller works on one. Its errors are raised."""
+    source = iter(items)
+    nothing: Any = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="qtsplus-read-ahead") as reader:
+        coming = reader.submit(next, source, nothing)
+        while (item := coming.result()) is not nothing:
+            coming = reader.submit(next, source, nothing)
+            yield item
 
 
 def ask(
     model: Any,
     processor: Any,
-    video: str | Path,
+    video: str | Path | EncodedVideo,
     question: str,
     *,
     fps: float | None = None,
@@ -120,7 +182,7 @@ def ask(
 
     Args:
         model, processor: as [`load`] gives them.
-        video: a video file, or a folder of frames.
+        video: a video file, or a folder of frames; or what [`encode`] has made of one, for another question.
         question: the text.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
@@ -128,68 +190,57 @@ def ask(
         max_new_tokens: longest answer.
 
     Raises:
-        ValueError: a video that cannot be read, a folder without `fps`, a retention out of its range.
+        ValueError: an empty question, a video that cannot be read, a folder without `fps`, `fps` for a video that was
+            encoded before, a retention out of its range.
     """
-    started = time.perf_counter()
-    inputs = prepare(processor, video, question, fps)
-    prepared = time.perf_counter()
-    answer = answer_prepared(
-        model,
-        processor,
-        inputs,
-        video,
-        retention=retention,
-        max_visual_tokens=max_visual_tokens,
-        max_new_tokens=max_new_tokens,
-    )
-    answer.timings.update(preprocess=prepared - started)
-    return answer
+    if not question.strip():
+        raise ValueError("The question is empty; expected some text.")
+    timings: dict[str, float] = {}
+    if not isinstance(video, EncodedVideo):
+        video = encode(model, processor, video, fps=fps)
+        timings["encode"] = video.seconds
+    elif fps is not None:
+        raise ValueError(f"Got fps={fps:g} for a video that was encoded before; give it to `encode`.")
 
-
-def answer_prepared(
-    model: Any,
-    processor: Any,
-    inputs: BatchFeature,
-    video: str | Path,
-    *,
-    retention: float | None = None,
-    max_visual_tokens: int | None = None,
-    max_new_tokens: int = 128,
-) -> Answer:
-    """Answers with inputs made by [`prepare`]; see [`ask`]."""
-    model_inputs = {name: value for name, value in inputs.items() if name != "video_metadata"}
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"video_grid_thw": video.video_grid_thw, "video_metadata": [video.metadata]},
+    ).to(model.device)
     clock = _FirstTokenClock()
     started = time.perf_counter()
     output = model.generate(
-        **BatchFeature(model_inputs).to(model.device),
+        **inputs,
+        video_features=[video.features],
+        second_per_grid_ts=video.second_per_grid_ts,
         retention=retention,
         max_visual_tokens=max_visual_tokens,
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,
         streamer=clock,
     )
-    finished = time.perf_counter()
+    timings.update(first_token=clock.first_token - started, generate=time.perf_counter() - started)
 
     answer_ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-    metadata = inputs["video_metadata"][0]
-    seconds_of_video = metadata.total_num_frames / metadata.fps
+    seconds_of_video = video.metadata.total_num_frames / video.metadata.fps
     merge_size = processor.video_processor.merge_size
     kept_indices, relevance = output.qtsplus.kept_indices[0], output.qtsplus.relevance[0]
-    (keep_map,) = keep_maps(kept_indices, inputs["video_grid_thw"], merge_size)
-    intervals = evidence_intervals(
-        kept_indices, relevance, inputs["video_grid_thw"], inputs["second_per_grid_ts"], merge_size
-    )
+    (keep_map,) = keep_maps(kept_indices, video.video_grid_thw, merge_size)
+    intervals = evidence_intervals(kept_indices, relevance, video.video_grid_thw, video.second_per_grid_ts, merge_size)
     return Answer(
         answer=processor.tokenizer.decode(answer_ids, skip_special_tokens=True).strip(),
-        video=str(video),
-        frames=len(metadata.frames_indices),
+        video=video.video,
+        frames=len(video.metadata.frames_indices),
         seconds_of_video=seconds_of_video,
         visual_tokens=keep_map.numel(),
         kept_tokens=len(kept_indices),
         rho=float(output.qtsplus.rho[0]),
         # The last grid step is padded where the frames are odd in number.
         evidence=[Interval(i.start, min(i.end, seconds_of_video), i.weight) for i in intervals],
-        timings={"first_token": clock.first_token - started, "generate": finished - started},
+        timings=timings,
         keep_map=keep_map,
     )
 

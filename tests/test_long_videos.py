@@ -1,0 +1,235 @@
+"""A video that is read chunk by chunk is the video that is read at once, and takes no more memory than a chunk."""
+
+import copy
+import json
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from qtsplus import session
+from qtsplus.data.clip import write_mp4
+
+QUESTION = "What moves?"
+MESSAGES = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_published):
+    return session.load(tiny_published)
+
+
+@pytest.fixture(scope="module")
+def wide_mp4(tmp_path_factory):
+    """30 frames of noise, 96 x 200 pixels, 10 a second."""
+    path = tmp_path_factory.mktemp("wide") / "wide.mp4"
+    write_mp4(path, np.random.default_rng(0).integers(0, 255, (30, 96, 200, 3), np.uint8), 10)
+    return path
+
+
+def prepared(processor, video, **options):
+    content = [{"type": "video", "video": str(video)}, {"type": "text", "text": QUESTION}]
+    return processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"return_metadata": True, **options},
+    )
+
+
+def assert_same(processor, video, frames_per_chunk, **options):
+    whole = prepared(processor, video, **options)
+    chunks = processor.video_chunks(video, frames_per_chunk=frames_per_chunk, **options)
+    pixels, grids = zip(*chunks, strict=True)
+    assert len(pixels) == len(chunks)
+    assert torch.equal(torch.cat(pixels), whole["pixel_values_videos"])
+    assert torch.equal(chunks.video_grid_thw, whole["video_grid_thw"])
+    assert [len(one) for one in pixels] == [int(grid.prod()) for grid in grids]
+    assert sum(int(grid[0, 0]) for grid in grids) == whole["video_grid_thw"][0, 0]
+    assert chunks.second_per_grid_ts == pytest.approx([float(whole["second_per_grid_ts"][0])])
+    assert chunks.metadata == whole["video_metadata"][0]
+    return len(chunks)
+
+
+@pytest.mark.parametrize(("frames_per_chunk", "count"), [(1, 15), (2, 15), (7, 5), (28, 2), (30, 1), (None, 1)])
+def test_chunks_are_the_whole(loaded, wide_mp4, frames_per_chunk, count):
+    assert assert_same(loaded[1], wide_mp4, frames_per_chunk, fps=10) == count
+
+
+@pytest.mark.parametrize("options", [{}, {"num_frames": 6}, {"fps": 10, "max_frames": 8}], ids=str)
+def test_chunks_are_sampled_as_the_whole(loaded, wide_mp4, options):
+    assert_same(loaded[1], wide_mp4, 4, **options)
+
+
+def test_chunks_are_resized_as_the_whole(loaded, wide_mp4):
+    """Qwen's resizing looks at the number of frames, which would make a chunk's frames larger."""
+    processor = copy.deepcopy(loaded[1])
+    processor.video_processor.max_video_tokens = 100
+    few, many = (prepared(processor, wide_mp4, num_frames=count)["video_grid_thw"] for count in (2, 30))
+    assert few[0, 1:].prod() > many[0, 1:].prod()
+    assert_same(processor, wide_mp4, 2, fps=10)
+
+
+def test_a_folder_with_an_odd_number_of_frames(loaded, tmp_path):
+    for index in range(7):
+        Image.new("RGB", (56, 84), (30 * index, 90, 200)).save(tmp_path / f"frame{index}.png")
+    assert assert_same(loaded[1], tmp_path, 4, fps=2) == 2
+
+
+def test_chunks_can_be_read_again(loaded, tiny_mp4):
+    chunks = loaded[1].video_chunks(tiny_mp4, frames_per_chunk=2)
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(chunks, chunks, strict=True))
+
+
+def test_large_frames_make_small_chunks(loaded, tmp_path):
+    write_mp4(tmp_path / "large.mp4", np.zeros((4, 720, 1280, 3), np.uint8), 2)
+    assert loaded[1].video_chunks(tmp_path / "large.mp4").frames_per_chunk == 96  # 256 MB of 1280 x 720
+
+
+@pytest.mark.parametrize(
+    ("video", "options", "message"),
+    [
+        ("none.mp4", {}, "no video at"),
+        (np.zeros((4, 56, 56, 3)), {}, "Frames need no chunks"),
+        (None, {"fps": 1, "num_frames": 4}, "expected one of them"),
+        (None, {"fps": 0}, "fps=0"),
+        (None, {"frames_per_chunk": 0}, "frames_per_chunk=0"),
+    ],
+)
+def test_what_cannot_be_read_in_chunks(loaded, tiny_mp4, video, options, message):
+    with pytest.raises(ValueError, match=message):
+        loaded[1].video_chunks(tiny_mp4 if video is None else video, **options)
+
+
+def test_a_prompt_for_a_video_that_was_encoded_before(loaded, tiny_mp4):
+    processor = loaded[1]
+    whole = prepared(processor, tiny_mp4)
+    later = processor.apply_chat_template(
+        MESSAGES,
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"video_grid_thw": whole["video_grid_thw"]},
+    )
+    for name in ("input_ids", "attention_mask", "query_mask", "video_grid_thw"):
+        assert torch.equal(later[name], whole[name]), name
+    assert set(whole) - set(later) == {"pixel_values_videos", "second_per_grid_ts", "video_metadata"}
+    with pytest.raises(ValueError, match="in the place of `videos`, with `text`"):
+        processor(text="<|video_pad|>", videos=str(tiny_mp4), video_grid_thw=whole["video_grid_thw"])
+    with pytest.raises(ValueError, match="Got 1 videos and 0 placeholders"):
+        processor(text="no video", video_grid_thw=whole["video_grid_thw"])
+
+
+@pytest.mark.parametrize("frames_per_chunk", [2, None])
+def test_the_answer_is_the_one_shot_answer(loaded, tiny_mp4, frames_per_chunk):
+    model, processor = loaded
+    inputs = prepared(processor, tiny_mp4)
+    inputs.pop("video_metadata")
+    whole = model.generate(**inputs, return_dict_in_generate=True, max_new_tokens=16)
+    video = session.encode(model, processor, tiny_mp4, frames_per_chunk=frames_per_chunk)
+    (features,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+    torch.testing.assert_close(video.features, features, atol=1e-5, rtol=1e-5)
+    answer = session.ask(model, processor, video, QUESTION, max_new_tokens=16)
+    ids = whole.sequences[0, inputs["input_ids"].shape[1] :]
+    assert answer.answer == processor.tokenizer.decode(ids, skip_special_tokens=True).strip()
+    assert torch.equal(answer.keep_map.flatten().nonzero()[:, 0], whole.qtsplus.kept_indices[0])
+
+
+def test_one_video_and_many_questions(loaded, tiny_mp4, monkeypatch):
+    model, processor = loaded
+    anew = session.ask(model, processor, tiny_mp4, QUESTION, max_new_tokens=8)
+    assert set(anew.timings) == {"encode", "first_token", "generate"}
+    video = session.encode(model, processor, tiny_mp4, device="cpu")
+    monkeypatch.setattr(type(model), "encode_videos", None)
+    again = session.ask(model, processor, video, QUESTION, max_new_tokens=8)
+    assert (again.answer, again.evidence, again.video) == (anew.answer, anew.evidence, anew.video)
+    assert set(again.timings) == {"first_token", "generate"}
+    assert session.ask(model, processor, video, "Which colour?", max_new_tokens=8).visual_tokens == len(video.features)
+    with pytest.raises(ValueError, match="fps=1 for a video that was encoded before"):
+        session.ask(model, processor, video, QUESTION, fps=1)
+
+
+def test_the_next_chunk_is_read_meanwhile_and_only_the_next():
+    begun = [threading.Event() for _ in range(4)]
+
+    def chunks():
+        for index in range(4):
+            begun[index].set()
+            yield index
+
+    for index in session.read_ahead(chunks()):
+        if index < 3:
+            assert begun[index + 1].wait(timeout=30)
+        assert not any(event.is_set() for event in begun[index + 2 :])
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if "qtsplus-read-ahead" in thread.name]
+
+
+def test_an_error_of_the_reader_reaches_the_caller(loaded, wide_mp4, monkeypatch):
+    model, processor = loaded
+    chunks = processor.video_chunks(wide_mp4, fps=10, frames_per_chunk=10)
+    chunks.decode = lambda: (np.zeros((96, 200, 3), np.uint8) if index < 12 else 1 / 0 for index in range(30))
+    monkeypatch.setattr(type(processor), "video_chunks", lambda *_, **__: chunks)
+    with pytest.raises(ZeroDivisionError):
+        session.encode(model, processor, wide_mp4)
+    assert not readers()
+
+
+def test_ctrl_c_ends_the_reader(loaded, wide_mp4, monkeypatch):
+    model, processor = loaded
+    encode_videos, calls = type(model).encode_videos, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return encode_videos(*args, **kwargs)
+
+    monkeypatch.setattr(type(model), "encode_videos", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.encode(model, processor, wide_mp4, fps=10, frames_per_chunk=2)
+    assert len(calls) == 2 and not readers()
+
+
+PEAK = """
+import json, resource, sys
+from qtsplus import session
+folder, video, how = sys.argv[1:]
+model, processor = session.load(folder)
+processor.video_processor.max_frames = 10**6
+
+def encode(frames):
+    if how == "chunks":
+        return len(session.encode(model, processor, video, fps=30, frames_per_chunk=64).features)
+    inputs = processor(videos=video, num_frames=frames, return_tensors="pt")
+    return len(model.encode_videos(**{k: inputs[k] for k in ("pixel_values_videos", "video_grid_thw")})[0])
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+tokens = encode(3000)
+print(json.dumps({"tokens": tokens, "mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}))
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_is_a_few_chunks(tiny_published, tmp_path):
+    frames = np.zeros((3000, 112, 112, 3), np.uint8)
+    frames[:, 20:60, 20:60] = (np.arange(3000) % 200)[:, None, None, None]
+    write_mp4(tmp_path / "long.mp4", frames, 30)
+    peaks = {}
+    for how in ("chunks", "at once"):
+        command = [sys.executable, "-c", PEAK, str(tiny_published), str(tmp_path / "long.mp4"), how]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[how] = json.loads(result.stdout.splitlines()[-1])
+    assert peaks["chunks"]["tokens"] == peaks["at once"]["tokens"] == 1500 * 16
+    # The pixel values alone are 1,500 x 64 patches of 1,176 numbers, 431 MB.
+    assert peaks["at once"]["mb"] > 431
+    assert peaks["chunks"]["mb"] < 150, peaks
