@@ -6,6 +6,7 @@ The file reads in the order data flows: [`QTSplusModelMixin`] lays out the promp
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import torch
@@ -441,7 +442,7 @@ class QTSplusModelMixin:
         lengths = [t * h * w for t, h, w in self.merged_grid(grid_thw, kind)]
         features: dict[int, torch.Tensor] = {}
         filled, start = [0] * len(lengths), 0
-        for chunk in self._chunks(grid_thw, frames_per_chunk):
+        for chunk in self._chunks(kind, grid_thw, frames_per_chunk):
             grid = grid_thw.new_tensor([piece for _, piece in chunk])
             patches = self.pixel_rows(grid)
             rows = pixels[start : start + sum(patches)].to(grid.device)
@@ -462,17 +463,21 @@ class QTSplusModelMixin:
             start += len(rows)
         return list(features.values())
 
-    def _chunks(self, grid_thw: torch.Tensor, frames_per_chunk: int | None):
+    def _chunks(self, kind: int, grid_thw: torch.Tensor, frames_per_chunk: int | None):
         """What is encoded at a time; see [`chunk_grids`]."""
+        grids = grid_thw.tolist()
         if frames_per_chunk is not None:
             if isinstance(frames_per_chunk, bool) or frames_per_chunk != int(frames_per_chunk) or frames_per_chunk < 1:
                 raise ValueError(f"frames_per_chunk={frames_per_chunk!r}: expected a whole number, at least 1.")
             frames = getattr(self.config.vision_config, "temporal_patch_size", 1)
-            return chunk_grids(grid_thw.tolist(), frames_per_chunk, lambda height, width: frames)
+            return chunk_grids(grids, frames_per_chunk, lambda height, width: frames)
         if self.training and torch.is_grad_enabled():
             # Gradients would keep every chunk's activations, and ranks that share weights must call them equally often.
-            return [list(enumerate(grid_thw.tolist()))]
-        return chunk_grids(grid_thw.tolist(), PATCHES_PER_CHUNK, lambda height, width: height * width)
+            return [list(enumerate(grids))]
+        if kind == IMAGE:  # its crops belong together
+            whole = chunk_grids([(1, t * h, w) for t, h, w in grids], PATCHES_PER_CHUNK, mul)
+            return [[(index, grids[index]) for index, _ in chunk] for chunk in whole]
+        return chunk_grids(grids, PATCHES_PER_CHUNK, mul)
 
     def _given_features(self, kind: int, features: Sequence[torch.Tensor], grids) -> list[torch.Tensor]:
         """`[k, token_width]` features that the caller had encoded."""

@@ -16,7 +16,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from .configuration_qtsplus import QTSplusConfig, as_selector_config
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin, QTSplusPreTrainedMixin
-from .processing_qtsplus import QTSplusFramesMixin, QTSplusProcessorMixin
+from .processing_qtsplus import QTSplusFramesMixin
 from .prompt_qtsplus import VIDEO
 
 
@@ -61,7 +61,7 @@ class InternVLQTSplusConfig(InternVLConfig):
 
 
 class InternVLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, InternVLModel):
-    """InternVL without a head, with a [`QTSplusSelector`] as `qtsplus`. Grids count tokens: 16 x 16 per frame or tile."""
+    """InternVL without a head, with a [`QTSplusSelector`] as `qtsplus`. Grids count tokens."""
 
     config: InternVLQTSplusConfig
     config_class = InternVLQTSplusConfig
@@ -131,7 +131,7 @@ class _ApartProcessor(InternVLProcessor):
         return "\n".join(f"Frame{index + 1}: {frame}" for index in range(count))
 
 
-class InternVLQTSplusProcessor(QTSplusProcessorMixin, QTSplusFramesMixin, _ApartProcessor):
+class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
     r"""
     [`InternVLProcessor`] that also says which tokens are the question, and reads videos with their true times.
 

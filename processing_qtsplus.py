@@ -508,9 +508,9 @@ class QTSplusProcessorMixin:
             kwargs: as in the backbone's processor.
 
         Returns:
-            `BatchFeature` with the backbone's inputs and `query_mask` `[B, S]`, 1 on the question's tokens. With `query`
-            also `query_input_ids` `[B, L]` and `query_attention_mask` `[B, L]`, padded on the right. They come in the
-            form of `input_ids`: tensors with `return_tensors="pt"`, lists without.
+            `BatchFeature` with the backbone's inputs and `query_mask` `[B, S]`, 1 on the question's tokens. With
+            `query` also `query_input_ids` `[B, L]` and `query_attention_mask` `[B, L]`, padded on the right. They come
+            in the form of `input_ids`: tensors with `return_tensors="pt"`, lists without.
 
         Raises:
             ValueError: a video that is missing, cannot be decoded or has no frame; frames without their times, or with
@@ -740,13 +740,12 @@ def _per_video(name, value, count):
     return list(value)
 
 
-class QTSplusFramesMixin:
+class QTSplusFramesMixin(QTSplusProcessorMixin):
     """
     For a backbone whose encoder looks at one frame at a time, all of one size. `pixel_values_videos` are the frames of
     all videos, `[frames, 3, height, width]`, so that videos may differ in length; grids count tokens.
 
-    Stands between [`QTSplusProcessorMixin`] and the backbone's processor, which supplies `tokens_per_side` and
-    `replace_video_token`.
+    A backbone supplies `tokens_per_side`, and `replace_video_token` where its stock processor's is another one.
     """
 
     def __init__(self, *args, **kwargs):

@@ -38,8 +38,10 @@ def stock(backbone, all_tokens):
 @pytest.fixture(scope="session")
 def clips(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clips")
-    for name, seconds, size in (("long", 3, (112, 112)), ("short", 2, (128, 96))):
-        render_clip(folder / f"{name}.mp4", seconds=seconds, fps=4, size=size, seed=seconds)
+    for seed, (name, seconds, size) in enumerate(
+        (("long", 3, (112, 112)), ("short", 2, (128, 96)), ("other", 2, (128, 96)))
+    ):
+        render_clip(folder / f"{name}.mp4", seconds=seconds, fps=4, size=size, seed=seed)
     return folder
 
 
@@ -47,7 +49,7 @@ def clips(tmp_path_factory):
 def rows(clips):
     """Conversations with an image, with videos of different lengths, and with neither."""
     image = {"type": "image", "image": Image.new("RGB", (60, 40), (200, 20, 20))}
-    long, short = ({"type": "video", "video": str(clips / f"{name}.mp4")} for name in ("long", "short"))
+    long, short, other = ({"type": "video", "video": str(clips / f"{name}.mp4")} for name in ("long", "short", "other"))
 
     def row(*content):
         return [{"role": "user", "content": [part if isinstance(part, dict) else text(part) for part in content]}]
@@ -59,7 +61,7 @@ def rows(clips):
         "video": row(long, "What moves to the left of the red ball?"),
         "image and video": row(image, short, "Why?"),
         "text": row("Where is the red ball, and when does the green one appear in the middle?"),
-        "two videos": row(short, long, "Which shape appears first?"),
+        "two videos": row(short, other, "Which shape appears first?"),
         "image": row(image, "What colour is it?"),
         "earlier turns": [
             *row(long, "Which shape is red?"),
@@ -80,9 +82,15 @@ def prepare(processor, rows):
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-            processor_kwargs={"padding": True, "fps": 2, **options.pop("processor_kwargs", {})},
+            processor_kwargs={
+                "padding": True,
+                "padding_side": "left",
+                "fps": 2,
+                **options.pop("processor_kwargs", {}),
+            },
             **options,
         )
-        return {name: torch.as_tensor(value) for name, value in inputs.items()}
+        # The model takes these, and needs them not.
+        return {name: torch.as_tensor(value) for name, value in inputs.items() if name != "mm_token_type_ids"}
 
     return make
