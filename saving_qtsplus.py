@@ -106,7 +106,7 @@ class QTSplusSavingMixin:
             folder = Path(name)
             self.save_pretrained(folder, max_shard_size=max_shard_size)
             self._copy_processor(folder, token)
-            about = {**self._known_front_matter(token), **({"tags": tags} if tags else {})}
+            about = {**self.known_front_matter(token), **({"tags": tags} if tags else {})}
             (folder / "README.md").write_text(model_card(self, repo_id, about), encoding="utf-8")
             if revision is not None and not revision.startswith("refs/pr"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -130,7 +130,7 @@ class QTSplusSavingMixin:
                 "push it too, with processor.push_to_hub."
             )
 
-    def _known_front_matter(self, token: bool | str | None) -> dict[str, Any]:
+    def known_front_matter(self, token: bool | str | None = None) -> dict[str, Any]:
         """Licence and base model of the card that the model was loaded with; its results may be of other weights."""
         card = self._origin_file("README.md", token)
         told = {} if card is None else ModelCard.load(card).data.to_dict()

@@ -1,10 +1,19 @@
 """The published variants' configurations."""
 
+from pathlib import Path
+
 import pytest
-from transformers import GenerationConfig
+import yaml
+from transformers import GenerationConfig, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
 from qtsplus import Qwen2_5_VLQTSplusConfig
-from qtsplus.hub.files import hub_configs
+from qtsplus.hub.card import card_data
+from qtsplus.hub.files import hub_configs, variants
+from qtsplus.hub.folder import read_json
+from qtsplus.hub.publish import AUTO_MAP, PROCESSOR_AUTO_MAP
+from qtsplus.hub.weights import on_meta
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def load(variant):
@@ -52,3 +61,29 @@ def test_published_sizes_and_the_papers_hyperparameters(variant, hidden_size, ti
     assert 2 * sum(config.text_config.rope_parameters["mrope_section"]) == head_dim
     assert (selector.lambda_t, selector.lambda_m, selector.lambda_s) == lambdas
     assert (selector.tau_s, selector.rho_min, selector.rho_max, selector.n_max) == (0.5, 0.05, 0.5, 25600)
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_every_variant_builds_and_brings_all_that_its_repository_needs(variant):
+    folder = hub_configs() / variant
+    model = on_meta(load(variant))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.config.auto_map == AUTO_MAP
+    assert read_json(folder / "processor_config.json")["auto_map"] == PROCESSOR_AUTO_MAP
+    generation = GenerationConfig.from_pretrained(folder)
+    assert model.config.text_config.eos_token_id in generation.eos_token_id
+    vision = model.config.vision_config
+    for processor in (Qwen2VLImageProcessor.from_pretrained(folder), Qwen2VLVideoProcessor.from_pretrained(folder)):
+        sizes = (processor.patch_size, processor.temporal_patch_size, processor.merge_size)
+        assert sizes == (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_every_variant_says_what_its_card_needs_and_which_recipe_makes_it(variant):
+    card = card_data(variant)
+    assert {"license", "weights", "training_data", "recipe"} <= card.keys()
+    if variant != "qtsplus-tiny":
+        assert card["base_model"].startswith("Qwen/Qwen2.5-VL-") and card["base_model_relation"] == "finetune"
+        recipe = yaml.safe_load((RECIPES.parent / card["recipe"]).read_text())
+        assert recipe["model"]["variant"] == variant and recipe["model"]["weights"] == card["base_model"]
+    assert (RECIPES / f"{variant}.yaml").exists()

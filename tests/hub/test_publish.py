@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.files import hub_configs, variants
-from qtsplus.hub.publish import AUTO_MAP, assemble, build_variant, code_files, load_for_publish
+from qtsplus.hub.publish import AUTO_MAP, assemble, assemble_folder, build_variant, code_files
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +71,30 @@ def test_the_cards_snippet_runs(tiny_published, tiny_mp4, capsys):
 def test_a_saved_model_is_published_with_its_weights(built, tmp_path):
     built.model.save_pretrained(tmp_path / "saved")
     built.processor.save_pretrained(tmp_path / "saved")
-    loaded = load_for_publish(tmp_path / "saved")
-    assert loaded.random_seed is None
-    folder = assemble(loaded.model, loaded.processor, tmp_path / "hub")
-    again = load_for_publish(folder).model.state_dict()
+    folder = assemble_folder(tmp_path / "saved", tmp_path / "hub")
+    again = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).state_dict()
     for name, tensor in built.model.state_dict().items():
         assert torch.equal(tensor, again[name]), name
+    whole = assemble(built.model, built.processor, tmp_path / "whole", variant="qtsplus-tiny")
+    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
+
+
+def test_a_card_that_somebody_wrote_stays(tiny_published, tmp_path):
+    source = shutil.copytree(tiny_published, tmp_path / "mine")
+    card = (source / "README.md").read_text().replace("# qtsplus-tiny", "# My words")
+    (source / "README.md").write_text(card)
+    folder = assemble_folder(source, tmp_path / "hub", repository="lab/tiny")
+    assert (folder / "README.md").read_text() == card.replace("org/qtsplus-tiny", "lab/tiny")
+
+
+def test_weights_that_do_not_fit_are_not_published(tiny_published, tmp_path):
+    source = shutil.copytree(tiny_published, tmp_path / "mine")
+    weights = load_file(source / "model.safetensors")
+    del weights["model.qtsplus.budget.mlp.0.bias"]
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 missing: model\.qtsplus\.budget\.mlp\.0\.bias"):
+        assemble_folder(source, tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
 
 
 def test_an_earlier_assembly_is_replaced(built, tmp_path):
@@ -129,7 +150,7 @@ def test_a_folder_that_cannot_be_published_says_why(tmp_path, files, message):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        load_for_publish(tmp_path)
+        assemble_folder(tmp_path, tmp_path / "hub")
 
 
 def test_a_variant_without_weights_says_so():

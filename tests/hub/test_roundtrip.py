@@ -39,6 +39,12 @@ made = processor.apply_chat_template(
     tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt",
 )
 outputs.update({"inputs." + name: torch.as_tensor(value) for name, value in made.items()})
+for task in ("image-text-to-text", "video-text-to-text", "any-to-any"):
+    if task in transformers.pipelines.SUPPORTED_TASKS:
+        answer = transformers.pipeline(task, model=folder, trust_remote_code=True)(
+            text=[{"role": "user", "content": content}], max_new_tokens=8, do_sample=False, return_full_text=False
+        )
+        outputs[task] = torch.tensor(list(answer[0]["generated_text"].encode()))
 assert not [name for name in sys.modules if name.startswith("qtsplus.")]
 save_file(outputs, outputs_file)
 """
@@ -96,3 +102,10 @@ def test_the_processor_makes_the_same_inputs(fresh_outputs, inputs):
     assert made.keys() == inputs.keys()
     for name, value in inputs.items():
         assert torch.equal(made[name], value), name
+
+
+def test_pipelines_answer_on_a_video(fresh_outputs, model, inputs, tiny_processor):
+    ids = model.generate(**inputs, max_new_tokens=8)[:, inputs["input_ids"].shape[1] :]
+    expected = tiny_processor.batch_decode(ids, skip_special_tokens=True)[0]
+    answers = {name: bytes(fresh_outputs[name].tolist()).decode() for name in fresh_outputs if "-to-" in name}
+    assert "image-text-to-text" in answers and set(answers.values()) == {expected}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
 from qtsplus.training.recipe import last_checkpoint, load_recipe, run
 
@@ -121,9 +122,9 @@ def test_a_run_ends_in_a_hub_folder_and_lists_what_it_skipped(recipe_file):
     run(load_recipe(recipe_file, ["training.max_steps=3"]), resume=True)
     assert before and (folder / "checkpoint-3").is_dir()
 
-    from qtsplus.hub.publish import load_for_publish
-
-    weights = load_for_publish(folder).model.state_dict()
+    card = (folder / "README.md").read_text()
+    assert "custom_code" in card and "| steps | 3 |" in card and "| learning_rate |" in card
+    weights = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).state_dict()
     assert torch.isfinite(weights["model.qtsplus.budget.mlp.0.weight"]).all()
     # Training goes on from the result of another run.
     again = load_recipe(

@@ -163,7 +163,7 @@ def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Con
     unknown = sorted(set(selector) - {name for name in vars(QTSplusConfig()) if hasattr(QTSplusConfig, name)})
     if unknown:
         raise ValueError(f"The selector has no field {', '.join(unknown)}.")
-    config = Qwen2_5_VLQTSplusConfig(**stock.to_dict(), qtsplus_config={**settings, **selector})
+    config: Any = Qwen2_5_VLQTSplusConfig(**stock.to_dict(), qtsplus_config={**settings, **selector})
     known = matching_variant(config, variant)
     if variant is not None and known != variant:
         size = f"{config.text_config.num_hidden_layers} layers of width {config.text_config.hidden_size}"
@@ -226,7 +226,7 @@ def _to_base(folder, say) -> _Conversion:
 
 
 def _fresh_selector(
-    config: Qwen2_5_VLQTSplusConfig, tensors: Mapping[str, StoredTensor], initialise: str, seed: int
+    config: Any, tensors: Mapping[str, StoredTensor], initialise: str, seed: int
 ) -> dict[str, StoredTensor]:
     """A new selector's tensors in the dtype of the embeddings, started from the language model's where asked to."""
     settings = config.to_dict()

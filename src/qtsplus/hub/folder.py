@@ -69,6 +69,12 @@ def update_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**read_json(path), **values}, indent=2) + "\n", encoding="utf-8")
 
 
+def remove_from_json(path: Path, *names: str) -> None:
+    """Removes keys of a JSON file."""
+    content = {name: value for name, value in read_json(path).items() if name not in names}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def _move(staging: Path, folder: Path, own: tuple[str, ...]) -> None:
     if not folder.exists():
         staging.rename(folder)
@@ -92,4 +98,4 @@ def _foreign_files(folder: Path, own: tuple[str, ...]) -> list[str]:
     return [name for name in names if not any(Path(name).match(pattern) for pattern in own)]
 
 
-__all__ = ["OWN_FILES", "read_json", "update_json", "whole_folder"]
+__all__ = ["OWN_FILES", "read_json", "remove_from_json", "update_json", "whole_folder"]

@@ -22,7 +22,7 @@ from ..saving_qtsplus import auto_map, code_of, commit_folder
 from .card import card_data, matching_variant
 from .checkpoint import read_checkpoint, weight_files, write_checkpoint
 from .files import require_variant, variants
-from .folder import read_json, update_json, whole_folder
+from .folder import read_json, remove_from_json, update_json, whole_folder
 from .weights import on_meta, read_weights
 
 AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
@@ -221,6 +221,8 @@ def write_repository(
     if processor is not None:
         processor.save_pretrained(folder)
         update_json(folder / "processor_config.json", auto_map=PROCESSOR_AUTO_MAP)
+        # How it was loaded here is nobody's business there.
+        remove_from_json(folder / "tokenizer_config.json", "is_local", "local_files_only")
     (folder / "README.md").write_text(card or model_card(model, repository, about), encoding="utf-8")
     model.config.architectures = [type(model).__name__]
     model.config.auto_map = dict(AUTO_MAP)
@@ -266,8 +268,10 @@ def upload(
                 say(f"Removing what an earlier upload left: {', '.join(stale)}.")
         return commit_folder(api, folder, repository, "Upload with qtsplus publish", delete=stale).commit_url
     except (HTTPError, OSError, RuntimeError) as error:
-        cause = error if error.__cause__ is None else error.__cause__
-        reason = " ".join(f"{error} {cause}".split()) if cause is not error else " ".join(str(error).split())
+        # A failed upload of one file is told by the file's name, and why by what caused it.
+        reason = " ".join(
+            f"{error} {error.__cause__ or ''}".split() if isinstance(error, RuntimeError) else str(error).split()
+        )
         raise ConnectionError(
             f"The upload to {repository} did not finish, and the repository is as it was: {reason} Run it again to go "
             "on; what was uploaded is not sent twice."

@@ -18,17 +18,18 @@ MODEL_TYPE = "qts_plus_qwen2_5_vl_causal_lm"
 # The vision towers that a checkpoint without its own configuration may have, by the variant that carries it.
 _KNOWN_VISION = {"Qwen2.5-VL-3B": "qtsplus-3b", "Qwen2.5-VL-7B": "qtsplus-7b"}
 
+# By our name theirs, and what their code takes where a configuration does not say.
 _SELECTOR_FIELDS = {
-    "rho_min": "qts_plus_rho_min",
-    "rho_max": "qts_plus_rho_max",
-    "n_max": "qts_plus_nmax",
-    "tau_s": "qts_plus_tau_s",
-    "dropout": "qts_plus_block_dropout",
-    "scoring_layers": "qts_plus_scoring_layers",
-    "reencode_layers": "qts_plus_reencode_layers",
-    "lambda_t": "lambda_t",
-    "lambda_m": "lambda_m",
-    "lambda_s": "lambda_s",
+    "rho_min": ("qts_plus_rho_min", 0.05),
+    "rho_max": ("qts_plus_rho_max", 0.5),
+    "n_max": ("qts_plus_nmax", 2560),
+    "tau_s": ("qts_plus_tau_s", 0.1),
+    "dropout": ("qts_plus_block_dropout", 0.0),
+    "scoring_layers": ("qts_plus_scoring_layers", 1),
+    "reencode_layers": ("qts_plus_reencode_layers", 1),
+    "lambda_t": ("lambda_t", 1.0),
+    "lambda_m": ("lambda_m", 1.7),
+    "lambda_s": ("lambda_s", 0.05),
 }
 
 
@@ -57,17 +58,17 @@ def convert_reference_config(config: Mapping[str, Any], vision_config: Mapping[s
         vision_config: the vision tower's configuration, which such a checkpoint does not carry.
 
     Raises:
-        ValueError: not the configuration of a reference checkpoint, or one whose selector ours cannot be.
+        ValueError: not the configuration of a reference checkpoint.
     """
     if config.get("model_type") != MODEL_TYPE:
         raise ValueError(
             f"model_type={config.get('model_type')!r}: expected a reference QTSplus checkpoint on Qwen2.5-VL, "
             f"{MODEL_TYPE!r}."
         )
-    heads = config.get("num_attention_heads")
-    if config.get("qts_plus_n_heads", heads) != heads:
-        raise ValueError(f"qts_plus_n_heads={config['qts_plus_n_heads']}: expected num_attention_heads, {heads}.")
-    selector = {name: config[source] for name, source in _SELECTOR_FIELDS.items() if source in config}
+    # Their qts_plus_n_heads is never read: the selector has the language model's heads, as ours.
+    selector = {name: config.get(source, default) for name, (source, default) in _SELECTOR_FIELDS.items()}
+    for name in ("scoring_layers", "reencode_layers"):
+        selector[name] = max(selector[name], 1)
     if not config.get("qts_plus_reencode", True):
         selector["reencode_layers"] = 0
     selector.update(gate="gumbel", position_ids="sequential", reencode_rope=False)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, HfArgumentParser
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..hub.card import card_data
 from ..hub.initialise import initialise_selector
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from .arguments import QTSplusTrainingArguments
@@ -143,19 +144,29 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
             return None
         return VideoQADataset(records, processor, recipe.data.model_max_length, recipe.data.processor_kwargs)
 
+    train_dataset = dataset(recipe.data.train_files)
     trainer = QTSplusTrainer(
         model,
         training,
         teacher=teacher,
-        train_dataset=dataset(recipe.data.train_files),
+        train_dataset=train_dataset,
         eval_dataset=dataset(recipe.data.eval_files),
         data_collator=VideoQACollator(processor),
         processing_class=processor,
     )
+    base = args.variant if args.weights is not None else None
+    trainer.about = {
+        **card_data(base, "license", "license_name", "license_link", "base_model"),
+        "training_data": f"{len(train_dataset or ())} records of {', '.join(map(_name, recipe.data.train_files))}.",
+    }
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return trainer
+
+
+def _name(path: str) -> str:
+    return f"`{Path(path).name}`"
 
 
 def run(recipe: Recipe, resume: bool = False) -> Path:
@@ -176,6 +187,7 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     trainer.save_state()
+    trainer.create_model_card()
     trainer.accelerator.end_training()
     return output_dir
 

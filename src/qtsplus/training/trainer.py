@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from ..card_qtsplus import model_card
 from .arguments import QTSplusTrainingArguments
 from .dataset import IGNORED, SOURCES, SkippedRecord
 from .distillation import all_tokens, answer_logits, divergence, teacher_logits
@@ -26,6 +27,9 @@ SKIPPED_FILE = "skipped_files.json"
 
 _LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), "loss_t", "loss_m", "loss_s", "loss_teacher")
 _BUDGET = ("rho", "n", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
+# What a model card tells of a run
+_FREEZING = ("freeze_vision_model", "freeze_language_model", "freeze_selector", "sft_loss", "distillation_weight")
+_SELECTOR = ("gate", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
 
 
 class _StepCallback(TrainerCallback):
@@ -82,6 +86,7 @@ class QTSplusTrainer(Trainer):
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
         self.teacher = None if teacher is None else teacher.to(self.args.device).eval().requires_grad_(False)
+        self.about: dict[str, Any] = {}
         self.alpha = 0.0
         self.skipped: dict[str, str] = {}
         self.running = {training: RunningMeans(_LOSSES + _BUDGET, self.args.device) for training in (True, False)}
@@ -282,6 +287,42 @@ class QTSplusTrainer(Trainer):
             groups = parameter_groups(model, args, self.get_decay_parameter_names(model))
             self.optimizer = kind(groups, **settings)
         return self.optimizer
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """
+        Writes the card of a QTSplus model, as `qtsplus publish` would, with the run's hyperparameters. `about` holds
+        what it tells besides; licence and base model come from the card that the model was loaded with.
+
+        Args:
+            args, kwargs: as for [`Trainer`]; used for an adapter, whose card is the stock one.
+        """
+        if not self.is_world_process_zero():
+            return
+        if isinstance(self.model, PeftModel):
+            super().create_model_card(*args, **kwargs)
+            return
+        folder, settings, steps = Path(str(self.args.output_dir)), self.args, self.state.global_step
+        repository = self.hub_model_id or settings.hub_model_id
+        about = {
+            **self.model.known_front_matter(),
+            "weights": f"The weights were trained with `qtsplus train` for {steps} steps.",
+            "hyperparameters": {
+                "steps": steps,
+                "epochs": round(self.state.epoch or 0, 2),
+                "samples per step": settings.train_batch_size
+                * settings.gradient_accumulation_steps
+                * settings.world_size,
+                **{
+                    name: getattr(settings, name)
+                    for name in ("learning_rate", "lr_scheduler_type", "weight_decay", "seed")
+                },
+                **{name: getattr(settings, name) for name in _FREEZING},
+                **{name: getattr(self.selector_config, name) for name in _SELECTOR},
+            },
+            **self.about,
+        }
+        card = model_card(self.model, repository or f"org/{folder.resolve().name}", about)
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -1,0 +1,514 @@
+"""`qtsplus convert`: nothing is lost, nothing is guessed, and what does not fit is named."""
+
+import filecmp
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2_5_VLForConditionalGeneration
+from typer.testing import CliRunner
+
+from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.cli import app
+from qtsplus.hub import convert as conversion
+from qtsplus.hub.checkpoint import StoredTensor
+from qtsplus.hub.convert import convert
+from qtsplus.hub.files import hub_configs
+from qtsplus.hub.initialise import initialise_selector
+from qtsplus.hub.names import OLD, REFERENCE
+from qtsplus.hub.reference import find_vision_config
+from qtsplus.hub.weights import check_weights, on_meta
+from reference import GOLDEN, load, meta
+from tiny import batch, prompt, stock_twin, tiny_model, token_types
+
+REFERENCE_FOLDER = GOLDEN / "case1" / "e2e" / "checkpoint"
+EVERYTHING = {"selection": "all", "reencode_layers": 0}
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["convert", *map(str, arguments)])
+
+
+def assert_refused(result, *words):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def weights(folder):
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+def rewrite(folder, change):
+    """Changes the tensors of a folder's only file of weights."""
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def stock(request):
+    return stock_twin(tiny_model(tie_word_embeddings=request.param))
+
+
+@pytest.fixture
+def stock_folder(tmp_path):
+    """A tied one."""
+    stock_twin(tiny_model()).save_pretrained(tmp_path / "stock")
+    return tmp_path / "stock"
+
+
+@pytest.fixture
+def reference_folder(tmp_path):
+    """The golden checkpoint with its vision configuration beside it."""
+    shutil.copytree(GOLDEN / "case1" / "e2e" / "vision", tmp_path / "reference" / "vision")
+    return shutil.copytree(REFERENCE_FOLDER, tmp_path / "reference" / "checkpoint")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# From Qwen2.5-VL, and back
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "saving",
+    [{}, {"save_original_format": False}, {"max_shard_size": "100KB"}],
+    ids=["old names", "new names", "sharded"],
+)
+def test_a_stock_checkpoint_computes_what_it_did(stock, saving, tmp_path):
+    stock.save_pretrained(tmp_path / "stock", **saving)
+    assert len(list((tmp_path / "stock").glob("*.safetensors"))) > 2 * ("max_shard_size" in saving)
+    convert(tmp_path / "stock", tmp_path / "ours", selector=EVERYTHING)
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path / "ours", dtype="auto")
+    inputs = batch(prompt(images=[(1, 4, 4)], videos=[(4, 8, 12)]))
+    with torch.no_grad():
+        theirs = stock(**inputs, mm_token_type_ids=token_types(inputs["input_ids"])).logits
+        assert torch.equal(model(**inputs).logits, theirs)
+
+
+def test_a_stock_checkpoint_loaded_naively_is_refused_with_the_command(stock_folder):
+    with pytest.raises(ValueError, match="qtsplus convert"):
+        Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(stock_folder)
+
+
+def test_there_and_back_gives_the_same_bytes(stock, tmp_path):
+    stock_folder = tmp_path / "stock"
+    stock.save_pretrained(stock_folder)
+    convert(stock_folder, tmp_path / "ours")
+    said = []
+    convert(tmp_path / "ours", tmp_path / "back", say=said.append)
+    assert "selector" in said[0]
+    before, after = weights(stock_folder), weights(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "back")
+    inputs = batch(prompt(videos=[(4, 8, 12)]))
+    inputs["mm_token_type_ids"] = token_types(inputs["input_ids"])
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).logits, stock(**inputs).logits)
+
+
+def test_the_selector_starts_as_an_identity_or_from_the_language_model(stock_folder, tmp_path):
+    plain = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(convert(stock_folder, tmp_path / "identity"))
+    copied = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(
+        convert(stock_folder, tmp_path / "lm", initialise="lm")
+    )
+    for layer in plain.model.qtsplus.reencode_layers:
+        assert not layer.o_proj.weight.any() and not layer.ffn[-1].weight.any()
+    initialise_selector(plain, "language_model")  # the same method, on a model that is whole
+    for (name, mine), theirs in zip(copied.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_the_selector_depends_on_the_seed_alone(stock_folder, tmp_path):
+    state = torch.random.get_rng_state()
+    first = weights(convert(stock_folder, tmp_path / "a"))
+    assert torch.equal(state, torch.random.get_rng_state())
+    torch.rand(3)
+    again, other = (weights(convert(stock_folder, tmp_path / str(seed), seed=seed)) for seed in (0, 1))
+    name = "model.qtsplus.scoring_layers.0.q_proj.weight"
+    assert torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name])
+
+
+def test_a_variant_gives_the_hyperparameters_and_settings_come_on_top(stock_folder, tmp_path):
+    result = run(stock_folder, "--out", tmp_path / "ours", "--variant", "qtsplus-3b-ft", "--set", "n_max=77")
+    assert result.exit_code == 0, result.output
+    assert "only that one's selector hyperparameters" in result.stderr
+    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path / "ours").qtsplus_config
+    assert (selector.lambda_t, selector.lambda_m, selector.n_max) == (0.2, 0.3, 77)
+
+
+def test_bfloat16_stays_bfloat16(tmp_path):
+    stock_twin(tiny_model()).to(torch.bfloat16).save_pretrained(tmp_path / "stock")
+    folder = convert(tmp_path / "stock", tmp_path / "ours")
+    assert {t.dtype for n, t in weights(folder).items() if "rho_history" not in n} == {torch.bfloat16}
+    assert Qwen2_5_VLQTSplusConfig.from_pretrained(folder).dtype == torch.bfloat16
+
+
+def test_the_processor_comes_along_and_says_where_a_question_stands(tiny_processor, tmp_path):
+    from qtsplus.hub.convert import _plain_processor
+    from qtsplus.hub.publish import load_variant
+
+    built = load_variant("qtsplus-tiny")
+    built.model.save_pretrained(tmp_path / "ours")
+    built.processor.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "plain")
+    assert "Qwen2_5_VLProcessor" in (tmp_path / "plain" / "processor_config.json").read_text()
+    assert _plain_processor(tiny_processor).tokenizer is tiny_processor.tokenizer
+    convert(tmp_path / "plain", tmp_path / "again")
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path / "again")
+    for name, value in tiny_processor.query_token_ids.items():
+        assert getattr(config, name) == value, name
+    content = json.loads((tmp_path / "again" / "processor_config.json").read_text())
+    assert content["auto_map"] == {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}
+
+
+@pytest.mark.parametrize("variant", ["qtsplus-3b", "qtsplus-7b"])
+def test_published_layouts(variant):
+    """The flat configuration and the names of the checkpoints that Qwen published, without their content."""
+    content = json.loads((hub_configs() / variant / "config.json").read_text())
+    text, vision = content["text_config"], content["vision_config"]
+    rope = text.pop("rope_parameters")
+    flat = {
+        **text,
+        "model_type": "qwen2_5_vl",
+        "vision_config": {**vision, "model_type": "qwen2_5_vl"},
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+        "tie_word_embeddings": content["tie_word_embeddings"],
+    }
+    config = Qwen2_5_VLQTSplusConfig(**flat)
+    assert config.text_config.rope_parameters["mrope_section"] == rope["mrope_section"]
+    state = on_meta(Qwen2_5_VLQTSplusConfig(**content)).state_dict()
+    stored = {
+        OLD.theirs(name): StoredTensor("BF16", tuple(tensor.shape), lambda: iter(()))
+        for name, tensor in state.items()
+        if ".qtsplus." not in name and not (content["tie_word_embeddings"] and name == "lm_head.weight")
+    }
+    assert ("lm_head.weight" in stored) == (variant == "qtsplus-7b") and "model.layers.0.mlp.up_proj.weight" in stored
+    assert len(check_weights(stored, OLD, config, "a folder", without_selector=True)) == len(stored)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# From the reference
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def reference_prompt():
+    """The reference's prompt has one placeholder per video; ours has one per visual token, as Qwen2.5-VL's does."""
+    inputs, facts = load("case1", "e2e", "inputs"), meta("case1", "e2e", "meta")
+    ids = inputs["input_ids"][0].tolist()
+    at = ids.index(facts["video_token_id"])
+    full = torch.tensor([ids[:at] + [facts["video_token_id"]] * facts["M"] + ids[at + 1 :]])
+    return {
+        "input_ids": full,
+        "attention_mask": torch.ones_like(full),
+        "pixel_values_videos": inputs["pixel_values_videos"],
+        "video_grid_thw": inputs["video_grid_thw"],
+        "query_input_ids": inputs["question_input_ids"],
+    }
+
+
+def test_a_reference_checkpoint_end_to_end(reference_folder, tmp_path):
+    result = run(reference_folder, "--out", tmp_path / "ours")
+    assert result.exit_code == 0, result.output
+    assert "vision/config.json, which lies beside the checkpoint" in result.stderr
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path / "ours", dtype="auto")
+    golden, inputs = load("case1", "e2e", "outputs"), reference_prompt()
+    with torch.no_grad():
+        output = model(**inputs)
+    assert output.qtsplus.kept_indices[0].tolist() == golden["indices"].tolist()
+    torch.testing.assert_close(output.logits, golden["logits"], atol=5e-4, rtol=1e-5)
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert ids[0, inputs["input_ids"].shape[1] :].tolist() == golden["generated_new_tokens"].tolist()
+
+
+def test_what_a_reference_does_not_say_is_as_its_code_has_it(reference_folder, tmp_path):
+    config = meta("case1", "e2e", "checkpoint", "config")
+    selector = {key for key in config if key.startswith(("qts_plus_", "lambda_"))}
+    silent = {key: value for key, value in config.items() if key not in selector}
+    (reference_folder / "config.json").write_text(json.dumps({**silent, "qts_plus_n_heads": 8}))
+    result = run(reference_folder, "--out", tmp_path / "ours")
+    assert_refused(result, "unexpected", "model.qts_plus.selector.reencode_layers.1.core.q_proj.weight")
+    second = ".reencode_layers.1."
+    rewrite(reference_folder, lambda tensors: {key: t for key, t in tensors.items() if second not in key})
+    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(convert(reference_folder, tmp_path / "ours")).qtsplus_config
+    assert (selector.n_max, selector.tau_s, selector.lambda_t, selector.reencode_layers) == (2560, 0.1, 1.0, 1)
+
+
+@pytest.mark.parametrize("change", [{"qts_plus_reencode": False}, {"qts_plus_scoring_layers": 0}])
+def test_layers_that_a_reference_does_not_have(change, reference_folder, tmp_path):
+    edit_config(**change)(reference_folder)
+    if "qts_plus_reencode" in change:
+        rewrite(reference_folder, lambda tensors: {k: t for k, t in tensors.items() if ".reencode_layers." not in k})
+    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(convert(reference_folder, tmp_path / "ours")).qtsplus_config
+    assert (selector.scoring_layers, selector.reencode_layers) == (1, 0 if "qts_plus_reencode" in change else 2)
+
+
+def as_bin(folder, tensors, **saving):
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin", **saving)
+
+
+def with_head(folder, tensors):
+    rewrite(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+
+
+def in_shards(folder, tensors):
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[:40], "model-00002-of-00002.safetensors": names[40:]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+
+
+def as_bin_in_shards(folder, tensors):
+    (folder / "model.safetensors").unlink()
+    torch.save({name: tensor for name, tensor in tensors.items() if "layers" in name}, folder / "one.bin")
+    torch.save({name: tensor for name, tensor in tensors.items() if "layers" not in name}, folder / "two.bin")
+    weight_map = {name: "one.bin" if "layers" in name else "two.bin" for name in tensors}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_head,
+        in_shards,
+        as_bin,
+        lambda folder, tensors: as_bin(folder, tensors, _use_new_zipfile_serialization=False),
+        lambda folder, tensors: as_bin(folder, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}),
+        as_bin_in_shards,
+    ],
+    ids=["with a head", "sharded", "bin", "old bin", "bin with a shared head", "bin in shards"],
+)
+def test_a_reference_checkpoint_loads_alike_in_every_form(change, reference_folder, tmp_path):
+    convert(reference_folder, tmp_path / "as it was")
+    change(reference_folder, load_file(reference_folder / "model.safetensors"))
+    convert(reference_folder, tmp_path / "changed")
+    for name in ("model.safetensors", "config.json"):
+        assert filecmp.cmp(tmp_path / "as it was" / name, tmp_path / "changed" / name, shallow=False), name
+
+
+def test_the_head_is_tied_where_a_reference_does_not_say_and_has_none(reference_folder, tmp_path):
+    config = meta("case1", "e2e", "checkpoint", "config")
+    del config["tie_word_embeddings"]
+    (reference_folder / "config.json").write_text(json.dumps(config))
+    said = []
+    folder = convert(reference_folder, tmp_path / "ours", say=said.append)
+    assert Qwen2_5_VLQTSplusConfig.from_pretrained(folder).tie_word_embeddings
+    assert any("tied" in line for line in said)
+
+
+def test_the_vision_configuration_is_given_found_or_known_but_never_guessed(reference_folder, tmp_path):
+    given = reference_folder.parent / "elsewhere.json"
+    shutil.move(reference_folder.parent / "vision" / "config.json", given)
+    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), "--vision-config", "vision/config.json")
+    # A whole Qwen2.5-VL configuration does as well.
+    given.write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": json.loads(given.read_text())}))
+    result = run(reference_folder, "--out", tmp_path / "ours", "--vision-config", given)
+    assert result.exit_code == 0 and "as given" in result.stderr
+    assert_refused(run(reference_folder, "--out", tmp_path / "x", "--vision-config", tmp_path / "no.json"), "no.json")
+
+    for name in ("vision", "vision_tower"):
+        (reference_folder.parent / name).mkdir(exist_ok=True)
+        shutil.copy(given, reference_folder.parent / name / "config.json")
+    result = run(reference_folder, "--out", tmp_path / "x")
+    assert_refused(result, "several vision configurations", "vision_tower")
+
+
+@pytest.mark.parametrize(("variant", "name"), [("qtsplus-3b", "Qwen2.5-VL-3B"), ("qtsplus-7b", "Qwen2.5-VL-7B")])
+def test_a_published_vision_tower_is_known_by_its_shapes(variant, name, tmp_path):
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / variant)
+    with torch.device("meta"):
+        visual = type(on_meta(config).model.visual)(config.vision_config)
+    stored = {
+        REFERENCE.theirs(f"model.visual.{key}"): StoredTensor("BF16", tuple(tensor.shape), lambda: iter(()))
+        for key, tensor in visual.state_dict().items()
+    }
+    vision, origin = find_vision_config(tmp_path, {}, stored, None)
+    assert vision["out_hidden_size"] == config.text_config.hidden_size and name in origin
+    del stored["model.vision_tower.patch_embed.proj.weight"]
+    with pytest.raises(ValueError, match="--vision-config"):
+        find_vision_config(tmp_path, {}, stored, None)
+
+
+def test_a_wrong_vision_configuration_is_named_by_what_does_not_fit(reference_folder, tmp_path):
+    config = json.loads((reference_folder.parent / "vision" / "config.json").read_text())
+    (tmp_path / "wrong.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    result = run(reference_folder, "--out", tmp_path / "ours", "--vision-config", tmp_path / "wrong.json")
+    assert_refused(
+        result, "misshapen", "model.vision_tower.blocks.3.mlp.gate_proj.weight", "[48, 32], expected [64, 32]"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What does not fit
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_that_is_missing_unexpected_or_misshapen_is_listed(reference_folder, tmp_path):
+    lost = [
+        "model.qts_plus.selector.budget.mlp.2.bias",
+        "model.qts_plus.selector.reencode_layers.1.core.ffn.net.0.weight",
+        "model.vision_tower.merger.ln_q.weight",
+        "model.layers.1.self_attn.k_proj.bias",
+    ]
+
+    def spoil(tensors):
+        for name in lost:
+            del tensors[name]
+        cut = tensors["model.norm.weight"][:3].clone()
+        whole = {"model.layers.0.input_layernorm.weight": torch.ones(64, dtype=torch.int64)}
+        strange = {"model.rotary.inv_freq": cut.clone(), "extra": cut.clone()}
+        return {**tensors, **whole, **strange, "model.norm.weight": cut}
+
+    rewrite(reference_folder, spoil)
+    result = run(reference_folder, "--out", tmp_path / "ours")
+    assert_refused(result, *lost, "4 missing", "2 unexpected: extra, model.rotary.inv_freq", "2 misshapen")
+    assert "model.norm.weight (F32 [3], expected [64])" in result.stderr
+    assert "model.layers.0.input_layernorm.weight (I64 [64], expected [64])" in result.stderr
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_stock_checkpoints_keys_are_listed_by_its_own_names(stock_folder, tmp_path):
+    rewrite(stock_folder, lambda tensors: {k: t for k, t in tensors.items() if k != "visual.blocks.0.norm1.weight"})
+    assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "1 missing: visual.blocks.0.norm1.weight")
+
+
+def test_the_same_weight_under_two_names_is_refused(stock_folder, tmp_path):
+    name = "model.norm.weight"
+    rewrite(stock_folder, lambda tensors: {**tensors, "model.language_model.norm.weight": tensors[name].clone()})
+    assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "twice", name, "model.language_model.norm.weight")
+
+
+def test_a_head_against_a_configuration_that_ties_it_is_refused(reference_folder, tmp_path):
+    rewrite(reference_folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"] + 1})
+    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), "lm_head.weight", "tie_word_embeddings")
+
+
+def test_an_untied_model_without_a_head_is_refused(reference_folder, tmp_path):
+    config = {**meta("case1", "e2e", "checkpoint", "config"), "tie_word_embeddings": False}
+    (reference_folder / "config.json").write_text(json.dumps(config))
+    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), "1 missing: lm_head.weight")
+
+
+def cut(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def pickled(folder):
+    as_bin(folder, {"model.norm.weight": Bomb()})
+
+
+def nested(folder):
+    as_bin(folder, {"state_dict": {}})
+
+
+def without_shard(folder):
+    in_shards(folder, load_file(folder / "model.safetensors"))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def edit_config(**values):
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (cut, ["model.safetensors", "no whole safetensors file"]),
+        (pickled, ["pytorch_model.bin", "cannot be read as weights alone"]),
+        (nested, ["pytorch_model.bin", "state dict"]),
+        (without_shard, ["lacks model-00002-of-00002.safetensors"]),
+        (lambda folder: (folder / "model.safetensors").unlink(), ["no weights"]),
+        (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
+        (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "not JSON"]),
+        (edit_config(model_type="llama"), ["'llama'", "qwen2_5_vl"]),
+        (edit_config(enable_qts_plus=False), ["enable_qts_plus"]),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), ["adapter"]),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else None,
+)
+def test_a_broken_source_is_refused_in_one_line(spoil, words, reference_folder, tmp_path, capfd):
+    spoil(reference_folder)
+    result = run(reference_folder, "--out", tmp_path / "ours")
+    assert_refused(result, *words)
+    assert "executed" not in capfd.readouterr().out + result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["reference"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--variant", "qtsplus-3b"], ["--variant", "new selector"]),
+        (["--init", "lm"], ["--init"]),
+        (["--init", "zeros"], ["'zeros'", "identity, lm"]),
+        (["--set", "n_max=3"], ["--set"]),
+        (["--set", "n_max"], ["name=value"]),
+    ],
+)
+def test_an_argument_without_a_meaning_is_refused(arguments, words, tmp_path):
+    assert_refused(run(REFERENCE_FOLDER, "--out", tmp_path / "ours", *arguments), *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--variant", "qtsplus-9b"], ["qtsplus-9b", "qtsplus-3b"]),
+        (["--set", "n_mex=3"], ["no field n_mex"]),
+        (["--set", "rho_min=2"], ["rho_min"]),
+        (["--vision-config", "x.json"], ["--vision-config", "reference"]),
+    ],
+)
+def test_an_argument_that_is_wrong_is_refused(arguments, words, stock_folder, tmp_path):
+    assert_refused(run(stock_folder, "--out", tmp_path / "ours", *arguments), *words)
+
+
+def test_a_quantized_checkpoint_is_refused(stock_folder, tmp_path):
+    edit_config(quantization_config={"quant_method": "awq", "bits": 4})(stock_folder)
+    assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "quantized")
+
+
+def test_a_source_that_is_nowhere_or_is_the_target_is_refused(stock_folder, tmp_path):
+    assert_refused(run(tmp_path / "none" / "here", "--out", tmp_path / "ours"), "neither a folder nor")
+    assert_refused(run(stock_folder / "model.safetensors", "--out", tmp_path / "ours"), "is a file")
+    before = {path.name for path in stock_folder.iterdir()}
+    assert_refused(run(stock_folder, "--out", stock_folder, "--overwrite"), "source itself")
+    assert {path.name for path in stock_folder.iterdir()} == before
+
+
+def test_an_interrupted_run_leaves_nothing(stock_folder, tmp_path, monkeypatch):
+    def interrupt(tensors, folder, *_):
+        (folder / "model.safetensors").write_bytes(b"half")
+        assert not (folder / "config.json").exists(), "a half folder must not load"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "write_checkpoint", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(stock_folder, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["stock"]
+
+
+def test_an_earlier_run_is_replaced_and_other_files_are_not(stock_folder, tmp_path):
+    convert(stock_folder, tmp_path / "ours", max_shard_size="100KB")
+    convert(stock_folder, tmp_path / "ours")
+    assert [path.name for path in (tmp_path / "ours").glob("model*.safetensors*")] == ["model.safetensors"]
+    (tmp_path / "ours" / "notes.txt").write_text("mine")
+    assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "notes.txt")
+    assert run(stock_folder, "--out", tmp_path / "ours", "--overwrite").exit_code == 0
+    assert (tmp_path / "ours" / "notes.txt").read_text() == "mine"

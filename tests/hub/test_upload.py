@@ -1,0 +1,187 @@
+"""Uploads against a real HTTP server: one commit or none, again from where it stopped, and every way in the same."""
+
+import json
+import os
+import subprocess
+import sys
+
+import huggingface_hub.constants
+import pytest
+import transformers.utils.hub
+from typer.testing import CliRunner
+
+from loopback import loopback_hub
+from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.cli import app
+from qtsplus.hub.publish import AUTO_MAP, code_files, load_processor
+from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
+
+REPOSITORY = "lab/QTSplus-tiny"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with loopback_hub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            huggingface_hub.constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # remembers its address
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", "hf_loopback")
+        yield hub
+
+
+def publish(folder, *arguments):
+    return CliRunner().invoke(app, ["publish", str(folder), "--repo", REPOSITORY, *arguments])
+
+
+def assert_refused(result, *words):
+    assert result.exit_code == 2, result.output
+    *notes, error = result.stderr.strip().splitlines()
+    assert all(note.startswith("The card is") for note in notes), result.stderr
+    for word in ("qtsplus: ", *words):
+        assert word in error
+
+
+def assert_same_file(name, mine, theirs):
+    if name.endswith("config.json"):
+        mine, theirs = json.loads(mine), json.loads(theirs)
+        if name == "tokenizer_config.json":  # Transformers notes how it was loaded
+            for noted in ("is_local", "local_files_only"):
+                mine.pop(noted, None)
+    assert mine == theirs, name
+
+
+def test_publish_uploads_a_repository_in_one_commit(hub, tiny_published):
+    result = publish(tiny_published, "--private")
+    assert result.exit_code == 0, result.output
+    assert f"{hub.url}/{REPOSITORY}/commit/" in result.stdout
+    files = hub.repositories[REPOSITORY]
+    assert hub.commits == 1 and hub.private[REPOSITORY]
+    assert files.keys() == {path.name for path in tiny_published.iterdir()}
+    for name in files.keys() - {"README.md"}:
+        assert_same_file(name, files[name], (tiny_published / name).read_bytes())
+    assert f'repository = "{REPOSITORY}"'.encode() in files["README.md"]
+    assert not hub.count("unknown"), hub.calls
+
+
+def test_a_dry_run_prints_files_and_sizes_and_calls_nobody(hub, tiny_published):
+    result = publish(tiny_published, "--dry-run", "--private")
+    assert result.exit_code == 0, result.output
+    assert hub.calls == []
+    listed = dict(reversed(line.split()) for line in result.stdout.splitlines()[:-1])
+    assert listed.keys() == {path.name for path in tiny_published.iterdir()}
+    weights = (tiny_published / "model.safetensors").stat().st_size
+    assert listed["model.safetensors"] == f"{weights:,}"
+    assert REPOSITORY in result.stdout and "private" in result.stdout
+
+
+def test_errors_that_pass_are_survived(hub, tiny_published):
+    hub.fail = {"preupload": [503], "batch": [502], "put": [500]}
+    assert publish(tiny_published).exit_code == 0
+    assert hub.commits == 1 and "model.safetensors" in hub.repositories[REPOSITORY]
+
+
+@pytest.mark.parametrize("fail", [{"put": [200, 403]}, {"commit": [500]}, {"preupload": [401]}])
+def test_a_server_that_fails_halfway_leaves_the_repository_as_it_was(hub, fail, tiny_published):
+    hub.fail = fail
+    assert_refused(publish(tiny_published), "did not finish", REPOSITORY, "Run it again")
+    assert hub.repositories[REPOSITORY] == {} and hub.commits == 0
+    sent = set(hub.objects)
+    hub.calls.clear()
+    assert publish(tiny_published).exit_code == 0
+    assert hub.commits == 1 and "config.json" in hub.repositories[REPOSITORY]
+    again = {call.rpartition("/")[2] for call in hub.calls if call.startswith("put")}
+    assert not sent & again, "what was uploaded is not sent twice"
+    assert "preupload" in fail or sent
+
+
+def test_what_an_earlier_upload_left_goes_in_the_same_commit(hub, tiny_published):
+    left = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}", "old_qtsplus.py": b""}
+    hub.repositories[REPOSITORY] = {**left, "notes.md": b"mine", "runs/model.safetensors": b""}
+    result = publish(tiny_published)
+    assert result.exit_code == 0 and "model.safetensors.index.json" in result.stderr
+    files = hub.repositories[REPOSITORY]
+    assert not left.keys() & files.keys() and {"notes.md", "runs/model.safetensors"} < files.keys()
+    assert hub.commits == 1
+
+
+def test_a_public_repository_is_not_taken_for_a_private_one(hub, tiny_published):
+    hub.repositories[REPOSITORY], hub.private[REPOSITORY] = {}, False
+    assert_refused(publish(tiny_published, "--private"), "public", "--private")
+    assert hub.repositories[REPOSITORY] == {}
+
+
+def test_a_hub_that_is_not_there_is_one_line(hub, tiny_published, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert_refused(publish(tiny_published), "did not finish")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert_refused(publish(tiny_published), "offline")
+
+
+def test_push_to_hub_makes_the_same_repository(hub, tiny_published):
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tiny_published)
+    model.push_to_hub(REPOSITORY, private=True)
+    assert hub.commits == 1 and hub.private[REPOSITORY]
+    pushed = dict(hub.repositories[REPOSITORY])
+    assert publish(tiny_published).exit_code == 0
+    published = hub.repositories[REPOSITORY]
+    assert pushed.keys() == published.keys()
+    for name in published.keys() - {"README.md"}:
+        assert_same_file(name, pushed[name], published[name])
+    card = pushed["README.md"].decode()
+    assert "license: apache-2.0" in card and f'repository = "{REPOSITORY}"' in card
+    assert "56.7%" not in card, "results of other weights are not taken over"
+
+
+def test_a_model_from_nowhere_and_its_processor_make_it_together(hub, tiny_published, caplog):
+    config = Qwen2_5_VLQTSplusForConditionalGeneration.config_class.from_pretrained(tiny_published)
+    config.name_or_path = ""
+    model = Qwen2_5_VLQTSplusForConditionalGeneration(config)
+    model.save_pretrained(tiny_published.parent / "saved", push_to_hub=True, repo_id=REPOSITORY)
+    assert "processor_config.json" not in hub.repositories[REPOSITORY]
+    load_processor(tiny_published, config).push_to_hub(REPOSITORY)
+    assert hub.repositories[REPOSITORY].keys() == {path.name for path in tiny_published.iterdir()}
+    assert "custom_code" in hub.repositories[REPOSITORY]["README.md"].decode()
+
+
+def test_the_trainer_pushes_the_same_repository(hub, tiny_published, tiny_processor, tmp_path):
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tiny_published)
+    args = QTSplusTrainingArguments(
+        str(tmp_path / "run"), push_to_hub=True, hub_model_id=REPOSITORY, use_cpu=True, report_to=[]
+    )
+    QTSplusTrainer(model, args, processing_class=tiny_processor).push_to_hub()
+    pushed = hub.repositories[REPOSITORY]
+    own = {"training_args.bin"}
+    assert pushed.keys() - own == {path.name for path in tiny_published.iterdir()}
+    for name in pushed.keys() - own - {"README.md", "config.json", "model.safetensors"}:
+        assert_same_file(name, pushed[name], (tiny_published / name).read_bytes())
+    assert json.loads(pushed["config.json"])["auto_map"] == AUTO_MAP
+    assert f'repository = "{REPOSITORY}"' in pushed["README.md"].decode()
+
+
+def test_save_pretrained_brings_the_code(tiny_published, tmp_path):
+    Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tiny_published).save_pretrained(tmp_path)
+    saved = {path.name for path in tmp_path.glob("*.py")}
+    assert saved == {path.name for path in code_files()} - {"processing_qtsplus.py"}
+    auto_map = json.loads((tiny_published / "config.json").read_text())["auto_map"]
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == auto_map
+
+
+def test_the_command_as_a_user_runs_it(tiny_published):
+    with loopback_hub() as hub:
+        result = subprocess.run(
+            [sys.executable, "-m", "qtsplus.cli", "publish", str(tiny_published), "--repo", REPOSITORY],
+            capture_output=True,
+            text=True,
+            env={
+                **os.environ,
+                **{"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
+            },
+        )
+        assert result.returncode == 0, result.stderr
+        assert hub.repositories[REPOSITORY].keys() == {path.name for path in tiny_published.iterdir()}
