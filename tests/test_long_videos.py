@@ -201,7 +201,7 @@ def test_ctrl_c_ends_the_reader(loaded, wide_mp4, monkeypatch):
 
 
 PEAK = """
-import json, resource, sys
+import json, re, sys
 from qtsplus import session
 folder, video, how = sys.argv[1:]
 model, processor = session.load(folder)
@@ -213,13 +213,17 @@ def encode(frames):
     inputs = processor(videos=video, num_frames=frames, return_tensors="pt")
     return len(model.encode_videos(**{k: inputs[k] for k in ("pixel_values_videos", "video_grid_thw")})[0])
 
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-tokens = encode(3000)
-print(json.dumps({"tokens": tokens, "mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}))
+def peak():
+    # Not getrusage, whose figure a new process inherits from the one that started it.
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
+
+before = peak()
+print(json.dumps({"tokens": encode(3000), "mb": peak() - before}))
 """
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_a_few_chunks(tiny_published, tmp_path):
     frames = np.zeros((3000, 112, 112, 3), np.uint8)
     frames[:, 20:60, 20:60] = (np.arange(3000) % 200)[:, None, None, None]
@@ -230,6 +234,7 @@ def test_peak_memory_is_a_few_chunks(tiny_published, tmp_path):
         result = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks[how] = json.loads(result.stdout.splitlines()[-1])
     assert peaks["chunks"]["tokens"] == peaks["at once"]["tokens"] == 1500 * 16
+    print(peaks)
     # The pixel values alone are 1,500 x 64 patches of 1,176 numbers, 431 MB.
     assert peaks["at once"]["mb"] > 431
-    assert peaks["chunks"]["mb"] < 150, peaks
+    assert peaks["chunks"]["mb"] < 250, peaks

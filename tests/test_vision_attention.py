@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
-from transformers import Qwen2_5_VLModel
+from transformers import AttentionInterface, Qwen2_5_VLModel
 
 import qtsplus.attention_qtsplus as attention
 from model_checks import shared_model
@@ -122,6 +122,8 @@ def test_torch_s_own_is_called_once_per_layer(monkeypatch, models):
         calls.append(len(lengths))
         return one_by_one(query, key, value, lengths)
 
+    # A model that other tests load as remote code has registered that code's function under the same name.
+    AttentionInterface.register(VARLEN_ATTENTION, varlen_attention_forward)
     monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
     monkeypatch.setattr(attention, "_torch_has_varlen_for", lambda *_: True)
     grid, pixels = video((2, 3, 5), (1, 2, 2))
