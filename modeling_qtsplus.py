@@ -58,6 +58,7 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
     config: Qwen2_5_VLQTSplusConfig
     config_class = Qwen2_5_VLQTSplusConfig
     _no_split_modules = [*Qwen2_5_VLPreTrainedModel._no_split_modules, "QTSplusSelector"]
+    backbone_name = "Qwen2.5-VL"
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
         # The stock one would build a stock model first.

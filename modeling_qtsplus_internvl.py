@@ -93,6 +93,7 @@ class InternVLQTSplusForConditionalGeneration(
     config: InternVLQTSplusConfig
     config_class = InternVLQTSplusConfig
     _no_split_modules = ["QTSplusSelector"]
+    backbone_name = "InternVL"
 
     def __init__(self, config: InternVLQTSplusConfig):
         # The stock one would build a stock model first.
@@ -159,6 +160,13 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
     @property
     def tokens_per_side(self) -> int:
         return math.isqrt(self.image_seq_length)
+
+    @property
+    def placeholder_ids(self) -> list[int]:
+        return [self.image_token_id, self.video_placeholder_id]
+
+    def follow(self, config) -> None:
+        self.video_placeholder_id = config.video_token_id
 
     @property
     def query_token_ids(self) -> dict[str, int | list[int]]:

@@ -122,6 +122,7 @@ class LlavaOnevisionQTSplusForConditionalGeneration(
     config: LlavaOnevisionQTSplusConfig
     config_class = LlavaOnevisionQTSplusConfig
     _no_split_modules = ["QTSplusSelector"]
+    backbone_name = "LLaVA-OneVision"
 
     def __init__(self, config: LlavaOnevisionQTSplusConfig):
         # The stock one would build a stock model first.
@@ -166,6 +167,9 @@ class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor
             **kwargs,
         )
         self.video_newline = video_newline
+
+    def follow(self, config) -> None:
+        self.video_newline = config.video_newline
 
     @property
     def tokens_per_side(self) -> int:

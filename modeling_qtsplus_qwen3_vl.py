@@ -103,6 +103,7 @@ class Qwen3VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrained
     config: Qwen3VLQTSplusConfig
     config_class = Qwen3VLQTSplusConfig
     _no_split_modules = [*Qwen3VLModel._no_split_modules, "QTSplusSelector"]
+    backbone_name = "Qwen3-VL"
 
     def __init__(self, config: Qwen3VLQTSplusConfig):
         # The stock one would build a stock model first.

@@ -483,6 +483,14 @@ class QTSplusProcessorMixin:
             "special_token_ids": sorted(special.union(tokenizer.all_special_ids)),
         }
 
+    @property
+    def placeholder_ids(self) -> list[int]:
+        """The ids that stand for the tokens of images and of videos."""
+        return [self.image_token_id, self.video_token_id]
+
+    def follow(self, config) -> None:
+        """Takes over what the model's configuration decides of a prompt's layout; nothing for most backbones."""
+
     def __call__(self, images=None, text=None, videos=None, query=None, video_grid_thw=None, **kwargs):
         """
         Prepares the model's inputs.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor, choose_frames, load_frames, read_video
+from ..processing_qtsplus import choose_frames, load_frames, read_video
 
 SOURCES = ("mcq", "vqa", "caption")
 IGNORED = -100
@@ -96,7 +96,7 @@ class VideoQADataset(Dataset):
     def __init__(
         self,
         records: Sequence[VideoRecord],
-        processor: Qwen2_5_VLQTSplusProcessor,
+        processor: Any,
         model_max_length: int | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
     ):
@@ -109,7 +109,7 @@ class VideoQADataset(Dataset):
         self.answer_header = torch.tensor(
             processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
         )
-        self.placeholders = torch.tensor([processor.image_token_id, processor.video_token_id])
+        self.placeholders = torch.tensor(processor.placeholder_ids)
 
     def __len__(self) -> int:
         return len(self.records)

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, HfArgumentParser
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..backbones import backbone_of
 from ..hub.card import card_data
 from ..hub.initialise import initialise_selector
-from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, read_records
@@ -209,7 +209,7 @@ def dry_run(recipe: Recipe) -> str:
     config = load_config(recipe.model.variant, recipe.model.weights, recipe.model.selector)
     training = recipe.training
     with torch.device("meta"):
-        model: nn.Module = Qwen2_5_VLQTSplusForConditionalGeneration(config)
+        model: nn.Module = backbone_of(config.model_type).model(config)
         if training.lora_rank:
             model = add_lora(model, lora_config(training.lora_rank, training.lora_alpha, training.lora_dropout))
         else:
