@@ -171,7 +171,7 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
     @property
     def query_token_ids(self) -> dict[str, int | list[int]]:
         ids = super().query_token_ids
-        special = {*ids["special_token_ids"], self.video_placeholder_id}  # type: ignore[misc]
+        special = {*ids["special_token_ids"], self.video_placeholder_id}
         return {
             **ids,
             "special_token_ids": sorted(special),

@@ -117,16 +117,6 @@ class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
     r"""[`Qwen3VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
 
     @property
-    def model_input_names(self):
-        return [*super().model_input_names, "second_per_grid_ts"]
-
-    def _process_videos(self, videos, **kwargs):
-        processed, texts = super()._process_videos(videos, **{**kwargs, "return_metadata": True})
-        step = self.video_processor.temporal_patch_size
-        processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in processed["video_metadata"]]
-        return processed, texts
-
-    @property
     def query_token_ids(self) -> dict[str, int | list[int]]:
         return {
             **super().query_token_ids,

@@ -470,7 +470,8 @@ class QTSplusProcessorMixin:
 
     @property
     def model_input_names(self):
-        return super().model_input_names + ["query_mask", "query_input_ids", "query_attention_mask"]
+        names = ["second_per_grid_ts", "query_mask", "query_input_ids", "query_attention_mask"]
+        return list(dict.fromkeys([*super().model_input_names, *names]))
 
     @property
     def query_token_ids(self) -> dict[str, int | list[int]]:
@@ -698,6 +699,14 @@ class QTSplusProcessorMixin:
             kwargs["videos_kwargs"] = videos_kwargs
         return frames_list, kwargs
 
+    def _process_videos(self, videos, **kwargs):
+        """As the backbone's own, with the seconds of a temporal patch, which not all give."""
+        processed, texts = super()._process_videos(videos, **{**kwargs, "return_metadata": True})
+        if "second_per_grid_ts" not in processed:
+            step, described = self.video_processor.temporal_patch_size, processed["video_metadata"]
+            processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in described]
+        return processed, texts
+
     def _require_placeholders(self, text, token, count, kind, kwargs):
         # With `sanitize_control_tokens` the text holds marked tokens that only the tokenizer can tell apart.
         if text is None or kwargs.get("sanitize_control_tokens"):
@@ -766,8 +775,7 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
 
     @property
     def model_input_names(self):
-        names = ["image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"]
-        return [*super().model_input_names, *names]
+        return [*super().model_input_names, "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
 
     def _process_videos(self, videos, video_metadata=None, **kwargs):
         options = {**kwargs, "return_tensors": "pt", "return_metadata": False}

@@ -8,6 +8,7 @@ _MODULES = {
     "qwen2_5_vl": ("configuration_qtsplus", "modeling_qtsplus", "processing_qtsplus", "Qwen2_5_VLQTSplus"),
     "internvl": (*["modeling_qtsplus_internvl"] * 3, "InternVLQTSplus"),
     "llava_onevision": (*["modeling_qtsplus_llava_onevision"] * 3, "LlavaOnevisionQTSplus"),
+    "qwen2_vl": (*["modeling_qtsplus_qwen2_vl"] * 3, "Qwen2VLQTSplus"),
     "qwen3_vl": (*["modeling_qtsplus_qwen3_vl"] * 3, "Qwen3VLQTSplus"),
 }
 OURS = "_qtsplus"  # what our types have behind those of the stock models

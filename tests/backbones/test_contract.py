@@ -61,6 +61,13 @@ class TestBackbone:
         alone = torch.cat([model.generate(**prepare(name), **CALL)[:, -5:] for name in NAMES])
         assert torch.equal(together, alone)
 
+    def test_without_a_mask_gaps_are_no_seams(self, model, prepare):
+        """Attention without mask and cache takes jumps in 1-D positions for packed sequences."""
+        inputs = prepare("video")
+        expected = logits(model, inputs, retention=0.3)
+        inputs.pop("attention_mask")
+        torch.testing.assert_close(logits(model, inputs, retention=0.3, use_cache=False), expected)
+
     def test_forward_and_generate_see_the_same(self, model, prepare):
         inputs = prepare(*NAMES)
         steps = model.generate(**inputs, **CALL, return_dict_in_generate=True, output_logits=True)

@@ -13,7 +13,9 @@ from transformers import (
     LlavaOnevisionVideoProcessor,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
     Qwen3VLForConditionalGeneration,
     Qwen3VLVideoProcessor,
 )
@@ -32,6 +34,11 @@ from qtsplus.modeling_qtsplus_llava_onevision import (
     LlavaOnevisionQTSplusConfig,
     LlavaOnevisionQTSplusForConditionalGeneration,
     LlavaOnevisionQTSplusProcessor,
+)
+from qtsplus.modeling_qtsplus_qwen2_vl import (
+    Qwen2VLQTSplusConfig,
+    Qwen2VLQTSplusForConditionalGeneration,
+    Qwen2VLQTSplusProcessor,
 )
 from qtsplus.modeling_qtsplus_qwen3_vl import (
     Qwen3VLQTSplusConfig,
@@ -239,9 +246,12 @@ class LlavaVideo(LlavaOnevisionForConditionalGeneration):
 
         def with_rows_ended(pixel_values_videos, **kwargs):
             output = LlavaOnevisionModel.get_video_features(self.model, pixel_values_videos, **kwargs)
-            tokens = output.pooler_output[:, : pixel_values_videos.shape[1] * side * side].unflatten(1, (-1, side))
+            count = pixel_values_videos.shape[1] * side * side
+            tokens = output.pooler_output[:, :count].unflatten(1, (-1, side))
             newline = self.model.image_newline.expand(*tokens.shape[:2], 1, -1)
-            output.pooler_output = torch.cat([tokens, newline], dim=2).flatten(1, 2)
+            rows = torch.cat([tokens, newline], dim=2).flatten(1, 2)
+            # Below Transformers 5.18 it is `forward` that puts the last newline.
+            output.pooler_output = rows if output.pooler_output.shape[1] > count else rows[:, :-1]
             return output
 
         self.model.get_video_features = with_rows_ended
@@ -315,6 +325,43 @@ QWEN3_VL = Backbone(
 )
 
 
+def qwen2_processor() -> Qwen2VLQTSplusProcessor:
+    pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    size = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 12}
+    triple = "<|vision_start|><|{}_pad|><|vision_end|>"
+    return Qwen2VLQTSplusProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, **pixels),
+        tokenizer=tiny_tokenizer(),
+        video_processor=Qwen2VLVideoProcessor(size=size, **pixels),
+        chat_template=TURNS.replace("IMAGE", triple.format("image")).replace("VIDEO", triple.format("video")),
+    )
+
+
+def qwen2_config(processor, selector) -> Qwen2VLQTSplusConfig:
+    token_id = processor.tokenizer.convert_tokens_to_ids
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    return Qwen2VLQTSplusConfig(
+        text_config=text_config(processor, rope_parameters=rope),
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4},
+        qtsplus_config=selector,
+        image_token_id=processor.image_token_id,
+        video_token_id=processor.video_token_id,
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        **processor.query_token_ids,
+    )
+
+
+QWEN2_VL = Backbone(
+    "qwen2_vl",
+    Qwen2VLQTSplusForConditionalGeneration,
+    Qwen2VLForConditionalGeneration,
+    qwen2_config,
+    qwen2_processor,
+    qwen_stock_inputs,
+)
+
+
 def qwen2_5_processor():
     folder = hub_configs() / "qtsplus-tiny"
     return load_processor(folder, Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
@@ -341,4 +388,4 @@ QWEN2_5_VL = Backbone(
     qwen2_5_stock_inputs,
 )
 
-BACKBONES = (QWEN2_5_VL, INTERNVL, LLAVA_ONEVISION, LLAVA_VIDEO, QWEN3_VL)
+BACKBONES = (QWEN2_5_VL, INTERNVL, LLAVA_ONEVISION, LLAVA_VIDEO, QWEN3_VL, QWEN2_VL)

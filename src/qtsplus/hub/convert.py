@@ -343,7 +343,7 @@ def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
 
 def _plain_processor(processor: Any) -> Any:
     stock = next(one for one in type(processor).__mro__ if one.__module__.startswith("transformers."))
-    names = inspect.signature(stock.__init__).parameters
+    names = inspect.signature(stock).parameters
     return stock(**{name: getattr(processor, name) for name in names if hasattr(processor, name)})
 
 

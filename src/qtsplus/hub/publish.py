@@ -101,8 +101,10 @@ def load_processor(folder: str | Path, config: Any) -> Any:
     The configuration goes along because the tokenizer's loader would otherwise look for one itself, meet the `auto_map`
     in the folder's config.json, and ask on the terminal whether to trust it.
     """
-    processor = backbone_of(config.model_type).processor.from_pretrained(folder, config=config)
-    processor.follow(config)
+    backbone = backbone_of(config.model_type)
+    processor = backbone.processor.from_pretrained(folder, config=config)
+    if isinstance(config, backbone.config):  # and not a stock one, which does not say
+        processor.follow(config)
     return processor
 
 
