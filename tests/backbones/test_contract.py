@@ -198,6 +198,17 @@ class TestBackbone:
         whole = model(**inputs, retention=1.0)
         assert whole.logits.shape[1] == len(ids)
 
+    def test_whoever_keeps_a_token_keeps_all_of_it(self, backbone, processor, prepare):
+        model = backbone.build(processor, reencode_layers=0).model
+        inputs = prepare("video")
+        (source,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+        prompt = model.compress(**inputs, retention=0.3)
+        (kept,), got = prompt.qtsplus.kept_indices, prompt.features["video"][0]
+        assert source.shape[1] == got.shape[1] == model.token_width and 0 < len(kept) < len(source)
+        if len(got) > len(kept):
+            got = got[(got != model.line_end).any(1)]
+        assert torch.equal(got, source[kept])
+
     def test_positions_original_and_sequential(self, backbone, processor, prepare):
         inputs = prepare("video", "two videos")
         original, sequential = (

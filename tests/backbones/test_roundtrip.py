@@ -41,7 +41,7 @@ assert not any(name.endswith(".modeling_qtsplus") for name in loaded) or "qwen2_
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def published(tmp_path_factory, clips):
     """Per backbone its model, its inputs, and what a fresh process made of both."""
     folder, made = tmp_path_factory.mktemp("published"), {}
