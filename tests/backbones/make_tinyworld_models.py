@@ -27,6 +27,7 @@ def make(backbone: Backbone, folder: Path, **tokens: int) -> None:
     for name, value in tokens.items():
         setattr(processor, name, value)
     settings = backbone.config(processor, {"rho_min": 0.05, "rho_max": 0.2}).to_dict()
+    settings["text_config"].pop("layer_types", None)  # of another number of layers
     settings["text_config"].update(TEXT)
     settings["vision_config"].update(VISION)
     settings.update({name: value for name, value in tokens.items() if name in settings})

@@ -204,10 +204,10 @@ class TestBackbone:
         (source,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
         prompt = model.compress(**inputs, retention=0.3)
         (kept,), got = prompt.qtsplus.kept_indices, prompt.features["video"][0]
-        assert source.shape[1] == got.shape[1] == model.token_width and 0 < len(kept) < len(source)
+        assert source.shape[1] == got.shape[1] == model.token_width and len(source) >= 12
         if len(got) > len(kept):
             got = got[(got != model.line_end).any(1)]
-        assert torch.equal(got, source[kept])
+        assert torch.equal(got, source[kept]) and not torch.equal(got, source[: len(kept)])
 
     def test_positions_original_and_sequential(self, backbone, processor, prepare):
         inputs = prepare("video", "two videos")

@@ -288,7 +288,8 @@ def qwen3_processor() -> Qwen3VLQTSplusProcessor:
     return Qwen3VLQTSplusProcessor(
         image_processor=Qwen2VLImageProcessor(size=size, **pixels),
         tokenizer=tiny_tokenizer(),
-        video_processor=Qwen3VLVideoProcessor(size=size, **pixels),
+        # Of the whole video, where the others' are of a frame.
+        video_processor=Qwen3VLVideoProcessor(size={"shortest_edge": 64, "longest_edge": 64 * 96}, **pixels),
         chat_template=TURNS.replace("IMAGE", triple.format("image")).replace("VIDEO", triple.format("video")),
     )
 
