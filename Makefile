@@ -43,5 +43,7 @@ typecheck: $(VENV)/.installed
 	cp -Rp src/qtsplus $(TYPECHECK) && cp -p *_qtsplus*.py $(TYPECHECK)
 	$(BIN)/mypy $(TYPECHECK)
 
-bench:  ## speed and memory against the stock model (not written yet)
-	@echo "There is no benchmark yet; see CHANGELOG.md for what exists." >&2; exit 1
+bench: $(VENV)/.installed  ## speed, memory and growth against the stock model, on the CPU (about 12 minutes)
+	$(BIN)/qtsplus bench memory --shape cpu
+	$(BIN)/qtsplus bench scaling --shape cpu
+	$(BIN)/qtsplus bench speed --shape cpu

@@ -6,15 +6,21 @@ Independent of any backbone. Pure functions over one sample come first, in the p
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
+
+logger = logging.get_logger(__name__)
 
 EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
+
 # --------------------------------------------------------------------------------------------------------------------
 # The query Q: which tokens of a prompt are the question
 # --------------------------------------------------------------------------------------------------------------------
@@ -84,42 +90,151 @@ def _frame_texts(ids: list[int], video_token_id: int | None, openers, longest: i
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def log_relevance(query_states: torch.Tensor, key_states: torch.Tensor, block_size: int = 16384) -> torch.Tensor:
+def log_relevance(
+    query_states: torch.Tensor,
+    key_states: torch.Tensor,
+    query_lengths: Sequence[int] | None = None,
+    token_lengths: Sequence[int] | None = None,
+    token_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
     """
-    `log r_i = max over heads and query tokens of log softmax_i(q k / sqrt(d_h))`, in float32.
+    `log r_i = max over heads and query tokens of log softmax_i(q k / sqrt(d_h))`; the softmax runs over all M visual
+    tokens of a sample.
 
-    The softmax runs over all M visual tokens, but only `block_size` of them are scored at a time: first the
-    log-sum-exp, then the maximum. Any block size gives the same result, and gradients recompute each block.
+    Where several heads or query tokens share the maximum, the first of them in the order (head, query token) takes the
+    whole gradient.
 
     Args:
         query_states: `[heads, L, head_dim]`.
         key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
+        query_lengths, token_lengths: how many query and visual tokens each sample has, where several are packed one
+            behind the other along L and M.
+        token_mask: `[M]` bool; tokens that are `False` take no part and get minus infinity.
 
     Returns:
-        `[M]` float32, at most 0.
+        `[M]` float32 (float64 for float64 states), at most 0.
+
+    Raises:
+        ValueError: query heads that the key/value heads do not divide, or lengths that do not add up.
+    """
+    (heads, num_queries, head_dim), (kv_heads, num_tokens, _) = query_states.shape, key_states.shape
+    query_lengths = [num_queries] if query_lengths is None else list(query_lengths)
+    token_lengths = [num_tokens] if token_lengths is None else list(token_lengths)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads: expected a multiple of the {kv_heads} key/value heads.")
+    if (sum(query_lengths), sum(token_lengths)) != (num_queries, num_tokens):
+        raise ValueError(
+            f"query_lengths={query_lengths} and token_lengths={token_lengths}: expected sums of {num_queries} and "
+            f"{num_tokens}, the packed query and visual tokens."
+        )
+    masks = [None] * len(token_lengths) if token_mask is None else token_mask.split(token_lengths)
+    kernel = relevance_kernel(key_states.device, key_states.dtype, head_dim)
+    samples = [
+        kernel(queries, keys, mask)
+        for queries, keys, mask in zip(
+            query_states.split(query_lengths, dim=1), key_states.split(token_lengths, dim=1), masks, strict=True
+        )
+    ]
+    return samples[0] if len(samples) == 1 else torch.cat(samples)
+
+
+@cache
+def relevance_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., torch.Tensor]:
+    """The function that computes the log-relevance of one sample: Triton's on a GPU that runs it, else the chunked."""
+    kernel: Callable[..., torch.Tensor] = chunked_log_relevance
+    if device.type != "cuda" or torch.version.hip is not None:
+        reason = "the Triton kernel is for NVIDIA GPUs"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        reason = "the Triton kernel needs an Ampere GPU or a newer one"
+    elif dtype not in (torch.float16, torch.bfloat16, torch.float32) or head_dim > 128:
+        reason = "the Triton kernel takes 16- or 32-bit states and heads of up to 128"
+    else:
+        try:
+            from qtsplus.kernels.triton_relevance import triton_log_relevance
+
+            kernel, reason = triton_log_relevance, "qtsplus and triton are installed"
+        except ImportError as error:
+            reason = f"the Triton kernel cannot be imported: {error}"
+    logger.info(f"Relevance on {device}, {dtype}, heads of {head_dim}: {kernel.__name__} ({reason}).")
+    return kernel
+
+
+def chunked_log_relevance(
+    query_states: torch.Tensor,
+    key_states: torch.Tensor,
+    token_mask: torch.Tensor | None = None,
+    block_size: int | None = None,
+) -> torch.Tensor:
+    """
+    [`log_relevance`] of one sample, in blocks of visual tokens: first the log-sum-exp, then the maximum.
+
+    Memory beyond inputs, result and gradients is O(M + heads * L * block_size). Any block size gives the same result;
+    gradients are exact, each block's scores being computed again.
+
+    Args:
+        block_size: visual tokens scored at a time; by default so many that a block has about 2 million scores.
     """
     kv_heads, _, head_dim = key_states.shape
-    recompute = torch.is_grad_enabled() and key_states.shape[1] > block_size
-
-    def per_block(function, *extra):
-        if recompute:
-            return [checkpoint(function, queries, block, *extra, use_reentrant=False) for block in blocks]
-        return [function(queries, block, *extra) for block in blocks]
-
-    with torch.autocast(key_states.device.type, enabled=False):
-        queries = query_states.reshape(kv_heads, -1, head_dim).float() / math.sqrt(head_dim)
-        blocks = key_states.split(block_size, dim=1)
-        log_normaliser = torch.stack(per_block(_block_logsumexp)).logsumexp(0)
-        return torch.cat(per_block(_block_max, log_normaliser))
+    precise = torch.promote_types(key_states.dtype, torch.float32)
+    queries = query_states.reshape(kv_heads, -1, head_dim).to(precise) / math.sqrt(head_dim)
+    block_size = block_size or max(1, 2**21 // (kv_heads * queries.shape[1]))
+    return _ChunkedLogRelevance.apply(queries, key_states, token_mask, block_size)
 
 
-def _block_logsumexp(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    return (queries @ keys.float().transpose(1, 2)).logsumexp(-1)
+class _ChunkedLogRelevance(torch.autograd.Function):
+    """
+    With `s` the scores, `z` the log-sum-exp of each of their rows (head, query token), and `a_i` the row of token i's
+    maximum: `log r_i = s[a_i, i] - z[a_i]`, so `ds[row, i] = g_i [row = a_i] - exp(s[row, i] - z[row]) G[row]`, where
+    `g` is the gradient of log r and `G[row]` sums `g_i` over the tokens that `row` won.
+    """
+
+    @staticmethod
+    def forward(ctx, queries, keys, token_mask, block_size):
+        num_tokens = keys.shape[1]
+        blocks = [slice(start, start + block_size) for start in range(0, num_tokens, block_size)]
+        differentiable = any(ctx.needs_input_grad)
+        log_r = queries.new_empty(num_tokens)
+        winners = torch.empty(num_tokens if differentiable else 0, dtype=torch.long, device=keys.device)
+        with torch.autocast(keys.device.type, enabled=False):
+            normaliser = queries.new_full(queries.shape[:2], -math.inf)
+            if blocks:
+                normaliser = torch.stack([_scores(queries, keys, token_mask, b).logsumexp(-1) for b in blocks])
+                normaliser = normaliser.logsumexp(0)
+            # A row of masked tokens alone has no softmax; its scores stay minus infinity.
+            normaliser = normaliser.masked_fill(normaliser == -math.inf, 0)[..., None]
+            for block in blocks:
+                log_attention = _scores(queries, keys, token_mask, block).sub_(normaliser).flatten(0, 1)
+                if differentiable:  # rows last: finding the place of a maximum is five times slower across rows
+                    log_r[block], winners[block] = log_attention.t().contiguous().max(-1)
+                else:
+                    log_r[block] = log_attention.amax(0)
+        ctx.save_for_backward(queries, keys, token_mask, normaliser, winners)
+        ctx.block_size = block_size
+        return log_r
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        queries, keys, token_mask, normaliser, winners = ctx.saved_tensors
+        if token_mask is not None:
+            gradient = gradient.masked_fill(~token_mask, 0)
+        won = torch.zeros_like(normaliser)
+        won.view(-1).index_add_(0, winners, gradient)
+        grad_queries, grad_keys = torch.zeros_like(queries), torch.empty_like(keys)
+        with torch.autocast(keys.device.type, enabled=False):
+            for start in range(0, keys.shape[1], ctx.block_size):
+                block = slice(start, start + ctx.block_size)
+                grad_scores = _scores(queries, keys, token_mask, block).sub_(normaliser).exp_().mul_(-won)
+                grad_scores.view(-1, grad_scores.shape[-1]).scatter_add_(0, winners[None, block], gradient[None, block])
+                grad_queries += grad_scores @ keys[:, block].to(queries.dtype)
+                grad_keys[:, block] = grad_scores.transpose(1, 2) @ queries
+        return grad_queries, grad_keys, None, None
 
 
-def _block_max(queries: torch.Tensor, keys: torch.Tensor, log_normaliser: torch.Tensor) -> torch.Tensor:
-    log_attention = queries @ keys.float().transpose(1, 2) - log_normaliser[..., None]
-    return log_attention.flatten(0, 1).amax(0)
+def _scores(queries: torch.Tensor, keys: torch.Tensor, token_mask: torch.Tensor | None, block: slice) -> torch.Tensor:
+    """`[kv_heads, heads / kv_heads * L, b]` of the visual tokens in `block`."""
+    scores = queries @ keys[:, block].to(queries.dtype).transpose(1, 2)
+    return scores if token_mask is None else scores.masked_fill_(~token_mask[block], -math.inf)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -202,7 +317,12 @@ def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def gumbel_noise(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise for (keep, drop): `[M, 2]` float32."""
+    """
+    Standard Gumbel noise for (keep, drop), from torch's global generator: `[M, 2]` float32.
+
+    The selector draws it row by row: however a batch is cut into micro-batches, its rows see the same noise. The
+    processes of a distributed run draw their own, so with them only the expectation is that of one big batch.
+    """
     return -torch.empty(num_tokens, 2, device=device).exponential_().log()
 
 
@@ -295,6 +415,38 @@ def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> t
     return (states.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(states.dtype)
 
 
+def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """
+    Attention of `[heads, L, head_dim]` queries to `[kv_heads, M, head_dim]` keys and values, without a mask.
+
+    The query heads that share a key/value head become further rows of it: every fused kernel of PyTorch then takes
+    grouped heads, no key is copied, and no `[L, M]` weights are held.
+    """
+    kv_heads, _, head_dim = keys.shape
+    rows = queries.reshape(1, kv_heads, -1, head_dim)
+    return F.scaled_dot_product_attention(rows, keys[None], values[None]).reshape(queries.shape)
+
+
+def in_blocks(function: Callable, states: torch.Tensor, block_size: int = 4096) -> torch.Tensor:
+    """
+    A function of each row of `[n, d]`, for `block_size` rows at a time, so that nothing between input and result holds
+    all of them; gradients compute each block again.
+    """
+    if len(states) <= block_size:
+        return function(states)
+    blocks = states.split(block_size)
+    if torch.is_grad_enabled():
+        return torch.cat(
+            [checkpoint(function, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
+        )
+    first = function(blocks[0])
+    result = first.new_empty(len(states), *first.shape[1:])
+    result[:block_size] = first
+    for index, block in enumerate(blocks[1:], start=1):
+        result[index * block_size :][: len(block)] = function(block)
+    return result
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Modules
 # --------------------------------------------------------------------------------------------------------------------
@@ -348,20 +500,25 @@ class QTSplusLayer(nn.Module):
             rotary: tables for self-attention.
             only_relevance: return the `[M]` log-relevance of this layer's attention instead of the `[L, d]` output.
         """
-        source = self.kv_norm(context)
-        query_states, key_states = self._heads(self.q_proj(self.q_norm(query))), self._heads(self.k_proj(source))
+        query_states = self._heads(self.q_proj(self.q_norm(query)))
+        key_states = self._heads(in_blocks(self._keys, context))
         if only_relevance:
             return log_relevance(query_states, key_states)
+        value_states = self._heads(in_blocks(self._values, context))
         if rotary is not None:
             query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
-        # Repeated heads keep the fused kernels, which never hold the [L, M] weights; `enable_gqa` loses some of them.
-        groups = len(query_states) // len(key_states)
-        value_states = self._heads(self.v_proj(source)).repeat_interleave(groups, dim=0)
-        attention = F.scaled_dot_product_attention(
-            query_states[None], key_states.repeat_interleave(groups, dim=0)[None], value_states[None]
-        )
-        query = query + self._drop(self.o_proj(attention[0].transpose(0, 1).flatten(1)))
-        return query + self._drop(self.ffn(self.ffn_norm(query)))
+        attention = grouped_attention(query_states, key_states, value_states)
+        query = query + self._drop(self.o_proj(attention.transpose(0, 1).flatten(1)))
+        return query + self._drop(in_blocks(self._feed_forward, query))
+
+    def _keys(self, context: torch.Tensor) -> torch.Tensor:
+        return self.k_proj(self.kv_norm(context))
+
+    def _values(self, context: torch.Tensor) -> torch.Tensor:
+        return self.v_proj(self.kv_norm(context))
+
+    def _feed_forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.ffn(self.ffn_norm(states))
 
     def _drop(self, states: torch.Tensor) -> torch.Tensor:
         return F.dropout(states, self.dropout, self.training)

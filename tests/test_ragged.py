@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qtsplus import QTSplusConfig, QTSplusSelector
 from qtsplus.selector_qtsplus import (
+    chunked_log_relevance,
     find_threshold,
     gumbel_gate,
     log_relevance,
@@ -230,8 +231,8 @@ def test_the_block_size_of_relevance_changes_neither_values_nor_gradients(num_bl
     queries, keys = heads_of_states(**problem)
     weights = torch.randn(keys.shape[1], generator=torch.Generator().manual_seed(problem["seed"]))
     results = []
-    for size in (16384, math.ceil(keys.shape[1] / num_blocks)):
-        relevance = log_relevance(queries, keys, block_size=size).exp()
+    for size in (None, math.ceil(keys.shape[1] / num_blocks)):
+        relevance = chunked_log_relevance(queries, keys, block_size=size).exp()
         results.append((relevance, *torch.autograd.grad((relevance * weights).sum(), (queries, keys))))
     (whole, *whole_gradients), (blocks, *block_gradients) = results
     # A score of 20 has a float32 rounding error of 2e-6, which is relevance's relative error.

@@ -1,6 +1,8 @@
 """The `qtsplus` command: parses, calls, prints."""
 
 import json
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Make training data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+bench_app = typer.Typer(help="Measure; every figure is one of JSON files with all repeats.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 # Standard output carries results only; everything said on the way goes to standard error.
 console = Console()
 notes = Console(stderr=True, highlight=False)
@@ -299,6 +303,124 @@ def tinyworld(
             out, split, size, seconds or (8, 16), max_objects, multiple_choice, conversations, workers
         )
     console.print(f"Wrote {records}", soft_wrap=True, highlight=False)
+
+
+@bench_app.command()
+def learned(
+    base: Annotated[Path, typer.Option(help="A trained model that reads all tokens.", show_default=False)],
+    test: Annotated[Path, typer.Option(help="Test questions, made by `qtsplus data tinyworld`.", show_default=False)],
+    recipe: Annotated[Path, typer.Option(help="By which each variant is trained from the base.")] = Path(
+        "recipes/qtsplus-tiny.yaml"
+    ),
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks/results"),
+    work: Annotated[Path, typer.Option(help="Where trained models and answers are kept.")] = Path("runs/learned"),
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Of training, 0, 1 and 2 when absent; may be repeated.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Questions at a time.", min=1)] = 64,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a field of the recipe; may be repeated.")
+    ] = None,
+) -> None:
+    """Accuracy of trained selectors, training-free baselines and controls; what is on disk is not done again."""
+    with _one_line_errors():
+        from .benchmark.learned import run_learned
+
+        results = run_learned(
+            base,
+            test,
+            out,
+            recipe=recipe,
+            overrides=overrides or (),
+            seeds=seed or (0, 1, 2),
+            work=work,
+            batch_size=batch_size,
+            command=shlex.join(["qtsplus", *sys.argv[1:]]),
+            say=lambda line: notes.print(line, soft_wrap=True),
+        )
+    console.print(f"Wrote {results}", soft_wrap=True, highlight=False)
+
+
+_Shape = Annotated[str, typer.Option(help="cpu: 3B widths, a quarter of the layers. 3b: whole, on a GPU. small; tiny.")]
+_Device = Annotated[str | None, typer.Option(help="Such as cuda or cpu; what the shape is meant for when absent.")]
+_Results = Annotated[Path, typer.Option(help="Folder of the results.")]
+_Repeats = Annotated[int, typer.Option(help="Repeats of each measurement.", min=1)]
+_RESULTS = Path("benchmarks/results")
+
+
+@bench_app.command()
+def speed(
+    shape: _Shape = "cpu",
+    device: _Device = None,
+    out: _Results = _RESULTS,
+    repeats: _Repeats = 5,
+    retention: Annotated[float, typer.Option(help="Fraction of the visual tokens that is kept.")] = 0.11,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of both sides; auto is what the device multiplies faster.")
+    ] = Dtype.auto,
+    sweep: Annotated[bool, typer.Option(help="Also measure over the number of frames.")] = True,
+) -> None:
+    """Seconds per stage and from an mp4 to the first token, stock Qwen2.5-VL and ours in turn on the same weights."""
+    with _one_line_errors(), _resumable():
+        from .benchmark.speed import run_speed
+
+        file = run_speed(
+            shape, out, device=device, dtype=dtype.value, repeats=repeats, retention=retention, sweep=sweep
+        )
+    _print_figures(file)
+
+
+@bench_app.command()
+def memory(
+    shape: _Shape = "cpu",
+    device: _Device = None,
+    out: _Results = _RESULTS,
+    repeats: _Repeats = 5,
+    retention: Annotated[float, typer.Option(help="Fraction of the visual tokens that is kept.")] = 0.11,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of both sides; auto is what the device multiplies faster.")
+    ] = Dtype.auto,
+) -> None:
+    """Peak memory up to the first token, and of relevance beside its readable twin, each in a process of its own."""
+    with _one_line_errors(), _resumable():
+        from .benchmark.memory import run_memory
+
+        file = run_memory(shape, out, device=device, dtype=dtype.value, repeats=repeats, retention=retention)
+    _print_figures(file)
+
+
+@bench_app.command()
+def scaling(
+    shape: _Shape = "cpu",
+    device: _Device = None,
+    out: _Results = _RESULTS,
+    repeats: _Repeats = 5,
+    size: Annotated[
+        list[int] | None, typer.Option(help="Visual tokens, up to 1,000,000 when absent; may be repeated.")
+    ] = None,
+) -> None:
+    """Time and memory of selection over the visual tokens, and the exponents with which they grow."""
+    with _one_line_errors(), _resumable():
+        from .benchmark.scaling import run_scaling
+
+        file = run_scaling(shape, out, device=device, sizes=size, repeats=repeats)
+    _print_figures(file)
+
+
+def _print_figures(file: Path) -> None:
+    for name, value in json.loads(file.read_text())["figures"].items():
+        console.print(f"{name} {value:.3g}", highlight=False)
+    notes.print(f"Wrote {file}", soft_wrap=True)
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """An interruption is no failure: what has been measured stays on disk."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("qtsplus: interrupted; the same command goes on with what is missing", err=True)
+        raise typer.Exit(130) from None
 
 
 @app.command()

@@ -165,11 +165,22 @@ def test_the_processor_comes_along_and_says_where_a_question_stands(tiny_process
     assert content["auto_map"] == {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}
 
 
-@pytest.mark.parametrize("variant", ["qtsplus-3b", "qtsplus-7b"])
-def test_published_layouts(variant):
+# What the 72B has other than the 7B.
+LARGEST = (
+    {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8},
+    {"intermediate_size": 3456, "out_hidden_size": 8192},
+)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"), [("qtsplus-3b", ({}, {})), ("qtsplus-7b", ({}, {})), ("qtsplus-7b", LARGEST)]
+)
+def test_published_layouts(variant, changes):
     """The flat configuration and the names of the checkpoints that Qwen published, without their content."""
     content = json.loads((hub_configs() / variant / "config.json").read_text())
-    text, vision = content["text_config"], content["vision_config"]
+    text, vision = content["text_config"] | changes[0], content["vision_config"] | changes[1]
+    content |= {"text_config": dict(text), "vision_config": vision}
     rope = text.pop("rope_parameters")
     flat = {
         **text,
@@ -486,6 +497,7 @@ def test_a_quantized_checkpoint_is_refused(stock_folder, tmp_path):
 
 def test_a_source_that_is_nowhere_or_is_the_target_is_refused(stock_folder, tmp_path):
     assert_refused(run(tmp_path / "none" / "here", "--out", tmp_path / "ours"), "neither a folder nor")
+    assert_refused(run("lab/none", "--out", tmp_path / "ours"), "no folder lab/none", "Hub")
     assert_refused(run(stock_folder / "model.safetensors", "--out", tmp_path / "ours"), "is a file")
     before = {path.name for path in stock_folder.iterdir()}
     assert_refused(run(stock_folder, "--out", stock_folder, "--overwrite"), "source itself")

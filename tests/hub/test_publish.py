@@ -79,6 +79,14 @@ def test_a_saved_model_is_published_with_its_weights(built, tmp_path):
     assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
 
 
+def test_a_model_without_a_processor_is_published_with_a_warning(built, tmp_path):
+    built.model.save_pretrained(tmp_path / "saved")
+    said = []
+    folder = assemble_folder(tmp_path / "saved", tmp_path / "hub", say=said.append)
+    assert not (folder / "processor_config.json").exists()
+    assert any("no processor" in line and "--processor" in line for line in said)
+
+
 def test_a_card_that_somebody_wrote_stays(tiny_published, tmp_path):
     source = shutil.copytree(tiny_published, tmp_path / "mine")
     card = (source / "README.md").read_text().replace("# qtsplus-tiny", "# My words")
@@ -142,7 +150,7 @@ def test_building_leaves_the_random_state_alone(built):
         ({}, r"no config\.json"),
         ({"config.json": '{"model_type": "qwen2_5_vl"}'}, "model of type 'qwen2_5_vl'"),
         ({"config.json": '{"model_type": "qwen2_5_vl_qtsplus"}'}, "no weights"),
-        ({"config.json": '{"model_type": "qwen2_5_vl_qtsplus"}', "model.safetensors": ""}, "processor"),
+        ({"config.json": '{"model_type": "qwen2_5_vl_qtsplus"}', "model.safetensors": ""}, "no whole safetensors"),
         ({"adapter_config.json": "{}"}, "adapter"),
     ],
 )

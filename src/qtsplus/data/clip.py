@@ -1,6 +1,7 @@
 """Small synthetic videos of coloured shapes that move over a quiet background, as real H.264 files."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -69,8 +70,8 @@ def render_clip(
     colours = rng.permutation(list(COLOURS))[:3]
     objects = tuple(_draw_object(rng, str(colour), times, seconds, size) for colour in colours)
     shade = int(rng.integers(190, 230))
-    frames = np.stack([_render_frame(objects, index, size, shade) for index in range(len(times))])
-    write_mp4(path, frames, fps)
+    # Drawn as they are written, so that an hour of video takes no memory.
+    write_mp4(path, (_render_frame(objects, index, size, shade) for index in range(len(times))), fps)
     return Clip(path=os.fspath(path), seconds=seconds, fps=fps, size=size, objects=objects)
 
 
@@ -103,19 +104,20 @@ def _render_frame(objects, index, size, shade):
     return np.asarray(image)
 
 
-def write_mp4(path: str | os.PathLike, frames: np.ndarray, fps: float) -> None:
+def write_mp4(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float) -> None:
     """
     Encodes frames as H.264 (yuv420p).
 
     Args:
         path: the file to write.
-        frames: `[T, H, W, 3]` uint8 RGB, H and W even.
+        frames: `[T, H, W, 3]` uint8 RGB, or one `[H, W, 3]` after the other; H and W even.
         fps: frames per second.
     """
     with av.open(os.fspath(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
-        stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
-        for frame in frames:
+        for number, frame in enumerate(frames):
+            if number == 0:
+                stream.height, stream.width = frame.shape[:2]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())

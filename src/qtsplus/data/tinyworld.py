@@ -271,9 +271,12 @@ def _describe(item: WorldObject, seconds: int) -> str:
 
 
 def moment(world: World, second: int) -> Question:
-    """What is visible during one second, which teaches times and names before anything else."""
+    """What is visible during one second and how it moves, which teaches times and names before anything else."""
     items = sorted(world.visible(second), key=lambda item: (item.colour_at(second), item.shape))
-    named = [with_article(f"{item.colour_at(second)} {item.shape}") for item in items]
+    named = [
+        with_article(f"{item.colour_at(second)} {item.shape}") + (f" moving {item.direction}" if item.direction else "")
+        for item in items
+    ]
     answer = " and ".join(named) if named else "nothing"
     evidence = [sightings(item, second, second + 1) for item in items]
     return _free("moment", f"What is there at second {second}?", answer, *evidence)

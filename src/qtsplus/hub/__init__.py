@@ -1,1 +1,1 @@
-"""Hub folders: where the model's files lie, how a repository is assembled, what its card says."""
+"""From and to the Hub: converting and splitting checkpoints, assembling and publishing repositories."""

@@ -307,6 +307,9 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
         return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(_DOWNLOADED)))
     except HFValidationError as error:
         raise ValueError(f"{source} is neither a folder nor a Hub repository's id.") from error
+    except OSError as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"There is no folder {source}, and the Hub did not give it: {reason}") from error
 
 
 def _refuse(given: Mapping[str, Any], reason: str) -> None:

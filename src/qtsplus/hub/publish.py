@@ -166,7 +166,7 @@ def assemble_folder(
         say: takes a line for every choice that was made.
 
     Raises:
-        ValueError: another kind of model, a folder without weights or processor files, or weights that do not fit.
+        ValueError: another kind of model, a folder without weights, or weights that do not fit.
         FileExistsError: the folder holds other files, or is a file.
     """
     source, folder = Path(source).resolve(), Path(folder).resolve()
@@ -199,7 +199,15 @@ def assemble_folder(
         if (source / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(source)
         model.generation_config.save_pretrained(staging)
-        write_repository(staging, model, load_processor(source, config), repository, about, card)
+        processor = None
+        if (source / "processor_config.json").exists():
+            processor = load_processor(source, config)
+        else:
+            say(
+                f"{source} has no processor_config.json: the repository gets no processor, and its card's usage does "
+                "not run. Save one there with save_pretrained, convert with --processor, or push it later."
+            )
+        write_repository(staging, model, processor, repository, about, card)
     return folder
 
 
@@ -319,11 +327,6 @@ def _check_publishable(folder: Path) -> None:
             "or a reference checkpoint becomes one with qtsplus convert."
         )
     weight_files(folder)
-    if not (folder / "processor_config.json").exists():
-        raise ValueError(
-            f"{folder} has no processor_config.json; save the processor there with save_pretrained, or convert with "
-            "--processor."
-        )
 
 
 __all__ = [

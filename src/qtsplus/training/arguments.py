@@ -30,14 +30,23 @@ class QTSplusTrainingArguments(TrainingArguments):
 
         language_model_learning_rate (`float`, *optional*): of the language model or its adapters.
         vision_learning_rate (`float`, *optional*): of the vision tower.
+        muon_scale (`float`, *optional*): the weights of linear maps are trained by Muon, at this many times the
+            learning rate of their part, and the rest by `optim`; a small model leaves its plateau several times sooner.
 
     > The objective; its weights stand in the model's `qtsplus_config`
 
         sft_loss (`str`, defaults to `"token_mean"`): `"token_mean"` is the mean over all supervised tokens of an
             optimizer step. `"sum_of_sources"` is the paper's `L_mcq + L_vqa`: the means over each source's tokens,
             added.
-        dual_learning_rate (`float`, defaults to 0.05): with a `target_n`, the step of the ascent on the dual variable
+        dual_learning_rate (`float`, defaults to 0.1): with a `target_n`, the step of the ascent on the dual variable
             alpha, relative: a budget that is exceeded by 100% raises `alpha * target_n` by this much per step.
+        dual_damping (`float`, defaults to 2): what the last step's relative excess adds to `alpha * target_n`. Ascent
+            alone (0) swings around its target for as long as a short training lasts.
+
+        retention_range (`list[float]`, *optional*): lowest and highest fraction of the visual tokens. In a share of the
+            steps the fraction is drawn from here, evenly on a logarithmic scale, instead of predicted, so that the
+            model also serves whoever asks for a `retention`.
+        retention_share (`float`, defaults to 0.5): that share; the prediction learns in the other steps.
 
     > Schedules
 
@@ -61,8 +70,12 @@ class QTSplusTrainingArguments(TrainingArguments):
     lora_dropout: float = field(default=0.0)
     language_model_learning_rate: float | None = field(default=None)
     vision_learning_rate: float | None = field(default=None)
+    muon_scale: float | None = field(default=None)
     sft_loss: str = field(default="token_mean", metadata={"choices": SFT_LOSSES})
-    dual_learning_rate: float = field(default=0.05)
+    dual_learning_rate: float = field(default=0.1)
+    dual_damping: float = field(default=2.0)
+    retention_range: list[float] | None = field(default=None)
+    retention_share: float = field(default=0.5)
     schedules: dict[str, Any] | None = field(default=None)
     distillation_weight: float = field(default=0.0)
     distillation_temperature: float = field(default=1.0)
@@ -78,6 +91,14 @@ class QTSplusTrainingArguments(TrainingArguments):
                 f"distillation_weight={self.distillation_weight}, distillation_temperature="
                 f"{self.distillation_temperature}: expected a weight of at least 0 and a temperature above 0."
             )
+        if self.muon_scale is not None and self.muon_scale <= 0:
+            raise ValueError(f"muon_scale={self.muon_scale}: expected a number above 0.")
+        if self.retention_range is not None:
+            bounds = self.retention_range
+            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= 1:
+                raise ValueError(f"retention_range={bounds}: expected a lowest and a highest fraction in (0, 1].")
+            if not 0 <= self.retention_share <= 1:
+                raise ValueError(f"retention_share={self.retention_share}: expected a share of the steps in [0, 1].")
         if self.lora_rank and (self.freeze_selector or not self.freeze_language_model or not self.freeze_vision_model):
             raise ValueError(
                 "lora_rank trains adapters on a frozen language model, and the selector: leave "

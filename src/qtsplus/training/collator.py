@@ -38,7 +38,8 @@ class VideoQACollator:
         Returns:
             `input_ids`, `attention_mask`, `labels`, `query_mask` `[B, S]`; `query_input_ids`, `query_attention_mask`
             `[B, L]` if any row has a query of its own (the others take theirs from `query_mask`); the pixels of all
-            videos in order; `source_ids` `[B]`, indices into [`SOURCES`]; and `skipped`, a list of [`SkippedRecord`].
+            videos in order, or a list of their `video_features`; `source_ids` `[B]`, indices into [`SOURCES`]; and
+            `skipped`, a list of [`SkippedRecord`].
         """
         skipped = [one for one in examples if isinstance(one, SkippedRecord)]
         rows = [one for one in examples if not isinstance(one, SkippedRecord)] or [self._blank]
@@ -61,6 +62,9 @@ class VideoQACollator:
             parts = [row[name] for row in rows if name in row]
             if parts:
                 batch[name] = torch.cat(parts)
+        features = [row["video_features"] for row in rows if "video_features" in row]
+        if features:
+            batch["video_features"] = features
         batch["skipped"] = skipped
         return batch
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..processing_qtsplus import choose_frames, load_frames, read_video
+from .features import VideoFeatures, prompt_inputs
 
 SOURCES = ("mcq", "vqa", "caption")
 IGNORED = -100
@@ -91,6 +92,7 @@ class VideoQADataset(Dataset):
         model_max_length: most text tokens of an example, prompt and answer; placeholders of visual tokens do not count,
             since most of them never reach the language model. What is longer is cut at its end.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
+        features: of the videos, see [`encode_videos`]; they take the place of the pixels.
     """
 
     def __init__(
@@ -99,8 +101,10 @@ class VideoQADataset(Dataset):
         processor: Any,
         model_max_length: int | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
+        features: VideoFeatures | None = None,
     ):
         self.records = list(records)
+        self.features = features
         self.processor = processor
         self.model_max_length = model_max_length
         self.processor_kwargs = dict(processor_kwargs or {})
@@ -118,7 +122,8 @@ class VideoQADataset(Dataset):
         """
         Returns:
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
-            video's `pixel_values_videos`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`; and `source`.
+            video's `pixel_values_videos` (or its `video_features` `[k, d]`), `video_grid_thw` `[1, 3]` and
+            `second_per_grid_ts` `[1]`; and `source`.
             [`SkippedRecord`] for a video that cannot be read, and for a prompt that leaves no room for its answer.
         """
         record = self.records[index]
@@ -146,7 +151,7 @@ class VideoQADataset(Dataset):
             example = {name: values[:length] for name, values in example.items()}
         if "query_input_ids" in inputs:
             example["query_input_ids"] = inputs["query_input_ids"][0]
-        for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
+        for name in ("pixel_values_videos", "video_features", "video_grid_thw", "second_per_grid_ts"):
             if name in inputs:
                 example[name] = torch.as_tensor(inputs[name])
         return {**example, "source": record.source}
@@ -162,6 +167,10 @@ class VideoQADataset(Dataset):
             messages[0]["content"].insert(0, {"type": "video"})
             videos = {"videos": [record.video], **self.processor_kwargs}
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        stored = None if self.features is None or record.video is None else self.features.load(record.video)
+        if stored is not None:
+            query = None if record.query is None else [record.query]
+            return {**prompt_inputs(self.processor, [text], stored["video_grid_thw"], query), **stored}
         return dict(self.processor(text=[text], query=record.query, return_tensors="pt", **videos))
 
     def _earlier_answers(self, prompt: torch.Tensor) -> torch.Tensor:

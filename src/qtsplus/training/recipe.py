@@ -19,7 +19,8 @@ from ..hub.card import card_data
 from ..hub.initialise import initialise_selector
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
-from .dataset import VideoQADataset, read_records
+from .dataset import VideoQADataset, VideoRecord, read_records
+from .features import VideoFeatures, encode_videos
 from .freezing import count_parameters, freeze
 from .lora import add_lora, lora_config
 from .models import load_config, load_model, load_processor
@@ -63,12 +64,15 @@ class DataArguments:
         eval_files: the same for evaluation.
         model_max_length: most text tokens of an example.
         processor_kwargs: for every call of the processor, such as `{fps: 1, max_frames: 64}`.
+        features: a folder in which the videos' features are kept. Each video is decoded and encoded once, before
+            training, which the frozen vision tower then never enters; runs of the same tower may share a folder.
     """
 
     train_files: list[str]
     eval_files: list[str] = field(default_factory=list)
     model_max_length: int | None = None
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    features: str | None = None
 
 
 @dataclass
@@ -138,19 +142,27 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     if args.teacher is not None:
         teacher = AutoModelForImageTextToText.from_pretrained(args.teacher, dtype=args.dtype)
 
-    def dataset(files: list[str]) -> VideoQADataset | None:
-        records = [record for path in files for record in read_records(path)]
+    data = recipe.data
+    train, evaluation = (
+        [one for path in files for one in read_records(path)] for files in (data.train_files, data.eval_files)
+    )
+    features = None
+    if data.features is not None:
+        videos = [record.video for record in train + evaluation if record.video is not None]
+        features = _encode(recipe, model, processor, videos)
+
+    def dataset(records: list[VideoRecord]) -> VideoQADataset | None:
         if not records:
             return None
-        return VideoQADataset(records, processor, recipe.data.model_max_length, recipe.data.processor_kwargs)
+        return VideoQADataset(records, processor, data.model_max_length, data.processor_kwargs, features)
 
-    train_dataset = dataset(recipe.data.train_files)
+    train_dataset = dataset(train)
     trainer = QTSplusTrainer(
         model,
         training,
         teacher=teacher,
         train_dataset=train_dataset,
-        eval_dataset=dataset(recipe.data.eval_files),
+        eval_dataset=dataset(evaluation),
         data_collator=VideoQACollator(processor),
         processing_class=processor,
     )
@@ -163,6 +175,25 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return trainer
+
+
+def _encode(recipe: Recipe, model: Any, processor: Any, videos: list[str]) -> VideoFeatures:
+    data, training = recipe.data, recipe.training
+    if not training.freeze_vision_model:
+        raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
+    if recipe.model.teacher is not None:
+        raise ValueError("A teacher looks at the videos itself: leave out data.features, or model.teacher.")
+    model.model.visual.to(training.device)
+    mixed = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+    return encode_videos(
+        model,
+        processor,
+        videos,
+        str(data.features),
+        data.processor_kwargs,
+        autocast_dtype=mixed,
+        workers=training.dataloader_num_workers,
+    )
 
 
 def _name(path: str) -> str:

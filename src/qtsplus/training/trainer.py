@@ -14,11 +14,13 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ..card_qtsplus import model_card
+from ..selector_qtsplus import kept_count
 from .arguments import QTSplusTrainingArguments
 from .dataset import IGNORED, SOURCES, SkippedRecord
 from .distillation import all_tokens, answer_logits, divergence, teacher_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
+from .muon import MuonBeside, matrix_names
 from .running_means import RunningMeans
 from .schedules import ScheduleCallback
 
@@ -26,7 +28,7 @@ STATE_FILE = "qtsplus_state.json"
 SKIPPED_FILE = "skipped_files.json"
 
 _LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), "loss_t", "loss_m", "loss_s", "loss_teacher")
-_BUDGET = ("rho", "n", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
+_BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
 _FREEZING = ("freeze_vision_model", "freeze_language_model", "freeze_selector", "sft_loss", "distillation_weight")
 _SELECTOR = ("gate", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
@@ -47,7 +49,7 @@ class QTSplusTrainer(Trainer):
     Trains a QTSplus model on the paper's objective (Equation 5),
 
         L_SFT + lambda_t (rho M)^2 / n_max^2 + lambda_m rho M / n_max + lambda_s (rho - rho_bar)^2
-              + alpha (rho M - target_n) + distillation_weight * KL(teacher || student)
+              + (alpha + damping) (rho M - target_n) + distillation_weight * KL(teacher || student)
 
     Every term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT and
     the divergence over the supervised tokens, the others over the samples with visual tokens. So accumulation over N
@@ -55,13 +57,15 @@ class QTSplusTrainer(Trainer):
     of rho over all earlier steps (the model's own loss includes the current batch, which no accumulation could), and
     the first step has no prior. `rho M` counts up to `n_max`, as the gate does.
 
-    alpha >= 0 holds the mean of kept tokens at `target_n`: after each step
-    `alpha += dual_learning_rate * (mean rho M - target_n) / target_n^2`. It is saved and restored with the checkpoint.
+    alpha >= 0 holds the mean count that is asked for, `n = min(ceil(rho M), n_max)`, at `target_n`. After each step,
+    with `excess = mean n / target_n - 1` (at most 1), `alpha += dual_learning_rate * excess / target_n`; and
+    `damping = dual_damping * excess / target_n`, as in the modified differential multiplier method (Platt and Barr,
+    1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_teacher`, `rho`, `n` (kept), `n_soft` (rho M), `kept_fraction` (n / M), `hard_over_soft`
-    (n / (rho M)), `threshold`, `visual_tokens` (M), and the current `alpha` and number of `skipped_files`. Evaluation
-    logs the same with the prefix of its metrics; its loss is L_SFT alone.
+    `loss_s`, `loss_teacher`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft` (rho M),
+    `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M), and the current `alpha`
+    and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
 
     Args:
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
@@ -87,13 +91,14 @@ class QTSplusTrainer(Trainer):
         self.selector_config = base_model(model).config.qtsplus_config
         self.teacher = None if teacher is None else teacher.to(self.args.device).eval().requires_grad_(False)
         self.about: dict[str, Any] = {}
-        self.alpha = 0.0
+        self.alpha, self.excess = 0.0, 0.0
         self.skipped: dict[str, str] = {}
         self.running = {training: RunningMeans(_LOSSES + _BUDGET, self.args.device) for training in (True, False)}
         self._counts: torch.Tensor | None = None
-        # Sums over the current step: rho (in the units of rho_history), samples, and kept tokens
+        self._retention: float | None = None
+        # Sums over the current step: rho (in the units of rho_history), samples, and tokens asked for
         self._step_rho = torch.zeros(2, dtype=torch.int64, device=self.args.device)
-        self._step_soft_n = torch.zeros((), device=self.args.device)
+        self._step_n = torch.zeros((), dtype=torch.int64, device=self.args.device)
         self._rho_history = self.selector.rho_history.clone()
         self.add_callback(_StepCallback(self))
         schedules = self.args.parsed_schedules()
@@ -110,7 +115,17 @@ class QTSplusTrainer(Trainer):
         counts = sum((self._count(batch) for batch in batches), torch.zeros(len(SOURCES) + 1, dtype=torch.int64))
         self._counts = self._sum_over_processes(counts.to(self.args.device))
         self._rho_history = self.selector.rho_history.clone()
+        self._retention = self._draw_retention()
         return batches, self._counts[: len(SOURCES)].sum()
+
+    def _draw_retention(self) -> float | None:
+        """The fraction to keep in this optimizer step, on every process; `None` leaves it to the prediction."""
+        if self.args.retention_range is None:
+            return None
+        drawn = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.state.global_step)
+        share, place = torch.rand(2, generator=drawn).tolist()
+        low, high = self.args.retention_range
+        return low * (high / low) ** place if share < self.args.retention_share else None
 
     def _get_num_items_in_batch(self, batch_samples, device):
         return None  # counted above, by source
@@ -124,6 +139,8 @@ class QTSplusTrainer(Trainer):
         labels, sources = inputs.pop("labels"), _sources(inputs)
         inputs.pop("source_ids", None)
 
+        if model.training and self._retention is not None:
+            inputs["retention"] = self._retention
         outputs = model(**inputs, use_cache=False)
         columns = None if outputs.qtsplus is None else outputs.qtsplus.columns
         seen_labels = labels
@@ -172,6 +189,8 @@ class QTSplusTrainer(Trainer):
         rho, kept, num_tokens = qtsplus.rho[with_vision], qtsplus.n[with_vision], num_tokens[with_vision]
         soft_n = rho * num_tokens
         soft_n = soft_n - (soft_n - config.n_max).clamp(min=0).detach()  # the count of the gate, the gradient of rho M
+        pairs = zip(rho.tolist(), num_tokens.tolist(), strict=True)
+        asked = torch.tensor([kept_count(one, m, config.n_max) for one, m in pairs], device=rho.device)
         running = self.running[training]
         for name, values in (
             ("rho", rho),
@@ -182,6 +201,8 @@ class QTSplusTrainer(Trainer):
             ("visual_tokens", num_tokens),
         ):
             running.add(name, values.sum(), count)
+        if not training or rho.requires_grad:
+            running.add("n_asked", asked.sum(), count)  # by the model itself
         if not training or not rho.requires_grad:
             return 0.0  # there is no budget to learn where everything is kept
 
@@ -194,10 +215,11 @@ class QTSplusTrainer(Trainer):
         ):
             running.add(name, total, count)
         self._step_rho += torch.stack([(rho.detach().double() * 2.0**32).round().long().sum(), count])
-        self._step_soft_n += soft_n.detach().sum()
+        self._step_n += asked.sum()
         total = (qtsplus.loss_t + qtsplus.loss_m) * count + loss_s
         if config.target_n is not None:
-            total = total + self.alpha * (soft_n - config.target_n).sum()
+            damping = self.args.dual_damping * self.excess / config.target_n
+            total = total + (self.alpha + damping) * (soft_n - config.target_n).sum()
         return total / samples.clamp(min=1)
 
     def _prior(self, rho: torch.Tensor) -> torch.Tensor | float:
@@ -210,15 +232,16 @@ class QTSplusTrainer(Trainer):
     def finish_step(self) -> None:
         """Moves the running mean of rho and the dual variable by what all processes saw in this optimizer step."""
         rho = self._sum_over_processes(self._step_rho)
-        soft_n = self._sum_over_processes(self._step_soft_n)
+        n = self._sum_over_processes(self._step_n)
         if self.selector_config.rho_prior is None:
             self.selector.rho_history.copy_(self._rho_history + rho)
         target = self.selector_config.target_n
         if target is not None and rho[1] > 0:
-            excess = float(soft_n / rho[1]) - target
-            self.alpha = max(0.0, self.alpha + self.args.dual_learning_rate * excess / target**2)
+            # A start far above the target must not wind alpha up further than one far below could unwind it.
+            self.excess = min(float(n / rho[1]) / target - 1, 1.0)
+            self.alpha = max(0.0, self.alpha + self.args.dual_learning_rate * self.excess / target)
         self._step_rho.zero_()
-        self._step_soft_n.zero_()
+        self._step_n.zero_()
 
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Supervised tokens of each source, and samples with visual tokens: `[len(SOURCES) + 1]` int64."""
@@ -277,15 +300,18 @@ class QTSplusTrainer(Trainer):
     # ----------------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As stock, with a group for every part that has a learning rate of its own."""
+        """As stock, with a group for every part that has a learning rate of its own, and Muon for the matrices."""
         args = self.args
-        if args.language_model_learning_rate is None and args.vision_learning_rate is None:
+        if (args.language_model_learning_rate, args.vision_learning_rate, args.muon_scale) == (None, None, None):
             return super().create_optimizer() if model is None else super().create_optimizer(model)
         if self.optimizer is None:
             model = self.model if model is None else model
             kind, settings = self.get_optimizer_cls_and_kwargs(args, model)
-            groups = parameter_groups(model, args, self.get_decay_parameter_names(model))
-            self.optimizer = kind(groups, **settings)
+            matrices = matrix_names(model) if args.muon_scale is not None else set()
+            by_muon, others = parameter_groups(model, args, self.get_decay_parameter_names(model), matrices)
+            self.optimizer = kind(others, **settings)
+            if by_muon:
+                self.optimizer = MuonBeside(by_muon, self.optimizer)
         return self.optimizer
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -328,14 +354,15 @@ class QTSplusTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         skipped = self._gather_skipped()
         if self.args.should_save:
-            _write_json(Path(output_dir, STATE_FILE), {"alpha": self.alpha, "skipped": skipped})
+            state = {"alpha": self.alpha, "excess": self.excess, "skipped": skipped}
+            _write_json(Path(output_dir, STATE_FILE), state)
             _write_json(Path(str(self.args.output_dir), SKIPPED_FILE), skipped)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and os.path.exists(os.path.join(checkpoint, STATE_FILE)):
             state = json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))
-            self.alpha, self.skipped = state["alpha"], state["skipped"]
+            self.alpha, self.excess, self.skipped = state["alpha"], state["excess"], state["skipped"]
 
 
 def _sources(batch: Mapping[str, Any]) -> torch.Tensor:

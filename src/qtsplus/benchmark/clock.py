@@ -1,0 +1,90 @@
+"""Where the time of a call goes, seen from outside: forward hooks on modules, and a streamer that notes tokens."""
+
+import time
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.generation.streamers import BaseStreamer
+
+
+def now(device: str) -> float:
+    """Seconds, once the device has done all that it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class StageClock:
+    """
+    Notes when the modules that it watches begin and end; a context, which leaves no hook behind.
+
+    Attributes:
+        spans: per name, (begin, end) in seconds of every call, in order.
+        lengths: per name, the tokens of `inputs_embeds` of every call that has them.
+    """
+
+    def __init__(self, device: str, **modules: nn.Module):
+        self.device = device
+        self.modules = modules
+        self.spans: dict[str, list[tuple[float, float]]] = {name: [] for name in modules}
+        self.lengths: dict[str, list[int]] = {name: [] for name in modules}
+        self._began: dict[str, float] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "StageClock":
+        for name, module in self.modules.items():
+            self._handles.append(module.register_forward_pre_hook(self._begin(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._end(name)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, name: str):
+        def begin(module, arguments, keywords):
+            if keywords.get("inputs_embeds") is not None:
+                self.lengths[name].append(keywords["inputs_embeds"].shape[1])
+            self._began[name] = now(self.device)
+
+        return begin
+
+    def _end(self, name: str):
+        def end(module, arguments, output):
+            self.spans[name].append((self._began[name], now(self.device)))
+
+        return end
+
+    def seconds(self, name: str) -> float:
+        """Of all calls of a module together."""
+        return sum(end - begin for begin, end in self.spans[name])
+
+    def ended(self, name: str) -> float:
+        """When the last call of a module ended."""
+        return self.spans[name][-1][1]
+
+
+class TokenClock(BaseStreamer):
+    """Notes when each new token comes; `generate` puts the prompt before them."""
+
+    def __init__(self) -> None:
+        self.puts: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def first_token(self) -> float:
+        return self.puts[1]
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of the tokens behind the first."""
+        return (self.puts[-1] - self.puts[1]) / (len(self.puts) - 2)

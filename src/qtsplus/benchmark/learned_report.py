@@ -1,0 +1,191 @@
+"""The learned benchmark's table and plots."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ..data.tinyworld import KINDS, WIDE_KINDS
+
+_NAMES = {
+    "straight_through": "straight-through gate (default)",
+    "gumbel": "the paper's gate",
+    "no_reencoder": "no re-encoder (nREENC)",
+    "no_rope": "re-encoder without mRoPE, original positions",
+    "sequential": "re-encoder with mRoPE, sequential positions",
+    "reference_positions": "no mRoPE, sequential (the reference)",
+    "all": "all tokens",
+    "uniform": "uniform (UNIF)",
+    "random": "random",
+    "fewer_frames": "fewer frames",
+    "lower_resolution": "lower resolution",
+    "shuffled_question": "control: another video's question",
+    "untrained_selector": "control: untrained selector",
+}
+_CURVES = {
+    "straight_through": "#0b6e99",
+    "gumbel": "#d1615d",
+    "uniform": "#8c8c8c",
+    "random": "#c9a227",
+    "fewer_frames": "#6a9f58",
+    "lower_resolution": "#a3789b",
+}
+_TIME_VARIANTS = ("straight_through", "no_rope", "sequential", "reference_positions", "no_reencoder")
+_TIME_RETENTION = 0.1
+
+Rows = list[dict[str, Any]]
+
+
+def write_report(rows: Rows, details: dict[str, Any], folder: Path) -> None:
+    """`learned.md`, `learned.png` and `.svg`, `learned-adaptive.png` and `.svg`."""
+    pooled = {(row["policy"], row["retention"]): row for row in rows if row["seed"] is None}
+    (folder / "learned.md").write_text(_table(pooled, details), encoding="utf-8")
+    _save(_draw_accuracy(pooled), folder / "learned")
+    _save(_draw_adaptive(details["adaptive"]), folder / "learned-adaptive")
+
+
+def name_of(policy: str) -> str:
+    """A policy in words."""
+    base = policy.removeprefix("base_")
+    return _NAMES[base] + (", base model" if base != policy else "")
+
+
+def _table(pooled: dict, details: dict[str, Any]) -> str:
+    lines = [
+        f"{details['questions']} questions on {details['videos']} held-out videos; training seeds {details['seeds']}. "
+        "Intervals: 95% Wilson over the questions of all seeds together, which are the same questions for every seed.",
+        "",
+        f"`{details['command']}`",
+        "",
+        "| policy | retention | accuracy | 95% interval | needle recall | kept | asked | " + " | ".join(KINDS) + " |",
+        "|---|---|---|---|---|---|---|" + "---|" * len(KINDS),
+    ]
+    for (policy, retention), row in sorted(pooled.items(), key=_order):
+        recall = "" if row["needle_recall"] is None else f"{row['needle_recall']:.1%}"
+        kinds = [f"{row['kinds'][kind]['accuracy']:.1%}" if kind in row["kinds"] else "" for kind in KINDS]
+        cells = [
+            name_of(policy),
+            "own" if retention is None else f"{retention:.0%}",
+            f"{row['accuracy']:.1%}",
+            f"{row['low']:.1%} to {row['high']:.1%}",
+            recall,
+            f"{row['kept']:.1f} ({row['kept_fraction']:.1%})",
+            f"{row['asked']:.1f}",
+            *kinds,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += _gains(details["differences"])
+    lines += [
+        "",
+        "| gate in training, own budget | seed | asked | kept | off by | same tokens (Jaccard) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in details["agreement"]:
+        off = one["kept_in_training"] / one["asked"] - 1
+        cells = [name_of(one["policy"]), str(one["seed"]), f"{one['asked']:.2f}", f"{one['kept_in_training']:.2f}"]
+        lines.append("| " + " | ".join([*cells, f"{off:+.1%}", f"{one['jaccard']:.3f}"]) + " |")
+    lines += [
+        "",
+        "| dataset-level budget (tokens) | reached in training | off by | asked for on the test set |",
+        "|---|---|---|---|",
+    ]
+    for one in details["dual"]:
+        share = f"{one['test_fraction']:.2%} for {one['target_fraction']:.2%}"
+        lines.append(f"| {one['target']:g} | {one['reached']:.2f} | {one['off']:+.1%} | {share} |")
+    gap = details["adaptive"]["wide_minus_point"]
+    if gap:
+        lines += [
+            "",
+            f"With its own budget the default asks rho + {gap['mean']:.4f} ({gap['low']:.4f} to {gap['high']:.4f}) for "
+            "wide questions (count, order, summary) over point questions on the same video.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _gains(differences: Rows) -> list[str]:
+    """What the default gains over the others, on the same questions."""
+    lines = [
+        "",
+        "What the default gains on the same questions, in points of accuracy (95% interval over videos):",
+        "",
+        "| over | retention | all questions | when and order |",
+        "|---|---|---|---|",
+    ]
+    for one in sorted(differences, key=lambda one: _order(((one["policy"], one["default_retention"]), one))):
+        cells = []
+        for label in ("all", "when_and_order"):
+            gain = one["gain"][label]
+            bounds = [f"{100 * gain[bound]:+.1f}" for bound in ("mean", "low", "high")] if gain else []
+            cells.append(f"{bounds[0]} ({bounds[1]} to {bounds[2]})" if bounds else "")
+        share = "own" if one["default_retention"] is None else f"{one['default_retention']:.0%}"
+        lines.append(f"| {name_of(one['policy'])} | {share} | {cells[0]} | {cells[1]} |")
+    return lines
+
+
+def _order(item: tuple) -> tuple:
+    (policy, retention), _ = item
+    names = list(_NAMES)
+    return policy.startswith("base_"), names.index(policy.removeprefix("base_")), retention or 2.0
+
+
+def _draw_accuracy(pooled: dict) -> Figure:
+    """Left, accuracy over retention; right, what positions buy on questions about time."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for policy, colour in _CURVES.items():
+        points = [(row["kept_fraction"], row) for (name, share), row in pooled.items() if name == policy and share]
+        points.sort(key=lambda point: point[0])
+        _with_intervals(left, [x for x, _ in points], [row for _, row in points], colour, name_of(policy), "-o")
+    for policy, style in (("all", "--"), ("base_all", ":")):
+        left.axhline(pooled[policy, 1.0]["accuracy"], color="black", linestyle=style, label=name_of(policy))
+    left.set_xlabel("fraction of the visual tokens kept")
+    left.set_ylabel("accuracy")
+    left.legend(frameon=False, fontsize=7)
+    for place, kind in enumerate(("when", "order")):
+        for step, policy in enumerate(_TIME_VARIANTS):
+            row = pooled.get((policy, _TIME_RETENTION), {"kinds": {}})["kinds"].get(kind)
+            if row is not None:
+                colour = f"C{step}"
+                _with_intervals(
+                    right, [place + 0.12 * (step - 2)], [row], colour, name_of(policy) if place == 0 else None, "o"
+                )
+    right.set_xticks([0, 1], [f'"{kind}" questions' for kind in ("when", "order")])
+    right.set_xlim(-0.5, 1.5)
+    right.set_title(f"at {_TIME_RETENTION:.0%} of the tokens", fontsize=9)
+    right.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _with_intervals(axes: Any, x: list[float], rows: Rows, colour: str, label: str | None, style: str) -> None:
+    y = [row["accuracy"] for row in rows]
+    below = [row["accuracy"] - row["low"] for row in rows]
+    above = [row["high"] - row["accuracy"] for row in rows]
+    axes.errorbar(x, y, yerr=[below, above], fmt=style, color=colour, label=label, capsize=2, markersize=4)
+
+
+def _draw_adaptive(adaptive: dict[str, Any]) -> Figure:
+    """rho by kind, with the default's own budget."""
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for place, (kind, rho) in enumerate(adaptive["rho"].items()):
+        half = rho["high"] - rho["mean"]
+        axes.bar(place, rho["mean"], yerr=half, capsize=3, color="#e49444" if kind in WIDE_KINDS else "#0b6e99")
+    axes.set_xticks(range(len(adaptive["rho"])), list(adaptive["rho"]))
+    axes.set_ylabel("rho (mean, 95% interval)")
+    axes.set_title("Own budget by kind of question: point (blue), wide (orange)", fontsize=9)
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Writes `path.png` and `path.svg`, the same bytes for the same figures."""
+    FigureCanvasAgg(figure)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    with rc_context({"svg.hashsalt": path.name}):
+        figure.savefig(path.with_name(path.name + ".png"), dpi=150, metadata={"Software": None})
+        figure.savefig(path.with_name(path.name + ".svg"), metadata={"Date": None})
+
+
+__all__ = ["name_of", "write_report"]

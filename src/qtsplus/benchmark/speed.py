@@ -1,0 +1,317 @@
+"""`qtsplus bench speed`: seconds per stage, from an mp4 to the first token, stock and ours in turn in one process."""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BatchFeature
+
+from ..processing_qtsplus import choose_frames, read_video
+from ..session import EncodedVideo, encode
+from .clock import StageClock, TokenClock, now
+from .cost import Cost, faster_dtype, probe, stage_costs
+from .plots import draw_frames, draw_stages
+from .results import Journal, environment, label, spread, steps, summarise
+from .shapes import (
+    FRAME_BOUNDS,
+    FRAMES_PER_SECOND,
+    QUESTION,
+    SECOND_QUESTION,
+    SIDES,
+    Shape,
+    best_attention,
+    build_pair,
+    find_device,
+    find_shape,
+    make_config,
+    make_processor,
+    prompt_text,
+    render_video,
+)
+
+# Per shape, the one that the curve over the number of frames is taken with, and its numbers of frames.
+SWEEPS = {
+    "tiny": ("tiny", (4, 8)),
+    "cpu": ("small", (8, 64, 200, 600, 1200)),
+    "small": ("small", (8, 64, 200, 600, 1200)),
+    "3b": ("3b", (8, 64, 200, 400, 600, 900)),
+}
+
+STAGES = (
+    *("decode", "preprocess", "reading", "vision", "relevance", "gate", "re-encode", "prefill", "per_token"),
+    *("features_to_first_token", "pixels_to_first_token", "file_to_first_token", "second_question"),
+)
+
+
+def run_speed(
+    shape_name: str,
+    out: Path,
+    *,
+    device: str | None = None,
+    dtype: str = "auto",
+    repeats: int = 5,
+    retention: float = 0.11,
+    new_tokens: int = 5,
+    sweep: bool = True,
+    progress: bool = True,
+) -> Path:
+    """
+    Measures, and writes `speed-LABEL.json` with its two figures. An interrupted run goes on where it stopped.
+
+    Args:
+        shape_name: of [`SHAPES`].
+        out: folder of the results.
+        device: the shape's own when `None`.
+        dtype: of both sides; "auto" is bfloat16 or float32, whichever the device multiplies faster.
+        repeats: of each side at each size, behind one to warm up.
+        retention: fraction of the visual tokens that our side keeps.
+        new_tokens: to generate, at least 2.
+        sweep: also measure over the number of frames.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: no such shape or device, or a number out of its range.
+    """
+    shape = find_shape(shape_name)
+    if repeats < 1 or new_tokens < 2 or not 0 < retention <= 1:
+        raise ValueError(
+            f"repeats={repeats}, new_tokens={new_tokens}, retention={retention}: expected at least 1, at least 2 and a "
+            "fraction in (0, 1]."
+        )
+    device = find_device(shape, device)
+    torch_dtype = faster_dtype(device) if dtype == "auto" else getattr(torch, dtype)
+    attention = best_attention(device)
+    sweep_name, sweep_frames = SWEEPS[shape_name]
+    points = [(shape, shape.frames)]
+    if sweep:
+        points += [(find_shape(sweep_name), frames) for frames in sweep_frames]
+    settings = {
+        "shape": shape_name,
+        "device": device,
+        "dtype": str(torch_dtype).removeprefix("torch."),
+        "attention": attention or "sdpa",
+        "retention": retention,
+        "new_tokens": new_tokens,
+        "repeats": repeats,
+        "sweep": [list(sweep_frames), sweep_name] if sweep else None,
+    }
+    name = f"speed-{label(shape_name)}"
+    journal = Journal(out / f".{name}.jsonl", settings)
+    pairs = len(dict.fromkeys(points)) * repeats
+    with tempfile.TemporaryDirectory() as folder, steps(name, pairs, progress) as step:
+        for measured in dict.fromkeys(point for point, _ in points):
+            bench = None  # the weights of the one before go first
+            for frames in dict.fromkeys(frames for point, frames in points if point is measured):
+                video, warm = None, False
+                for repeat in range(repeats):
+                    key = _key(measured, frames, repeat)
+                    if key not in journal.done:
+                        bench = bench or _Bench(measured, device, torch_dtype, attention, retention, new_tokens)
+                        video = video or render_video(measured, frames, Path(folder))
+                        if not warm:
+                            bench.measure(video)
+                            warm = True
+                        journal.add(key, bench.measure(video))
+                    seconds = (f"{side} {journal.done[key][side]['file_to_first_token']:.2f} s" for side in SIDES)
+                    step(f"{measured.name}, {frames} frames, {repeat + 1} of {repeats}: {', '.join(seconds)}")
+    return _write(shape, points, settings, journal, out / f"{name}.json")
+
+
+def _key(shape: Shape, frames: int, repeat: int) -> str:
+    return f"{shape.name}/{frames}/{repeat}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Measuring
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class _Bench:
+    """Both models of a shape on the same weights, and what they are asked."""
+
+    def __init__(self, shape, device, dtype, attention, retention, new_tokens):
+        self.models = build_pair(shape, device, dtype, attention)
+        self.processor = make_processor(shape)
+        self.device, self.retention, self.new_tokens = device, retention, new_tokens
+
+    def measure(self, video: Path) -> dict[str, dict[str, float]]:
+        """Seconds and tokens of one run of stock, then of ours."""
+        return {"stock": self.run_stock(video), "ours": self.run_ours(video)}
+
+    def run_stock(self, video: Path) -> dict[str, float]:
+        """Reads the file, then generates from the pixels."""
+        model, tokens = self.models["stock"], TokenClock()
+        began = now(self.device)
+        frames, metadata = read_video(
+            str(video), functools.partial(choose_frames, fps=FRAMES_PER_SECOND, **FRAME_BOUNDS)
+        )
+        decoded = now(self.device)
+        inputs = self.processor(
+            text=prompt_text(self.processor, QUESTION), videos=[frames], video_metadata=[metadata], return_tensors="pt"
+        ).to(self.device)
+        inputs.pop("query_mask")
+        prepared = now(self.device)
+        modules = {"vision": model.model.visual, "language_model": model.model.language_model}
+        with StageClock(self.device, **modules) as stages:
+            model.generate(**inputs, max_new_tokens=self.new_tokens, streamer=tokens)
+        return {
+            "decode": decoded - began,
+            "preprocess": prepared - decoded,
+            "vision": stages.seconds("vision"),
+            "pixels_to_first_token": tokens.first_token - prepared,
+            **self._figures(inputs, stages, tokens, began=began, encoded=stages.ended("vision")),
+        }
+
+    def run_ours(self, video: Path) -> dict[str, float]:
+        """Reads and encodes the file chunk by chunk, then generates from the features, twice."""
+        model, tokens = self.models["ours"], TokenClock()
+        selector = model.model.qtsplus
+        modules = {"vision": model.model.visual, "selection": selector, "language_model": model.model.language_model}
+        modules.update({f"relevance {i}": layer for i, layer in enumerate(selector.scoring_layers)})
+        modules.update({f"re-encode {i}": layer for i, layer in enumerate(selector.reencode_layers)})
+        call = {"retention": self.retention, "max_new_tokens": self.new_tokens}
+
+        began = now(self.device)
+        with StageClock(self.device, **modules) as stages:
+            known = encode(model, self.processor, video)
+            encoded = now(self.device)
+            inputs = self._ask(QUESTION, known)
+            model.generate(**inputs, **call, video_features=[known.features], streamer=tokens)
+        relevance, reencode = (
+            sum(stages.seconds(name) for name in modules if name.startswith(stage))
+            for stage in ("relevance", "re-encode")
+        )
+
+        second, inputs_again = TokenClock(), self._ask(SECOND_QUESTION, known)
+        asked = now(self.device)
+        model.generate(**inputs_again, **call, video_features=[known.features], streamer=second)
+        return {
+            "reading": encoded - began - stages.seconds("vision"),
+            "vision": stages.seconds("vision"),
+            "relevance": relevance,
+            "gate": stages.seconds("selection") - relevance - reencode,
+            "re-encode": reencode,
+            "selection": stages.seconds("selection"),
+            "second_question": second.first_token - asked,
+            "question_tokens": int(inputs["query_mask"].sum()),
+            **self._figures(inputs, stages, tokens, began=began, encoded=encoded),
+        }
+
+    def _ask(self, question: str, known: EncodedVideo) -> BatchFeature:
+        """The inputs of a question about a video that has been encoded."""
+        text, grid = prompt_text(self.processor, question), known.video_grid_thw
+        inputs = self.processor(text=text, video_grid_thw=grid, return_tensors="pt").to(self.device)
+        inputs["second_per_grid_ts"] = known.second_per_grid_ts
+        return inputs
+
+    def _figures(
+        self, inputs: BatchFeature, stages: StageClock, tokens: TokenClock, began: float, encoded: float
+    ) -> dict[str, float]:
+        """What both sides have alike."""
+        prefill_began, prefill_ended = stages.spans["language_model"][0]
+        visual_tokens = int(inputs["video_grid_thw"].prod()) // self.processor.video_processor.merge_size**2
+        text_tokens = inputs["input_ids"].shape[1] - visual_tokens
+        return {
+            "prefill": prefill_ended - prefill_began,
+            "per_token": tokens.seconds_per_token,
+            "features_to_first_token": tokens.first_token - encoded,
+            "file_to_first_token": tokens.first_token - began,
+            "visual_tokens": visual_tokens,
+            "text_tokens": text_tokens,
+            "visual_tokens_to_lm": stages.lengths["language_model"][0] - text_tokens,
+        }
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reporting
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, target: Path) -> Path:
+    device, repeats = settings["device"], settings["repeats"]
+
+    def all_repeats(measured: Shape, frames: int) -> dict[str, list[dict[str, float]]]:
+        runs = [journal.done[_key(measured, frames, repeat)] for repeat in range(repeats)]
+        return {side: [run[side] for run in runs] for side in SIDES}
+
+    runs = all_repeats(shape, shape.frames)
+    counted = runs["ours"][0]
+    dtype = getattr(torch, settings["dtype"])
+    costs = stage_costs(
+        make_config(shape),
+        shape.grid,
+        int(counted["text_tokens"]),
+        int(counted["question_tokens"]),
+        settings["retention"],
+        dtype.itemsize,
+    )
+    reached = probe(device, dtype)
+    stages = _spreads(runs)
+    document = {
+        "command": f"qtsplus bench speed --shape {shape.name} --device {device}",
+        "environment": environment(device),
+        "settings": settings,
+        "tokens": {key: int(counted[key]) for key in ("visual_tokens", "visual_tokens_to_lm", "text_tokens")},
+        "figures": speed_figures(stages),
+        "seconds": stages,
+        "device": {"flops_per_second": reached.flops, "bytes_per_second": reached.bandwidth},
+        "cost": {
+            side: {stage: _distance(reached.floor(cost), cost, stages[side][stage]) for stage, cost in of_side.items()}
+            for side, of_side in costs.items()
+        },
+        "repeats": runs,
+        "frames": [
+            {
+                "shape": measured.name,
+                "frames": frames,
+                **{
+                    side: {
+                        "visual_tokens_to_lm": int(of_side[0]["visual_tokens_to_lm"]),
+                        "file_to_first_token": spread(run["file_to_first_token"] for run in of_side),
+                    }
+                    for side, of_side in all_repeats(measured, frames).items()
+                },
+                "repeats": all_repeats(measured, frames),
+            }
+            for measured, frames in points[1:]
+        ],
+    }
+    journal.finish(target, document)
+    summarise(target.parent, shape.name)
+    draw_stages(document, target.with_suffix(""))
+    if document["frames"]:
+        draw_frames(document, target.with_name(target.stem.replace("speed", "frames")))
+    return target
+
+
+def _spreads(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    return {
+        side: {stage: spread(run[stage] for run in of_side) for stage in (*STAGES, "selection") if stage in of_side[0]}
+        for side, of_side in runs.items()
+    }
+
+
+def speed_figures(stages: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
+    """Ratios of medians: the speed benchmark's share of the summary."""
+    stock, ours = ({stage: values["median"] for stage, values in stages[side].items()} for side in SIDES)
+    return {
+        "first_token_speedup": stock["features_to_first_token"] / ours["features_to_first_token"],
+        "file_to_first_token_speedup": stock["file_to_first_token"] / ours["file_to_first_token"],
+        "selection_share_of_stock_prefill": ours["selection"] / stock["prefill"],
+        "vision_speedup": stock["vision"] / ours["vision"],
+        "second_question_speedup": stock["pixels_to_first_token"] / ours["second_question"],
+    }
+
+
+def _distance(floor: float, cost: Cost, measured: dict[str, float]) -> dict[str, float]:
+    """A stage's cost, its floor here, and how many times the floor it took."""
+    seconds = measured["median"]
+    return {
+        "flops": cost.flops,
+        "bytes": cost.bytes,
+        "floor": floor,
+        "seconds": seconds,
+        "times_floor": seconds / floor,
+    }

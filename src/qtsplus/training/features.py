@@ -1,0 +1,159 @@
+"""Videos encoded once: with a frozen vision tower, training need not decode and encode them again and again."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from rich.progress import track
+from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader, Dataset
+
+from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
+from ..selector_qtsplus import find_query_mask
+
+_PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+
+
+@dataclass(frozen=True)
+class VideoFeatures:
+    """
+    A folder with a safetensors file for every encoded video: `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and
+    `second_per_grid_ts` `[1]`.
+
+    Args:
+        folder: where the files are; its last part stands for the vision tower and the settings that made them.
+    """
+
+    folder: Path
+
+    def file(self, video: str) -> Path:
+        """Where a video's features are kept; a file that was changed since is another video."""
+        name = os.path.abspath(video) if os.path.exists(video) else video
+        state = os.stat(video) if os.path.exists(video) else None
+        identity = f"{name} {state and state.st_size} {state and state.st_mtime_ns}"
+        return self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.safetensors"
+
+    def load(self, video: str) -> dict[str, torch.Tensor] | None:
+        """A video's features; `None` where it could not be read."""
+        path = self.file(video)
+        return load_file(path) if path.exists() else None
+
+
+def encode_videos(
+    model: Any,
+    processor: Qwen2_5_VLQTSplusProcessor,
+    videos: Sequence[str],
+    folder: str | os.PathLike,
+    processor_kwargs: Mapping[str, Any] | None = None,
+    autocast_dtype: torch.dtype | None = None,
+    workers: int = 0,
+) -> VideoFeatures:
+    """
+    Encodes what `folder` does not hold yet; every process of a distributed run takes its share.
+
+    Args:
+        model, processor: the model's vision tower is used where it is.
+        videos: files, addresses or folders of frames. What cannot be read is left out.
+        folder: one that may be shared by runs; features of another vision tower are never mistaken for this one's.
+        processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
+        autocast_dtype: encode as mixed-precision training would.
+        workers: processes that decode.
+    """
+    features = VideoFeatures(Path(folder) / _fingerprint(model, processor, processor_kwargs, autocast_dtype))
+    features.folder.mkdir(parents=True, exist_ok=True)
+    state = PartialState()
+    missing = sorted({video for video in videos if not features.file(video).exists()})
+    mine = missing[state.process_index :: state.num_processes]
+    decoded = DataLoader(_Decoded(mine, processor, dict(processor_kwargs or {})), batch_size=None, num_workers=workers)
+    quiet = not (mine and state.is_main_process)
+    bar = track(decoded, "Encoding videos", total=len(mine), disable=quiet, console=Console(stderr=True))
+    with torch.autocast(model.model.visual.device.type, autocast_dtype, enabled=autocast_dtype is not None):
+        for video, inputs in bar:
+            if inputs is not None:
+                given = inputs.pop("pixel_values_videos"), inputs["video_grid_thw"]
+                encoded = model.encode_videos(*given, device="cpu")
+                _write(features.file(video), {"video_features": encoded[0].contiguous(), **inputs})
+    state.wait_for_everyone()
+    return features
+
+
+def prompt_inputs(
+    processor: Qwen2_5_VLQTSplusProcessor,
+    text: Sequence[str],
+    video_grid_thw: torch.Tensor,
+    query: Sequence[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """
+    What the processor makes of prompts, for videos that are encoded already.
+
+    Args:
+        text: prompts made with the chat template.
+        video_grid_thw: `[videos, 3]`, one for each placeholder in the prompts, in order.
+        query: per prompt, the question to select by, where it is not the text of the last user turn.
+
+    Returns:
+        `input_ids`, `attention_mask`, `query_mask` `[B, S]`; with `query` also `query_input_ids` and
+        `query_attention_mask` `[B, L]`.
+    """
+    tokenizer, token = processor.tokenizer, processor.video_token
+    counts = iter((video_grid_thw.prod(-1) // processor.video_processor.merge_size**2).tolist())
+    expanded = []
+    for prompt in text:
+        first, *rest = prompt.split(token)
+        expanded.append("".join([first, *(token * next(counts) + part for part in rest)]))
+    tokens = tokenizer(expanded, padding=True, return_tensors="pt")
+    inputs = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
+    question: Any = processor.query_token_ids
+    inputs["query_mask"] = find_query_mask(**inputs, **question)
+    if query is not None:
+        queries = tokenizer(
+            list(query), add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt"
+        )
+        inputs["query_input_ids"], inputs["query_attention_mask"] = queries["input_ids"], queries["attention_mask"]
+    return inputs
+
+
+class _Decoded(Dataset):
+    """Videos with their pixels, or with `None` where they cannot be read."""
+
+    def __init__(self, videos: list[str], processor: Qwen2_5_VLQTSplusProcessor, processor_kwargs: dict[str, Any]):
+        self.videos, self.processor, self.processor_kwargs = videos, processor, processor_kwargs
+
+    def __len__(self) -> int:
+        return len(self.videos)
+
+    def __getitem__(self, index: int) -> tuple[str, dict[str, torch.Tensor] | None]:
+        video = self.videos[index]
+        try:
+            text = self.processor.video_token
+            inputs = self.processor(text=[text], videos=[video], return_tensors="pt", **self.processor_kwargs)
+        except (ValueError, OSError):
+            return video, None  # the dataset finds out why, and says so
+        return video, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
+
+
+def _fingerprint(model, processor, processor_kwargs, autocast_dtype) -> str:
+    """Of all that the features of a video depend on."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.model.visual.state_dict().items()):
+        digest.update(f"{name} {weight.dtype}".encode())
+        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
+    settings = [processor.video_processor.to_dict(), dict(processor_kwargs or {}), str(autocast_dtype)]
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    save_file(tensors, part)
+    os.replace(part, path)  # a file that stands there is whole
+
+
+__all__ = ["VideoFeatures", "encode_videos", "prompt_inputs"]

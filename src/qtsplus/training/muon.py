@@ -1,0 +1,64 @@
+"""Muon for the matrices of a model, beside another optimizer for the rest."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def matrix_names(model: nn.Module) -> set[str]:
+    """
+    Names of the weights that Muon is made for: those of the layers' linear maps. Not the embeddings, the output head
+    and the budget head, whose small gradients ask for small steps.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+
+
+class MuonBeside(Optimizer):
+    """
+    `torch.optim.Muon` over some groups and another optimizer over the others, as one optimizer.
+
+    Muon (Jordan et al., 2024) takes the momentum of a matrix to the nearest orthogonal one; its step is scaled to the
+    size of an AdamW step, so that learning rates carry over.
+
+    Args:
+        matrices: groups of 2-D parameters with their `lr` and `weight_decay`.
+        other: the optimizer of everything else.
+
+    Raises:
+        ValueError: a PyTorch without Muon, which came with 2.9.
+    """
+
+    def __init__(self, matrices: list[dict[str, Any]], other: Optimizer):
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"PyTorch {torch.__version__} has no Muon: leave muon_scale out, or install 2.9 or newer.")
+        self.parts: list[Optimizer] = [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"), other]
+        # The same dictionaries, so that a scheduler that writes to our groups writes to theirs.
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+__all__ = ["MuonBeside", "matrix_names"]

@@ -1,0 +1,155 @@
+"""The learned benchmark at toy size: what it writes, and that nothing is done twice."""
+
+import json
+import statistics
+
+import pytest
+from typer.testing import CliRunner
+
+from qtsplus.benchmark import learned
+from qtsplus.cli import app
+from qtsplus.data.tinyworld import build_dataset
+from qtsplus.training.dataset import VideoRecord
+from qtsplus.training.models import load_model
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory, tiny_processor):
+    """A random base, and the command that benchmarks it with one seed, one retention and two variants."""
+    folder = tmp_path_factory.mktemp("learned")
+    for split in ("train", "test"):
+        build_dataset(folder / "data", split, 2, seconds=(3,), max_objects=2, progress=False)
+    load_model("qtsplus-tiny", None).save_pretrained(folder / "base")
+    tiny_processor.save_pretrained(folder / "base")
+    (folder / "recipe.yaml").write_text(f"""
+model: {{weights: nothing, selector: {{selection: qtsplus, rho_min: 0.05, rho_max: 0.5}}}}
+data: {{train_files: [{folder}/data/train.jsonl]}}
+training:
+  {{output_dir: nothing, freeze_language_model: false, max_steps: 1, per_device_train_batch_size: 2,
+    learning_rate: 1e-3, logging_steps: 1, report_to: none, use_cpu: true, disable_tqdm: true}}
+""")
+    return folder
+
+
+def run(folder, *more):
+    arguments = [
+        "--base",
+        "base",
+        "--test",
+        "data/test.jsonl",
+        "--recipe",
+        "recipe.yaml",
+        "--out",
+        "out",
+        "--work",
+        "work",
+    ]
+    paths = [one if one.startswith("--") else str(folder / one) for one in arguments]
+    return CliRunner().invoke(app, ["bench", "learned", *paths, "--seed", "0", *more])
+
+
+@pytest.fixture(scope="module")
+def finished(setting):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learned, "RETENTIONS", (0.1,))
+        names = (learned.DEFAULT, "reference_positions")
+        patch.setattr(learned, "VARIANTS", {name: learned.VARIANTS[name] for name in names})
+        first = run(setting)
+        made = stamps(setting)
+        answers = setting / "work/seed0/answers/uniform-0.1.json"
+        before = answers.read_text()
+        answers.unlink()
+        second = run(setting)
+        assert answers.read_text() == before
+    return first, made, second
+
+
+def stamps(folder):
+    return {path: path.stat().st_mtime_ns for path in (folder / "work").rglob("*") if path.is_file()}
+
+
+def test_rows_for_every_policy(setting, finished):
+    assert finished[0].exit_code == 0, finished[0].output
+    rows = json.loads((setting / "out/learned.json").read_text())
+    questions = {row["questions"] for row in rows}
+    assert len(questions) == 1
+    pooled = {(row["policy"], row["retention"]): row for row in rows if row["seed"] is None}
+    for policy in ("all", "base_all"):
+        assert pooled[policy, 1.0]["needle_recall"] == 1.0
+        assert pooled[policy, 1.0]["kept"] == pooled[policy, 1.0]["asked"] == 48
+    for policy in ("straight_through", "reference_positions", "untrained_selector", "shuffled_question", "base_random"):
+        row = pooled[policy, 0.1]
+        assert row["kept"] == row["asked"] == 5
+        assert 0 <= row["low"] <= row["accuracy"] <= row["high"] <= 1 and row["needle_recall"] < 1
+        assert sum(kind["questions"] for kind in row["kinds"].values()) == row["questions"]
+    assert pooled["fewer_frames", 0.1]["kept"] == 16 and pooled["lower_resolution", 0.1]["kept"] == 6
+    own = pooled["straight_through", None]
+    assert own["kept"] == own["asked"]
+    seeds = {(row["policy"], row["retention"]) for row in rows if row["seed"] == 0}
+    assert seeds == {key for key in pooled if not key[0].startswith("base_")}
+
+
+def test_details_and_report(setting, finished):
+    details = json.loads((setting / "out/learned-details.json").read_text())
+    assert details["command"] and details["seeds"] == [0]
+    default = details["agreement"][0]
+    assert default["policy"] == "straight_through" and default["jaccard"] == 1.0
+    assert default["kept_in_training"] == default["asked"]
+    assert set(details["adaptive"]["rho"]) >= {"summary", "existence"}
+    assert len(details["dual"]) == 2
+    gains = {(one["policy"], one["default_retention"]): one["gain"] for one in details["differences"]}
+    assert {("uniform", 0.1), ("base_all", 0.1), ("reference_positions", None)} <= set(gains)
+    assert gains["uniform", 0.1]["all"]["mean"] == 0  # a random model is never right
+    table = (setting / "out/learned.md").read_text()
+    assert "straight-through gate (default)" in table and "uniform (UNIF), base model" in table
+    for name in ("learned.png", "learned.svg", "learned-adaptive.png", "learned-adaptive.svg"):
+        assert (setting / "out" / name).stat().st_size > 1000
+
+
+def test_nothing_is_done_twice(setting, finished):
+    _, made, second = finished
+    assert second.exit_code == 0, second.output
+    changed = {path.name for path, stamp in stamps(setting).items() if made.get(path) != stamp}
+    assert changed == {"setup.json", "uniform-0.1.json"}
+    assert "trained" not in second.output
+
+
+def test_another_recipe_does_not_mix_with_what_is_there(setting, finished):
+    result = run(setting, "--set", "training.max_steps=2")
+    assert result.exit_code == 2 and "another overrides" in result.output
+
+
+def test_a_trained_vision_tower_and_training_videos_are_refused(setting, tmp_path):
+    result = run(setting, "--set", "training.freeze_vision_model=false")
+    assert result.exit_code == 2 and "vision tower" in result.output
+    with pytest.raises(ValueError, match="training split"):
+        learned.TestSet.read(setting / "data/train.jsonl")
+
+
+def test_gains_are_over_the_same_questions_and_their_interval_over_videos():
+    def outcome(name, seed, correct):
+        return {"policy": learned.Policy(name, name, 0.1), "seed": seed, "correct": correct}
+
+    videos = ["a", "a", "b", "b", "c", "c"]
+    records = [VideoRecord(video, "?", "!", kind="when") for video in videos]
+    results = [
+        outcome(learned.DEFAULT, 0, [1, 1, 1, 1, 0, 1]),
+        outcome(learned.DEFAULT, 1, [1, 1, 0, 1, 0, 1]),
+        outcome("random", 0, [0, 0, 1, 1, 0, 1]),
+        outcome("random", 1, [0, 0, 0, 1, 0, 1]),
+    ]
+    (row,) = learned._differences(results, records)
+    gain = row["gain"]["when_and_order"]
+    per_video = [1.0, 0.0, 0.0]  # with as many questions in each video, the interval is that of the videos' means
+    half = 1.96 * statistics.stdev(per_video) / 3**0.5
+    assert gain["mean"] == pytest.approx(1 / 3)
+    assert gain["high"] - gain["mean"] == pytest.approx(half)
+
+
+def test_a_shuffled_question_is_about_another_video(setting):
+    records = learned.TestSet.read(setting / "data/test.jsonl").records
+    shuffled = learned._with_questions_of_others(records, seed=0)
+    asked = {(one.video, one.query or one.question) for one in records}
+    for own, other in zip(records, shuffled, strict=True):
+        assert (own.question, own.answer, own.video) == (other.question, other.answer, other.video)
+        assert any(query == other.query and video != own.video for video, query in asked)

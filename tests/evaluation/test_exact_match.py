@@ -1,0 +1,66 @@
+"""Answers from features encoded once, and the two baselines that spend fewer tokens without a selector."""
+
+import pytest
+import torch
+
+from qtsplus.data.clip import render_clip
+from qtsplus.data.tinyworld import build_dataset
+from qtsplus.evaluation.baselines import fewer_frames, full_video, lower_resolution
+from qtsplus.evaluation.exact_match import exact_match
+from qtsplus.training.dataset import read_records
+from qtsplus.training.models import load_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("qtsplus-tiny", None).eval()
+
+
+def encode(model, pixels):
+    features = model.encode_videos(pixels.pop("pixel_values_videos"), pixels["video_grid_thw"])
+    return {"video_features": features[0], **pixels}
+
+
+def test_encoded_once_the_answers_are_those_from_pixels(model, tiny_processor, tmp_path):
+    path = build_dataset(tmp_path, "test", 2, seconds=(3, 4), max_objects=2, progress=False)
+    records = read_records(path)
+    features = {video: encode(model, full_video(tiny_processor, video)) for video in {one.video for one in records}}
+    from_pixels = exact_match(model, tiny_processor, records, retention=0.2, batch_size=5, progress=False)
+    from_features = exact_match(
+        model, tiny_processor, records, retention=0.2, batch_size=9, progress=False, features=features
+    )
+    assert from_features == from_pixels
+    assert [one.kind for one in from_pixels] == [record.kind for record in records]
+    assert all(one.kept_tokens == len(one.kept_indices) < one.visual_tokens for one in from_pixels)
+
+
+@pytest.mark.parametrize(
+    ("retention", "frames", "small"),
+    [
+        (0.05, (1, 4, 4), (6, 1, 1)),
+        (0.1, (1, 4, 4), (6, 1, 2)),
+        (0.25, (2, 4, 4), (6, 2, 2)),
+        (1.0, (6, 4, 4), (6, 4, 4)),
+    ],
+)
+def test_baselines_spend_as_many_tokens_as_asked(tiny_processor, tmp_path, retention, frames, small):
+    render_clip(tmp_path / "clip.mp4", seconds=6, fps=8, size=(112, 112), seed=0)
+    video = str(tmp_path / "clip.mp4")
+    for method, expected in ((fewer_frames, frames), (lower_resolution, small)):
+        pixels = method(tiny_processor, video, retention)
+        t, h, w = pixels["video_grid_thw"][0].tolist()
+        assert (t, h // 2, w // 2) == expected, method.__name__
+        assert t * h * w // 4 >= retention * 6 * 16
+        assert len(pixels["pixel_values_videos"]) == t * h * w
+        assert t * float(pixels["second_per_grid_ts"][0]) == pytest.approx(6)
+
+
+def test_a_shrunk_frame_shows_the_same(tiny_processor, tmp_path):
+    render_clip(tmp_path / "clip.mp4", seconds=4, fps=8, size=(112, 112), seed=0)
+    video = str(tmp_path / "clip.mp4")
+    whole, small = full_video(tiny_processor, video), lower_resolution(tiny_processor, video, 0.25)
+    assert torch.allclose(whole["pixel_values_videos"].mean(), small["pixel_values_videos"].mean(), atol=0.05)
+    assert torch.equal(
+        full_video(tiny_processor, video)["pixel_values_videos"],
+        lower_resolution(tiny_processor, video, 1.0)["pixel_values_videos"],
+    )

@@ -1,0 +1,198 @@
+"""The chunked relevance of the Hub files against its readable twin, and which kernel the model takes."""
+
+import logging
+import sys
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from qtsplus.kernels.naive import naive_log_relevance
+from qtsplus.selector_qtsplus import chunked_log_relevance, log_relevance, relevance_kernel
+from relevance_problems import a_mask, assert_equal_to_twin, states
+
+HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (12, 3), (16, 2), (28, 4)]
+examples = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+
+
+@examples
+@given(
+    heads=st.sampled_from(HEADS),
+    num_tokens=st.integers(1, 200) | st.sampled_from([1, 63, 1111]),
+    num_queries=st.sampled_from([1, 60]) | st.integers(1, 9),
+    head_dim=st.sampled_from([8, 20, 32]),
+    block_size=st.none() | st.integers(1, 2000),
+    masked=st.booleans(),
+    scale=st.sampled_from([0.1, 1.0, 4.0]),
+    seed=st.integers(0, 10_000),
+)
+@example((1, 1), 1, 1, 8, None, False, 1.0, 0)
+@example((28, 4), 1111, 60, 32, 64, True, 1.0, 0)
+def test_values_and_gradients_equal_the_twins(
+    heads, num_tokens, num_queries, head_dim, block_size, masked, scale, seed
+):
+    queries, keys = states(*heads, num_queries, num_tokens, head_dim, seed=seed, scale=scale)
+
+    def kernel(queries, keys, token_mask):
+        return chunked_log_relevance(queries, keys, token_mask, block_size or None)
+
+    assert_equal_to_twin(kernel, queries, keys, a_mask(num_tokens, seed) if masked else None)
+
+
+@pytest.mark.parametrize(("heads", "num_queries"), [((2, 1), 1), ((4, 2), 5)])
+def test_70_001_tokens(heads, num_queries):
+    assert_equal_to_twin(chunked_log_relevance, *states(*heads, num_queries, 70_001))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("num_queries", [1, 60])
+@pytest.mark.parametrize("num_tokens", [1, 63, 1111, 70_001])
+def test_every_awkward_shape(heads, num_queries, num_tokens):
+    assert_equal_to_twin(chunked_log_relevance, *states(*heads, num_queries, num_tokens))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("block_size", [1, 3, None])
+def test_gradients_equal_finite_differences(masked, block_size):
+    queries, keys = states(4, 2, num_queries=3, num_tokens=7, head_dim=5, dtype=torch.float64)
+    mask = a_mask(7) if masked else torch.ones(7, dtype=torch.bool)
+
+    def relevance(queries, keys):
+        return chunked_log_relevance(queries, keys, mask if masked else None, block_size)[mask]
+
+    assert torch.autograd.gradcheck(relevance, (queries, keys))
+
+
+@pytest.mark.parametrize("kernel", [naive_log_relevance, chunked_log_relevance])
+def test_of_equal_maxima_the_first_takes_the_gradient(kernel):
+    # Whole numbers, so that equal scores are equal in any order of addition; head_dim 4 halves them exactly.
+    queries = torch.randint(-3, 4, (2, 3, 4), generator=torch.Generator().manual_seed(0)).float()
+    queries[:, 2] = queries[:, 0]  # a word that the question has twice
+    queries[1] = queries[0]  # and two heads that agree
+    keys = torch.randint(-3, 4, (1, 9, 4), generator=torch.Generator().manual_seed(1)).float()
+    keys[:, 5] = keys[:, 2]  # two visual tokens alike: one score each, no tie among rows
+    queries, keys = queries.requires_grad_(), keys.requires_grad_()
+    weights = torch.arange(1.0, 10.0)
+    gradient, grad_keys = torch.autograd.grad((kernel(queries, keys) * weights).sum(), (queries, keys))
+
+    one_each = queries[:1, :2].detach().requires_grad_()
+    log_r = kernel(one_each, keys)
+    expected, expected_keys = torch.autograd.grad((log_r * weights).sum(), (one_each, keys))
+    torch.testing.assert_close(gradient[0, :2], expected[0])
+    assert not gradient[0, 2].any() and not gradient[1].any()
+    torch.testing.assert_close(grad_keys, expected_keys)
+
+
+@pytest.mark.parametrize("block_size", [None, 4])
+def test_a_mask_is_as_leaving_the_tokens_out(block_size):
+    queries, keys = states(6, 2, num_queries=5, num_tokens=41)
+    mask = a_mask(41)
+    log_r = chunked_log_relevance(queries, keys, mask, block_size)
+    alone = chunked_log_relevance(queries, keys[:, mask], None, block_size)
+    torch.testing.assert_close(log_r[mask], alone)
+    assert (log_r[~mask] == -torch.inf).all()
+    (grad_keys,) = torch.autograd.grad(log_r.exp().pow(2).sum(), keys)
+    assert grad_keys.isfinite().all() and not grad_keys[:, ~mask].any()
+
+
+def test_nothing_but_masked_tokens_has_no_relevance_and_no_gradient():
+    queries, keys = states(2, 1, num_queries=3, num_tokens=5)
+    log_r = chunked_log_relevance(queries, keys, torch.zeros(5, dtype=torch.bool), 2)
+    assert (log_r == -torch.inf).all()
+    for gradient in torch.autograd.grad(log_r.exp().sum(), (queries, keys)):
+        assert not gradient.any()
+
+
+@examples
+@given(
+    samples=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 50)), min_size=1, max_size=5),
+    masked=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_packed_samples_are_as_each_alone(samples, masked, seed):
+    query_lengths, token_lengths = map(list, zip(*samples, strict=True))
+    queries, keys = states(4, 2, sum(query_lengths), sum(token_lengths), seed=seed)
+    mask = torch.ones(sum(token_lengths), dtype=torch.bool)
+    if masked and len(mask):
+        mask = a_mask(len(mask), seed)
+    packed = log_relevance(queries, keys, query_lengths, token_lengths, mask if masked else None)
+    parts = zip(
+        queries.split(query_lengths, 1), keys.split(token_lengths, 1), mask.split(token_lengths, 0), strict=True
+    )
+    for mine, (q, k, m) in zip(packed.split(token_lengths), parts, strict=True):
+        torch.testing.assert_close(mine[m], log_relevance(q, k[:, m]))
+        assert (mine[~m] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_statistics_of_bfloat16_states_are_in_float32(autocast):
+    queries, keys = states(4, 2, num_queries=6, num_tokens=3000, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        log_r = chunked_log_relevance(queries, keys)
+        value = (log_r.exp() * 100).sum()
+        gradients = torch.autograd.grad(value, (queries, keys))
+    wide = [x.detach().float().requires_grad_() for x in (queries, keys)]
+    expected = naive_log_relevance(*wide)
+    assert log_r.dtype == torch.float32
+    torch.testing.assert_close(log_r, expected, atol=1e-5, rtol=1e-5)
+    assert len(log_r.unique()) > 2900  # bfloat16 has about a hundred numbers there
+    for mine, theirs in zip(gradients, torch.autograd.grad((expected.exp() * 100).sum(), wide), strict=True):
+        torch.testing.assert_close(mine.float(), theirs, atol=1e-4, rtol=2**-8)
+
+
+def test_bad_shapes_are_refused():
+    queries, keys = states(6, 2, num_queries=5, num_tokens=9)
+    with pytest.raises(ValueError, match="5 query heads: expected a multiple of the 2"):
+        log_relevance(queries[:5], keys)
+    with pytest.raises(ValueError, match=r"expected sums of 5 and 9"):
+        log_relevance(queries, keys, [2, 2], [4, 5])
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """An Ampere GPU, as far as choosing goes."""
+    relevance_kernel.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    yield torch.device("cuda:0")
+    relevance_kernel.cache_clear()
+
+
+def said(caplog, *arguments):
+    """The name of the kernel that is chosen for the same arguments twice, and what was logged."""
+    with caplog.at_level(logging.INFO, "qtsplus.selector_qtsplus"):
+        kernel = relevance_kernel(*arguments)
+        assert relevance_kernel(*arguments) is kernel
+    return kernel.__name__, caplog.text
+
+
+def test_a_gpu_takes_the_triton_kernel_and_says_so_once(a_gpu, caplog):
+    pytest.importorskip("triton")
+    name, message = said(caplog, a_gpu, torch.bfloat16, 128)
+    assert name == "triton_log_relevance"
+    assert message.count("triton_log_relevance (qtsplus and triton are installed)") == 1
+
+
+@pytest.mark.parametrize("missing", ["qtsplus.kernels.triton_relevance", "triton"])
+def test_a_gpu_without_it_takes_the_chunked_one_and_says_why(a_gpu, caplog, monkeypatch, missing):
+    monkeypatch.delitem(sys.modules, "qtsplus.kernels.triton_relevance", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    name, message = said(caplog, a_gpu, torch.bfloat16, 128)
+    assert name == "chunked_log_relevance"
+    assert message.count("cannot be imported") == 1 and missing.split(".")[-1] in message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability"),
+    [(torch.float64, 64, (9, 0)), (torch.float32, 160, (9, 0)), (torch.float16, 64, (7, 5))],
+)
+def test_states_or_gpus_that_do_not_fit_it_take_the_chunked_one(a_gpu, monkeypatch, dtype, head_dim, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert relevance_kernel(a_gpu, dtype, head_dim) is chunked_log_relevance
+
+
+def test_a_cpu_takes_the_chunked_one(caplog):
+    relevance_kernel.cache_clear()
+    name, message = said(caplog, torch.device("cpu"), torch.float32, 64)
+    assert name == "chunked_log_relevance" and message.count("chunked_log_relevance") == 1

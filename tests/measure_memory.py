@@ -1,0 +1,127 @@
+"""Peak resident memory of single steps, in MB beyond what stood before; a process of its own, Linux only.
+
+`python measure_memory.py STEP ...` prints one JSON object. glibc is told to give back what is freed at once
+(`MALLOC_MMAP_THRESHOLD_`, set by the tests), so that one step leaves nothing to the next.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+MB = 1e6
+
+
+def extra_mb(step) -> float:
+    """Peak resident memory while `step` runs, less that before it. What it returns still stands at the end."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _resident("VmRSS")
+    step()
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024 / MB
+
+
+def relevance() -> dict[str, float]:
+    """M = 180,000 visual tokens, 16 heads over 2 key/value heads, 64 query tokens; results and gradients subtracted."""
+    from qtsplus.kernels.naive import naive_log_relevance
+    from qtsplus.selector_qtsplus import chunked_log_relevance
+
+    num_tokens, head_dim = 180_000, 16
+    queries = torch.randn(16, 64, head_dim)
+    keys = torch.randn(num_tokens, 2, head_dim).transpose(0, 1)
+    result = num_tokens * 4 / MB
+    gradients = keys.numel() * 4 / MB
+
+    def forward(kernel):
+        with torch.no_grad():
+            return kernel(queries, keys)
+
+    def training():
+        states = queries.clone().requires_grad_(), keys.detach().requires_grad_()
+        torch.autograd.grad(chunked_log_relevance(*states).sum(), states)
+
+    forward(lambda q, k: chunked_log_relevance(q, k[:, :100]))  # the libraries' own buffers
+    return {
+        "chunked": extra_mb(lambda: forward(chunked_log_relevance)) - result,
+        "chunked_training": extra_mb(training) - result - gradients,
+        "naive": extra_mb(lambda: forward(naive_log_relevance)) - result,
+    }
+
+
+def path() -> dict[str, float]:
+    """From a video's features, 100,000 tokens in bfloat16, to the first generated token; and the features alone."""
+    import tiny
+    from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+
+    hidden = 512
+    config = tiny.tiny_config(n_max=2000)
+    text = config.text_config
+    text.hidden_size = config.vision_config.out_hidden_size = hidden
+    text.num_attention_heads, text.num_key_value_heads = 32, 4
+    torch.manual_seed(0)
+    model = Qwen2_5_VLQTSplusForConditionalGeneration(config).bfloat16().eval()
+    grid = (1000, 20, 20)
+    num_tokens = grid[0] * grid[1] * grid[2] // 4
+    inputs = tiny.batch(tiny.prompt(videos=[(1, 2, 2)]))
+    run(model, tiny, (2, 20, 20), torch.randn(200, hidden, dtype=torch.bfloat16), inputs)
+    features = torch.randn(num_tokens, hidden, dtype=torch.bfloat16)
+    measured = extra_mb(lambda: run(model, tiny, grid, features, inputs))
+    return {"path": measured, "features": features.nbytes / MB}
+
+
+def run(model, tiny, grid, features, inputs):
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    model.model.get_video_features = lambda *_, **__: BaseModelOutputWithPooling(pooler_output=(features,))
+    ids = inputs["input_ids"][0].tolist()
+    place = ids.index(tiny.VIDEO_PAD)
+    ids[place : place + 1] = [tiny.VIDEO_PAD] * len(features)
+    ids = torch.tensor([ids])
+    model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values_videos=torch.empty(grid[0] * grid[1] * grid[2], 0),
+        video_grid_thw=torch.tensor([grid]),
+        second_per_grid_ts=[0.5],
+        max_new_tokens=1,
+    )
+
+
+def reencoder() -> dict[str, float]:
+    """One block over n = 25,600 tokens with 16 heads."""
+    from qtsplus.selector_qtsplus import QTSplusLayer, rotary_tables
+
+    torch.manual_seed(0)
+    layer = QTSplusLayer(128, 16, 2, 1e-6, 0.0).eval()
+    tokens = torch.randn(25_600, 128)
+    rotary = rotary_tables(torch.arange(25_600).expand(3, -1), 8, 1e6, [2, 1, 1])
+    with torch.no_grad():
+        layer(tokens[:100], tokens[:100], tuple(table[:100] for table in rotary))
+        return {"reencoder": extra_mb(lambda: layer(tokens, tokens, rotary))}
+
+
+def million() -> dict[str, float]:
+    """1,000,000 visual tokens of width 64 through the selector, with the default budget and cap."""
+    from qtsplus import QTSplusConfig, QTSplusSelector
+
+    torch.manual_seed(0)
+    selector = QTSplusSelector(QTSplusConfig(), 64, 4, 2, mrope_section=[2, 3, 3]).eval()
+    visual, query = torch.randn(1_000_000, 64), torch.randn(32, 64)
+    positions = torch.arange(1_000_000).expand(3, -1)
+    with torch.no_grad():
+        selector([visual[:100]], [query], [positions[:, :100]])
+        measured = extra_mb(lambda: selector([visual], [query], [positions]))
+    return {"million": measured, "whole_process": _resident("VmHWM")}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results: dict[str, float] = {}
+    for name in sys.argv[1:]:
+        results |= globals()[name]()
+    print(json.dumps(results))

@@ -1,0 +1,75 @@
+"""Training from features encoded once: the same losses, and each video is encoded a single time."""
+
+import json
+
+import pytest
+
+from qtsplus.data.clip import render_clip
+from qtsplus.training.recipe import build_trainer, load_recipe, run
+from training_examples import steps
+
+
+@pytest.fixture
+def recipe_file(tmp_path, tiny_mp4):
+    render_clip(tmp_path / "other.mp4", seconds=3, fps=8, size=(112, 56), seed=1)
+    record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle.", "query": "Which shape?"}
+    records = [
+        record,
+        {**record, "video": "other.mp4", "query": None},
+        {**record, "video": "missing.mp4"},
+        {**record, "answer": "Two.", "earlier": [["How many?", "One."]]},
+        {**record, "video": None, "query": None},
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    path = tmp_path / "tiny.yaml"
+    path.write_text(f"""
+model: {{variant: qtsplus-tiny, selector: {{n_max: 20}}}}
+data: {{train_files: [{tmp_path}/train.jsonl], eval_files: [{tmp_path}/train.jsonl]}}
+training:
+  {{output_dir: {tmp_path}/run, max_steps: 4, per_device_train_batch_size: 2, learning_rate: 1e-3, use_cpu: true,
+    freeze_language_model: false, save_strategy: "no", logging_steps: 1, report_to: none}}
+""")
+    return path
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_losses_are_those_of_training_from_pixels(recipe_file, tmp_path, bf16):
+    settings = [f"training.bf16={str(bf16).lower()}"]
+    from_pixels = build_trainer(load_recipe(recipe_file, settings))
+    from_pixels.train()
+    from_features = build_trainer(load_recipe(recipe_file, [*settings, f"data.features={tmp_path}/features"]))
+    from_features.model.model.visual.forward = None  # never entered again
+    from_features.train()
+    tolerance = 0.05 if bf16 else 1e-4
+    for line, expected in zip(steps(from_features), steps(from_pixels), strict=True):
+        assert line.keys() == expected.keys()
+        for name in {"loss", "grad_norm", "rho", "n", "visual_tokens"} & line.keys():
+            assert line[name] == pytest.approx(expected[name], rel=tolerance), name
+    assert from_features.evaluate()["eval_loss"] == pytest.approx(from_pixels.evaluate()["eval_loss"], rel=tolerance)
+    assert list(from_features.skipped) == [str(tmp_path / "missing.mp4")]
+
+
+def test_a_video_is_encoded_once_for_a_vision_tower(recipe_file, tmp_path):
+    features = tmp_path / "features"
+
+    def files(*settings):
+        build_trainer(load_recipe(recipe_file, [f"data.features={features}", *settings]))
+        return {path: path.stat().st_mtime_ns for path in features.rglob("*.safetensors")}
+
+    first = files()
+    assert len(first) == 2
+    assert files("training.learning_rate=1") == first
+    render_clip(tmp_path / "other.mp4", seconds=4, fps=8, size=(112, 56), seed=2)
+    assert len(files()) == 3
+    assert len(files("data.processor_kwargs={fps: 1}")) == 5
+    assert len(files("training.seed=1")) == 7  # other random weights
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("training.freeze_vision_model=false", "freeze_vision_model"), ("model.teacher=some/model", "teacher")],
+)
+def test_refuses_what_needs_the_pixels(recipe_file, tmp_path, monkeypatch, override, message):
+    monkeypatch.setattr("qtsplus.training.recipe.AutoModelForImageTextToText.from_pretrained", lambda *_, **__: None)
+    with pytest.raises(ValueError, match=message):
+        run(load_recipe(recipe_file, [f"data.features={tmp_path}/features", override]))
