@@ -6,6 +6,7 @@ import torch
 from qtsplus import session
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import VideoQADataset, VideoRecord
+from qtsplus.training.features import encode_videos
 from qtsplus.training.freezing import part_of
 
 QUESTION = "What moves?"
@@ -50,6 +51,28 @@ def test_training_examples(model, processor, clips):
         assert processor.tokenizer.decode(taught[:-1]) == "The red ball." and int(taught[-1]) == end, row
     too_short = VideoQADataset(records, processor, model_max_length=5, processor_kwargs={"fps": 2})[0]
     assert "leaves no room" in too_short.reason
+
+
+def test_training_from_features_is_training_from_pixels(model, processor, clips, tmp_path):
+    records = [
+        VideoRecord(video=str(clips / f"{name}.mp4"), question=QUESTION, answer="The red ball.", source="vqa")
+        for name in ("long", "short")
+    ]
+    options = {"processor_kwargs": {"fps": 2}}
+    features = encode_videos(model, processor, [str(one.video) for one in records], tmp_path, **options)
+    collate, batches = VideoQACollator(processor), []
+    for given in (None, features):
+        dataset = VideoQADataset(records, processor, features=given, **options)
+        batches.append(collate([dataset[0], dataset[1]]))
+    from_pixels, from_features = batches
+    for name in ("input_ids", "labels", "query_mask", "video_grid_thw"):
+        assert torch.equal(from_pixels[name], from_features[name]), name
+    assert "video_features" in from_features and "pixel_values_videos" not in from_features
+    losses = []
+    for batch in batches:
+        batch = {name: value for name, value in batch.items() if name not in ("skipped", "source_ids")}
+        losses.append(model(**batch).loss)
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
 
 
 def test_every_parameter_has_its_part(model):

@@ -170,7 +170,8 @@ class VideoQADataset(Dataset):
         stored = None if self.features is None or record.video is None else self.features.load(record.video)
         if stored is not None:
             query = None if record.query is None else [record.query]
-            return {**prompt_inputs(self.processor, [text], stored["video_grid_thw"], query), **stored}
+            times = stored["video_grid_thw"], stored["second_per_grid_ts"]
+            return {**prompt_inputs(self.processor, [text], *times, query), **stored}
         return dict(self.processor(text=[text], query=record.query, return_tensors="pt", **videos))
 
     def _earlier_answers(self, prompt: torch.Tensor) -> torch.Tensor:

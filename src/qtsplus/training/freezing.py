@@ -20,6 +20,11 @@ def part_of(parameter_name: str) -> str:
     return "vision" if any(part in parameter_name for part in _VISION) else "language_model"
 
 
+def vision_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules between the pixels and the selector, by their names in `model.model`."""
+    return {name: module for name, module in model.model.named_children() if f".{name}." in _VISION}
+
+
 def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
     """
     Leaves trainable what the arguments name. Parameters of the selector that cannot receive a gradient stay frozen: the

@@ -21,7 +21,7 @@ from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, VideoRecord, read_records
 from .features import VideoFeatures, encode_videos
-from .freezing import count_parameters, freeze
+from .freezing import count_parameters, freeze, vision_modules
 from .lora import add_lora, lora_config
 from .models import load_config, load_model, load_processor
 from .trainer import QTSplusTrainer
@@ -183,7 +183,8 @@ def _encode(recipe: Recipe, model: Any, processor: Any, videos: list[str]) -> Vi
         raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
     if recipe.model.teacher is not None:
         raise ValueError("A teacher looks at the videos itself: leave out data.features, or model.teacher.")
-    model.model.visual.to(training.device)
+    for module in vision_modules(model).values():
+        module.to(training.device)
     mixed = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     return encode_videos(
         model,
