@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +21,7 @@ def part_of(parameter_name: str) -> str:
     return "vision" if any(part in parameter_name for part in _VISION) else "language_model"
 
 
-def vision_modules(model: nn.Module) -> dict[str, nn.Module]:
+def vision_modules(model: Any) -> dict[str, nn.Module]:
     """The modules between the pixels and the selector, by their names in `model.model`."""
     return {name: module for name, module in model.model.named_children() if f".{name}." in _VISION}
 
