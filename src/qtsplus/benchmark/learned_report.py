@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..data.tinyworld import KINDS, WIDE_KINDS
+from .plots import save_figure
 
 _NAMES = {
     "straight_through": "straight-through gate (default)",
@@ -42,8 +41,8 @@ def write_report(rows: Rows, details: dict[str, Any], folder: Path) -> None:
     """`learned.md`, `learned.png` and `.svg`, `learned-adaptive.png` and `.svg`."""
     pooled = {(row["policy"], row["retention"]): row for row in rows if row["seed"] is None}
     (folder / "learned.md").write_text(_table(pooled, details), encoding="utf-8")
-    _save(_draw_accuracy(pooled), folder / "learned")
-    _save(_draw_adaptive(details["adaptive"]), folder / "learned-adaptive")
+    save_figure(_draw_accuracy(pooled), folder / "learned")
+    save_figure(_draw_adaptive(details["adaptive"]), folder / "learned-adaptive")
 
 
 def name_of(policy: str) -> str:
@@ -176,16 +175,6 @@ def _draw_adaptive(adaptive: dict[str, Any]) -> Figure:
     axes.set_ylabel("rho (mean, 95% interval)")
     axes.set_title("Own budget by kind of question: point (blue), wide (orange)", fontsize=9)
     return figure
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """Writes `path.png` and `path.svg`, the same bytes for the same figures."""
-    FigureCanvasAgg(figure)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    with rc_context({"svg.hashsalt": path.name}):
-        figure.savefig(path.with_name(path.name + ".png"), dpi=150, metadata={"Software": None})
-        figure.savefig(path.with_name(path.name + ".svg"), metadata={"Date": None})
 
 
 __all__ = ["name_of", "write_report"]

@@ -22,9 +22,11 @@ _STAGE_COLOURS = {
 }
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Writes `path.png` and `path.svg`, the same bytes for the same figures."""
     FigureCanvasAgg(figure)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": path.name}):
         figure.savefig(path.with_name(path.name + ".png"), dpi=150, metadata={"Software": None})
@@ -48,8 +50,7 @@ def draw_stages(document: dict[str, Any], path: Path) -> None:
     axes.margins(x=0.12)
     handles = [Patch(color=colour, label=stage) for stage, colour in _STAGE_COLOURS.items()]
     axes.legend(handles=handles, ncols=8, loc="upper center", bbox_to_anchor=(0.5, 1.25), frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_frames(document: dict[str, Any], path: Path) -> None:
@@ -74,8 +75,7 @@ def draw_frames(document: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("frames")
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_scaling(document: dict[str, Any], path: Path) -> None:
@@ -95,5 +95,4 @@ def draw_scaling(document: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("visual tokens M")
         axes.set_ylabel({"seconds": "seconds of selection", "extra_mb": "peak memory beyond the inputs, MB"}[field])
         axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    save_figure(figure, path)

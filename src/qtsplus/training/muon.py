@@ -12,12 +12,10 @@ def matrix_names(model: nn.Module) -> set[str]:
     Names of the weights that Muon is made for: those of the layers' linear maps. Not the embeddings, the output head
     and the budget head, whose small gradients ask for small steps.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
+    output_embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = output_embeddings()
+    linear = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear]
+    return {f"{name}.weight" for name, one in linear if one is not head}
 
 
 class MuonBeside(Optimizer):
