@@ -14,7 +14,7 @@ from qtsplus.hub.publish import AUTO_MAP, PROCESSOR_AUTO_MAP
 from qtsplus.hub.weights import on_meta
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-# Those on other backbones: tests/backbones/test_variants.py.
+# Those on other backbones: tests/backbones/test_backbone_variants.py.
 ON_QWEN2_5_VL = [name for name in variants() if name.startswith("qtsplus-")]
 
 
