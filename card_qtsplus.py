@@ -10,7 +10,7 @@ SECTIONS = ("weights", "training_data", "hyperparameters", "recipe", "results", 
 _BODY = """\
 # {name}
 
-Qwen2.5-VL with **QTSplus**, a query-aware selector of visual tokens. It stands between the vision encoder and the
+{backbone} with **QTSplus**, a query-aware selector of visual tokens. It stands between the vision encoder and the
 language model: it scores every visual token of a video against the question, decides how many to keep, keeps those in
 order and hands a short prompt to the language model.
 
@@ -99,6 +99,7 @@ def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = No
     config = model.config
     body = _BODY.format(
         name=repository.rpartition("/")[2],
+        backbone=model.backbone_name,
         repository=repository,
         weights=told["weights"] or _describe_weights(about.get("base_model")),
         parameters=model.num_parameters(),

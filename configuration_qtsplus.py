@@ -124,12 +124,16 @@ class Qwen2_5_VLQTSplusConfig(Qwen2_5_VLConfig):
     special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151657))
 
     def __post_init__(self, **kwargs):
-        if self.qtsplus_config is None:
-            self.qtsplus_config = QTSplusConfig()
-        elif isinstance(self.qtsplus_config, dict):
-            self.qtsplus_config = QTSplusConfig(**self.qtsplus_config)
+        self.qtsplus_config = as_selector_config(self.qtsplus_config)
         kwargs.pop("model_type", None)  # a base checkpoint's config.json says "qwen2_5_vl"
         super().__post_init__(**kwargs)
+
+
+def as_selector_config(given: dict | PreTrainedConfig | None) -> PreTrainedConfig:
+    """The `qtsplus_config` of a model's configuration, whatever it was given as."""
+    if given is None:
+        return QTSplusConfig()
+    return QTSplusConfig(**given) if isinstance(given, dict) else given
 
 
 def _require(holds, config, names, expected):
@@ -138,4 +142,4 @@ def _require(holds, config, names, expected):
         raise ValueError(f"QTSplusConfig got {given}; expected {expected}.")
 
 
-__all__ = ["QTSplusConfig", "Qwen2_5_VLQTSplusConfig"]
+__all__ = ["QTSplusConfig", "Qwen2_5_VLQTSplusConfig", "as_selector_config"]

@@ -17,7 +17,6 @@ from .prompt_qtsplus import (
     VisualSpan,
     pad_rows,
     text_positions,
-    visual_runs,
 )
 
 _PIXELS = (
@@ -184,12 +183,13 @@ class QTSplusGenerationMixin:
         )
         attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
         answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=device)
-        vision = [old.position_ids[1:], answered.expand(3, -1, -1), fresh.position_ids[1:]]
+        before, behind = (self.model.language_axes(prompt.position_ids) for prompt in (old, fresh))
+        language = torch.cat([before, answered.expand(len(before), -1, -1), behind], dim=2)
         return replace(
             fresh,
             input_ids=torch.cat([old.input_ids, answer, fresh.input_ids], dim=1),
             attention_mask=attention_mask,
-            position_ids=torch.cat([text_positions(attention_mask)[None], torch.cat(vision, dim=2)]),
+            position_ids=self.model.lay_positions(text_positions(attention_mask), language),
         ), counts
 
     def _uncached_pixels(self, pixels, cached: dict[int, list[int]], fresh_ids: torch.Tensor):
@@ -197,29 +197,40 @@ class QTSplusGenerationMixin:
         pixels, counts = dict(pixels), {}
         types = self.model.token_types(fresh_ids)
         for kind, values, grid in ((IMAGE, *_PIXELS[:2]), (VIDEO, *_PIXELS[2:4])):
-            new = [sum(1 for run_kind, _, _ in visual_runs(row) if run_kind == kind) for row in types]
-            counts[kind] = [before + more for before, more in zip(cached[kind], new, strict=True)]
-            if pixels[grid] is None or len(pixels[grid]) == sum(new):
+            placeholders = (types == kind).sum(1).tolist()
+            counts[kind] = list(cached[kind])
+            if pixels[grid] is None:
                 continue
-            if len(pixels[grid]) != sum(counts[kind]):
+            lengths = self.model.placeholder_counts(kind, pixels[grid])
+            only_new = sum(lengths) == sum(placeholders)
+            is_new: list[bool] = []
+            for row, left in enumerate(placeholders):
+                is_new += [False] * (0 if only_new else cached[kind][row])
+                while left > 0 and len(is_new) < len(lengths):
+                    left -= lengths[len(is_new)]
+                    is_new.append(True)
+                    counts[kind][row] += 1
+            if only_new:
+                continue
+            if len(is_new) != len(lengths):
                 raise ValueError(
-                    f"{len(pixels[grid])} {KINDS[kind]}s were given: expected the {sum(new)} that the cache does not "
-                    f"hold, or all {sum(counts[kind])} of the conversation."
+                    f"{len(lengths)} {KINDS[kind]}s were given: expected the {sum(is_new)} that the cache does not "
+                    f"hold, or all {len(is_new)} of the conversation."
                 )
-            is_new = torch.tensor([i >= b for b, c in zip(cached[kind], counts[kind], strict=True) for i in range(c)])
+            flags = torch.tensor(is_new)
             if pixels[values] is not None:
-                patches = pixels[grid].prod(-1).cpu()
-                pixels[values] = pixels[values][is_new.repeat_interleave(patches).to(pixels[values].device)]
+                rows = torch.tensor(self.model.pixel_rows(pixels[grid]))
+                pixels[values] = pixels[values][flags.repeat_interleave(rows).to(pixels[values].device)]
             if kind == VIDEO and pixels["video_features"] is not None:
                 features = list(pixels["video_features"])
                 if len(features) != len(is_new):
                     raise ValueError(f"{len(features)} video_features: expected one per video ({len(is_new)}).")
-                pixels["video_features"] = [features[i] for i in is_new.nonzero()[:, 0]] or None
-            pixels[grid] = pixels[grid][is_new.to(pixels[grid].device)]
+                pixels["video_features"] = [features[i] for i in flags.nonzero()[:, 0]] or None
+            pixels[grid] = pixels[grid][flags.to(pixels[grid].device)]
             if kind == VIDEO and pixels["second_per_grid_ts"] is not None:
                 seconds = zip(pixels["second_per_grid_ts"], is_new, strict=True)
                 pixels["second_per_grid_ts"] = [one for one, new_one in seconds if new_one]
-            if not any(new):
+            if not any(is_new):
                 pixels.update({values: None, grid: None})
         return counts, pixels
 
@@ -269,4 +280,4 @@ class QTSplusGenerationMixin:
 
 
 def _count_spans(spans: list[list[VisualSpan]]) -> dict[int, list[int]]:
-    return {kind: [sum(span.kind == kind for span in row) for row in spans] for kind in KINDS}
+    return {kind: [len({span.index for span in row if span.kind == kind}) for row in spans] for kind in KINDS}

@@ -1,6 +1,7 @@
-"""Processor of Qwen2.5-VL with QTSplus: reads videos with their true times and marks the question in the prompt.
+"""Processors: read videos with their true times and mark the question in the prompt.
 
-Data flows as: paths, folders or frames -> frames with metadata -> Qwen2.5-VL's own processor -> the question's mask.
+Data flows as: paths, folders or frames -> frames with metadata -> the backbone's own processor -> the question's mask.
+[`QTSplusProcessorMixin`] does it for any backbone; Qwen2.5-VL's processor stands at the end.
 """
 
 import functools
@@ -435,7 +436,7 @@ class VideoChunks:
         frames_per_chunk: a multiple of the temporal patch size.
     """
 
-    video_processor: BaseVideoProcessor
+    preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]
     decode: Callable[[], Iterator[np.ndarray]]
     video_grid_thw: torch.Tensor
     second_per_grid_ts: list[float]
@@ -448,21 +449,7 @@ class VideoChunks:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         frames = self.decode()
         while chunk := list(itertools.islice(frames, self.frames_per_chunk)):
-            yield self._preprocess(_stack_frames(chunk))
-
-    def _preprocess(self, frames: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        video = torch.from_numpy(frames).permute(0, 3, 1, 2)
-        if self.video_processor.do_resize:
-            # Qwen's own resizing would look at the number of frames, which is the chunk's and not the video's.
-            height, width = (self.video_grid_thw[0, 1:] * self.video_processor.patch_size).tolist()
-            video = BaseVideoProcessor.resize(
-                self.video_processor,
-                image=video,
-                size=SizeDict(height=height, width=width),
-                resample=self.video_processor.resample,
-            )
-        inputs = self.video_processor(videos=[video], do_resize=False, do_sample_frames=False, return_tensors="pt")
-        return inputs["pixel_values_videos"], inputs["video_grid_thw"]
+            yield self.preprocess(_stack_frames(chunk))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -470,42 +457,55 @@ class VideoChunks:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class Qwen2_5_VLQTSplusProcessor(Qwen2_5_VLProcessor):
+class QTSplusProcessorMixin:
     r"""
-    [`Qwen2_5_VLProcessor`] that also says which tokens are the question, and that reads videos with their true times.
+    In front of a backbone's processor: says which tokens are the question, and reads videos with their true times.
 
     It replaces nothing of the chat template: `apply_chat_template(..., tokenize=True, return_dict=True)` works as
     usual. What goes beyond messages belongs into its `processor_kwargs`, e.g. `processor_kwargs={"query": "Where?"}`.
     """
 
+    user_turn = "<|im_start|>user"  # what the chat template opens and closes a turn with
+    turn_end = "<|im_end|>"
+
     @property
     def model_input_names(self):
-        return super().model_input_names + ["query_mask", "query_input_ids", "query_attention_mask"]
+        names = ["second_per_grid_ts", "query_mask", "query_input_ids", "query_attention_mask"]
+        return list(dict.fromkeys([*super().model_input_names, *names]))
 
     @property
     def query_token_ids(self) -> dict[str, int | list[int]]:
-        """The ids by which [`find_query_mask`] finds the question, named as in `Qwen2_5_VLQTSplusConfig`."""
+        """The ids by which [`find_query_mask`] finds the question, named as in the model's configuration."""
         tokenizer = self.tokenizer
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         return {
-            "user_turn_token_ids": tokenizer("<|im_start|>user", add_special_tokens=False)["input_ids"],
-            "turn_end_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            "user_turn_token_ids": tokenizer(self.user_turn, add_special_tokens=False)["input_ids"],
+            "turn_end_token_id": tokenizer.convert_tokens_to_ids(self.turn_end),
             "special_token_ids": sorted(special.union(tokenizer.all_special_ids)),
         }
+
+    @property
+    def placeholder_ids(self) -> list[int]:
+        """The ids that stand for the tokens of images and of videos."""
+        return [self.image_token_id, self.video_token_id]
+
+    def follow(self, config) -> None:
+        """Takes over what the model's configuration decides of a prompt's layout; nothing for most backbones."""
 
     def __call__(self, images=None, text=None, videos=None, query=None, video_grid_thw=None, **kwargs):
         """
         Prepares the model's inputs.
 
         Args:
-            images: as in [`Qwen2_5_VLProcessor`].
+            images: as in the backbone's processor.
             text (`str` or `list[str]`): prompts made with the chat template, one per row.
             videos: per video a path (file, `http(s)` address, or folder of frames), or its frames: `[T, H, W, C]` or
                 `[T, C, H, W]` as an array or tensor, or a list of images. Alone, in a list, or in a list per row.
             query (`str` or `list[str]`, *optional*): the question to select by, one per row or one for all rows, where
                 it is not the text of the last user turn.
             video_grid_thw (`torch.Tensor`, *optional*): `[videos, 3]`, the grids of videos that were encoded before, in
-                the place of `videos`; for `model.generate(..., video_features=...)`.
+                the place of `videos`; for `model.generate(..., video_features=...)`. With `video_metadata`, where the
+                prompt tells the times of its frames.
             fps (`float` or `list[float]`, *optional*): for a video file, frames to sample per second, bounded by
                 `min_frames` and `max_frames`; by default the video processor's `fps`, or else 2. For frames without
                 `video_metadata` the rate at which they were sampled: they are used as they are.
@@ -514,12 +514,12 @@ class Qwen2_5_VLQTSplusProcessor(Qwen2_5_VLProcessor):
                 they come with `video_metadata` and this call asks for it by `fps`, `num_frames` or `True`.
             video_metadata (`list[dict]`, *optional*): per video, what the given frames are: `fps` of the video that
                 they come from, its `total_num_frames`, and their `frames_indices` in it. `None`, or ignored, for files.
-            kwargs: as in [`Qwen2_5_VLProcessor`].
+            kwargs: as in the backbone's processor.
 
         Returns:
-            `BatchFeature` with Qwen2.5-VL's inputs and `query_mask` `[B, S]`, 1 on the question's tokens. With `query`
-            also `query_input_ids` `[B, L]` and `query_attention_mask` `[B, L]`, padded on the right. They come in the
-            form of `input_ids`: tensors with `return_tensors="pt"`, lists without.
+            `BatchFeature` with the backbone's inputs and `query_mask` `[B, S]`, 1 on the question's tokens. With
+            `query` also `query_input_ids` `[B, L]` and `query_attention_mask` `[B, L]`, padded on the right. They come
+            in the form of `input_ids`: tensors with `return_tensors="pt"`, lists without.
 
         Raises:
             ValueError: a video that is missing, cannot be decoded or has no frame; frames without their times, or with
@@ -594,14 +594,12 @@ class Qwen2_5_VLQTSplusProcessor(Qwen2_5_VLProcessor):
             metadata, decode = open_video(path, self._frame_choice(fps, num_frames, bounds))
             height, width = metadata.height, metadata.width
 
-        # What becomes of a video of that size is asked of the video processor itself, with a video without values.
-        blank = torch.empty(len(metadata.frames_indices), 3, height, width, dtype=torch.uint8, device="meta")
-        grid = processor(videos=[blank], do_sample_frames=False, device="meta", return_tensors="pt")["video_grid_thw"]
+        grid = self._grid_of(len(metadata.frames_indices), height, width)
         if frames_per_chunk is None:
             patches = int(grid[0, 1] * grid[0, 2])
             frames_per_chunk = min(PATCHES_PER_CHUNK // patches * temporal, BYTES_PER_CHUNK // (3 * height * width))
         return VideoChunks(
-            video_processor=processor,
+            preprocess=functools.partial(self._preprocess_chunk, grid=grid),
             decode=decode,
             video_grid_thw=grid,
             second_per_grid_ts=[temporal / metadata.sampled_fps],
@@ -617,20 +615,45 @@ class Qwen2_5_VLQTSplusProcessor(Qwen2_5_VLProcessor):
             num_frames = getattr(self.video_processor, "num_frames", None)
         fps = fps or getattr(self.video_processor, "fps", None) or DEFAULT_FPS
         bounds = {
-            name: getattr(self.video_processor, name) if value is None else value for name, value in bounds.items()
+            name: getattr(self.video_processor, name, None) if value is None else value
+            for name, value in bounds.items()
         }
+        bounds = {name: value for name, value in bounds.items() if value is not None}
         return functools.partial(choose_frames, fps=fps, num_frames=num_frames, **bounds)
 
+    def _grid_of(self, num_frames: int, height: int, width: int) -> torch.Tensor:
+        """`[1, 3]`: the grid of a video, asked of the video processor itself with a video without values."""
+        blank = torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")
+        options = {"do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
+        return self.video_processor(videos=[blank], **options)["video_grid_thw"]
+
+    def _preprocess_chunk(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixel values and grid of some frames of a video with this grid."""
+        processor, video = self.video_processor, torch.from_numpy(frames).permute(0, 3, 1, 2)
+        if processor.do_resize:
+            # Qwen's own resizing would look at the number of frames, which is the chunk's and not the video's.
+            height, width = (grid[0, 1:] * processor.patch_size).tolist()
+            size = SizeDict(height=height, width=width)
+            video = BaseVideoProcessor.resize(processor, image=video, size=size, resample=processor.resample)
+        inputs = processor(videos=[video], do_resize=False, do_sample_frames=False, return_tensors="pt")
+        return inputs["pixel_values_videos"], inputs["video_grid_thw"]
+
     def _stand_ins(self, video_grid_thw, kwargs):
-        """Videos of the given grids without values, by which Qwen's processor counts placeholders."""
-        processor, videos, metadata = self.video_processor, [], []
-        for t, h, w in torch.as_tensor(video_grid_thw).tolist():
-            frames, size = t * processor.temporal_patch_size, (h * processor.patch_size, w * processor.patch_size)
-            videos.append(torch.empty(frames, 3, *size, dtype=torch.uint8, device="meta"))
-            metadata.append(VideoMetadata(total_num_frames=frames, fps=1.0, frames_indices=list(range(frames))))
-        given = kwargs.get("videos_kwargs") or {}
+        """Videos of the given grids without values, by which the backbone's processor counts placeholders."""
+        videos = [self._blank(*grid) for grid in torch.as_tensor(video_grid_thw).tolist()]
+        counts = [len(video) for video in videos]
+        given = dict(kwargs.get("videos_kwargs") or {})
+        metadata = kwargs.get("video_metadata", given.get("video_metadata")) or [
+            VideoMetadata(total_num_frames=count, fps=1.0, frames_indices=list(range(count))) for count in counts
+        ]
+        kwargs = {name: value for name, value in kwargs.items() if name != "video_metadata"}
         as_they_are = {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
         return videos, {**kwargs, "videos_kwargs": {**given, **as_they_are}}
+
+    def _blank(self, t: int, h: int, w: int) -> torch.Tensor:
+        processor = self.video_processor
+        size = (t * processor.temporal_patch_size, 3, h * processor.patch_size, w * processor.patch_size)
+        return torch.empty(*size, dtype=torch.uint8, device="meta")
 
     def _read_videos(self, videos, kwargs):
         """Frames of every video, and `kwargs` with their metadata and nothing left to sample."""
@@ -675,6 +698,14 @@ class Qwen2_5_VLQTSplusProcessor(Qwen2_5_VLProcessor):
         if videos_kwargs:
             kwargs["videos_kwargs"] = videos_kwargs
         return frames_list, kwargs
+
+    def _process_videos(self, videos, **kwargs):
+        """As the backbone's own, with the seconds of a temporal patch, which not all give."""
+        processed, texts = super()._process_videos(videos, **{**kwargs, "return_metadata": True})
+        if "second_per_grid_ts" not in processed:
+            step, described = self.video_processor.temporal_patch_size, processed["video_metadata"]
+            processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in described]
+        return processed, texts
 
     def _require_placeholders(self, text, token, count, kind, kwargs):
         # With `sanitize_control_tokens` the text holds marked tokens that only the tokenizer can tell apart.
@@ -726,6 +757,55 @@ def _per_video(name, value, count):
     return list(value)
 
 
+class QTSplusFramesMixin(QTSplusProcessorMixin):
+    """
+    For a backbone whose encoder looks at one frame at a time, all of one size. `pixel_values_videos` are the frames of
+    all videos, `[frames, 3, height, width]`, so that videos may differ in length; grids count tokens.
+
+    A backbone supplies `tokens_per_side`, and `replace_video_token` where its stock processor's is another one.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.video_processor.merge_size = self.video_processor.temporal_patch_size = 1
+
+    @property
+    def tokens_per_side(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def model_input_names(self):
+        return [*super().model_input_names, "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
+
+    def _process_videos(self, videos, video_metadata=None, **kwargs):
+        options = {**kwargs, "return_tensors": "pt", "return_metadata": False}
+        clips = [self._clip(video, options) for video in videos]
+        grids = torch.cat([self._grid_of(len(clip)) for clip in clips])
+        processed = {"pixel_values_videos": clips, "video_grid_thw": grids, "video_metadata": video_metadata}
+        texts = [self.replace_video_token(processed, index) for index in range(len(clips))]
+        seconds = [1 / metadata.sampled_fps for metadata in video_metadata]
+        return {**processed, "pixel_values_videos": torch.cat(clips), "second_per_grid_ts": seconds}, texts
+
+    def _clip(self, video, options):
+        if torch.is_tensor(video) and video.is_meta:
+            return video
+        return self.video_processor(videos=[video], **options)["pixel_values_videos"][0]
+
+    def _grid_of(self, num_frames: int, *size: int) -> torch.Tensor:
+        return torch.tensor([[num_frames, self.tokens_per_side, self.tokens_per_side]])
+
+    def _preprocess_chunk(self, frames, grid):
+        clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})
+        return clip, self._grid_of(len(clip))
+
+    def _blank(self, t: int, h: int, w: int) -> torch.Tensor:
+        return torch.empty(t, 3, 1, 1, device="meta")
+
+
+class Qwen2_5_VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2_5_VLProcessor):
+    r"""[`Qwen2_5_VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
+
+
 Qwen2_5_VLQTSplusProcessor.register_for_auto_class()
 
-__all__ = ["Qwen2_5_VLQTSplusProcessor"]
+__all__ = ["QTSplusFramesMixin", "QTSplusProcessorMixin", "Qwen2_5_VLQTSplusProcessor"]

@@ -17,16 +17,35 @@ PATCHES_PER_CHUNK = 16384
 
 @dataclass
 class VisualSpan:
-    """The placeholders of one image or video: `length` of a row's real tokens from `start` on."""
+    """
+    The placeholders of one image or video, or of one frame of it: `length` of a row's real tokens from `start` on.
+
+    Most stand for a token of the encoder. With `line`, a separator (a newline) follows after every `line` of those.
+    """
 
     kind: int
     index: int  # among the batch's images, or its videos
     start: int
     grid: tuple[int, int, int]  # tokens along (time, height, width)
+    frame: int = 0  # how much of the video stands before this span
+    line: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
 
     @property
     def length(self) -> int:
-        return self.grid[0] * self.grid[1] * self.grid[2]
+        return self.tokens + (self.tokens // self.line if self.line else 0)
+
+    def token_columns(self) -> torch.Tensor:
+        """`[tokens]`, where the encoder's tokens stand in the row."""
+        tokens = torch.arange(self.tokens)
+        return self.start + tokens + (tokens // self.line if self.line else 0)
+
+    def line_ends(self) -> torch.Tensor:
+        """`[tokens / line]`, where the separators stand in the row."""
+        return self.start + self.line + torch.arange(self.tokens // self.line if self.line else 0) * (self.line + 1)
 
 
 @dataclass
@@ -34,15 +53,31 @@ class PromptRow:
     """
     One row of the caller's prompt without its padding, `S_b` tokens.
 
-    `columns` `[S_b]` are the caller's; `types` `[S_b]` TEXT, IMAGE or VIDEO; `positions` `[3, S_b]` those of the full
-    prompt; `candidates` `[M_b]` the tokens among which the selector chooses.
+    `columns` `[S_b]` are the caller's; `types` `[S_b]` TEXT, IMAGE or VIDEO; `positions` `[3, S_b]` (time, height,
+    width) in the full prompt, and `language_positions` `[1 or 3, S_b]` what the language model takes for them;
+    `candidates` `[M_b]` the tokens among which the selector chooses. `separators` `[3, K]` are tokens that are never
+    scored and go with others: a token, and the first and last + 1 of the candidates of which one has to be kept for it
+    to stay.
     """
 
     columns: torch.Tensor
     types: torch.Tensor
     spans: list[VisualSpan]
     positions: torch.Tensor
+    language_positions: torch.Tensor
     candidates: torch.Tensor
+    separators: torch.Tensor
+
+    def keep(self, kept_indices: torch.Tensor) -> torch.Tensor:
+        """`[S_b]` bool: the tokens that stay when these of the candidates do."""
+        kept = torch.zeros(len(self.candidates) + 1, dtype=torch.long, device=self.columns.device)
+        kept[kept_indices + 1] = 1
+        keep = torch.ones_like(self.columns, dtype=torch.bool)
+        keep[self.candidates] = kept[1:].bool()
+        separators, first, stop = self.separators
+        so_far = kept.cumsum(0)
+        keep[separators] = so_far[stop] > so_far[first]
+        return keep
 
 
 @dataclass
@@ -67,7 +102,10 @@ class CompactPrompt:
 
 
 def find_spans(
-    token_types: Sequence[torch.Tensor], grids: dict[int, list[tuple[int, int, int]]]
+    token_types: Sequence[torch.Tensor],
+    grids: dict[int, list[tuple[int, int, int]]],
+    frames_apart: bool = False,
+    line_length: Callable[[int, tuple[int, int, int]], int] | None = None,
 ) -> list[list[VisualSpan]]:
     """
     Pairs the placeholders of every row with the images and videos of the batch, in order.
@@ -75,31 +113,69 @@ def find_spans(
     Args:
         token_types: per row `[S_b]`, TEXT, IMAGE or VIDEO for each real token.
         grids: per kind, (time, height, width) in tokens of every image or video of the batch.
+        frames_apart: text stands between the frames of a video; each is a span by itself.
+        line_length: from kind and grid, the `line` of a [`VisualSpan`].
 
     Raises:
         ValueError: the placeholders do not add up to the grids.
     """
-    queues = {kind: iter(enumerate(grids[kind])) for kind in KINDS}
+
+    def pieces(kind):
+        for index, (t, h, w) in enumerate(grids[kind]):
+            line = 0 if line_length is None else line_length(kind, (t, h, w))
+            if frames_apart and kind == VIDEO:
+                yield from (VisualSpan(kind, index, 0, (1, h, w), frame, line) for frame in range(t))
+            else:
+                yield VisualSpan(kind, index, 0, (t, h, w), line=line)
+
+    queues = {kind: pieces(kind) for kind in KINDS}
     rows = []
     for row, types in enumerate(token_types):
         spans: list[VisualSpan] = []
         for kind, start, stop in visual_runs(types):
             while start < stop:
-                index, grid = next(queues[kind], (None, (0, 0, 0)))
-                span = VisualSpan(kind, -1 if index is None else index, start, grid)
-                if index is None or start + span.length > stop:
+                span = next(queues[kind], VisualSpan(kind, -1, start, (0, 0, 0)))
+                span.start = start
+                begun = not span.frame or any(other.kind == kind and other.index == span.index for other in spans[-1:])
+                if span.index < 0 or start + span.length > stop or not begun:
                     raise ValueError(_mismatch(row, kind, stop - start, span, len(grids[kind])))
                 spans.append(span)
                 start += span.length
         rows.append(spans)
     for kind, queue in queues.items():
-        left = sum(1 for _ in queue)
+        left = len({span.index for span in queue})
         if left:
             raise ValueError(
                 f"{len(grids[kind])} {KINDS[kind]}s were given, but the prompts have placeholders for only "
                 f"{len(grids[kind]) - left}: give one block of placeholders per {KINDS[kind]}, as the processor does."
             )
     return rows
+
+
+def find_separators(spans: Sequence[VisualSpan], length: int) -> torch.Tensor:
+    """
+    The tokens of a row that go unless something is kept of what they end or announce, `[3, K]` as in [`PromptRow`].
+
+    A newline goes with its line. From its second frame on, a frame that is a span by itself goes with the text in front
+    of it and the one token behind it; the first frame's text is the prompt's own and stays, for it has no beginning
+    that could be told from the question.
+
+    Args:
+        spans: those among whose tokens the selector chooses.
+        length: tokens of the row.
+    """
+    found = [torch.zeros(3, 0, dtype=torch.long)]
+    first, before = 0, None
+    for span in spans:
+        if span.line:
+            ends, lines = span.line_ends(), first + torch.arange(span.tokens // span.line) * span.line
+            found.append(torch.stack([ends, lines, lines + span.line]))
+        if span.frame and before is not None:
+            stop = span.start + span.length
+            text = [*range(before.start + before.length + 1, span.start), *range(stop, min(stop + 1, length))]
+            found.append(torch.tensor([text, [first] * len(text), [first + span.tokens] * len(text)]))
+        first, before = first + span.tokens, span
+    return torch.cat(found, dim=1)
 
 
 def visual_runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
@@ -146,7 +222,8 @@ def _mismatch(row: int, kind: int, found: int, span: VisualSpan, given: int) -> 
         expected = f"only {given} {name}(s) were given"
     else:
         t, h, w = span.grid
-        expected = f"{name} {span.index} has {t} x {h} x {w} = {span.length} tokens"
+        newlines = f" and {span.length - span.tokens} newlines" if span.line else ""
+        expected = f"{name} {span.index} has {t} x {h} x {w} = {span.tokens} tokens{newlines}"
     return (
         f"Row {row}: {found} {name} placeholder(s) in a row, but {expected}. Make input_ids and {name}_grid_thw with "
         "the same processor call, and give every one of them its pixels."

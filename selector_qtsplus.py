@@ -32,6 +32,8 @@ def find_query_mask(
     user_turn_token_ids: list[int],
     turn_end_token_id: int,
     special_token_ids: list[int],
+    video_token_id: int | None = None,
+    frame_text_token_ids: list[int] | tuple[int, ...] = (),
 ) -> torch.Tensor:
     """
     Marks the question in a chat prompt: the text of the last user turn, without its header, special and vision tokens.
@@ -42,6 +44,8 @@ def find_query_mask(
         user_turn_token_ids: the ids that open a user's turn; the one token after them (the line break) is skipped.
         turn_end_token_id: the id that closes a turn.
         special_token_ids: ids that are never part of a question.
+        video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text which some
+            backbones write in front of every frame ("Frame1: ", "<0.5 seconds>"); it is no part of a question either.
 
     Returns:
         `[B, S]` int64, 1 on the question's tokens. A row without a user turn is all 0.
@@ -64,7 +68,21 @@ def find_query_mask(
         ends = (input_ids[row, start:] == turn_end_token_id).nonzero()
         stop = start + int(ends[0]) if len(ends) else input_ids.shape[1]
         mask[row, start:stop] = eligible[row, start:stop].long()
+        if frame_text_token_ids:
+            ids = input_ids[row, start:stop].tolist()
+            for first, last in _frame_texts(ids, video_token_id, frame_text_token_ids):
+                mask[row, start + first : start + last] = 0
     return mask
+
+
+def _frame_texts(ids: list[int], video_token_id: int | None, openers, longest: int = 16):
+    """(start, stop) of the text in front of every frame; it ends with the one token that opens the frame's tokens."""
+    frames = [i for i in range(1, len(ids)) if ids[i] == video_token_id != ids[i - 1]]
+    for frame in frames:
+        start = next((i for i in range(frame - 1, max(frame - longest, 0) - 1, -1) if ids[i] in openers), frame)
+        if start < frame and video_token_id in ids[max(start - 3, 0) : start]:
+            start -= 1  # the line break behind the frame before, or the token that closes it
+        yield start, frame
 
 
 # --------------------------------------------------------------------------------------------------------------------

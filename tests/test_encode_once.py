@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-import qtsplus.modeling_qtsplus as modeling
+import qtsplus.mixin_qtsplus as modeling
 from model_checks import build, greedy, mixed_inputs, shared_model, with_labels
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
 from qtsplus.prompt_qtsplus import chunk_grids

@@ -40,7 +40,7 @@ def test_part_of_the_selector_never_has_a_gradient():
     assert round(100 * frozen / count(selector), 1) == 29.6
 
 
-@pytest.mark.parametrize("name", variants())
+@pytest.mark.parametrize("name", [name for name in variants() if name.startswith("qtsplus-")])
 def test_every_variant_is_complete(name):
     config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / name)
     assert set(config.auto_map) == {

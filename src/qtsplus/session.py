@@ -208,7 +208,7 @@ def ask(
         add_generation_prompt=True,
         return_dict=True,
         return_tensors="pt",
-        processor_kwargs={"video_grid_thw": video.video_grid_thw},
+        processor_kwargs={"video_grid_thw": video.video_grid_thw, "video_metadata": [video.metadata]},
     ).to(model.device)
     clock = _FirstTokenClock()
     started = time.perf_counter()

@@ -167,8 +167,9 @@ def test_a_variant_without_weights_says_so():
 
 
 def test_all_variants_have_a_whole_configuration():
-    assert variants() == ["qtsplus-3b", "qtsplus-3b-ft", "qtsplus-7b", "qtsplus-tiny"]
-    for variant in variants():
+    ours = [name for name in variants() if name.startswith("qtsplus-")]
+    assert ours == ["qtsplus-3b", "qtsplus-3b-ft", "qtsplus-7b", "qtsplus-tiny"]
+    for variant in ours:
         config = json.loads((hub_configs() / variant / "config.json").read_text())
         assert config["auto_map"] == AUTO_MAP
         assert (hub_configs() / variant / "generation_config.json").exists()

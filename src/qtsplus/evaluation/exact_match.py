@@ -98,11 +98,12 @@ def model_inputs(
         return dict(processor(text=prompts, videos=videos, query=queries, padding=True, return_tensors="pt"))
     found = [features[str(record.video)] for record in records]
     grids = torch.cat([one["video_grid_thw"] for one in found])
+    seconds = torch.cat([one["second_per_grid_ts"] for one in found])
     return {
-        **prompt_inputs(processor, prompts, grids, queries),
+        **prompt_inputs(processor, prompts, grids, seconds, queries),
         "video_features": [one["video_features"] for one in found],
         "video_grid_thw": grids,
-        "second_per_grid_ts": torch.cat([one["second_per_grid_ts"] for one in found]),
+        "second_per_grid_ts": seconds,
     }
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
+from ..backbones import backbone_of
 from .files import hub_configs, variants
 from .folder import read_json
 
@@ -21,7 +21,7 @@ def card_data(variant: str | None, *names: str) -> dict[str, Any]:
     return {name: value for name, value in data.items() if not names or name in names}
 
 
-def matching_variant(config: Qwen2_5_VLQTSplusConfig, preferred: str | None = None) -> str | None:
+def matching_variant(config: Any, preferred: str | None = None) -> str | None:
     """The variant whose backbone has this one's sizes, `preferred` before others; `None` if none has."""
     names = variants() if preferred is None else [preferred, *variants()]
     return next(
@@ -31,13 +31,14 @@ def matching_variant(config: Qwen2_5_VLQTSplusConfig, preferred: str | None = No
 
 def _sizes(config: Any) -> list[Any]:
     if isinstance(config, dict):
-        config = Qwen2_5_VLQTSplusConfig(**config)
+        config = backbone_of(config["model_type"]).config(**config)
     text, vision = config.text_config, config.vision_config
     return [
+        config.model_type,
         *(getattr(text, name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")),
         *(text.num_attention_heads, text.num_key_value_heads, config.tie_word_embeddings),
         *(
-            getattr(vision, name)
+            getattr(vision, name, None)
             for name in ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
         ),
     ]

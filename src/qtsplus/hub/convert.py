@@ -1,10 +1,11 @@
-"""`qtsplus convert`: from Qwen2.5-VL and from the reference implementation to QTSplus, and back to Qwen2.5-VL.
+"""`qtsplus convert`: from a stock model and from the reference implementation to QTSplus, and back to a stock model.
 
 A conversion renames tensors and writes them elsewhere, byte by byte: nothing is loaded, whatever the model's size.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,24 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLProcessor
+from transformers import GenerationConfig
 
-from ..configuration_qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig
-from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
+from ..backbones import OURS, backbone_of, model_types
+from ..configuration_qtsplus import QTSplusConfig
 from . import reference
 from .card import card_data, matching_variant
 from .checkpoint import MAX_SHARD_SIZE, StoredTensor, in_memory, read_checkpoint, write_checkpoint
 from .files import hub_configs, require_variant
 from .folder import read_json, whole_folder
 from .initialise import initialise_selector
-from .names import OLD, REFERENCE, naming_of
+from .names import NEW, OLD, REFERENCE, naming_of
 from .publish import load_processor, write_repository
 from .reference import convert_reference_config, convert_reference_weights, rename_reference_key
 from .weights import EMBEDDINGS, HEAD, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
 
 INITIALISATIONS = {"identity": "identity", "lm": "language_model"}
 
-_BASE, _QTSPLUS = Qwen2_5_VLConfig.model_type, Qwen2_5_VLQTSplusConfig.model_type
+_STOCK = [name.removesuffix(OURS) for name in model_types()]
 # What a checkpoint's folder may hold that a conversion reads, as patterns for a download.
 _DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.txt", "*.jinja")
 
@@ -73,17 +73,17 @@ def convert(
     """
     Writes a Hub folder made from a checkpoint; which way it goes follows from the checkpoint's `model_type`.
 
-    A Qwen2.5-VL gets a fresh selector; a reference QTSplus becomes one of ours; one of ours loses its selector and
-    becomes a plain Qwen2.5-VL again, under the names of the published ones.
+    A stock model (Qwen2.5-VL or another backbone) gets a fresh selector; a reference QTSplus becomes one of ours; one
+    of ours loses its selector and becomes a stock model again, a Qwen2.5-VL under the names of the published ones.
 
     Args:
         source: a folder, or a Hub repository's id.
         out: the folder to write, complete with code, card and, where the source has one, processor. It appears whole or
             not at all.
-        variant: for a Qwen2.5-VL: a folder of `hub_configs` whose selector hyperparameters are taken; the defaults of
+        variant: for a stock model: a folder of `hub_configs` whose selector hyperparameters are taken; the defaults of
             `QTSplusConfig` when absent.
-        initialise: for a Qwen2.5-VL: "identity" (when absent) or "lm", see [`initialise_selector`].
-        selector: for a Qwen2.5-VL: fields of `qtsplus_config` to set.
+        initialise: for a stock model: "identity" (when absent) or "lm", see [`initialise_selector`].
+        selector: for a stock model: fields of `qtsplus_config` to set.
         vision_config: for a reference checkpoint, which lacks it: a JSON file, or a folder with a config.json.
         processor: a folder or Hub id to take the processor from, where the source has none.
         revision: of the source on the Hub.
@@ -111,30 +111,36 @@ def convert(
         raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
     kind = read_json(folder / "config.json").get("model_type")
     fresh_only = {"variant": variant, "init": initialise, "set": selector}
-    if kind != _BASE:
+    if kind not in _STOCK:
         _refuse(fresh_only, f"starts a new selector, and {folder} is of type {kind!r}")
     if kind != reference.MODEL_TYPE:
         _refuse({"vision_config": vision_config}, f"is for reference checkpoints, and {folder} is of type {kind!r}")
 
-    if kind == _BASE:
+    if kind in _STOCK:
         made = _from_base(folder, str(source), variant, initialise or "identity", selector or {}, seed, say)
     elif kind == reference.MODEL_TYPE:
         made = _from_reference(folder, None if vision_config is None else Path(vision_config), say)
-    elif kind == _QTSPLUS:
+    elif kind in model_types():
         made = _to_base(folder, say)
     else:
+        hint = (
+            " Of the reference's checkpoints only those on Qwen2.5-VL have a format that is known here."
+            if "qts" in str(kind)
+            else ""
+        )
         raise ValueError(
-            f"{folder} holds a model of type {kind!r}; expected {_BASE!r} (Qwen2.5-VL), {reference.MODEL_TYPE!r} (a "
-            f"reference QTSplus) or {_QTSPLUS!r} (ours, to go back to Qwen2.5-VL)."
+            f"{folder} holds a model of type {kind!r}; expected {', '.join(map(repr, _STOCK))} (a stock model), "
+            f"{reference.MODEL_TYPE!r} (a reference QTSplus) or {', '.join(map(repr, model_types()))} (ours, to go "
+            f"back to the stock model).{hint}"
         )
 
     with whole_folder(out, overwrite) as staging:
         found = _load_processor(folder if processor is None else processor, made.config, processor is not None, say)
-        if found is not None and kind == _BASE:
+        if found is not None and kind in _STOCK:
             _take_over(found, made, say)
         _write_weights(made.tensors, staging, max_shard_size, progress)
         _generation_config(folder, made).save_pretrained(staging)
-        if kind == _QTSPLUS:
+        if kind in model_types():
             if found is not None:
                 _plain_processor(found).save_pretrained(staging)
             made.config.save_pretrained(staging)
@@ -149,7 +155,8 @@ def convert(
 
 
 def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Conversion:
-    stock = Qwen2_5_VLConfig.from_pretrained(folder)
+    backbone = backbone_of(read_json(folder / "config.json")["model_type"])
+    stock = backbone.stock_config.from_pretrained(folder)
     if getattr(stock, "quantization_config", None) is not None:
         raise ValueError(
             f"{folder} is quantized; convert the checkpoint that it was made from, and quantize the result."
@@ -163,7 +170,9 @@ def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Con
     unknown = sorted(set(selector) - {name for name in vars(QTSplusConfig()) if hasattr(QTSplusConfig, name)})
     if unknown:
         raise ValueError(f"The selector has no field {', '.join(unknown)}.")
-    config: Any = Qwen2_5_VLQTSplusConfig(**stock.to_dict(), qtsplus_config={**settings, **selector})
+    # What a variant says of the prompt's layout is no part of a stock configuration.
+    layout = {} if variant is None else _layout(read_json(require_variant(variant) / "config.json"), backbone)
+    config: Any = backbone.config(**stock.to_dict(), **layout, qtsplus_config={**settings, **selector})
     known = matching_variant(config, variant)
     if variant is not None and known != variant:
         size = f"{config.text_config.num_hidden_layers} layers of width {config.text_config.hidden_size}"
@@ -179,7 +188,7 @@ def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Con
     about = {
         **card_data(known, "license", "license_name", "license_link", "recipe"),
         **({"base_model": base} if base else {}),
-        "weights": _FRESH.format(initialise=initialise, seed=seed, source=base or "a Qwen2.5-VL"),
+        "weights": _FRESH.format(initialise=initialise, seed=seed, source=base or f"a {backbone.model.backbone_name}"),
     }
     return _Conversion(config, tensors, about, known)
 
@@ -204,20 +213,31 @@ def _from_reference(folder, vision_config, say) -> _Conversion:
 
 
 def _to_base(folder, say) -> _Conversion:
-    ours = Qwen2_5_VLQTSplusConfig.from_pretrained(folder)
+    backbone = backbone_of(read_json(folder / "config.json")["model_type"])
+    ours = backbone.config.from_pretrained(folder)
     tensors = read_weights(folder, ours)
     dropped = [name for name in tensors if name.startswith(SELECTOR)]
     say(f"Left out: the selector and its re-encoder, {len(dropped)} tensors. The language model now sees every token.")
     settings = ours.to_dict()
-    for name in ("qtsplus_config", "user_turn_token_ids", "turn_end_token_id", "special_token_ids"):
+    for name in _own_fields(backbone):
         settings.pop(name, None)
     for name in ("auto_map", "model_type", "architectures", "transformers_version"):
         settings.pop(name, None)
-    config = Qwen2_5_VLConfig(**settings)
-    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
-    return _Conversion(
-        config, {OLD.theirs(name): tensor for name, tensor in tensors.items() if name not in set(dropped)}
-    )
+    config = backbone.stock_config(**settings)
+    config.architectures = [backbone.stock_model.__name__]
+    naming = OLD if config.model_type == "qwen2_5_vl" else NEW  # the latter is what Transformers writes and reads
+    kept = {name: tensor for name, tensor in tensors.items() if name not in set(dropped)}
+    return _Conversion(config, {naming.theirs(name): tensor for name, tensor in kept.items()})
+
+
+def _own_fields(backbone: Any) -> set[str]:
+    """What our configuration has and the stock one has not."""
+    return {one.name for one in fields(backbone.config)} - {one.name for one in fields(backbone.stock_config)}
+
+
+def _layout(settings: Mapping[str, Any], backbone: Any) -> dict[str, Any]:
+    own = _own_fields(backbone) - {"qtsplus_config"}
+    return {name: value for name, value in settings.items() if name in own}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -235,13 +255,19 @@ def _fresh_selector(
     # As small as a model with this selector can be: the layers to start from, and nothing of size.
     depth = min(layers, available)
     small_text = {"num_hidden_layers": depth, "intermediate_size": 8, "vocab_size": 8, "pad_token_id": None}
-    small_vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 8, "fullatt_block_indexes": [0]}
+    small_vision = {
+        **{"depth": 1, "num_hidden_layers": 1, "hidden_size": 16, "num_heads": 2, "num_attention_heads": 2},
+        **{"intermediate_size": 8, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]},
+    }
+    small_vision = {name: value for name, value in small_vision.items() if name in settings["vision_config"]}
     settings["text_config"] = {**settings["text_config"], **small_text, "layer_types": ["full_attention"] * depth}
     settings["vision_config"] = {**settings["vision_config"], **small_vision}
+    settings.update(image_token_id=6, video_token_id=7)
     dtype = tensors[EMBEDDINGS].torch_dtype
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = Qwen2_5_VLQTSplusForConditionalGeneration(Qwen2_5_VLQTSplusConfig(**settings))
+        backbone = backbone_of(config.model_type)
+        model: Any = backbone.model(backbone.config(**settings))
     if initialise == "language_model":
         parts = {
             name: model.get_parameter(name) for name, _ in model.named_parameters() if ".language_model.layers." in name
@@ -292,14 +318,14 @@ def _refuse(given: Mapping[str, Any], reason: str) -> None:
         raise ValueError(f"{names[0]} {reason}.")
 
 
-def _load_processor(folder, config, asked_for: bool, say) -> Qwen2_5_VLQTSplusProcessor | None:
+def _load_processor(folder, config, asked_for: bool, say) -> Any | None:
     if not asked_for and not (Path(folder) / "tokenizer_config.json").exists():
         say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
         return None
     return load_processor(folder, config)
 
 
-def _take_over(processor: Qwen2_5_VLQTSplusProcessor, made: _Conversion, say) -> None:
+def _take_over(processor: Any, made: _Conversion, say) -> None:
     """The tokenizer says which ids open and close a question, a variant of this size how to sample frames."""
     for name, value in processor.query_token_ids.items():
         setattr(made.config, name, value)
@@ -318,13 +344,10 @@ def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
     return GenerationConfig.from_model_config(made.config)
 
 
-def _plain_processor(processor: Qwen2_5_VLQTSplusProcessor) -> Qwen2_5_VLProcessor:
-    return Qwen2_5_VLProcessor(
-        image_processor=processor.image_processor,
-        tokenizer=processor.tokenizer,
-        video_processor=processor.video_processor,
-        chat_template=processor.chat_template,
-    )
+def _plain_processor(processor: Any) -> Any:
+    stock = next(one for one in type(processor).__mro__ if one.__module__.startswith("transformers."))
+    names = inspect.signature(stock).parameters
+    return stock(**{name: getattr(processor, name) for name in names if hasattr(processor, name)})
 
 
 __all__ = [

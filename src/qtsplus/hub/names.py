@@ -59,9 +59,26 @@ REFERENCE = Naming(
 )
 
 
+# Published checkpoints of InternVL and LLaVA-OneVision, from before Transformers 4.52.
+OUTER = Naming(
+    to_ours=(
+        (r"^language_model\.lm_head\.", "lm_head."),
+        (r"^language_model\.model\.", "model.language_model."),
+        (r"^(vision_tower|multi_modal_projector|image_newline)", r"model.\1"),
+    ),
+    from_ours=(
+        (r"^lm_head\.", "language_model.lm_head."),
+        (r"^model\.language_model\.", "language_model.model."),
+        (r"^model\.(vision_tower|multi_modal_projector|image_newline)", r"\1"),
+    ),
+)
+
+
 def naming_of(names: Iterable[str]) -> Naming:
-    """Which of Qwen2.5-VL's ways to name weights a checkpoint uses."""
+    """Which of the ways to name weights a checkpoint uses."""
     names = set(names)
+    if any(name.startswith("language_model.model.") for name in names):
+        return OUTER
     if any(name.startswith("language_model.") for name in names):
         return HEADLESS
     old = any(re.match(r"(visual|model\.(embed_tokens|layers|norm))\.", name) for name in names)
@@ -74,4 +91,4 @@ def _replace(name: str, rules: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-__all__ = ["HEADLESS", "NEW", "OLD", "REFERENCE", "Naming", "naming_of"]
+__all__ = ["HEADLESS", "NEW", "OLD", "OUTER", "REFERENCE", "Naming", "naming_of"]

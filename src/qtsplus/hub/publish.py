@@ -13,9 +13,8 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from transformers import GenerationConfig
 
-from .. import modeling_qtsplus, processing_qtsplus
+from ..backbones import backbone_of, model_types
 from ..card_qtsplus import model_card
-from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from ..saving_qtsplus import auto_map, code_of, commit_folder
@@ -26,7 +25,7 @@ from .folder import read_json, remove_from_json, update_json, whole_folder
 from .weights import on_meta, read_weights
 
 AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
-PROCESSOR_AUTO_MAP = {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}
+PROCESSOR_AUTO_MAP = {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}  # both are Qwen2.5-VL's
 
 _RANDOM = (
     "> **The weights are random** (seed {seed}): the repository shows that everything fits together, and its answers "
@@ -47,8 +46,8 @@ class Publishable:
         random_seed: the seed of random weights; `None` for weights that were loaded.
     """
 
-    model: Qwen2_5_VLQTSplusForConditionalGeneration
-    processor: Qwen2_5_VLQTSplusProcessor
+    model: Any
+    processor: Any
     variant: str | None = None
     random_seed: int | None = None
 
@@ -71,10 +70,11 @@ def build_variant(name: str, seed: int = 0, dtype: torch.dtype | None = None) ->
             f"The variant {name!r} comes without tokenizer and weights; give a folder that was saved with "
             "save_pretrained instead."
         )
-    config = Qwen2_5_VLQTSplusConfig.from_pretrained(folder)
+    backbone = backbone_of(read_json(folder / "config.json").get("model_type"))
+    config = backbone.config.from_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = Qwen2_5_VLQTSplusForConditionalGeneration(config)  # its `to` is typed wrongly upstream
+        model = backbone.model(config)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     model.to(dtype or config.dtype).eval()
     return Publishable(model, load_processor(folder, config), name, seed)
@@ -90,23 +90,27 @@ def load_variant(name: str) -> Publishable:
     folder = require_variant(name)
     if not (folder / "model.safetensors").exists():
         return build_variant(name)
-    loaded = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).eval()
+    loaded = backbone_of(read_json(folder / "config.json").get("model_type")).model.from_pretrained(folder).eval()
     return Publishable(loaded, load_processor(folder, loaded.config), name)
 
 
-def load_processor(folder: str | Path, config: Qwen2_5_VLQTSplusConfig) -> Qwen2_5_VLQTSplusProcessor:
+def load_processor(folder: str | Path, config: Any) -> Any:
     """
-    Loads a processor with this package's class.
+    Loads a processor with this package's class for a model's configuration.
 
     The configuration goes along because the tokenizer's loader would otherwise look for one itself, meet the `auto_map`
     in the folder's config.json, and ask on the terminal whether to trust it.
     """
-    return Qwen2_5_VLQTSplusProcessor.from_pretrained(folder, config=config)
+    backbone = backbone_of(config.model_type)
+    processor = backbone.processor.from_pretrained(folder, config=config)
+    if isinstance(config, backbone.config):  # and not a stock one, which does not say
+        processor.follow(config)
+    return processor
 
 
 def assemble(
-    model: Qwen2_5_VLQTSplusForConditionalGeneration,
-    processor: Qwen2_5_VLQTSplusProcessor,
+    model: Any,
+    processor: Any,
     folder: str | Path,
     *,
     variant: str | None = None,
@@ -169,7 +173,7 @@ def assemble_folder(
     if source == folder:
         raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
     _check_publishable(source)
-    config = Qwen2_5_VLQTSplusConfig.from_pretrained(source)
+    config = backbone_of(read_json(source / "config.json")["model_type"]).config.from_pretrained(source)
     tensors = read_weights(source, config)
     model = on_meta(config)
     repository = repository or f"org/{folder.name}"
@@ -210,7 +214,7 @@ def assemble_folder(
 def write_repository(
     folder: Path,
     model: Any,
-    processor: Qwen2_5_VLQTSplusProcessor | None,
+    processor: Any | None,
     repository: str,
     about: dict[str, Any],
     card: str | None = None,
@@ -224,22 +228,26 @@ def write_repository(
         about: what the card tells, see [`model_card`].
         card: a card to write as it is.
     """
-    for path in code_files():
+    backbone = backbone_of(model.config.model_type)
+    for path in code_files(backbone.model, backbone.processor):
         shutil.copyfile(path, folder / path.name)
     if processor is not None:
         processor.save_pretrained(folder)
-        update_json(folder / "processor_config.json", auto_map=PROCESSOR_AUTO_MAP)
+        target = f"{backbone.processor.__module__.rpartition('.')[2]}.{backbone.processor.__name__}"
+        update_json(folder / "processor_config.json", auto_map={"AutoProcessor": target})
         # How it was loaded here is nobody's business there.
         remove_from_json(folder / "tokenizer_config.json", "is_local", "local_files_only")
     (folder / "README.md").write_text(card or model_card(model, repository, about), encoding="utf-8")
     model.config.architectures = [type(model).__name__]
-    model.config.auto_map = dict(AUTO_MAP)
+    model.config.auto_map = auto_map(backbone.model)
     model.config.save_pretrained(folder)
 
 
-def code_files() -> list[Path]:
+def code_files(
+    model_class: Any = Qwen2_5_VLQTSplusForConditionalGeneration, processor_class: Any = Qwen2_5_VLQTSplusProcessor
+) -> list[Path]:
     """The Python files that a repository needs: those that the auto maps name, and what they import."""
-    return sorted({*code_of(modeling_qtsplus.__name__), *code_of(processing_qtsplus.__name__)})
+    return sorted({*code_of(model_class.__module__), *code_of(processor_class.__module__)})
 
 
 def upload(
@@ -313,10 +321,10 @@ def _check_publishable(folder: Path) -> None:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
     model_type = read_json(folder / "config.json").get("model_type")
-    if model_type != Qwen2_5_VLQTSplusConfig.model_type:
+    if model_type not in model_types():
         raise ValueError(
-            f"{folder} holds a model of type {model_type!r}; expected {Qwen2_5_VLQTSplusConfig.model_type!r}. A "
-            "Qwen2.5-VL or a reference checkpoint becomes one with qtsplus convert."
+            f"{folder} holds a model of type {model_type!r}; expected one of {', '.join(model_types())}. A stock model "
+            "or a reference checkpoint becomes one with qtsplus convert."
         )
     weight_files(folder)
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
-from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+from ..backbones import backbone_of
 from .checkpoint import StoredTensor, read_checkpoint
 from .names import Naming, naming_of
 
@@ -14,13 +14,13 @@ SELECTOR, RHO_HISTORY = "model.qtsplus.", "model.qtsplus.rho_history"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
 
-def on_meta(config: Qwen2_5_VLQTSplusConfig) -> Qwen2_5_VLQTSplusForConditionalGeneration:
+def on_meta(config: Any) -> Any:
     """The model of a configuration without weights: names, shapes and sizes."""
     with torch.device("meta"):
-        return Qwen2_5_VLQTSplusForConditionalGeneration(config)
+        return backbone_of(config.model_type).model(config)
 
 
-def read_weights(folder: Path, config: Qwen2_5_VLQTSplusConfig) -> dict[str, StoredTensor]:
+def read_weights(folder: Path, config: Any) -> dict[str, StoredTensor]:
     """
     The tensors of a folder with one of our models, in the model's order and without a tied head.
 
@@ -34,7 +34,7 @@ def read_weights(folder: Path, config: Qwen2_5_VLQTSplusConfig) -> dict[str, Sto
 def check_weights(
     stored: Mapping[str, StoredTensor],
     naming: Naming,
-    config: Qwen2_5_VLQTSplusConfig,
+    config: Any,
     folder: Path,
     without: tuple[str, ...] = (),
     without_selector: bool = False,

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from .dataset import IGNORED, SOURCES, SkippedRecord
 
 _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
@@ -23,7 +22,7 @@ class VideoQACollator:
         processor: the model's.
     """
 
-    def __init__(self, processor: Qwen2_5_VLQTSplusProcessor):
+    def __init__(self, processor: Any):
         tokenizer = processor.tokenizer
         self.pad_token_id = tokenizer.pad_token_id
         blank = torch.tensor(tokenizer("skipped", add_special_tokens=False)["input_ids"])

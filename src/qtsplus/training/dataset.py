@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor, choose_frames, load_frames, read_video
+from ..processing_qtsplus import choose_frames, load_frames, read_video
 from .features import VideoFeatures, prompt_inputs
 
 SOURCES = ("mcq", "vqa", "caption")
@@ -98,7 +98,7 @@ class VideoQADataset(Dataset):
     def __init__(
         self,
         records: Sequence[VideoRecord],
-        processor: Qwen2_5_VLQTSplusProcessor,
+        processor: Any,
         model_max_length: int | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
         features: VideoFeatures | None = None,
@@ -113,7 +113,7 @@ class VideoQADataset(Dataset):
         self.answer_header = torch.tensor(
             processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
         )
-        self.placeholders = torch.tensor([processor.image_token_id, processor.video_token_id])
+        self.placeholders = torch.tensor(processor.placeholder_ids)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -170,7 +170,8 @@ class VideoQADataset(Dataset):
         stored = None if self.features is None or record.video is None else self.features.load(record.video)
         if stored is not None:
             query = None if record.query is None else [record.query]
-            return {**prompt_inputs(self.processor, [text], stored["video_grid_thw"], query), **stored}
+            times = stored["video_grid_thw"], stored["second_per_grid_ts"]
+            return {**prompt_inputs(self.processor, [text], *times, query), **stored}
         return dict(self.processor(text=[text], query=record.query, return_tensors="pt", **videos))
 
     def _earlier_answers(self, prompt: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Dataset
+from transformers.video_utils import VideoMetadata
 
-from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
-from ..selector_qtsplus import find_query_mask
+from .freezing import vision_modules
 
 _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
@@ -48,7 +48,7 @@ class VideoFeatures:
 
 def encode_videos(
     model: Any,
-    processor: Qwen2_5_VLQTSplusProcessor,
+    processor: Any,
     videos: Sequence[str],
     folder: str | os.PathLike,
     processor_kwargs: Mapping[str, Any] | None = None,
@@ -74,7 +74,8 @@ def encode_videos(
     decoded = DataLoader(_Decoded(mine, processor, dict(processor_kwargs or {})), batch_size=None, num_workers=workers)
     quiet = not (mine and state.is_main_process)
     bar = track(decoded, "Encoding videos", total=len(mine), disable=quiet, console=Console(stderr=True))
-    with torch.autocast(model.model.visual.device.type, autocast_dtype, enabled=autocast_dtype is not None):
+    device = next(parameter.device for one in vision_modules(model).values() for parameter in one.parameters())
+    with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
         for video, inputs in bar:
             if inputs is not None:
                 given = inputs.pop("pixel_values_videos"), inputs["video_grid_thw"]
@@ -85,9 +86,10 @@ def encode_videos(
 
 
 def prompt_inputs(
-    processor: Qwen2_5_VLQTSplusProcessor,
+    processor: Any,
     text: Sequence[str],
     video_grid_thw: torch.Tensor,
+    second_per_grid_ts: Sequence[float] | torch.Tensor,
     query: Sequence[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """
@@ -96,34 +98,29 @@ def prompt_inputs(
     Args:
         text: prompts made with the chat template.
         video_grid_thw: `[videos, 3]`, one for each placeholder in the prompts, in order.
+        second_per_grid_ts: `[videos]`, for prompts that tell the times of frames.
         query: per prompt, the question to select by, where it is not the text of the last user turn.
 
     Returns:
         `input_ids`, `attention_mask`, `query_mask` `[B, S]`; with `query` also `query_input_ids` and
         `query_attention_mask` `[B, L]`.
     """
-    tokenizer, token = processor.tokenizer, processor.video_token
-    counts = iter((video_grid_thw.prod(-1) // processor.video_processor.merge_size**2).tolist())
-    expanded = []
-    for prompt in text:
-        first, *rest = prompt.split(token)
-        expanded.append("".join([first, *(token * next(counts) + part for part in rest)]))
-    tokens = tokenizer(expanded, padding=True, return_tensors="pt")
-    inputs = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
-    question: Any = processor.query_token_ids
-    inputs["query_mask"] = find_query_mask(**inputs, **question)
-    if query is not None:
-        queries = tokenizer(
-            list(query), add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt"
-        )
-        inputs["query_input_ids"], inputs["query_attention_mask"] = queries["input_ids"], queries["attention_mask"]
-    return inputs
+    step = processor.video_processor.temporal_patch_size
+    metadata = [
+        VideoMetadata(total_num_frames=step * t, fps=step / seconds, frames_indices=list(range(step * t)))
+        for (t, _, _), seconds in zip(video_grid_thw.tolist(), map(float, second_per_grid_ts), strict=True)
+    ]
+    videos: dict[str, Any] = {"video_grid_thw": video_grid_thw, "video_metadata": metadata} if metadata else {}
+    queries = None if query is None else list(query)
+    inputs = processor(text=list(text), query=queries, padding=True, return_tensors="pt", **videos)
+    names = ("input_ids", "attention_mask", "query_mask", "query_input_ids", "query_attention_mask")
+    return {name: inputs[name] for name in names if name in inputs}
 
 
 class _Decoded(Dataset):
     """Videos with their pixels, or with `None` where they cannot be read."""
 
-    def __init__(self, videos: list[str], processor: Qwen2_5_VLQTSplusProcessor, processor_kwargs: dict[str, Any]):
+    def __init__(self, videos: list[str], processor: Any, processor_kwargs: dict[str, Any]):
         self.videos, self.processor, self.processor_kwargs = videos, processor, processor_kwargs
 
     def __len__(self) -> int:
@@ -142,7 +139,12 @@ class _Decoded(Dataset):
 def _fingerprint(model, processor, processor_kwargs, autocast_dtype) -> str:
     """Of all that the features of a video depend on."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.model.visual.state_dict().items()):
+    weights = {
+        f"{part}.{name}": weight
+        for part, module in vision_modules(model).items()
+        for name, weight in module.state_dict().items()
+    }
+    for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.dtype}".encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
     settings = [processor.video_processor.to_dict(), dict(processor_kwargs or {}), str(autocast_dtype)]

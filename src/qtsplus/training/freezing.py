@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -9,13 +10,20 @@ from .arguments import QTSplusTrainingArguments
 from .lora import active_selector
 
 PARTS = ("selector", "language_model", "vision")
+# The vision tower and all between it and the selector, by its names in Transformers' models.
+_VISION = (".visual.", ".vision_tower.", ".multi_modal_projector.", ".image_newline")
 
 
 def part_of(parameter_name: str) -> str:
     """The part of a model, one of [`PARTS`], that a parameter of this name belongs to."""
     if ".qtsplus." in parameter_name:
         return "selector"
-    return "vision" if ".visual." in parameter_name else "language_model"
+    return "vision" if any(part in parameter_name for part in _VISION) else "language_model"
+
+
+def vision_modules(model: Any) -> dict[str, nn.Module]:
+    """The modules between the pixels and the selector, by their names in `model.model`."""
+    return {name: module for name, module in model.model.named_children() if f".{name}." in _VISION}
 
 
 def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:

@@ -1,21 +1,18 @@
-"""Loads what a recipe names: a QTSplus model, or a Qwen2.5-VL with a fresh selector."""
+"""Loads what a recipe names: a QTSplus model, or a stock model with a fresh selector."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
-from ..configuration_qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig
+from ..backbones import OURS, backbone_of
+from ..configuration_qtsplus import QTSplusConfig
 from ..hub import publish
 from ..hub.files import hub_configs, variants
-from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 
 
-def load_config(
-    variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None
-) -> Qwen2_5_VLQTSplusConfig:
+def load_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None) -> Any:
     """
     Args:
         variant: a folder of `hub_configs`, whose configuration comes first.
@@ -28,13 +25,13 @@ def load_config(
     if variant is not None:
         if variant not in variants():
             raise ValueError(f"There is no variant {variant!r}; expected one of {', '.join(variants())}.")
-        config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / variant)
+        config = _backbone(str(hub_configs() / variant)).config.from_pretrained(hub_configs() / variant)
     elif weights is None:
         raise ValueError("The model section names neither a variant nor weights; expected at least one of them.")
-    elif model_type(weights) == Qwen2_5_VLQTSplusConfig.model_type:
-        config = Qwen2_5_VLQTSplusConfig.from_pretrained(weights)
+    elif model_type(weights).endswith(OURS):
+        config = _backbone(weights).config.from_pretrained(weights)
     else:
-        config = Qwen2_5_VLQTSplusConfig(**AutoConfig.from_pretrained(weights).to_dict())
+        config = _backbone(weights).config(**AutoConfig.from_pretrained(weights).to_dict())
     current: Any = config.qtsplus_config
     settings = {name: value for name, value in current.to_dict().items() if hasattr(QTSplusConfig, name)}
     unknown = sorted(set(selector or {}) - set(settings))
@@ -51,7 +48,7 @@ def load_model(
     dtype: str = "float32",
     attn_implementation: str | None = None,
     seed: int = 0,
-) -> Qwen2_5_VLQTSplusForConditionalGeneration:
+) -> Any:
     """
     Args:
         variant, weights, selector: as for [`load_config`]. Without weights they are random.
@@ -63,19 +60,20 @@ def load_model(
         "dtype": dtype,
         **({"attn_implementation": attn_implementation} if attn_implementation else {}),
     }
-    if weights is not None and model_type(weights) == Qwen2_5_VLQTSplusConfig.model_type:
-        return Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(weights, config=config, **loading)
+    backbone = backbone_of(config.model_type)
+    if weights is not None and model_type(weights).endswith(OURS):
+        return backbone.model.from_pretrained(weights, config=config, **loading)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = Qwen2_5_VLQTSplusForConditionalGeneration(config)  # its `to` is typed wrongly upstream
+        model = backbone.model(config)
     model.to(getattr(torch, dtype))
     if weights is None:
         if variant is not None and (hub_configs() / variant / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(hub_configs() / variant)
         return model
-    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(weights, **loading)
+    base = backbone.stock_model.from_pretrained(weights, **loading)
     missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)
     missing = [name for name in missing if ".qtsplus." not in name]
     if missing or unexpected:
@@ -84,18 +82,22 @@ def load_model(
     return model
 
 
-def load_processor(
-    variant: str | None, weights: str | None, config: Qwen2_5_VLQTSplusConfig
-) -> Qwen2_5_VLQTSplusProcessor:
+def load_processor(variant: str | None, weights: str | None, config: Any) -> Any:
     """The processor of the weights, or of a variant that carries one."""
     if weights is None:
         assert variant is not None
         if not (hub_configs() / variant / "processor_config.json").exists():
             raise ValueError(f"The variant {variant!r} comes without a processor: name weights to train from.")
         return publish.load_processor(hub_configs() / variant, config)
-    if model_type(weights) == Qwen2_5_VLQTSplusConfig.model_type:
+    if model_type(weights).endswith(OURS):
         return publish.load_processor(weights, config)
-    return Qwen2_5_VLQTSplusProcessor.from_pretrained(weights)
+    processor = backbone_of(config.model_type).processor.from_pretrained(weights)
+    processor.follow(config)
+    return processor
+
+
+def _backbone(weights: str) -> Any:
+    return backbone_of(model_type(weights))
 
 
 def model_type(weights: str) -> str:

@@ -14,14 +14,14 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, HfArgumentParser
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..backbones import backbone_of
 from ..hub.card import card_data
 from ..hub.initialise import initialise_selector
-from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, VideoRecord, read_records
 from .features import VideoFeatures, encode_videos
-from .freezing import count_parameters, freeze
+from .freezing import count_parameters, freeze, vision_modules
 from .lora import add_lora, lora_config
 from .models import load_config, load_model, load_processor
 from .trainer import QTSplusTrainer
@@ -183,7 +183,8 @@ def _encode(recipe: Recipe, model: Any, processor: Any, videos: list[str]) -> Vi
         raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
     if recipe.model.teacher is not None:
         raise ValueError("A teacher looks at the videos itself: leave out data.features, or model.teacher.")
-    model.model.visual.to(training.device)
+    for module in vision_modules(model).values():
+        module.to(training.device)
     mixed = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     return encode_videos(
         model,
@@ -240,7 +241,7 @@ def dry_run(recipe: Recipe) -> str:
     config = load_config(recipe.model.variant, recipe.model.weights, recipe.model.selector)
     training = recipe.training
     with torch.device("meta"):
-        model: nn.Module = Qwen2_5_VLQTSplusForConditionalGeneration(config)
+        model: nn.Module = backbone_of(config.model_type).model(config)
         if training.lora_rank:
             model = add_lora(model, lora_config(training.lora_rank, training.lora_alpha, training.lora_dropout))
         else:

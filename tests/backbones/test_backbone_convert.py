@@ -1,0 +1,77 @@
+"""Stock models get a selector and lose it again, whatever the backbone."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qtsplus.hub.convert import convert
+from qtsplus.hub.names import OUTER
+from qtsplus.training.models import load_model, load_processor
+
+
+@pytest.fixture(scope="module")
+def saved(backbone, processor, stock, tmp_path_factory):
+    """The stock model with the processor, as Transformers saves them."""
+    folder = tmp_path_factory.mktemp("stock")
+    stock.save_pretrained(folder, save_original_format=False)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(saved, tmp_path_factory):
+    options = {"selector": {"selection": "all", "reencode_layers": 0}}
+    return convert(saved, tmp_path_factory.mktemp("converted") / "hub", **options)
+
+
+def test_a_stock_model_gets_a_selector(backbone, stock, converted, prepare):
+    model = backbone.model.from_pretrained(converted)
+    # A tiny LLaVA-Video is saved as a LLaVA-OneVision, which is what it is apart from its newlines.
+    model.config.video_newline = getattr(backbone.processor(), "video_newline", None)
+    inputs = prepare("video")
+    with torch.no_grad():
+        expected = stock(**backbone.stock_inputs(model, inputs)).logits
+        torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_and_loses_it_again(saved, converted, tmp_path):
+    back = convert(converted, tmp_path / "back")
+    kept, given = (json.loads((folder / "config.json").read_text()) for folder in (back, saved))
+    assert kept["model_type"] == given["model_type"] and "qtsplus_config" not in kept
+    assert (
+        kept["architectures"][0].removesuffix("ForConditionalGeneration") + "Processor"
+        == (json.loads((back / "processor_config.json").read_text())["processor_class"])
+    )
+
+
+def test_the_names_of_older_checkpoints(backbone, saved, tmp_path):
+    if backbone.name not in ("internvl", "llava_onevision"):
+        pytest.skip("its checkpoints have other names")
+    for path in saved.iterdir():
+        if path.suffix == ".safetensors":
+            renamed = {OUTER.theirs(name): tensor for name, tensor in load_file(path).items()}
+            assert any(name.startswith("language_model.model.") for name in renamed)
+            save_file(renamed, tmp_path / path.name, metadata={"format": "pt"})
+        else:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    model = backbone.model.from_pretrained(convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-hub"))
+    expected = load_file(saved / "model.safetensors")
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_training_starts_from_a_stock_model(backbone, saved, prepare):
+    """As a recipe names it: the stock model's weights with a fresh selector, and a processor that fits."""
+    model = load_model(None, str(saved), {"rho_max": 0.25}, dtype="float32")
+    assert isinstance(model, backbone.model) and model.config.qtsplus_config.rho_max == 0.25
+    processor = load_processor(None, str(saved), model.config)
+    assert isinstance(processor, type(backbone.processor()))
+    assert torch.isfinite(model(**prepare("text")).logits).all()
+
+
+def test_a_format_that_is_not_known_says_so(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qts_plus_internvl2_5_causal_lm"}')
+    with pytest.raises(ValueError, match="only those on Qwen2.5-VL have a format that is known here"):
+        convert(tmp_path, tmp_path / "out")

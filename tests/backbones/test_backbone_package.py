@@ -1,0 +1,106 @@
+"""The package's own ways in, `session` and the training data, work with every backbone."""
+
+import pytest
+import torch
+
+from qtsplus import session
+from qtsplus.training.collator import VideoQACollator
+from qtsplus.training.dataset import VideoQADataset, VideoRecord
+from qtsplus.training.features import encode_videos
+from qtsplus.training.freezing import part_of
+
+QUESTION = "What moves?"
+
+
+def test_ask_encodes_in_chunks_and_answers_as_in_one_shot(model, processor, clips):
+    video = session.encode(model, processor, clips / "long.mp4", fps=2, frames_per_chunk=2)
+    answer = session.ask(model, processor, video, QUESTION, max_new_tokens=5, retention=0.3)
+    content = [{"type": "video", "video": str(clips / "long.mp4")}, {"type": "text", "text": QUESTION}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"fps": 2},
+    )
+    (features,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+    torch.testing.assert_close(video.features, features, atol=1e-5, rtol=1e-5)
+    made = model.generate(**inputs, max_new_tokens=5, retention=0.3, return_dict_in_generate=True)
+    ids = made.sequences[0, inputs["input_ids"].shape[1] :]
+    assert answer.answer == processor.tokenizer.decode(ids, skip_special_tokens=True).strip()
+    assert torch.equal(answer.keep_map.flatten().nonzero()[:, 0], made.qtsplus.kept_indices[0])
+    assert answer.visual_tokens == len(features) and answer.kept_tokens == len(made.qtsplus.kept_indices[0])
+    assert all(0 <= one.start < one.end <= answer.seconds_of_video for one in answer.evidence)
+
+
+def test_training_examples(model, processor, clips):
+    records = [
+        VideoRecord(video=str(clips / f"{name}.mp4"), question=QUESTION, answer="The red ball.", source="vqa")
+        for name in ("long", "short")
+    ]
+    dataset = VideoQADataset(records, processor, model_max_length=200, processor_kwargs={"fps": 2})
+    batch = VideoQACollator(processor)([dataset[0], dataset[1]])
+    assert not batch.pop("skipped")
+    batch.pop("source_ids")
+    output = model(**batch)
+    assert torch.isfinite(output.loss)
+    end = processor.tokenizer.convert_tokens_to_ids(processor.turn_end)
+    for row, labels in enumerate(batch["labels"]):
+        taught = labels[labels >= 0]
+        assert processor.tokenizer.decode(taught[:-1]) == "The red ball." and int(taught[-1]) == end, row
+    too_short = VideoQADataset(records, processor, model_max_length=5, processor_kwargs={"fps": 2})[0]
+    assert "leaves no room" in too_short.reason
+
+
+def test_training_from_features_is_training_from_pixels(model, processor, clips, tmp_path):
+    records = [
+        VideoRecord(video=str(clips / f"{name}.mp4"), question=QUESTION, answer="The red ball.", source="vqa")
+        for name in ("long", "short")
+    ]
+    options = {"processor_kwargs": {"fps": 2}}
+    features = encode_videos(model, processor, [str(one.video) for one in records], tmp_path, **options)
+    collate, batches = VideoQACollator(processor), []
+    for given in (None, features):
+        dataset = VideoQADataset(records, processor, features=given, **options)
+        batches.append(collate([dataset[0], dataset[1]]))
+    from_pixels, from_features = batches
+    for name in ("input_ids", "labels", "query_mask", "video_grid_thw"):
+        assert torch.equal(from_pixels[name], from_features[name]), name
+    assert "video_features" in from_features and "pixel_values_videos" not in from_features
+    losses = []
+    for batch in batches:
+        batch = {name: value for name, value in batch.items() if name not in ("skipped", "source_ids")}
+        losses.append(model(**batch).loss)
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
+
+
+def test_every_parameter_has_its_part(model):
+    for name, _ in model.named_parameters():
+        vision = not any(part in name for part in (".language_model.", "lm_head", ".qtsplus."))
+        assert part_of(name) == ("vision" if vision else part_of(name)), name
+        assert (part_of(name) == "selector") == (".qtsplus." in name)
+
+
+def test_images_may_compete(backbone, processor, prepare):
+    """Where the backbone's images are nothing but tokens."""
+    try:
+        model = backbone.build(processor, select_images=True)
+    except ValueError as error:
+        assert "newlines" in str(error)
+        return
+    inputs = prepare("image and video", "image")
+    output = model(**inputs, retention=0.5)
+    counts = [int((model.model.token_types(row) > 0).sum()) for row in inputs["input_ids"]]
+    assert output.qtsplus.n.tolist() == [-(-count // 2) for count in counts]
+
+
+@pytest.mark.parametrize("query", ["Where is the red ball?", "Why?"])
+def test_a_query_of_its_own(model, processor, clips, query):
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}], tokenize=False
+    )
+    inputs = processor(text=[text], videos=[str(clips / "short.mp4")], query=query, return_tensors="pt")
+    assert processor.tokenizer.decode(inputs["query_input_ids"][0]) == query
+    kept = model(**inputs, retention=0.2).qtsplus
+    assert len(kept.kept_indices[0]) == int(kept.n[0])

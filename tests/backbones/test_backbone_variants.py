@@ -1,0 +1,82 @@
+"""The variants on other backbones than Qwen2.5-VL, counted on the meta device."""
+
+import pytest
+import torch
+import yaml
+from transformers import GenerationConfig
+
+from qtsplus.backbones import backbone_of
+from qtsplus.hub.card import card_data, matching_variant
+from qtsplus.hub.files import hub_configs, hub_root, variants
+from qtsplus.hub.folder import read_json
+from qtsplus.hub.weights import on_meta
+from qtsplus.saving_qtsplus import auto_map
+from qtsplus.training.freezing import count_parameters, part_of
+from qtsplus.training.recipe import dry_run, load_recipe
+
+# The selector, and all that is not the selector: the size of the published model.
+SIZES = {"internvl2.5-8b": (529_648_897, 8_075_365_376), "llava-video-7b": (397_380_353, 8_030_348_832)}
+VARIANT = pytest.mark.parametrize("variant", SIZES)
+
+
+def load(variant):
+    folder = hub_configs() / variant
+    backbone = backbone_of(read_json(folder / "config.json")["model_type"])
+    return backbone, on_meta(backbone.config.from_pretrained(folder))
+
+
+def test_no_variant_is_forgotten():
+    assert {name for name in variants() if not name.startswith("qtsplus-")} == set(SIZES)
+
+
+@VARIANT
+def test_published_sizes(variant):
+    _, model = load(variant)
+    selector = sum(parameter.numel() for parameter in model.model.qtsplus.parameters())
+    assert (selector, count_parameters(model).total - selector) == SIZES[variant]
+    assert 2 * sum(model.model.qtsplus.mrope_section) == model.model.qtsplus.head_dim == 128
+
+
+@VARIANT
+def test_every_parameter_has_its_part(variant):
+    _, model = load(variant)
+    parts = {name: part_of(name) for name, _ in model.named_parameters()}
+    for name, part in parts.items():
+        if part == "language_model":
+            assert ".language_model." in name or name == "lm_head.weight", name
+    assert set(parts.values()) == {"selector", "language_model", "vision"}
+
+
+@VARIANT
+def test_a_variant_is_complete(variant):
+    backbone, model = load(variant)
+    folder = hub_configs() / variant
+    assert model.config.auto_map == auto_map(backbone.model)
+    assert model.config.architectures == [backbone.model.__name__]
+    assert read_json(folder / "processor_config.json")["processor_class"] == backbone.processor.__name__
+    assert model.config.text_config.eos_token_id in GenerationConfig.from_pretrained(folder).eos_token_id
+    assert matching_variant(model.config) == variant
+    card = card_data(variant)
+    assert {"license", "weights", "training_data", "recipe", "base_model"} <= card.keys()
+    assert yaml.safe_load((hub_root() / card["recipe"]).read_text())["model"]["variant"] == variant
+
+
+@VARIANT
+def test_a_prompt_fits_the_models_sizes(variant):
+    """What the processor lays out per frame is what the model expects of its own grid."""
+    _, model = load(variant)
+    settings = read_json(hub_configs() / variant / "processor_config.json")
+    side = {"internvl2.5-8b": 16, "llava-video-7b": 14}[variant]
+    assert settings.get("image_seq_length", side * side) == side * side
+    counts = model.model.placeholder_counts(2, torch.tensor([[4, side, side]]))
+    assert counts == [4 * side * (side + (settings.get("video_newline") == "row"))]
+    assert settings.get("video_newline", "row") == getattr(model.config, "video_newline", "row")
+    assert settings.get("video_placeholder_id", model.config.video_token_id) == model.config.video_token_id
+
+
+@VARIANT
+def test_the_recipe_trains_the_selector_alone(variant):
+    recipe = load_recipe(hub_root() / "recipes" / f"{variant}.yaml", ["training.use_cpu=true"])
+    assert recipe.training.freeze_vision_model and recipe.training.freeze_language_model
+    selector, rest = SIZES[variant]
+    assert f"{selector:,} trainable parameters ({selector / (selector + rest):.2%}" in dry_run(recipe)

@@ -1,0 +1,256 @@
+"""What every backbone has to hold: [`TestBackbone`] runs once for each of them."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from qtsplus.prompt_qtsplus import VIDEO
+
+NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
+CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+
+
+@torch.no_grad()
+def logits(model, inputs, **call):
+    return model(**inputs, **call).logits
+
+
+def with_features(model, inputs, **options):
+    inputs = dict(inputs)
+    pixels = inputs.pop("pixel_values_videos")
+    return {**inputs, "video_features": model.encode_videos(pixels, inputs["video_grid_thw"], **options)}
+
+
+class TestBackbone:
+    """Make this green to add a backbone: one entry in `BACKBONES` of tiny_backbones.py."""
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_with_all_tokens_it_is_the_stock_model(self, backbone, all_tokens, stock, prepare, name):
+        inputs = prepare(name)
+        expected = backbone.stock_inputs(all_tokens, inputs)
+        torch.testing.assert_close(logits(all_tokens, inputs), logits(stock, expected), atol=1e-5, rtol=1e-5)
+        ours, theirs = all_tokens.generate(**inputs, **CALL), stock.generate(**expected, **CALL)
+        width = inputs["input_ids"].shape[1]
+        assert torch.equal(ours[:, width:], theirs[:, width:])
+        assert torch.equal(ours[:, :width], inputs["input_ids"])
+
+    @pytest.mark.parametrize("names", [NAMES[1:5], ("video", "text", "earlier turns")], ids=len)
+    def test_with_all_tokens_a_padded_batch_is_the_stock_model(self, backbone, all_tokens, stock, prepare, names):
+        inputs = prepare(*names)  # with videos of one length, for some stock models take no others
+        expected = backbone.stock_inputs(all_tokens, inputs)
+        real = inputs["attention_mask"].bool()
+        torch.testing.assert_close(
+            logits(all_tokens, inputs)[real], logits(stock, expected)[real], atol=1e-5, rtol=1e-5
+        )
+
+    @pytest.mark.parametrize("padding_side", ["left", "right"])
+    def test_batch_is_single(self, model, prepare, padding_side):
+        together = prepare(*NAMES, processor_kwargs={"padding_side": padding_side})
+        with torch.no_grad():
+            batch = model(**together)
+        for row, name in enumerate(NAMES):
+            with torch.no_grad():
+                alone = model(**prepare(name))
+            real = batch.qtsplus.columns[row] >= 0
+            torch.testing.assert_close(batch.logits[row][real], alone.logits[0], atol=1e-4, rtol=1e-4)
+            if alone.qtsplus is not None:
+                assert torch.equal(batch.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])
+
+    def test_generate_batch_is_single(self, model, prepare):
+        together = model.generate(**prepare(*NAMES), **CALL)[:, -5:]
+        alone = torch.cat([model.generate(**prepare(name), **CALL)[:, -5:] for name in NAMES])
+        assert torch.equal(together, alone)
+
+    def test_without_a_mask_gaps_are_no_seams(self, model, prepare):
+        """Attention without mask and cache takes jumps in 1-D positions for packed sequences."""
+        inputs = prepare("video")
+        expected = logits(model, inputs, retention=0.3)
+        inputs.pop("attention_mask")
+        torch.testing.assert_close(logits(model, inputs, retention=0.3, use_cache=False), expected)
+
+    def test_forward_and_generate_see_the_same(self, model, prepare):
+        inputs = prepare(*NAMES)
+        steps = model.generate(**inputs, **CALL, return_dict_in_generate=True, output_logits=True)
+        torch.testing.assert_close(steps.logits[0], logits(model, inputs)[:, -1], atol=1e-4, rtol=1e-4)
+        assert all(map(torch.equal, steps.qtsplus.kept_indices, model(**inputs).qtsplus.kept_indices))
+
+    def test_decoding_goes_on_where_the_full_prompt_ends(self, model, prepare):
+        """With a cache as without one, where every step lays the whole text out again."""
+        inputs = prepare("video", "two videos")
+        cached = model.generate(**inputs, **CALL, return_dict_in_generate=True, output_logits=True)
+        ids = torch.cat([inputs["input_ids"], cached.sequences[:, inputs["input_ids"].shape[1] :]], dim=1)[:, :-1]
+        longer = torch.nn.functional.pad(inputs["attention_mask"], (0, 4), value=1)
+        mask = torch.nn.functional.pad(inputs["query_mask"], (0, 4))
+        again = logits(model, {**inputs, "input_ids": ids, "attention_mask": longer, "query_mask": mask})
+        torch.testing.assert_close(torch.stack(cached.logits, dim=1), again[:, -5:], atol=1e-4, rtol=1e-4)
+
+    def test_chunk_is_whole(self, model, prepare):
+        inputs = prepare("two videos")
+        pixels, grid = inputs["pixel_values_videos"], inputs["video_grid_thw"]
+        whole = model.encode_videos(pixels, grid)
+        for frames in (1, 3, 5):
+            for one, other in zip(whole, model.encode_videos(pixels, grid, frames_per_chunk=frames), strict=True):
+                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+    def test_encode_once_is_one_shot(self, model, prepare):
+        inputs = prepare(*NAMES)
+        features = with_features(model, inputs, frames_per_chunk=2)
+        lengths = [t * h * w for t, h, w in model.model.merged_grid(inputs["video_grid_thw"])]
+        assert [tuple(one.shape) for one in features["video_features"]] == [
+            (length, model.model.token_width) for length in lengths
+        ]
+        torch.testing.assert_close(logits(model, features), logits(model, inputs), atol=1e-5, rtol=1e-5)
+        assert torch.equal(model.generate(**features, **CALL), model.generate(**inputs, **CALL))
+
+    def test_the_next_turn_from_the_cache_is_a_full_run(self, all_tokens, prepare):
+        first, rest = prepare("video"), prepare("two videos")
+        options = {**CALL, "return_dict_in_generate": True, "output_logits": True}
+
+        def answered():
+            return all_tokens.generate(**first, **options, past_key_values=DynamicCache())
+
+        ids = torch.cat([answered().sequences, rest["input_ids"]], dim=1)
+        whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
+            whole[name] = torch.cat([first[name], rest[name]])
+        expected = all_tokens.generate(**whole, **options)
+        only_new = {name: value for name, value in rest.items() if "video" in name or "second" in name}
+        for inputs in (whole, {**whole, **only_new}):
+            got = all_tokens.generate(**inputs, **options, past_key_values=answered().past_key_values)
+            assert torch.equal(got.sequences, expected.sequences)
+            for one, other in zip(got.logits, expected.logits, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+    def test_the_next_turn_selects_among_what_is_new(self, model, prepare):
+        first, rest = prepare("video"), prepare("two videos")
+        options = {**CALL, "return_dict_in_generate": True}
+        done = model.generate(**first, **options, past_key_values=DynamicCache())
+        ids = torch.cat([done.sequences, rest["input_ids"]], dim=1)
+        more = {**rest, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        del more["query_mask"]
+        got = model.generate(**more, **options, past_key_values=done.past_key_values, retention=1.0)
+        sizes = [t * h * w for t, h, w in model.model.merged_grid(rest["video_grid_thw"])]
+        assert len(got.qtsplus.kept_indices[0]) == sum(sizes)
+
+    @pytest.mark.parametrize("call", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+    def test_generates_with_beams_and_samples(self, model, prepare, call):
+        inputs = prepare("video", "text")
+        made = model.generate(**inputs, **{**CALL, **call}, retention=0.2)
+        width = inputs["input_ids"].shape[1]
+        assert made.shape[1] == width + 5 and torch.equal(made[:: len(made) // 2, :width], inputs["input_ids"])
+
+    def test_a_training_step_reaches_the_selector_alone(self, backbone, processor, prepare):
+        model = backbone.build(processor).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".qtsplus." in name)
+        model.model.qtsplus.freeze_unused()
+        inputs = prepare(*NAMES)
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        loss = model(**inputs, labels=labels).loss
+        loss.backward()
+        assert torch.isfinite(loss)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+                if "rho" not in name:
+                    assert parameter.grad.abs().sum() > 0, name
+            else:
+                assert parameter.grad is None, name
+
+    def test_training_and_inference_keep_the_same(self, backbone, processor, prepare):
+        model, inputs = backbone.build(processor), prepare("video", "two videos")
+        evaluated = model(**inputs).qtsplus.kept_indices
+        assert all(map(torch.equal, evaluated, model.train()(**inputs).qtsplus.kept_indices))
+
+    def test_the_question_alone_is_the_query(self, processor, model, prepare, rows):
+        inputs = prepare(*NAMES)
+        derived = dict(inputs)
+        mask = derived.pop("query_mask")
+        for row, name in enumerate(NAMES):
+            question = rows[name][-1]["content"][-1]["text"]
+            assert processor.tokenizer.decode(inputs["input_ids"][row][mask[row].bool()]).strip() == question
+        torch.testing.assert_close(logits(model, derived), logits(model, inputs))
+        for key, value in processor.query_token_ids.items():
+            assert getattr(model.config, key) == value, key
+
+    def test_a_question_before_the_video(self, processor, clips):
+        content = [{"type": "text", "text": "Which frame is it?"}, {"type": "video", "video": str(clips / "short.mp4")}]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        asked = inputs["input_ids"][0][inputs["query_mask"][0].bool()]
+        assert processor.tokenizer.decode(asked).strip() == "Which frame is it?"
+
+    def test_separators_go_with_what_they_end(self, model, prepare):
+        """What is no candidate stays in order; of the rest what the rule names."""
+        inputs = prepare("two videos")
+        output = model(**inputs, retention=1.0, max_visual_tokens=3)
+        columns = output.qtsplus.columns[0]
+        assert torch.equal(columns, columns.sort().values)
+        ids = inputs["input_ids"][0]
+        kept = ids[columns]
+        assert int((model.model.token_types(kept[None]) == VIDEO).sum()) >= 3
+        special = set(ids.tolist()) & set(model.config.special_token_ids)
+        turns = {model.config.user_turn_token_ids[0], model.config.turn_end_token_id}
+        for one in special & turns:
+            assert int((kept == one).sum()) == int((ids == one).sum())
+        assert torch.equal(inputs["query_mask"][0][columns].sum(), inputs["query_mask"][0].sum())
+        whole = model(**inputs, retention=1.0)
+        assert whole.logits.shape[1] == len(ids)
+
+    def test_whoever_keeps_a_token_keeps_all_of_it(self, backbone, processor, prepare):
+        model = backbone.build(processor, reencode_layers=0).model
+        inputs = prepare("video")
+        (source,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+        prompt = model.compress(**inputs, retention=0.3)
+        (kept,), got = prompt.qtsplus.kept_indices, prompt.features["video"][0]
+        assert source.shape[1] == got.shape[1] == model.token_width and len(source) >= 12
+        if len(got) > len(kept):
+            got = got[(got != model.line_end).any(1)]
+        assert torch.equal(got, source[kept]) and not torch.equal(got, source[: len(kept)])
+
+    def test_positions_original_and_sequential(self, backbone, processor, prepare):
+        inputs = prepare("video", "two videos")
+        original, sequential = (
+            backbone.build(processor, position_ids=kind).model for kind in ("original", "sequential")
+        )
+        full = original.compress(**inputs, retention=1.0)
+        short = original.compress(**inputs, retention=0.3)
+        for row in range(2):
+            kept = short.columns[row] >= 0
+            places = {int(column): place for place, column in enumerate(full.columns[row]) if column >= 0}
+            at = [places[int(column)] for column in short.columns[row][kept]]
+            expected, got = (original.language_axes(one.position_ids)[:, row] for one in (full, short))
+            assert torch.equal(got[:, kept], expected[:, at])
+        assert torch.equal(short.next_position, full.next_position)
+        numbered = sequential.compress(**inputs, retention=0.3)
+        counts = numbered.attention_mask.sum(-1)
+        assert torch.equal(numbered.next_position, counts)
+        for row, count in enumerate(counts.tolist()):
+            axes = sequential.language_axes(numbered.position_ids)[:, row, -count:]
+            assert torch.equal(axes, torch.arange(count).expand(len(axes), -1))
+
+    def test_the_reencoder_sees_absolute_time(self, backbone, processor, model, prepare):
+        """Twice the seconds between frames: other features, where no token moves in the text."""
+        inputs = prepare("video")
+        slower = {**inputs, "second_per_grid_ts": 3 * inputs["second_per_grid_ts"]}
+        one, other = (model.model.compress(**each, retention=0.5) for each in (inputs, slower))
+        assert torch.equal(one.qtsplus.kept_indices[0], other.qtsplus.kept_indices[0])
+        assert not torch.allclose(one.features["video"][0], other.features["video"][0], atol=1e-4)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda inputs: {"video_grid_thw": inputs["video_grid_thw"] + 1}, "rows of video pixels"),
+            (lambda inputs: {"video_grid_thw": None, "second_per_grid_ts": None}, "without grid_thw"),
+            (lambda inputs: {"pixel_values_videos": inputs["pixel_values_videos"] * float("nan")}, "NaN"),
+            (lambda inputs: {"query_mask": 0 * inputs["query_mask"]}, "no question"),
+            (lambda inputs: {"retention": 1.5}, "retention"),
+            (lambda inputs: {name: None for name in inputs if "video" in name or "second" in name}, "placeholders"),
+        ],
+        ids=["grid", "no grid", "NaN", "no question", "retention", "no pixels"],
+    )
+    def test_bad_input_is_named(self, model, prepare, change, message):
+        inputs = prepare("video")
+        with pytest.raises(ValueError, match=message):
+            model(**{**inputs, **change(inputs)})

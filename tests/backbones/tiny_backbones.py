@@ -1,0 +1,392 @@
+"""A tiny random model of every backbone, with its real processor around the tokenizer of qtsplus-tiny."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    InternVLForConditionalGeneration,
+    InternVLVideoProcessor,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionModel,
+    LlavaOnevisionVideoProcessor,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLVideoProcessor,
+)
+from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
+from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
+
+from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.hub.files import hub_configs
+from qtsplus.hub.publish import load_processor
+from qtsplus.modeling_qtsplus_internvl import (
+    InternVLQTSplusConfig,
+    InternVLQTSplusForConditionalGeneration,
+    InternVLQTSplusProcessor,
+)
+from qtsplus.modeling_qtsplus_llava_onevision import (
+    LlavaOnevisionQTSplusConfig,
+    LlavaOnevisionQTSplusForConditionalGeneration,
+    LlavaOnevisionQTSplusProcessor,
+)
+from qtsplus.modeling_qtsplus_qwen2_vl import (
+    Qwen2VLQTSplusConfig,
+    Qwen2VLQTSplusForConditionalGeneration,
+    Qwen2VLQTSplusProcessor,
+)
+from qtsplus.modeling_qtsplus_qwen3_vl import (
+    Qwen3VLQTSplusConfig,
+    Qwen3VLQTSplusForConditionalGeneration,
+    Qwen3VLQTSplusProcessor,
+)
+
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "max_position_embeddings": 8192,
+}
+
+TURNS = """\
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content -%}
+{%- if part.type == 'image' %}IMAGE
+{%- elif part.type == 'video' %}VIDEO
+{%- else %}{{ part.text }}{% endif -%}
+{%- endfor -%}
+{%- endif %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """
+    What the contract needs to know of a backbone.
+
+    Args:
+        config: from the fields of `qtsplus_config` and the processor to a configuration.
+        processor: makes the processor.
+        stock_inputs: from our inputs to those of the stock model, `stock`.
+    """
+
+    name: str
+    model: type
+    stock: type
+    config: Callable[..., Any]
+    processor: Callable[[], Any]
+    stock_inputs: Callable[[Any, dict], dict]
+
+    def build(self, processor, seed: int = 0, **selector):
+        """Every parameter random and of a size that matters."""
+        torch.manual_seed(seed)
+        model = self.model(self.config(processor, selector))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                centre = 1.0 if parameter.ndim == 1 and "norm" in name and name.endswith("weight") else 0.0
+                parameter.normal_(centre, 0.12)
+        return model.eval()
+
+    def stock_twin(self, model):
+        """The stock model with the same weights."""
+        config = model.config.to_dict()
+        for name in ("qtsplus_config", "video_newline"):
+            config.pop(name, None)
+        stock = self.stock(self.stock.config_class(**{**config, "model_type": self.stock.config_class.model_type}))
+        stock.load_state_dict({name: value for name, value in model.state_dict().items() if ".qtsplus." not in name})
+        return stock.eval()
+
+
+def tiny_tokenizer(**named) -> Qwen2Tokenizer:
+    """The tokenizer of qtsplus-tiny, with further special tokens by their names."""
+    folder = hub_configs() / "qtsplus-tiny"
+    return Qwen2Tokenizer.from_pretrained(folder, extra_special_tokens=named, padding_side="left")
+
+
+def text_config(processor, **fields) -> dict:
+    tokenizer = processor.tokenizer
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {**TEXT, **special, "vocab_size": len(tokenizer), **fields}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def internvl_processor() -> InternVLQTSplusProcessor:
+    tokenizer = tiny_tokenizer(
+        start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
+    )
+    size = {"height": 32, "width": 32}
+    return InternVLQTSplusProcessor(
+        image_processor=GotOcr2ImageProcessor(size=size, max_patches=2),
+        tokenizer=tokenizer,
+        video_processor=InternVLVideoProcessor(size=size),
+        image_seq_length=16,
+        chat_template=TURNS.replace("IMAGE", "<IMG_CONTEXT>").replace("VIDEO", "<video>"),
+    )
+
+
+def internvl_config(processor, selector) -> InternVLQTSplusConfig:
+    return InternVLQTSplusConfig(
+        text_config={**text_config(processor), "model_type": "qwen2"},
+        vision_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 48,
+            "image_size": 32,
+            "patch_size": 4,
+        },
+        image_seq_length=16,
+        qtsplus_config=selector,
+        image_token_id=processor.image_token_id,
+        **processor.query_token_ids,
+    )
+
+
+def internvl_stock_inputs(model, inputs) -> dict:
+    """Tiles and frames in the order of the prompts, all under the placeholder of an image."""
+    inputs = dict(inputs)
+    config, ids = model.config, inputs["input_ids"]
+    tiles = list(inputs.pop("pixel_values", torch.empty(0)))
+    frames = list(inputs.pop("pixel_values_videos", torch.empty(0)))
+    pixels = []
+    for row in ids:
+        for kind in row[(row == config.image_token_id) | (row == config.video_token_id)].view(-1, 16)[:, 0]:
+            pixels.append((frames if kind == config.video_token_id else tiles).pop(0))
+    stock = {"input_ids": ids.masked_fill(ids == config.video_token_id, config.image_token_id)}
+    if pixels:
+        stock["pixel_values"] = torch.stack(pixels)
+    return {**stock, "attention_mask": inputs["attention_mask"]}
+
+
+INTERNVL = Backbone(
+    "internvl",
+    InternVLQTSplusForConditionalGeneration,
+    InternVLForConditionalGeneration,
+    internvl_config,
+    internvl_processor,
+    internvl_stock_inputs,
+)
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def llava_processor(video_newline: str) -> LlavaOnevisionQTSplusProcessor:
+    size = {"height": 20, "width": 20}
+    return LlavaOnevisionQTSplusProcessor(
+        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=[[20, 40], [40, 20], [40, 40]]),
+        tokenizer=tiny_tokenizer(image_token="<image>", video_token="<video>"),
+        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=25,
+        vision_feature_select_strategy="full",
+        chat_template=TURNS.replace("IMAGE", "<image>").replace("VIDEO", "<video>"),
+        video_newline=video_newline,
+    )
+
+
+def llava_config(processor, selector) -> LlavaOnevisionQTSplusConfig:
+    return LlavaOnevisionQTSplusConfig(
+        text_config={**text_config(processor), "model_type": "qwen2"},
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 48,
+            "image_size": 20,
+            "patch_size": 4,
+            "vision_use_head": False,
+        },
+        image_grid_pinpoints=processor.image_processor.image_grid_pinpoints,
+        image_token_index=processor.image_token_id,
+        video_token_index=processor.video_token_id,
+        video_newline=processor.video_newline,
+        qtsplus_config=selector,
+        **processor.query_token_ids,
+    )
+
+
+def llava_stock_inputs(model, inputs) -> dict:
+    """Images padded to the same number of crops; videos of one length."""
+    stock = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    if "pixel_values" in inputs:
+        grid = inputs["image_grid_thw"]
+        crops = inputs["pixel_values"].split(grid[:, 0].tolist())
+        most = max(map(len, crops))
+        padded = [torch.cat([one, one.new_zeros(most - len(one), *one.shape[1:])]) for one in crops]
+        stock |= {"pixel_values": torch.stack(padded), "image_sizes": grid[:, 1:]}
+        stock["batch_num_images"] = torch.ones(len(grid), dtype=torch.long)
+    if "pixel_values_videos" in inputs:
+        frames = inputs["video_grid_thw"][:, 0]
+        stock["pixel_values_videos"] = inputs["pixel_values_videos"].unflatten(0, (len(frames), int(frames[0])))
+    return stock
+
+
+class LlavaVideo(LlavaOnevisionForConditionalGeneration):
+    """What LLaVA-Video's own code does to a video: a newline behind every row of every frame, and none at the end."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        side = 3  # tokens along a side of a pooled frame
+
+        def with_rows_ended(pixel_values_videos, **kwargs):
+            output = LlavaOnevisionModel.get_video_features(self.model, pixel_values_videos, **kwargs)
+            count = pixel_values_videos.shape[1] * side * side
+            tokens = output.pooler_output[:, :count].unflatten(1, (-1, side))
+            newline = self.model.image_newline.expand(*tokens.shape[:2], 1, -1)
+            rows = torch.cat([tokens, newline], dim=2).flatten(1, 2)
+            # Below Transformers 5.18 it is `forward` that puts the last newline.
+            output.pooler_output = rows if output.pooler_output.shape[1] > count else rows[:, :-1]
+            return output
+
+        self.model.get_video_features = with_rows_ended
+
+
+LLAVA_ONEVISION, LLAVA_VIDEO = (
+    Backbone(
+        name,
+        LlavaOnevisionQTSplusForConditionalGeneration,
+        stock,
+        llava_config,
+        lambda newline=newline: llava_processor(newline),
+        llava_stock_inputs,
+    )
+    for name, newline, stock in (
+        ("llava_onevision", "video", LlavaOnevisionForConditionalGeneration),
+        ("llava_video", "row", LlavaVideo),
+    )
+)
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def qwen_stock_inputs(model, inputs) -> dict:
+    names = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+    stock = {name: inputs[name] for name in names if name in inputs}
+    return {**stock, "mm_token_type_ids": model.model.token_types(inputs["input_ids"])}
+
+
+def qwen3_processor() -> Qwen3VLQTSplusProcessor:
+    pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    size = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 12}
+    triple = "<|vision_start|><|{}_pad|><|vision_end|>"
+    return Qwen3VLQTSplusProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, **pixels),
+        tokenizer=tiny_tokenizer(),
+        # Of the whole video, where the others' are of a frame.
+        video_processor=Qwen3VLVideoProcessor(size={"shortest_edge": 64, "longest_edge": 64 * 96}, **pixels),
+        chat_template=TURNS.replace("IMAGE", triple.format("image")).replace("VIDEO", triple.format("video")),
+    )
+
+
+def qwen3_config(processor, selector) -> Qwen3VLQTSplusConfig:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    return Qwen3VLQTSplusConfig(
+        text_config=text_config(processor, num_hidden_layers=3, head_dim=16, rope_parameters=rope),
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        qtsplus_config=selector,
+        image_token_id=processor.image_token_id,
+        vision_start_token_id=processor.vision_start_token_id,
+        vision_end_token_id=processor.vision_end_token_id,
+        **processor.query_token_ids,
+    )
+
+
+QWEN3_VL = Backbone(
+    "qwen3_vl",
+    Qwen3VLQTSplusForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+    qwen3_config,
+    qwen3_processor,
+    qwen_stock_inputs,
+)
+
+
+def qwen2_processor() -> Qwen2VLQTSplusProcessor:
+    pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    size = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 12}
+    triple = "<|vision_start|><|{}_pad|><|vision_end|>"
+    return Qwen2VLQTSplusProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, **pixels),
+        tokenizer=tiny_tokenizer(),
+        video_processor=Qwen2VLVideoProcessor(size=size, **pixels),
+        chat_template=TURNS.replace("IMAGE", triple.format("image")).replace("VIDEO", triple.format("video")),
+    )
+
+
+def qwen2_config(processor, selector) -> Qwen2VLQTSplusConfig:
+    token_id = processor.tokenizer.convert_tokens_to_ids
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    return Qwen2VLQTSplusConfig(
+        text_config=text_config(processor, rope_parameters=rope),
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4},
+        qtsplus_config=selector,
+        image_token_id=processor.image_token_id,
+        video_token_id=processor.video_token_id,
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        **processor.query_token_ids,
+    )
+
+
+QWEN2_VL = Backbone(
+    "qwen2_vl",
+    Qwen2VLQTSplusForConditionalGeneration,
+    Qwen2VLForConditionalGeneration,
+    qwen2_config,
+    qwen2_processor,
+    qwen_stock_inputs,
+)
+
+
+def qwen2_5_processor():
+    folder = hub_configs() / "qtsplus-tiny"
+    return load_processor(folder, Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
+
+
+def qwen2_5_config(processor, selector) -> Qwen2_5_VLQTSplusConfig:
+    settings = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / "qtsplus-tiny").to_dict()
+    for name in ("qtsplus_config", "model_type", "auto_map", "architectures", "dtype"):
+        settings.pop(name, None)
+    return Qwen2_5_VLQTSplusConfig(**settings, qtsplus_config=selector)
+
+
+def qwen2_5_stock_inputs(model, inputs) -> dict:
+    stock = qwen_stock_inputs(model, inputs)
+    return {**stock, **{name: inputs[name] for name in ("second_per_grid_ts",) if name in inputs}}
+
+
+QWEN2_5_VL = Backbone(
+    "qwen2_5_vl",
+    Qwen2_5_VLQTSplusForConditionalGeneration,
+    Qwen2_5_VLForConditionalGeneration,
+    qwen2_5_config,
+    qwen2_5_processor,
+    qwen2_5_stock_inputs,
+)
+
+BACKBONES = (QWEN2_5_VL, INTERNVL, LLAVA_ONEVISION, LLAVA_VIDEO, QWEN3_VL, QWEN2_VL)
