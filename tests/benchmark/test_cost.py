@@ -42,8 +42,8 @@ def test_counts_are_those_of_pytorch():
     embeds = torch.randn(1, tokens + TEXT, width)
     positions = torch.arange(tokens + TEXT).expand(3, 1, -1)
     total, attention = counted(lambda: models["stock"](inputs_embeds=embeds, position_ids=positions, logits_to_keep=1))
-    # PyTorch counts causal attention as if it were full; older versions of Transformers multiply matrices for the angles
-    # of the three rotary axes.
+    # PyTorch counts causal attention as if it were full; older versions of Transformers multiply matrices for the
+    # angles of the three rotary axes.
     head_dim = width // models["stock"].config.text_config.num_attention_heads
     angles = 2 * 3 * (tokens + TEXT) * (head_dim // 2)
     assert total - attention / 2 - costs["stock"]["prefill"].flops in (0, angles)
