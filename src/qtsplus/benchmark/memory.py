@@ -73,7 +73,8 @@ def run_memory(
     extra = {task: spread(journal.done[task]["extra_mb"]) for task in tasks}
     whole = {side: journal.done[side]["weights_mb"] + extra[side]["median"] for side in SIDES}
     document = {
-        "command": f"qtsplus bench memory --shape {shape_name} --device {device}",
+        "command": f"qtsplus bench memory --shape {shape_name} --device {device} --dtype {settings['dtype']} "
+        f"--retention {retention:g} --repeats {repeats}",
         "environment": environment(device),
         "settings": settings,
         "figures": {

@@ -74,7 +74,8 @@ def in_own_process(function: Callable[..., dict[str, Any]], **arguments: Any) ->
         ChildProcessError: the process failed, out of memory for one; says how.
     """
     # glibc would keep what was freed for later; so every tensor is its own mapping, there as long as it lives.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment = {**inherited, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     process = subprocess.run(
         [sys.executable, "-c", _WORKER],
         input=json.dumps([function.__module__, function.__name__, arguments]),

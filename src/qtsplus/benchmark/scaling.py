@@ -74,7 +74,8 @@ def run_scaling(
         "memory": fit_power_law(sizes, [point["extra_mb"]["median"] for point in points]),
     }
     document = {
-        "command": f"qtsplus bench scaling --shape {shape_name} --device {device}",
+        "command": f"qtsplus bench scaling --shape {shape_name} --device {device} --repeats {repeats} "
+        + " ".join(f"--size {size}" for size in sizes),
         "environment": environment(device),
         "settings": {**settings, "question_tokens": QUESTION_TOKENS},
         "figures": {

@@ -250,7 +250,8 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
     reached = probe(device, dtype)
     stages = _spreads(runs)
     document = {
-        "command": f"qtsplus bench speed --shape {shape.name} --device {device}",
+        "command": f"qtsplus bench speed --shape {shape.name} --device {device} --dtype {settings['dtype']} "
+        f"--retention {settings['retention']:g} --repeats {repeats} --{'sweep' if settings['sweep'] else 'no-sweep'}",
         "environment": environment(device),
         "settings": settings,
         "tokens": {key: int(counted[key]) for key in ("visual_tokens", "visual_tokens_to_lm", "text_tokens")},
