@@ -123,7 +123,7 @@ class _ApartProcessor(InternVLProcessor):
 
     def _process_images(self, images, **kwargs):
         processed, texts = super()._process_images(images, **kwargs)
-        processed["image_grid_thw"] = torch.cat([self._grid_of(int(tiles)) for tiles in processed.pop("num_patches")])
+        processed["image_grid_thw"] = torch.cat([self.grid_of(int(tiles)) for tiles in processed.pop("num_patches")])
         return processed, texts
 
     def replace_video_token(self, video_inputs, video_idx, **kwargs):

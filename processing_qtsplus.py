@@ -467,6 +467,7 @@ class QTSplusProcessorMixin:
 
     user_turn = "<|im_start|>user"  # what the chat template opens and closes a turn with
     turn_end = "<|im_end|>"
+    native_resolution = True  # larger frames become more tokens
 
     @property
     def model_input_names(self):
@@ -594,12 +595,12 @@ class QTSplusProcessorMixin:
             metadata, decode = open_video(path, self._frame_choice(fps, num_frames, bounds))
             height, width = metadata.height, metadata.width
 
-        grid = self._grid_of(len(metadata.frames_indices), height, width)
+        grid = self.grid_of(len(metadata.frames_indices), height, width)
         if frames_per_chunk is None:
             patches = int(grid[0, 1] * grid[0, 2])
             frames_per_chunk = min(PATCHES_PER_CHUNK // patches * temporal, BYTES_PER_CHUNK // (3 * height * width))
         return VideoChunks(
-            preprocess=functools.partial(self._preprocess_chunk, grid=grid),
+            preprocess=functools.partial(self.preprocess_frames, grid=grid),
             decode=decode,
             video_grid_thw=grid,
             second_per_grid_ts=[temporal / metadata.sampled_fps],
@@ -621,18 +622,24 @@ class QTSplusProcessorMixin:
         bounds = {name: value for name, value in bounds.items() if value is not None}
         return functools.partial(choose_frames, fps=fps, num_frames=num_frames, **bounds)
 
-    def _grid_of(self, num_frames: int, height: int, width: int) -> torch.Tensor:
+    def grid_of(self, num_frames: int, height: int, width: int) -> torch.Tensor:
         """`[1, 3]`: the grid of a video, asked of the video processor itself with a video without values."""
         blank = torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")
         options = {"do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
         return self.video_processor(videos=[blank], **options)["video_grid_thw"]
 
-    def _preprocess_chunk(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pixel values and grid of some frames of a video with this grid."""
+    def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Pixel values and grid of some frames of a video.
+
+        Args:
+            frames: `[T, H, W, 3]` uint8.
+            grid: `[1, 3]`, whose height and width the frames shall have; ignored without `native_resolution`.
+        """
         processor, video = self.video_processor, torch.from_numpy(frames).permute(0, 3, 1, 2)
-        if processor.do_resize:
+        height, width = (grid[0, 1:] * processor.patch_size).tolist()
+        if video.shape[2:] != (height, width):
             # Qwen's own resizing would look at the number of frames, which is the chunk's and not the video's.
-            height, width = (grid[0, 1:] * processor.patch_size).tolist()
             size = SizeDict(height=height, width=width)
             video = BaseVideoProcessor.resize(processor, image=video, size=size, resample=processor.resample)
         inputs = processor(videos=[video], do_resize=False, do_sample_frames=False, return_tensors="pt")
@@ -765,6 +772,8 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
     A backbone supplies `tokens_per_side`, and `replace_video_token` where its stock processor's is another one.
     """
 
+    native_resolution = False
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.video_processor.merge_size = self.video_processor.temporal_patch_size = 1
@@ -780,7 +789,7 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
     def _process_videos(self, videos, video_metadata=None, **kwargs):
         options = {**kwargs, "return_tensors": "pt", "return_metadata": False}
         clips = [self._clip(video, options) for video in videos]
-        grids = torch.cat([self._grid_of(len(clip)) for clip in clips])
+        grids = torch.cat([self.grid_of(len(clip)) for clip in clips])
         processed = {"pixel_values_videos": clips, "video_grid_thw": grids, "video_metadata": video_metadata}
         texts = [self.replace_video_token(processed, index) for index in range(len(clips))]
         seconds = [1 / metadata.sampled_fps for metadata in video_metadata]
@@ -791,12 +800,12 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
             return video
         return self.video_processor(videos=[video], **options)["pixel_values_videos"][0]
 
-    def _grid_of(self, num_frames: int, *size: int) -> torch.Tensor:
+    def grid_of(self, num_frames: int, *size: int) -> torch.Tensor:
         return torch.tensor([[num_frames, self.tokens_per_side, self.tokens_per_side]])
 
-    def _preprocess_chunk(self, frames, grid):
+    def preprocess_frames(self, frames, grid):
         clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})
-        return clip, self._grid_of(len(clip))
+        return clip, self.grid_of(len(clip))
 
     def _blank(self, t: int, h: int, w: int) -> torch.Tensor:
         return torch.empty(t, 3, 1, 1, device="meta")

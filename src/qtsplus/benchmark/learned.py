@@ -250,10 +250,19 @@ class _Benchmark:
     def answers(self, seed: int | None) -> Path:
         return self.work / (BASE if seed is None else f"seed{seed}") / "answers"
 
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Layouts that this backbone's videos do not have, and why."""
+        if self.processor.native_resolution:
+            return {}
+        return {"lower_resolution": "this backbone makes as many tokens of a frame whatever its size"}
+
     def ask(self, seed: int | None, chosen: Sequence[Policy], seed_of_chance: int) -> list[dict[str, Any]]:
         """The outcomes of a model's policies, from disk where they are there."""
         model, results = None, []
         for policy in chosen:
+            if policy.layout in self.left_out:
+                continue
             path = self.answers(seed) / f"{policy.label}.json"
             if not path.exists():
                 model = model or self.load(seed, policy.model)
@@ -298,11 +307,10 @@ class _Benchmark:
     @cached_property
     def _needle_tokens(self) -> list[list[np.ndarray]]:
         """Per question and needle, the visual tokens that show it."""
-        merge = self.processor.video_processor.merge_size
         found = []
         for video, needles in zip(self._asked_videos(), self.test.needles, strict=True):
-            t, h, w = video["video_grid_thw"][0].tolist()
-            grid, seconds = (t, h // merge, w // merge), float(video["second_per_grid_ts"][0])
+            (grid,) = self.base_model.model.merged_grid(video["video_grid_thw"])
+            seconds = float(video["second_per_grid_ts"][0])
             found.append([sighting_tokens(seen, grid, seconds) for seen in needles])
         return found
 
@@ -392,6 +400,8 @@ def run_learned(
     if not load_recipe(recipe, overrides).training.freeze_vision_model:
         raise ValueError(f"{recipe} trains the vision tower: the benchmark encodes the videos once for all models.")
     bench = _Benchmark(base, recipe, overrides, TestSet.read(test), work, batch_size, say)
+    for layout, reason in bench.left_out.items():
+        say(f"{layout} is left out: {reason}")
     results = bench.ask(None, policies(BASE), seeds[0])
     agreement, dual = [], []
     for seed in seeds:
@@ -419,6 +429,7 @@ def run_learned(
         "questions": len(kinds),
         "videos": len(bench.test.videos),
         "test_sha256": bench.test.digest,
+        "left_out": bench.left_out,
         "differences": _differences(results, bench.test.records),
         "agreement": agreement,
         "adaptive": _adaptive(results, bench.test.records, seeds),

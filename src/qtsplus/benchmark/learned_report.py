@@ -75,6 +75,7 @@ def _table(pooled: dict, details: dict[str, Any]) -> str:
             *kinds,
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    lines += [f"\n{name_of(layout).capitalize()}: left out, {reason}." for layout, reason in details["left_out"].items()]
     lines += _gains(details["differences"])
     lines += [
         "",
@@ -135,6 +136,8 @@ def _draw_accuracy(pooled: dict) -> Figure:
     left, right = figure.subplots(1, 2)
     for policy, colour in _CURVES.items():
         points = [(row["kept_fraction"], row) for (name, share), row in pooled.items() if name == policy and share]
+        if not points:
+            continue
         points.sort(key=lambda point: point[0])
         _with_intervals(left, [x for x, _ in points], [row for _, row in points], colour, name_of(policy), "-o")
     for policy, style in (("all", "--"), ("base_all", ":")):

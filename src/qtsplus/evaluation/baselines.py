@@ -4,58 +4,50 @@ Each returns a video's pixels for a model that keeps all tokens of them; at leas
 the processor would make of the whole video, so the comparison never favours a selector by a rounding.
 """
 
-import functools
 import math
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
-
-from ..processing_qtsplus import choose_frames, read_video
 
 Pixels = dict[str, torch.Tensor]
 
 
-def full_video(processor: Any, video: str, **processor_kwargs: Any) -> Pixels:
+def full_video(processor: Any, video: str) -> Pixels:
     """`pixel_values_videos`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`, as the processor makes them."""
-    videos = processor_kwargs.pop("videos", [video])
-    inputs = processor(text=[processor.video_token], videos=videos, return_tensors="pt", **processor_kwargs)
+    inputs = processor(text=[processor.video_token], videos=[video], return_tensors="pt")
     names = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
     return {name: torch.as_tensor(inputs[name]) for name in names}
 
 
 def fewer_frames(processor: Any, video: str, retention: float) -> Pixels:
-    """The fewest frames, evenly spaced, that still give `retention` of the tokens."""
-    steps = int(full_video(processor, video)["video_grid_thw"][0, 0])
-    per_step = processor.video_processor.temporal_patch_size
-    return full_video(processor, video, num_frames=max(1, math.ceil(retention * steps - 1e-9)) * per_step)
+    """The fewest frames, evenly spaced and as large as in the whole video, that still give `retention` of the tokens."""
+    steps, *size = processor.video_chunks(video).video_grid_thw[0].tolist()
+    wanted = max(1, math.ceil(retention * steps - 1e-9))
+    return _read(processor, video, size, wanted * processor.video_processor.temporal_patch_size)
 
 
 def lower_resolution(processor: Any, video: str, retention: float) -> Pixels:
-    """All frames, shrunk to the smallest size, of about the same shape, that still gives `retention` of the tokens."""
-    settings = processor.video_processor
-    side = settings.patch_size * settings.merge_size
-    _, height, width = (full_video(processor, video)["video_grid_thw"][0] // settings.merge_size).tolist()
-    rows, columns = _smallest_grid(height, width, retention)
-    choose = functools.partial(
-        choose_frames,
-        fps=settings.fps,
-        min_frames=settings.min_frames,
-        max_frames=settings.max_frames,
-        temporal_patch_size=settings.temporal_patch_size,
-    )
-    frames, metadata = read_video(video, choose)
-    size = (columns * side, rows * side)
-    small = np.stack([np.asarray(Image.fromarray(one).resize(size, Image.Resampling.BICUBIC)) for one in frames])
-    area = size[0] * size[1]
-    return full_video(
-        processor,
-        video,
-        videos=[small],
-        video_metadata=[metadata],
-        size={"shortest_edge": area, "longest_edge": area},
-    )
+    """
+    All frames, shrunk to the smallest size, of about the same shape, that still gives `retention` of the tokens.
+
+    Raises:
+        ValueError: this backbone makes as many tokens of a frame whatever its size.
+    """
+    if not processor.native_resolution:
+        raise ValueError(f"{type(processor).__name__} has no lower resolution: its frames are all of one size.")
+    merge = processor.video_processor.merge_size
+    _, height, width = (processor.video_chunks(video).video_grid_thw[0] // merge).tolist()
+    return _read(processor, video, [side * merge for side in _smallest_grid(height, width, retention)])
+
+
+def _read(processor: Any, video: str, size: list[int], num_frames: int | None = None) -> Pixels:
+    """A video's pixels with frames of `size`, (height, width) as in the grid."""
+    chunks = processor.video_chunks(video, num_frames=num_frames)
+    frames = np.stack(list(chunks.decode()))
+    pixels, grid = processor.preprocess_frames(frames, torch.tensor([[len(frames), *size]]))
+    seconds = torch.tensor(chunks.second_per_grid_ts)
+    return {"pixel_values_videos": pixels, "video_grid_thw": grid, "second_per_grid_ts": seconds}
 
 
 def _smallest_grid(height: int, width: int, retention: float) -> tuple[int, int]:

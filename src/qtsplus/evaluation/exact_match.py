@@ -71,7 +71,7 @@ def exact_match(
             return_dict_in_generate=True,
         )
         answers = processor.batch_decode(output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        visual_tokens = (inputs["input_ids"] == processor.video_token_id).sum(1).tolist()
+        visual_tokens = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
         chosen = output.qtsplus
         for row, (index, record) in enumerate(zip(batch, asked, strict=True)):
             kept = tuple(chosen.kept_indices[row].tolist())
