@@ -341,7 +341,13 @@ def learned(
     console.print(f"Wrote {results}", soft_wrap=True, highlight=False)
 
 
-_Shape = Annotated[str, typer.Option(help="cpu: 3B widths, a quarter of the layers. 3b: whole, on a GPU. small; tiny.")]
+_Shape = Annotated[
+    str,
+    typer.Option(
+        help="cpu: 3B widths, a quarter of the layers. 3b: whole, on a GPU. small; tiny. Other backbones: "
+        "internvl2.5-8b and llava-video-7b, whole; with -cpu behind, a quarter of the layers."
+    ),
+]
 _Device = Annotated[str | None, typer.Option(help="Such as cuda or cpu; what the shape is meant for when absent.")]
 _Results = Annotated[Path, typer.Option(help="Folder of the results.")]
 _Repeats = Annotated[int, typer.Option(help="Repeats of each measurement.", min=1)]
@@ -360,7 +366,7 @@ def speed(
     ] = Dtype.auto,
     sweep: Annotated[bool, typer.Option(help="Also measure over the number of frames.")] = True,
 ) -> None:
-    """Seconds per stage and from an mp4 to the first token, stock Qwen2.5-VL and ours in turn on the same weights."""
+    """Seconds per stage and from an mp4 to the first token, the stock model and ours in turn on the same weights."""
     with _one_line_errors(), _resumable():
         from .benchmark.speed import run_speed
 

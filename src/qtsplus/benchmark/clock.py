@@ -1,6 +1,8 @@
 """Where the time of a call goes, seen from outside: forward hooks on modules, and a streamer that notes tokens."""
 
+import functools
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -20,15 +22,20 @@ class StageClock:
     """
     Notes when the modules that it watches begin and end; a context, which leaves no hook behind.
 
+    Args:
+        encoder: a model whose methods that encode images and videos are watched as "vision".
+
     Attributes:
         spans: per name, (begin, end) in seconds of every call, in order.
         lengths: per name, the tokens of `inputs_embeds` of every call that has them.
     """
 
-    def __init__(self, device: str, **modules: nn.Module):
+    def __init__(self, device: str, encoder: nn.Module | None = None, **modules: nn.Module):
         self.device = device
+        self.encoder = encoder
+        self.encoders = [name for name in ("get_image_features", "get_video_features") if hasattr(encoder, name)]
         self.modules = modules
-        self.spans: dict[str, list[tuple[float, float]]] = {name: [] for name in modules}
+        self.spans: dict[str, list[tuple[float, float]]] = {name: [] for name in ("vision", *modules)}
         self.lengths: dict[str, list[int]] = {name: [] for name in modules}
         self._began: dict[str, float] = {}
         self._handles: list[Any] = []
@@ -37,6 +44,8 @@ class StageClock:
         for name, module in self.modules.items():
             self._handles.append(module.register_forward_pre_hook(self._begin(name), with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._end(name)))
+        for name in self.encoders:
+            setattr(self.encoder, name, self._timed(getattr(self.encoder, name)))
         return self
 
     def __exit__(
@@ -44,6 +53,8 @@ class StageClock:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+        for name in self.encoders:
+            delattr(self.encoder, name)  # and the class's own is back
 
     def _begin(self, name: str):
         def begin(module, arguments, keywords):
@@ -58,6 +69,18 @@ class StageClock:
             self.spans[name].append((self._began[name], now(self.device)))
 
         return end
+
+    def _timed(self, encode: Callable[..., Any]):
+        @functools.wraps(encode)  # `generate` reads the signature
+        def call(*arguments, **keywords):
+            if "vision" in self._began:  # called by the other
+                return encode(*arguments, **keywords)
+            self._began["vision"] = now(self.device)
+            output = encode(*arguments, **keywords)
+            self.spans["vision"].append((self._began.pop("vision"), now(self.device)))
+            return output
+
+        return call
 
     def seconds(self, name: str) -> float:
         """Of all calls of a module together."""

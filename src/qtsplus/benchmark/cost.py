@@ -1,7 +1,8 @@
 """The cost model: what each stage must compute and move, and the least time in which a device can do it."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,21 +48,24 @@ def stage_costs(
     question_tokens: int,
     retention: float,
     bytes_per_value: int = 2,
+    stock_text_tokens: int | None = None,
 ) -> dict[str, dict[str, Cost]]:
     """
     Costs of one question about one video, by side and stage.
 
     Args:
-        config: [`Qwen2_5_VLQTSplusConfig`].
+        config: of our side, with a vision tower in [`_VISION`].
         grid: (time, height, width) in visual tokens.
         text_tokens: of the prompt, beside the visual ones.
+        stock_text_tokens: of stock's prompt, where it is another one.
         question_tokens: of them, those that the selection goes by.
         bytes_per_value: of weights, activations and cache.
     """
     num_tokens = math.prod(grid)
     kept = kept_count(retention, num_tokens, config.qtsplus_config.n_max)
-    vision = _vision(config.vision_config, grid, bytes_per_value)
-    stock_length, our_length = text_tokens + num_tokens, text_tokens + kept
+    vision = _VISION[config.vision_config.model_type](config, grid, bytes_per_value)
+    stock_length = (text_tokens if stock_text_tokens is None else stock_text_tokens) + num_tokens
+    our_length = text_tokens + kept
     selection = {
         "relevance": _relevance(config, num_tokens, question_tokens, bytes_per_value),
         # Budget, entropy and top-n pass over M float32 values a few times; log r and r are written once.
@@ -83,9 +87,9 @@ def stage_costs(
     }
 
 
-def _vision(vision, grid: tuple[int, int, int], width: int) -> Cost:
+def _windows(config, grid: tuple[int, int, int], width: int) -> Cost:
     """The whole tower: windows of `window_size` pixels in most blocks, whole frames in the others."""
-    time_steps, rows, columns = grid
+    vision, (time_steps, rows, columns) = config.vision_config, grid
     merge = vision.spatial_merge_size
     patches, per_frame = math.prod(grid) * merge**2, rows * columns * merge**2
     side = vision.window_size // merge // vision.patch_size
@@ -104,6 +108,28 @@ def _vision(vision, grid: tuple[int, int, int], width: int) -> Cost:
     weights = patch_values * d + vision.depth * block_weights + merger_weights
     moved = weights + patches * patch_values + math.prod(grid) * vision.out_hidden_size
     return Cost(flops, width * moved)
+
+
+def _frames(config, grid: tuple[int, int, int], width: int, merge: int, class_tokens: int) -> Cost:
+    """A ViT that looks at square frames, one by one, and a projector of two layers over `merge` x `merge` patches."""
+    vision, d, out = config.vision_config, config.vision_config.hidden_size, config.text_config.hidden_size
+    side, patch = (size if isinstance(size, int) else size[0] for size in (vision.image_size, vision.patch_size))
+    patches, patch_values, merged = (side // patch) ** 2, 3 * patch**2, d * merge**2
+    length, depth = patches + class_tokens, vision.num_hidden_layers
+    block, projector = 4 * d**2 + 2 * d * vision.intermediate_size, merged * out + out**2
+    flops = 2 * patches * patch_values * d + depth * (2 * length * block + 4 * d * length**2)
+    flops += 2 * patches // merge**2 * projector
+    moved = patch_values * d + depth * block + projector + grid[0] * patches * patch_values + math.prod(grid) * out
+    return Cost(grid[0] * flops, width * moved)
+
+
+# By the type of the vision tower.
+_VISION: dict[str, Callable[..., Cost]] = {
+    "qwen2_5_vl": _windows,
+    "qwen2_5_vl_vision": _windows,
+    "internvl_vision": functools.partial(_frames, merge=2, class_tokens=1),
+    "siglip_vision_model": functools.partial(_frames, merge=1, class_tokens=0),
+}
 
 
 def _text_sizes(text) -> tuple[int, int, int]:

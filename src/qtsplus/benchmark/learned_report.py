@@ -75,7 +75,8 @@ def _table(pooled: dict, details: dict[str, Any]) -> str:
             *kinds,
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [f"\n{name_of(layout).capitalize()}: left out, {reason}." for layout, reason in details["left_out"].items()]
+    for layout, reason in details["left_out"].items():
+        lines += ["", f"{name_of(layout).capitalize()}: left out, {reason}."]
     lines += _gains(details["differences"])
     lines += [
         "",

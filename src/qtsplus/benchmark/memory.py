@@ -4,15 +4,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from transformers.video_utils import VideoMetadata
 
 from ..kernels.naive import naive_log_relevance
-from ..prompt_qtsplus import VIDEO
 from ..selector_qtsplus import log_relevance
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process
 from .results import Journal, environment, label, spread, steps, summarise
-from .shapes import QUESTION, SIDES, Shape, best_attention, build, find_device, find_shape, make_processor, prompt_text
+from .shapes import (
+    FRAMES_PER_SECOND,
+    QUESTION,
+    SIDES,
+    Shape,
+    best_attention,
+    build,
+    find_device,
+    find_shape,
+    make_processor,
+    make_stock_processor,
+    prompt_text,
+)
 
 # The paper's longest videos; a question of 64 tokens and the 3B model's heads.
 RELEVANCE = {"tokens": 180_000, "heads": 16, "key_value_heads": 2, "head_dim": 128, "question_tokens": 64}
@@ -104,33 +117,40 @@ def measure_first_token(
     """
     measured = find_shape(shape)
     model = build(measured, side, device, getattr(torch, dtype), attention)
-    processor = make_processor(measured)
-    text = prompt_text(processor, QUESTION)
-    text = text.replace(processor.video_token, processor.video_token * measured.visual_tokens)
+    inputs = _inputs(measured, side)
     extra = []
     for _ in range(repeats):
         with extra_memory(device) as peak:
-            _generate_first_token(model, processor.tokenizer, text, measured, side, retention)
+            _generate_first_token(model, inputs, side, retention)
         extra.append(peak.mb)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return {"weights_mb": weights / 1e6, "extra_mb": extra, "peak_by": peak.by}
 
 
-def _generate_first_token(model, tokenizer, text: str, shape: Shape, side: str, retention: float) -> None:
-    time, height, width = shape.grid
-    vision = model.config.vision_config
-    patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    prompt = tokenizer([text], return_tensors="pt").to(model.device)
-    pixels = torch.randn(4 * shape.visual_tokens, patch_values)
-    prompt["video_grid_thw"] = torch.tensor([[time, 2 * height, 2 * width]], device=model.device)
-    prompt["second_per_grid_ts"] = torch.tensor([1.0], device=model.device)
-    if side == "stock":
-        types = (prompt["input_ids"] == model.config.video_token_id).int() * VIDEO
-        model.generate(**prompt, pixel_values_videos=pixels.to(model.device), mm_token_type_ids=types, max_new_tokens=1)
-    else:
+def _inputs(shape: Shape, side: str) -> dict[str, torch.Tensor]:
+    """What a side's processor makes of the question and a grey video; pixels without values."""
+    processor = make_processor(shape) if side == "ours" else make_stock_processor(shape)
+    width, height = shape.size
+    frames = np.full((shape.frames, height, width, 3), 128, dtype=np.uint8)
+    metadata = VideoMetadata(total_num_frames=len(frames), fps=FRAMES_PER_SECOND, frames_indices=[*range(len(frames))])
+    inputs = processor(
+        text=[prompt_text(processor, QUESTION)],
+        videos=[frames],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    return {name: torch.as_tensor(value, device="meta" if "pixel" in name else None) for name, value in inputs.items()}
+
+
+def _generate_first_token(model, inputs: dict[str, torch.Tensor], side: str, retention: float) -> None:
+    filled = {name: torch.randn(value.shape) if value.is_meta else value for name, value in inputs.items()}
+    call: dict[str, Any] = {"max_new_tokens": 1}
+    if side == "ours":
         # As a session does: pixels wait on the CPU.
-        features = model.encode_videos(pixels, prompt["video_grid_thw"])
-        model.generate(**prompt, video_features=features, retention=retention, max_new_tokens=1)
+        pixels = filled.pop("pixel_values_videos")
+        call.update(video_features=model.encode_videos(pixels, filled["video_grid_thw"]), retention=retention)
+    model.generate(**{name: value.to(model.device) for name, value in filled.items()}, **call)
 
 
 def measure_relevance(

@@ -178,7 +178,8 @@ def _without(document: dict[str, Any], key: str) -> dict[str, Any]:
 
 def write_overview(folder: Path) -> None:
     """`summary.md` of a folder of results: the summaries side by side, then the stages beside their cost model."""
-    columns = {name: read_json(folder / f"speed-{name}.json") or {} for name in ("cpu", "gpu")}
+    found = sorted(path.stem.removeprefix("speed-") for path in folder.glob("speed-*.json"))
+    columns = {name: read_json(folder / f"speed-{name}.json") or {} for name in dict.fromkeys(("cpu", "gpu", *found))}
     lines = [
         "# Results",
         "",

@@ -36,18 +36,19 @@ def run_scaling(
     interrupted run goes on with the sizes that are missing.
 
     Args:
-        shape_name: of [`SHAPES`]; "3b" takes the 3B model's width and bfloat16, the others qtsplus-tiny's and float32.
+        shape_name: of [`SHAPES`]; a whole model takes its width and bfloat16, the others qtsplus-tiny's and float32.
         device: the shape's own when `None`.
         sizes: numbers of visual tokens, at least two; [`SIZES`] when `None`.
 
     Raises:
         ValueError: no such shape or device, fewer than two sizes, or numbers below 1.
     """
-    device = find_device(find_shape(shape_name), device)
+    shape = find_shape(shape_name)
+    device = find_device(shape, device)
     sizes = sorted(set(SIZES if sizes is None else sizes))
     if len(sizes) < 2 or sizes[0] < 1 or repeats < 1:
         raise ValueError(f"sizes={sizes}, repeats={repeats}: expected two different sizes or more, all at least 1.")
-    variant, dtype = ("qtsplus-3b", "bfloat16") if shape_name == "3b" else (TINY, "float32")
+    variant, dtype = (shape.variant, "bfloat16") if shape.whole else (TINY, "float32")
     settings = {"variant": variant, "dtype": dtype, "device": device, "sizes": sizes, "repeats": repeats}
     name = f"scaling-{label(shape_name)}"
     journal = Journal(out / f".{name}.jsonl", settings)

@@ -1,21 +1,21 @@
 """What is measured: models of a given size with random weights, ours and stock on the same ones, and their videos."""
 
 import json
-from dataclasses import dataclass, field
+import tempfile
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2Tokenizer
 from transformers.initialization import no_init_weights
 from transformers.utils import is_flash_attn_2_available
 
-from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
+from ..backbones import Backbone, backbone_of
 from ..data.clip import render_clip
+from ..hub.convert import stock_settings
 from ..hub.files import hub_configs
-from ..hub.publish import load_processor
-from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 
 SIDES = ("stock", "ours")
 FRAMES_PER_SECOND = 2  # looked at, as Qwen2.5-VL does
@@ -26,10 +26,7 @@ QUESTION = (
 )
 SECOND_QUESTION = "How many shapes can be seen at the end of the video?"
 TINY = "qtsplus-tiny"  # its tokenizer serves every shape; the others have none here
-_TOKEN_IDS = (
-    *("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
-    *("user_turn_token_ids", "turn_end_token_id", "special_token_ids"),
-)
+_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"  # of its chat template
 _TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -42,9 +39,10 @@ class Shape:
         variant: folder of `hub_configs` whose configuration is taken.
         text, vision: what is changed in its two configurations.
         frames: frames looked at.
-        size: (width, height) of the video in pixels, multiples of 28: one visual token for each 28 x 28 pixels of two
-            frames.
+        size: (width, height) of the video in pixels; with Qwen2.5-VL multiples of 28, for one visual token for each
+            28 x 28 pixels of two frames.
         source_fps: frames per second of the file, all of which have to be decoded.
+        tokens: special tokens that the backbone's processor asks its tokenizer for.
     """
 
     name: str
@@ -54,11 +52,24 @@ class Shape:
     source_fps: int = 24
     text: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
 
     @property
+    def whole(self) -> bool:
+        """Whether it is a model that is used, meant for a GPU."""
+        return not self.text and self.variant != TINY
+
+    @property
+    def backbone(self) -> Backbone:
+        return backbone_of(_read(self.variant, "config")["model_type"])
+
+    @cached_property
     def grid(self) -> tuple[int, int, int]:
         """(time, height, width) in visual tokens."""
-        return self.frames // 2, self.size[1] // 28, self.size[0] // 28
+        processor, (width, height) = make_processor(self), self.size
+        merge = processor.video_processor.merge_size
+        time, height, width = processor.grid_of(self.frames, height, width)[0].tolist()
+        return time, height // merge, width // merge
 
     @property
     def visual_tokens(self) -> int:
@@ -70,6 +81,25 @@ class Shape:
 # them with attention over whole frames). The selector has its full depth, so it weighs four times what it does in 3B.
 _QUARTER_TEXT = {"num_hidden_layers": 9, "max_window_layers": 9}
 _QUARTER_VISION = {"depth": 8, "fullatt_block_indexes": [7]}
+
+# As many frames as fit into the language models' 32,768 positions.
+_INTERNVL = Shape(
+    "internvl2.5-8b",
+    "internvl2.5-8b",
+    frames=120,
+    size=(840, 560),
+    tokens={
+        **{"start_image_token": "<img>", "end_image_token": "</img>"},
+        **{"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+    },
+)
+_LLAVA_VIDEO = Shape(
+    "llava-video-7b",
+    "llava-video-7b",
+    frames=150,
+    size=(840, 560),
+    tokens={"image_token": "<image>", "video_token": "<video>"},
+)
 
 SHAPES = {
     "tiny": Shape("tiny", TINY, frames=8, size=(112, 112), source_fps=8),
@@ -91,6 +121,25 @@ SHAPES = {
         },
     ),
     "3b": Shape("3b", "qtsplus-3b", frames=600, size=(840, 560)),
+    "internvl2.5-8b": _INTERNVL,
+    "llava-video-7b": _LLAVA_VIDEO,
+    # A quarter of the depth of these two, as in "cpu".
+    "internvl2.5-8b-cpu": replace(
+        _INTERNVL,
+        name="internvl2.5-8b-cpu",
+        frames=16,
+        size=(448, 252),
+        text={"num_hidden_layers": 8},
+        vision={"num_hidden_layers": 6},
+    ),
+    "llava-video-7b-cpu": replace(
+        _LLAVA_VIDEO,
+        name="llava-video-7b-cpu",
+        frames=20,
+        size=(448, 252),
+        text={"num_hidden_layers": 7},
+        vision={"num_hidden_layers": 7},  # of 26
+    ),
 }
 
 
@@ -106,12 +155,12 @@ def find_shape(name: str) -> Shape:
 
 def find_device(shape: Shape, device: str | None) -> str:
     """
-    The device that was asked for, or else the shape's: a GPU for the whole 3B model, the CPU for the others.
+    The device that was asked for, or else the shape's: a GPU for a whole model, the CPU for the others.
 
     Raises:
         ValueError: it is not there.
     """
-    device = device or ("cpu" if shape.text or shape.variant == TINY else "cuda")
+    device = device or ("cuda" if shape.whole else "cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -125,32 +174,30 @@ def find_device(shape: Shape, device: str | None) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def make_config(shape: Shape) -> Qwen2_5_VLQTSplusConfig:
+def make_config(shape: Shape) -> Any:
     """
-    The configuration of our side. Its special tokens are qtsplus-tiny's; so is its vocabulary, unless the model is
-    whole: a CPU need not hold 150,000 embeddings that no prompt names.
+    The configuration of our side. Its special tokens are those of the shape's processor; so is its vocabulary, unless
+    the model is whole: a CPU need not hold 150,000 embeddings that no prompt names.
     """
-    fields = json.loads((hub_configs() / shape.variant / "config.json").read_text())
-    tiny = json.loads((hub_configs() / TINY / "config.json").read_text())
+    fields, tiny, processor = _read(shape.variant, "config"), _read(TINY, "config"), make_processor(shape)
     del fields["auto_map"]
-    fields.update({name: tiny[name] for name in _TOKEN_IDS})
+    ids = {name: tiny[name] for name in ("vision_start_token_id", "vision_end_token_id")}
+    for kind, placeholder in zip(("image", "video"), processor.placeholder_ids, strict=True):
+        ids |= dict.fromkeys((f"{kind}_token_id", f"{kind}_token_index"), placeholder)
+    ids |= processor.query_token_ids
+    fields.update({name: value for name, value in ids.items() if name in fields})
     fields["text_config"].update({name: tiny["text_config"][name] for name in _TEXT_IDS})
     if shape.text:
-        fields["text_config"]["vocab_size"] = tiny["text_config"]["vocab_size"]
+        fields["text_config"]["vocab_size"] = len(processor.tokenizer)
+        fields["text_config"].pop("layer_types", None)
     fields["text_config"].update(shape.text)
     fields["vision_config"].update(shape.vision)
-    return Qwen2_5_VLQTSplusConfig(**fields)
+    return shape.backbone.config(**fields)
 
 
-def stock_config(config: Any) -> Qwen2_5_VLConfig:
-    """The configuration of the same model without a selector, from a [`Qwen2_5_VLQTSplusConfig`]."""
-    ids = {name: getattr(config, name) for name in _TOKEN_IDS[:4]}
-    return Qwen2_5_VLConfig(
-        text_config=config.text_config.to_dict(),
-        vision_config=config.vision_config.to_dict(),
-        tie_word_embeddings=config.tie_word_embeddings,
-        **ids,
-    )
+def stock_config(config: Any) -> Any:
+    """The configuration of the same model without a selector."""
+    return backbone_of(config.model_type).stock_config(**stock_settings(config))
 
 
 def build(shape: Shape, side: str, device: str, dtype: torch.dtype, attention: str | None = None) -> Any:
@@ -162,7 +209,7 @@ def build(shape: Shape, side: str, device: str, dtype: torch.dtype, attention: s
         attention: the language model's attention, and stock's vision attention; the default when `None`.
     """
     ours = make_config(shape)
-    cls = Qwen2_5_VLQTSplusForConditionalGeneration if side == "ours" else Qwen2_5_VLForConditionalGeneration
+    cls = shape.backbone.model if side == "ours" else shape.backbone.stock_model
     config = ours if side == "ours" else stock_config(ours)
     with no_init_weights(), torch.device(device):
         model: Any = cls._from_config(config, dtype=dtype, **_attention(side, attention))
@@ -176,9 +223,7 @@ def build_pair(shape: Shape, device: str, dtype: torch.dtype, attention: str | N
     ours = build(shape, "ours", device, dtype, attention)
     config = stock_config(ours.config)
     with no_init_weights(), torch.device("meta"):
-        stock: Any = Qwen2_5_VLForConditionalGeneration._from_config(
-            config, dtype=dtype, **_attention("stock", attention)
-        )
+        stock = shape.backbone.stock_model._from_config(config, dtype=dtype, **_attention("stock", attention))
     weights = {name: value for name, value in ours.state_dict().items() if ".qtsplus." not in name}
     stock.load_state_dict(weights, assign=True)
     stock.tie_weights()
@@ -222,16 +267,35 @@ def _ready(model, config) -> Any:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def make_processor(shape: Shape) -> Qwen2_5_VLQTSplusProcessor:
-    """qtsplus-tiny's processor, set to look at this shape's videos as they are."""
-    folder = hub_configs() / TINY
-    processor = load_processor(folder, Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
+def make_processor(shape: Shape) -> Any:
+    """The variant's processor around qtsplus-tiny's tokenizer, set to look at this shape's videos as they are."""
+    # Ids are another tokenizer's.
+    settings = {name: value for name, value in _read(shape.variant, "processor_config").items() if name[-3:] != "_id"}
+    tokenizer = Qwen2Tokenizer.from_pretrained(hub_configs() / TINY, extra_special_tokens=shape.tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        Path(folder, "processor_config.json").write_text(json.dumps(settings))
+        processor = shape.backbone.processor.from_pretrained(folder)
+    template = (hub_configs() / TINY / "chat_template.jinja").read_text()
+    processor.chat_template = template.replace(_VIDEO, _VIDEO if not shape.tokens else processor.video_token)
     video_processor = processor.video_processor
-    video_processor.size = {"shortest_edge": 28 * 28, "longest_edge": shape.size[0] * shape.size[1]}
     video_processor.fps = FRAMES_PER_SECOND
     video_processor.min_frames, video_processor.max_frames = FRAME_BOUNDS.values()
-    video_processor.max_video_tokens = 10**9
+    if processor.native_resolution:
+        video_processor.size = {"shortest_edge": 28 * 28, "longest_edge": shape.size[0] * shape.size[1]}
+        video_processor.max_video_tokens = 10**9
     return processor
+
+
+def make_stock_processor(shape: Shape) -> Any:
+    """The processor of Transformers with the same settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_processor(shape).save_pretrained(folder)
+        return shape.backbone.stock_processor.from_pretrained(folder)
+
+
+def _read(variant: str, name: str) -> dict[str, Any]:
+    return json.loads((hub_configs() / variant / f"{name}.json").read_text())
 
 
 def render_video(shape: Shape, frames: int, folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """`qtsplus bench speed`: seconds per stage, from an mp4 to the first token, stock and ours in turn in one process."""
 
 import functools
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from .shapes import (
     find_shape,
     make_config,
     make_processor,
+    make_stock_processor,
     prompt_text,
     render_video,
 )
@@ -37,6 +39,10 @@ SWEEPS = {
     "cpu": ("small", (8, 64, 200, 600, 1200)),
     "small": ("small", (8, 64, 200, 600, 1200)),
     "3b": ("3b", (8, 64, 200, 400, 600, 900)),
+    "internvl2.5-8b": ("internvl2.5-8b", (8, 32, 64, 120)),
+    "llava-video-7b": ("llava-video-7b", (8, 32, 64, 150)),
+    "internvl2.5-8b-cpu": ("internvl2.5-8b-cpu", (4, 8, 16)),
+    "llava-video-7b-cpu": ("llava-video-7b-cpu", (4, 10, 20)),
 }
 
 STAGES = (
@@ -133,7 +139,7 @@ class _Bench:
 
     def __init__(self, shape, device, dtype, attention, retention, new_tokens):
         self.models = build_pair(shape, device, dtype, attention)
-        self.processor = make_processor(shape)
+        self.processor, self.stock_processor = make_processor(shape), make_stock_processor(shape)
         self.device, self.retention, self.new_tokens = device, retention, new_tokens
 
     def measure(self, video: Path) -> dict[str, dict[str, float]]:
@@ -142,43 +148,51 @@ class _Bench:
 
     def run_stock(self, video: Path) -> dict[str, float]:
         """Reads the file, then generates from the pixels."""
-        model, tokens = self.models["stock"], TokenClock()
+        model, processor, tokens = self.models["stock"], self.stock_processor, TokenClock()
+        visual_tokens = self._count(self.processor.video_chunks(video).video_grid_thw)
         began = now(self.device)
         frames, metadata = read_video(
             str(video), functools.partial(choose_frames, fps=FRAMES_PER_SECOND, **FRAME_BOUNDS)
         )
         decoded = now(self.device)
-        inputs = self.processor(
-            text=prompt_text(self.processor, QUESTION), videos=[frames], video_metadata=[metadata], return_tensors="pt"
+        inputs = processor(
+            text=[prompt_text(processor, QUESTION)],
+            videos=[frames],
+            video_metadata=[metadata],
+            do_sample_frames=False,
+            return_tensors="pt",
         ).to(self.device)
-        inputs.pop("query_mask")
         prepared = now(self.device)
-        modules = {"vision": model.model.visual, "language_model": model.model.language_model}
-        with StageClock(self.device, **modules) as stages:
+        with StageClock(self.device, model.model, language_model=model.model.language_model) as stages:
             model.generate(**inputs, max_new_tokens=self.new_tokens, streamer=tokens)
         return {
             "decode": decoded - began,
             "preprocess": prepared - decoded,
             "vision": stages.seconds("vision"),
             "pixels_to_first_token": tokens.first_token - prepared,
-            **self._figures(inputs, stages, tokens, began=began, encoded=stages.ended("vision")),
+            **self._figures(stages, tokens, visual_tokens, visual_tokens, began=began, encoded=stages.ended("vision")),
         }
 
     def run_ours(self, video: Path) -> dict[str, float]:
         """Reads and encodes the file chunk by chunk, then generates from the features, twice."""
         model, tokens = self.models["ours"], TokenClock()
         selector = model.model.qtsplus
-        modules = {"vision": model.model.visual, "selection": selector, "language_model": model.model.language_model}
+        modules = {"selection": selector, "language_model": model.model.language_model}
         modules.update({f"relevance {i}": layer for i, layer in enumerate(selector.scoring_layers)})
         modules.update({f"re-encode {i}": layer for i, layer in enumerate(selector.reencode_layers)})
-        call = {"retention": self.retention, "max_new_tokens": self.new_tokens}
+        call = {
+            "retention": self.retention,
+            "max_new_tokens": self.new_tokens,
+            "return_dict_in_generate": True,
+        }
 
         began = now(self.device)
-        with StageClock(self.device, **modules) as stages:
+        with StageClock(self.device, model.model, **modules) as stages:
             known = encode(model, self.processor, video)
             encoded = now(self.device)
             inputs = self._ask(QUESTION, known)
-            model.generate(**inputs, **call, video_features=[known.features], streamer=tokens)
+            output = model.generate(**inputs, **call, video_features=[known.features], streamer=tokens)
+        kept = len(output.qtsplus.kept_indices[0])
         relevance, reencode = (
             sum(stages.seconds(name) for name in modules if name.startswith(stage))
             for stage in ("relevance", "re-encode")
@@ -196,31 +210,39 @@ class _Bench:
             "selection": stages.seconds("selection"),
             "second_question": second.first_token - asked,
             "question_tokens": int(inputs["query_mask"].sum()),
-            **self._figures(inputs, stages, tokens, began=began, encoded=encoded),
+            **self._figures(stages, tokens, len(known.features), kept, began=began, encoded=encoded),
         }
 
     def _ask(self, question: str, known: EncodedVideo) -> BatchFeature:
         """The inputs of a question about a video that has been encoded."""
-        text, grid = prompt_text(self.processor, question), known.video_grid_thw
+        text, grid = [prompt_text(self.processor, question)], known.video_grid_thw
         inputs = self.processor(text=text, video_grid_thw=grid, return_tensors="pt").to(self.device)
         inputs["second_per_grid_ts"] = known.second_per_grid_ts
         return inputs
 
+    def _count(self, video_grid_thw: torch.Tensor) -> int:
+        """Visual tokens."""
+        return sum(map(math.prod, self.models["ours"].model.merged_grid(video_grid_thw)))
+
     def _figures(
-        self, inputs: BatchFeature, stages: StageClock, tokens: TokenClock, began: float, encoded: float
+        self,
+        stages: StageClock,
+        tokens: TokenClock,
+        visual_tokens: int,
+        visual_tokens_to_lm: int,
+        began: float,
+        encoded: float,
     ) -> dict[str, float]:
         """What both sides have alike."""
         prefill_began, prefill_ended = stages.spans["language_model"][0]
-        visual_tokens = int(inputs["video_grid_thw"].prod()) // self.processor.video_processor.merge_size**2
-        text_tokens = inputs["input_ids"].shape[1] - visual_tokens
         return {
             "prefill": prefill_ended - prefill_began,
             "per_token": tokens.seconds_per_token,
             "features_to_first_token": tokens.first_token - encoded,
             "file_to_first_token": tokens.first_token - began,
             "visual_tokens": visual_tokens,
-            "text_tokens": text_tokens,
-            "visual_tokens_to_lm": stages.lengths["language_model"][0] - text_tokens,
+            "visual_tokens_to_lm": visual_tokens_to_lm,
+            "text_tokens": stages.lengths["language_model"][0] - visual_tokens_to_lm,
         }
 
 
@@ -246,6 +268,7 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
         int(counted["question_tokens"]),
         settings["retention"],
         dtype.itemsize,
+        stock_text_tokens=int(runs["stock"][0]["text_tokens"]),
     )
     reached = probe(device, dtype)
     stages = _spreads(runs)

@@ -21,7 +21,7 @@ def full_video(processor: Any, video: str) -> Pixels:
 
 
 def fewer_frames(processor: Any, video: str, retention: float) -> Pixels:
-    """The fewest frames, evenly spaced and as large as in the whole video, that still give `retention` of the tokens."""
+    """The fewest frames, evenly spaced, as large as in the whole video, that still give `retention` of the tokens."""
     steps, *size = processor.video_chunks(video).video_grid_thw[0].tolist()
     wanted = max(1, math.ceil(retention * steps - 1e-9))
     return _read(processor, video, size, wanted * processor.video_processor.temporal_patch_size)

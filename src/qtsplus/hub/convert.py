@@ -218,16 +218,18 @@ def _to_base(folder, say) -> _Conversion:
     tensors = read_weights(folder, ours)
     dropped = [name for name in tensors if name.startswith(SELECTOR)]
     say(f"Left out: the selector and its re-encoder, {len(dropped)} tensors. The language model now sees every token.")
-    settings = ours.to_dict()
-    for name in _own_fields(backbone):
-        settings.pop(name, None)
-    for name in ("auto_map", "model_type", "architectures", "transformers_version"):
-        settings.pop(name, None)
-    config = backbone.stock_config(**settings)
+    config = backbone.stock_config(**stock_settings(ours))
     config.architectures = [backbone.stock_model.__name__]
     naming = OLD if config.model_type == "qwen2_5_vl" else NEW  # the latter is what Transformers writes and reads
     kept = {name: tensor for name, tensor in tensors.items() if name not in set(dropped)}
     return _Conversion(config, {naming.theirs(name): tensor for name, tensor in kept.items()})
+
+
+def stock_settings(ours: Any) -> dict[str, Any]:
+    """The fields of one of our configurations that the stock model's has too."""
+    dropped = {"auto_map", "model_type", "architectures", "transformers_version"}
+    dropped |= _own_fields(backbone_of(ours.model_type))
+    return {name: value for name, value in ours.to_dict().items() if name not in dropped}
 
 
 def _own_fields(backbone: Any) -> set[str]:
