@@ -202,7 +202,7 @@ class QTSplusModelMixin:
         query_mask: torch.Tensor | None = None,
         query_input_ids: torch.Tensor | None = None,
         query_attention_mask: torch.Tensor | None = None,
-        retention: float | None = None,
+        retention: float | Sequence[float] | None = None,
         max_visual_tokens: int | None = None,
         sample_gate: bool | None = None,
         pad_left: bool | None = None,
@@ -651,7 +651,7 @@ class QTSplusModelMixin:
         query_mask: torch.Tensor | None = None,
         query_input_ids: torch.Tensor | None = None,
         query_attention_mask: torch.Tensor | None = None,
-        retention: float | None = None,
+        retention: float | Sequence[float] | None = None,
         max_visual_tokens: int | None = None,
         **kwargs,
     ) -> tuple | QTSplusModelOutputWithPast:
@@ -788,7 +788,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         query_mask: torch.Tensor | None = None,
         query_input_ids: torch.Tensor | None = None,
         query_attention_mask: torch.Tensor | None = None,
-        retention: float | None = None,
+        retention: float | Sequence[float] | None = None,
         max_visual_tokens: int | None = None,
         **kwargs,
     ) -> tuple | QTSplusCausalLMOutputWithPast:
@@ -800,7 +800,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             video_features: as [`encode_videos`] returns them, in the place of `pixel_values_videos`.
             query_mask: `[B, S]`, 1 on the question's tokens, as the processor makes it; found in `input_ids` if absent.
             query_input_ids, query_attention_mask: `[B, L]`, a question that does not stand in the prompt.
-            retention: keep this fraction of the visual tokens, in (0, 1].
+            retention: keep this fraction of the visual tokens, in (0, 1]; one for all rows or one for each.
             max_visual_tokens: keep at most this many.
         """
         outputs = self.model(

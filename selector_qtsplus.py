@@ -623,7 +623,7 @@ class QTSplusSelector(nn.Module):
         visual: list[torch.Tensor],
         query: list[torch.Tensor],
         positions: list[torch.Tensor],
-        retention: float | None = None,
+        retention: float | Sequence[float] | None = None,
         max_visual_tokens: int | None = None,
         sample_gate: bool | None = None,
     ) -> tuple[list[torch.Tensor], QTSplusOutput]:
@@ -632,7 +632,7 @@ class QTSplusSelector(nn.Module):
             visual: per row `[M_b, d]`, all visual tokens that compete for the row's budget; `[0, d]` for none.
             query: per row `[L_b, d]`, embeddings of the question.
             positions: per row `[3, M_b]`, absolute (time, height, width) of the visual tokens.
-            retention: fixes rho, in (0, 1].
+            retention: fixes rho, in (0, 1]; one for all rows or one for each.
             max_visual_tokens: caps n for this call, below `n_max`.
             sample_gate: use the training gate; `self.training` if `None`.
 
@@ -642,11 +642,13 @@ class QTSplusSelector(nn.Module):
         Raises:
             ValueError: `retention` or `max_visual_tokens` out of range, or a row with visual tokens but no question.
         """
-        self._check_call(retention, max_visual_tokens)
+        retentions = list(retention) if isinstance(retention, Sequence) else [retention] * len(visual)
+        self._check_call(retentions, len(visual), max_visual_tokens)
         sample_gate = self.training if sample_gate is None else sample_gate
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
         rows = [
-            self._select_row(row, visual[row], query[row], retention, cap, sample_gate) for row in range(len(visual))
+            self._select_row(row, visual[row], query[row], retentions[row], cap, sample_gate)
+            for row in range(len(visual))
         ]
         kept_indices, relevance, rho, threshold, features = (list(field) for field in zip(*rows, strict=True))
         for row, kept in enumerate(kept_indices):
@@ -674,14 +676,18 @@ class QTSplusSelector(nn.Module):
             loss_s=loss_s,
         )
 
-    def _check_call(self, retention: float | None, max_visual_tokens: int | None):
-        if retention is not None and not 0 < retention <= 1:
-            raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens in (0, 1].")
+    def _check_call(self, retentions: list[float | None], rows: int, max_visual_tokens: int | None):
+        if len(retentions) != rows:
+            raise ValueError(f"{len(retentions)} retentions for {rows} rows: expected one for all, or one for each.")
+        for retention in retentions:
+            if retention is not None and not 0 < retention <= 1:
+                raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens in (0, 1].")
         if max_visual_tokens is not None and (
             isinstance(max_visual_tokens, bool) or max_visual_tokens < 1 or max_visual_tokens != int(max_visual_tokens)
         ):
             raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
-        if self.config.selection == "all" and (retention or 1.0, max_visual_tokens) != (1.0, None):
+        fixed = any(retention not in (None, 1.0) for retention in retentions)
+        if self.config.selection == "all" and (fixed or max_visual_tokens is not None):
             raise ValueError(
                 'selection="all" keeps every visual token: set another selection in qtsplus_config, or leave retention '
                 "and max_visual_tokens out."

@@ -300,6 +300,21 @@ def test_straight_through_training_keeps_exactly_what_inference_keeps(counts, re
     assert torch.equal(trained.rho, inferred.rho)
 
 
+@examples(20)
+@given(counts=counts_of_tokens, seed=a_seed, data=st.data())
+def test_each_row_may_have_a_retention_of_its_own(counts, seed, data):
+    selector = selector_with(n_max=N_MAX)
+    retention = data.draw(st.lists(st.floats(0.01, 1.0), min_size=len(counts), max_size=len(counts)))
+    inputs = ragged_tokens(counts, seed)
+    _, together = selector(*inputs, retention=retention)
+    for row, own in enumerate(retention):
+        _, alone = selector(*([part[row]] for part in inputs), retention=own)
+        assert torch.equal(together.kept_indices[row], alone.kept_indices[0])
+        assert together.rho[row] == alone.rho[0]
+    with pytest.raises(ValueError, match="expected one for all, or one for each"):
+        selector(*inputs, retention=[*retention, 0.5])
+
+
 @pytest.mark.parametrize("gate", ["gumbel", "straight_through"])
 @examples(25)
 @given(counts=counts_of_tokens, retention=a_retention, n_max=st.integers(1, 30), cap=a_cap, seed=a_seed)

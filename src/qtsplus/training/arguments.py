@@ -47,6 +47,9 @@ class QTSplusTrainingArguments(TrainingArguments):
             steps the fraction is drawn from here, evenly on a logarithmic scale, instead of predicted, so that the
             model also serves whoever asks for a `retention`.
         retention_share (`float`, defaults to 0.5): that share; the prediction learns in the other steps.
+        budget_probe (`float`, *optional*): a factor above 1. In steps whose budget is predicted, the supervised loss of
+            every sample is also measured with so many times more and fewer tokens, without gradients, and its slope is
+            the budget head's gradient. The gate's own hardly tells how many tokens a question needs.
 
     > Schedules
 
@@ -76,6 +79,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     dual_damping: float = field(default=2.0)
     retention_range: list[float] | None = field(default=None)
     retention_share: float = field(default=0.5)
+    budget_probe: float | None = field(default=None)
     schedules: dict[str, Any] | None = field(default=None)
     distillation_weight: float = field(default=0.0)
     distillation_temperature: float = field(default=1.0)
@@ -93,6 +97,8 @@ class QTSplusTrainingArguments(TrainingArguments):
             )
         if self.muon_scale is not None and self.muon_scale <= 0:
             raise ValueError(f"muon_scale={self.muon_scale}: expected a number above 0.")
+        if self.budget_probe is not None and self.budget_probe <= 1:
+            raise ValueError(f"budget_probe={self.budget_probe}: expected a factor above 1.")
         if self.retention_range is not None:
             bounds = self.retention_range
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= 1:

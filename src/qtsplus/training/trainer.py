@@ -1,6 +1,7 @@
 """The Trainer of Transformers with the paper's objective, its diagnostics and its dual variable."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,15 +142,9 @@ class QTSplusTrainer(Trainer):
 
         if model.training and self._retention is not None:
             inputs["retention"] = self._retention
-        outputs = model(**inputs, use_cache=False)
-        columns = None if outputs.qtsplus is None else outputs.qtsplus.columns
-        seen_labels = labels
-        if columns is not None:
-            seen_labels = base_model(self.model).compact_labels(labels, inputs["input_ids"], columns)
-        logits, targets, rows = answer_logits(outputs.logits, seen_labels)
+        outputs, logits, token_losses, rows = self._answer(model, inputs, labels)
         token_source = sources[rows]
         weights = self._token_weights(counts[: len(SOURCES)])[token_source]
-        token_losses = F.cross_entropy(logits, targets, reduction="none")
         loss = (weights * token_losses).sum()
         self._note_tokens(token_losses, token_source)
 
@@ -158,11 +153,37 @@ class QTSplusTrainer(Trainer):
             loss = loss + self.args.distillation_weight * (weights * divergences).sum()
             self.running[True].add("loss_teacher", divergences.sum(), len(divergences))
         budget = self._budget(outputs.qtsplus, inputs, counts[-1])
+        if model.training and self.args.budget_probe is not None and self._retention is None:
+            loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights)
         if model.training:
             # Distributed training averages gradients over the processes, which here are parts of one sum.
             loss = (loss + budget) * self.accelerator.num_processes
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
+
+    def _answer(self, model, inputs: Mapping[str, Any], labels: torch.Tensor):
+        """The model's outputs, and of every supervised token its logits, its cross-entropy and its row."""
+        outputs = model(**inputs, use_cache=False)
+        columns = None if outputs.qtsplus is None else outputs.qtsplus.columns
+        if columns is not None:
+            labels = base_model(self.model).compact_labels(labels, inputs["input_ids"], columns)
+        logits, targets, rows = answer_logits(outputs.logits, labels)
+        return outputs, logits, F.cross_entropy(logits, targets, reduction="none"), rows
+
+    def _probe_budget(self, inputs, labels, qtsplus, weights: torch.Tensor) -> torch.Tensor | float:
+        """A term whose gradient in log rho is the slope of the supervised loss, measured between fewer and more tokens."""
+        if qtsplus is None or not qtsplus.rho.requires_grad:
+            return 0.0
+        rho, factor = qtsplus.rho, self.args.budget_probe
+        with_vision = rho.detach() > 0
+        measured = []
+        with torch.no_grad():
+            for scale in (factor, 1 / factor):
+                retention = torch.where(with_vision, (rho * scale).clamp(max=1.0), 1.0).tolist()
+                _, _, token_losses, rows = self._answer(self.model, {**inputs, "retention": retention}, labels)
+                measured.append(torch.zeros_like(rho).index_add(0, rows, weights * token_losses))
+        slope = (measured[0] - measured[1]) / (2 * math.log(factor))
+        return (slope * torch.where(with_vision, rho, 1.0).log()).sum()
 
     def _token_weights(self, tokens: torch.Tensor) -> torch.Tensor:
         """The weight of a token of each source, from the step's number of supervised tokens of each."""
