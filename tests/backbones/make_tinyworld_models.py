@@ -1,7 +1,7 @@
 """Random models of other backbones, large enough to learn TinyWorld: `make_tinyworld_models.py FOLDER`.
 
-Writes FOLDER/internvl and FOLDER/llava_onevision, each with its processor, 16 visual tokens per frame and the widths of
-qtsplus-tiny. `recipes/tinyworld-internvl*.yaml` and `recipes/tinyworld-llava*.yaml` train them.
+Writes FOLDER/internvl and FOLDER/llava_onevision, each with its processor, one frame of 36 visual tokens per second and
+the widths of qtsplus-tiny. `recipes/tinyworld-internvl*.yaml` and `recipes/tinyworld-llava*.yaml` train them.
 """
 
 import sys
@@ -14,7 +14,7 @@ from tiny_backbones import INTERNVL, LLAVA_ONEVISION, Backbone
 TEXT = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "initializer_range": 0.06}
 VISION = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
-    **{"image_size": 112, "patch_size": 14, "initializer_range": 0.08},
+    **{"image_size": 168, "patch_size": 14, "initializer_range": 0.08},
 }
 
 
@@ -22,8 +22,8 @@ def make(backbone: Backbone, folder: Path, **tokens: int) -> None:
     """Writes a model with its processor; `tokens` is what the processor has to know of a frame."""
     processor = backbone.processor()
     for part in (processor.image_processor, processor.video_processor):
-        part.size = {"height": 112, "width": 112}
-    processor.video_processor.fps = 2
+        part.size = {"height": 168, "width": 168}
+    processor.video_processor.fps = 1
     for name, value in tokens.items():
         setattr(processor, name, value)
     settings = backbone.config(processor, {"rho_min": 0.05, "rho_max": 0.2}).to_dict()
@@ -38,5 +38,5 @@ def make(backbone: Backbone, folder: Path, **tokens: int) -> None:
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    make(INTERNVL, out / "internvl", image_seq_length=16)
-    make(LLAVA_ONEVISION, out / "llava_onevision", num_image_tokens=64)
+    make(INTERNVL, out / "internvl", image_seq_length=36)
+    make(LLAVA_ONEVISION, out / "llava_onevision", num_image_tokens=144)

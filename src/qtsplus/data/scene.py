@@ -19,7 +19,7 @@ DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
 FPS = 2
 CELL = 28  # pixels of a visual token's side: 2 x 2 patches of 14
-GRID = 4  # cells per side
+GRID = 6  # cells per side
 FRAME_SIZE = CELL * GRID
 
 # Of a box, the share that must lie in a cell for the cell's token to count as showing the object.
@@ -191,7 +191,7 @@ def _make_object(rng: np.random.Generator, seconds: int, count: int) -> WorldObj
     direction, steps = None, 0
     low, high = [0, 0], [GRID, GRID]
     if fate == "move":
-        direction, steps = str(rng.choice(list(DIRECTIONS))), int(rng.integers(2, GRID))
+        direction, steps = str(rng.choice(list(DIRECTIONS))), int(rng.integers(2, 4))
         low = [steps if along < 0 else 0 for along in DIRECTIONS[direction]]
         high = [GRID - steps if along > 0 else GRID for along in DIRECTIONS[direction]]
     x, y = (float(index * CELL + CELL / 2) for index in rng.integers(low, high))

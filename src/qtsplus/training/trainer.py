@@ -171,7 +171,7 @@ class QTSplusTrainer(Trainer):
         return outputs, logits, F.cross_entropy(logits, targets, reduction="none"), rows
 
     def _probe_budget(self, inputs, labels, qtsplus, weights: torch.Tensor) -> torch.Tensor | float:
-        """A term whose gradient in log rho is the slope of the supervised loss, measured between fewer and more tokens."""
+        """A term whose gradient in log rho is the supervised loss's slope, measured between fewer and more tokens."""
         if qtsplus is None or not qtsplus.rho.requires_grad:
             return 0.0
         rho, factor = qtsplus.rho, self.args.budget_probe
