@@ -22,7 +22,7 @@ def setting(tmp_path_factory, tiny_processor):
     load_model("qtsplus-tiny", None).save_pretrained(folder / "base")
     tiny_processor.save_pretrained(folder / "base")
     (folder / "recipe.yaml").write_text(f"""
-model: {{weights: nothing, selector: {{selection: qtsplus, rho_min: 0.05, rho_max: 0.5}}}}
+model: {{weights: nothing, selector: {{selection: qtsplus, rho_min: 0.05, rho_max: 0.5, target_n: 9}}}}
 data: {{train_files: [{folder}/data/train.jsonl]}}
 training:
   {{output_dir: nothing, freeze_language_model: false, max_steps: 1, per_device_train_batch_size: 2,
@@ -76,13 +76,13 @@ def test_rows_for_every_policy(setting, finished):
     pooled = {(row["policy"], row["retention"]): row for row in rows if row["seed"] is None}
     for policy in ("all", "base_all"):
         assert pooled[policy, 1.0]["needle_recall"] == 1.0
-        assert pooled[policy, 1.0]["kept"] == pooled[policy, 1.0]["asked"] == 48
+        assert pooled[policy, 1.0]["kept"] == pooled[policy, 1.0]["asked"] == 108
     for policy in ("straight_through", "reference_positions", "untrained_selector", "shuffled_question", "base_random"):
         row = pooled[policy, 0.1]
-        assert row["kept"] == row["asked"] == 5
-        assert 0 <= row["low"] <= row["accuracy"] <= row["high"] <= 1 and row["needle_recall"] < 1
+        assert row["kept"] == row["asked"] == 11
+        assert 0 <= row["low"] <= row["accuracy"] <= row["high"] <= 1 and 0 < row["needle_recall"] <= 1
         assert sum(kind["questions"] for kind in row["kinds"].values()) == row["questions"]
-    assert pooled["fewer_frames", 0.1]["kept"] == 16 and pooled["lower_resolution", 0.1]["kept"] == 6
+    assert pooled["fewer_frames", 0.1]["kept"] == 36 and pooled["lower_resolution", 0.1]["kept"] == 12
     own = pooled["straight_through", None]
     assert own["kept"] == own["asked"]
     seeds = {(row["policy"], row["retention"]) for row in rows if row["seed"] == 0}
@@ -95,8 +95,11 @@ def test_details_and_report(setting, finished):
     default = details["agreement"][0]
     assert default["policy"] == "straight_through" and default["jaccard"] == 1.0
     assert default["kept_in_training"] == default["asked"]
-    assert set(details["adaptive"]["rho"]) >= {"summary", "existence"}
-    assert len(details["dual"]) == 2
+    assert set(details["adaptive"]["rho"]) >= {"summary", "existence", "caption"}
+    assert set(details["adaptive"]["wide_minus_point"]) >= {"summary", "caption"}
+    (landed,) = details["dual"]
+    assert landed["target"] == 9 and landed["target_fraction"] == pytest.approx(9 / 108)
+    assert landed["off"] == pytest.approx(landed["reached"] / 9 - 1)
     gains = {(one["policy"], one["default_retention"]): one["gain"] for one in details["differences"]}
     assert {("uniform", 0.1), ("base_all", 0.1), ("reference_positions", None)} <= set(gains)
     assert gains["uniform", 0.1]["all"]["mean"] == 0  # a random model is never right

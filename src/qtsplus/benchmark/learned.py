@@ -42,9 +42,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "reference_positions": ("model.selector.reencode_rope=false", "model.selector.position_ids=sequential"),
 }
 BASE, FRESH = "base", "fresh"
-# Where between rho_min and rho_max the dual variable is asked to hold the budget.
-DUAL_TARGETS = (0.25, 0.75)
-DUAL_SEED = 0
+# Asked for rho alone: the widest request there is.
+DESCRIPTION = "caption"
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,13 @@ class TestSet:
     Args:
         records: of the kinds in [`KINDS`].
         needles: per record its evidence, see [`Question`].
+        descriptions: the requests to describe a video, whose budget is looked at.
         digest: of the file.
     """
 
     records: list[VideoRecord]
     needles: list[list[list[Sighting]]]
+    descriptions: list[VideoRecord]
     digest: str
 
     @classmethod
@@ -123,16 +124,14 @@ class TestSet:
             raise ValueError(
                 f"{path} holds the training split: make another with `qtsplus data tinyworld --split test`."
             )
-        chosen = [
-            (record, line)
-            for record, line in zip(read_records(path), lines, strict=True)
-            if line.get("kind") in KINDS and record.video is not None
-        ]
+        found = [(one, line) for one, line in zip(read_records(path), lines, strict=True) if one.video is not None]
+        chosen = [(record, line) for record, line in found if line.get("kind") in KINDS]
         if not chosen:
             raise ValueError(f"{path} holds no question of TinyWorld; expected records of `qtsplus data tinyworld`.")
         return cls(
             [record for record, _ in chosen],
             [[[Sighting(**seen) for seen in needle] for needle in line["evidence"]] for _, line in chosen],
+            [record for record, line in found if line.get("kind") == DESCRIPTION],
             hashlib.sha256(content).hexdigest(),
         )
 
@@ -339,31 +338,30 @@ class _Benchmark:
             _write_json(path, {"asked": asked, "kept_in_training": kept, "jaccard": float(np.mean(overlaps))})
         return json.loads(path.read_text(encoding="utf-8"))
 
-    def dual(self, seed: int) -> list[dict[str, float]]:
-        """Trains with two dataset-level budgets and says where they landed, in training and on the test set."""
-        tokens = _last_logged(self.folder(seed, DEFAULT), "visual_tokens")
-        settings = self.load(seed, DEFAULT).config.qtsplus_config
-        landed = []
-        for place in DUAL_TARGETS:
-            share = settings.rho_min + place * (settings.rho_max - settings.rho_min)
-            name, target = f"dual_{place:g}", round(share * tokens, 1)
-            overrides = [*VARIANTS[DEFAULT], f"model.selector.target_n={target}"]
-            folder = self.train(seed, name, overrides)
-            reached, alpha = (_last_logged(folder, field) for field in ("n_asked", "alpha"))
-            asked = self.agreement(seed, name, overrides)["asked"]
-            on_test = asked / float(np.mean([len(one["video_features"]) for one in self._asked_videos()]))
-            landed.append(
-                {
-                    "seed": seed,
-                    "target": target,
-                    "reached": reached,
-                    "off": reached / target - 1,
-                    "alpha": alpha,
-                    "target_fraction": target / tokens,
-                    "test_fraction": on_test,
-                }
-            )
-        return landed
+    def landed(self, seed: int) -> list[dict[str, float]]:
+        """Where the default's dataset-level budget, if the recipe has one, came to lie in training and on the test set."""
+        target = self.load(seed, DEFAULT).config.qtsplus_config.target_n
+        if target is None:
+            return []
+        folder = self.folder(seed, DEFAULT)
+        tokens, reached, alpha = (_last_logged(folder, name) for name in ("visual_tokens", "n_asked", "alpha"))
+        asked = self.agreement(seed, DEFAULT, VARIANTS[DEFAULT])["asked"]
+        on_test = asked / float(np.mean([len(one["video_features"]) for one in self._asked_videos()]))
+        row = {"seed": seed, "target": target, "reached": reached, "off": reached / target - 1, "alpha": alpha}
+        return [{**row, "target_fraction": target / tokens, "test_fraction": on_test}]
+
+    def budgets(self, seed: int) -> list[tuple[str, str, float]]:
+        """Kind, video and the default's own rho, of every question and of the requests to describe a video."""
+        path, records = self.answers(seed) / "budgets.json", [*self.test.records, *self.test.descriptions]
+        if not path.exists():
+            model, features, rho = self.load(seed, DEFAULT), self.features(), []
+            for start in range(0, len(records), self.batch_size):
+                inputs = model_inputs(self.processor, records[start : start + self.batch_size], features)
+                with torch.no_grad():
+                    rho += model.model.compress(**inputs).qtsplus.rho.tolist()
+            _write_json(path, rho)
+        asked = json.loads(path.read_text(encoding="utf-8"))
+        return [(record.kind, str(record.video), rho) for record, rho in zip(records, asked, strict=True)]
 
 
 def run_learned(
@@ -387,8 +385,7 @@ def run_learned(
         test: questions of `qtsplus data tinyworld --split test`.
         out: folder of the results.
         recipe: by which every variant is trained from the base; `overrides` as for [`load_recipe`].
-        seeds: of training; a seed draws the selector and the order of the data. Seed 0 also trains with dataset-level
-            budgets.
+        seeds: of training; a seed draws the selector and the order of the data.
         work: where trained models and answers are kept. Processes with different seeds may share it.
         batch_size: questions at a time.
         command: what was typed, for the record.
@@ -403,14 +400,14 @@ def run_learned(
     for layout, reason in bench.left_out.items():
         say(f"{layout} is left out: {reason}")
     results = bench.ask(None, policies(BASE), seeds[0])
-    agreement, dual = [], []
+    agreement, dual, budgets = [], [], []
     for seed in seeds:
         results += bench.ask(seed, policies(FRESH), seed)
         for name in VARIANTS:
             results += bench.ask(seed, policies(name), seed)
             agreement.append({"policy": name, "seed": seed, **bench.agreement(seed, name, VARIANTS[name])})
-        if seed == DUAL_SEED:
-            dual = bench.dual(seed)
+        dual += bench.landed(seed)
+        budgets += bench.budgets(seed)
 
     kinds = [record.kind for record in bench.test.records]
     rows = _rows(results, kinds)
@@ -432,7 +429,7 @@ def run_learned(
         "left_out": bench.left_out,
         "differences": _differences(results, bench.test.records),
         "agreement": agreement,
-        "adaptive": _adaptive(results, bench.test.records, seeds),
+        "adaptive": _adaptive(budgets, seeds),
         "dual": dual,
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -482,20 +479,22 @@ def _row(chosen: list[dict[str, Any]], kinds: list[str]) -> dict[str, Any]:
     }
 
 
-def _adaptive(results: list[dict[str, Any]], records: list[VideoRecord], seeds: Sequence[int]) -> dict[str, Any]:
-    """The default's own budget: rho by kind, and how much wider it is for wide than for point questions of a video."""
-    chosen = [one for one in results if one["policy"].name == DEFAULT and one["policy"].retention is None]
+def _adaptive(budgets: list[tuple[str, str, float]], seeds: Sequence[int]) -> dict[str, Any]:
+    """rho by kind, and by how much it is larger for each wide kind than for the point questions of the same videos."""
     by_kind: dict[str, list[float]] = {}
-    gaps = []
-    for one in chosen:
-        by_video: dict[str, dict[bool, list[float]]] = {}
-        for record, rho in zip(records, one["rho"], strict=True):
-            by_kind.setdefault(record.kind, []).append(rho)
-            by_video.setdefault(str(record.video), {True: [], False: []})[record.kind in WIDE_KINDS].append(rho)
-        gaps += [np.mean(both[True]) - np.mean(both[False]) for both in by_video.values() if both[True] and both[False]]
+    by_video: dict[str, dict[str, list[float]]] = {}
+    for kind, video, rho in budgets:
+        by_kind.setdefault(kind, []).append(rho)
+        by_video.setdefault(video, {}).setdefault("point" if kind in POINT_KINDS else kind, []).append(rho)
+    gaps = {
+        kind: _mean_interval(
+            [np.mean(one[kind]) - np.mean(one["point"]) for one in by_video.values() if kind in one and "point" in one]
+        )
+        for kind in (*WIDE_KINDS, DESCRIPTION)
+    }
     return {
-        "rho": {kind: _mean_interval(by_kind[kind]) for kind in (*POINT_KINDS, *WIDE_KINDS) if kind in by_kind},
-        "wide_minus_point": _mean_interval(gaps),
+        "rho": {kind: _mean_interval(by_kind[kind]) for kind in (*KINDS, DESCRIPTION) if kind in by_kind},
+        "wide_minus_point": {kind: gap for kind, gap in gaps.items() if gap},
         "seeds": list(seeds),
     }
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..data.tinyworld import KINDS, WIDE_KINDS
+from ..data.tinyworld import KINDS, POINT_KINDS
 from .plots import save_figure
 
 _NAMES = {
@@ -89,20 +89,25 @@ def _table(pooled: dict, details: dict[str, Any]) -> str:
         lines.append("| " + " | ".join([*cells, f"{off:+.1%}", f"{one['jaccard']:.3f}"]) + " |")
     lines += [
         "",
-        "| dataset-level budget (tokens) | reached in training | off by | asked for on the test set |",
-        "|---|---|---|---|",
+        "| dataset-level budget (tokens) | seed | reached in training | off by | asked for on the test set |",
+        "|---|---|---|---|---|",
     ]
     for one in details["dual"]:
         share = f"{one['test_fraction']:.2%} for {one['target_fraction']:.2%}"
-        lines.append(f"| {one['target']:g} | {one['reached']:.2f} | {one['off']:+.1%} | {share} |")
-    gap = details["adaptive"]["wide_minus_point"]
-    if gap:
-        lines += [
-            "",
-            f"With its own budget the default asks rho + {gap['mean']:.4f} ({gap['low']:.4f} to {gap['high']:.4f}) for "
-            "wide questions (count, order, summary) over point questions on the same video.",
-        ]
+        lines.append(f"| {one['target']:g} | {one['seed']} | {one['reached']:.2f} | {one['off']:+.1%} | {share} |")
+    lines += [
+        "",
+        "| rho with the default's own budget | mean (95% interval) | more than for point questions on the same video |",
+        "|---|---|---|",
+    ]
+    for kind, rho in details["adaptive"]["rho"].items():
+        gap = details["adaptive"]["wide_minus_point"].get(kind)
+        lines.append(f"| {kind} | {_interval(rho)} | {_interval(gap) if gap else ''} |")
     return "\n".join(lines) + "\n"
+
+
+def _interval(one: dict[str, float]) -> str:
+    return f"{one['mean']:.4f} ({one['low']:.4f} to {one['high']:.4f})"
 
 
 def _gains(differences: Rows) -> list[str]:
@@ -174,7 +179,7 @@ def _draw_adaptive(adaptive: dict[str, Any]) -> Figure:
     axes = figure.subplots()
     for place, (kind, rho) in enumerate(adaptive["rho"].items()):
         half = rho["high"] - rho["mean"]
-        axes.bar(place, rho["mean"], yerr=half, capsize=3, color="#e49444" if kind in WIDE_KINDS else "#0b6e99")
+        axes.bar(place, rho["mean"], yerr=half, capsize=3, color="#0b6e99" if kind in POINT_KINDS else "#e49444")
     axes.set_xticks(range(len(adaptive["rho"])), list(adaptive["rho"]))
     axes.set_ylabel("rho (mean, 95% interval)")
     axes.set_title("Own budget by kind of question: point (blue), wide (orange)", fontsize=9)
