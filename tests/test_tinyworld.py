@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from qtsplus.data.clip import COLOURS
-from qtsplus.data.scene import CELL, FPS, GRID, SHAPES, sighting_tokens, sightings
+from qtsplus.data.scene import CELL, FPS, GRID, SHAPES, WorldObject, sighting_tokens, sightings
 from qtsplus.data.tinyworld import (
     KINDS,
     LETTERS,
@@ -349,7 +349,12 @@ def test_a_build_that_was_stopped_goes_on(tmp_path):
 
 def test_a_world_that_shows_a_shape_in_every_colour_still_has_questions():
     """No object of that shape is absent, so "Is there ..?" must ask for another one."""
-    world = make_world(11934, 8, 4)
+    names = list(COLOURS)
+    circles = tuple(
+        WorldObject(name, "circle", 0, 8, (14.0 + 28 * place, 14.0), 24, later_colour=later, changes_at=4)
+        for place, (name, later) in enumerate(zip(names[::2], names[1::2], strict=True))
+    )
+    world = replace(make_world(0, 8, 4), objects=circles)
     shown = {(colour, item.shape) for item in world.objects for colour in item.colours}
     assert shown == {(colour, "circle") for colour in COLOURS}
     asked = [q for seed in range(20) for q in questions(world, np.random.default_rng(seed)) if q.kind == "existence"]

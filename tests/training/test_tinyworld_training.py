@@ -45,7 +45,7 @@ def test_data_and_train(tmp_path):
         ],
     )
     assert answer.exit_code == 0, answer.output
-    assert json.loads(answer.stdout)["visual_tokens"] == 128
+    assert json.loads(answer.stdout)["visual_tokens"] == 288
 
 
 def test_an_unknown_split_ends_in_one_line(tmp_path):
