@@ -93,14 +93,20 @@ def attend_by_length(
     """`[N, heads, head_dim]` each -> the same: sequences of one length attend as a batch."""
     starts, lengths = cu_seq_lens[:-1], cu_seq_lens.diff()
     distinct = lengths.unique().tolist()
+
+    def attend(states: list[torch.Tensor], length: int) -> torch.Tensor:
+        batch = (one.unflatten(0, (-1, length)).transpose(1, 2) for one in states)
+        attended = nn.functional.scaled_dot_product_attention(*batch, dropout_p=dropout, scale=scaling)
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    states = [query, key, value]
+    if len(distinct) == 1:
+        return attend(states, distinct[0])
     attended = torch.empty_like(query)
     for length in distinct:
-        rows: torch.Tensor | slice = slice(None)
-        if len(distinct) > 1:
-            rows = (starts[lengths == length, None] + torch.arange(length, device=starts.device)).flatten()
-        q, k, v = (states[rows].unflatten(0, (-1, length)).transpose(1, 2) for states in (query, key, value))
-        batch = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
-        attended[rows] = batch.transpose(1, 2).flatten(0, 1)
+        rows = (starts[lengths == length, None] + torch.arange(length, device=starts.device)).flatten()
+        # Not `one[rows]`: on a CPU that copies number by number what this copies row by row.
+        attended.index_copy_(0, rows, attend([one.index_select(0, rows) for one in states], length))
     return attended
 
 

@@ -20,6 +20,7 @@ from .prompt_qtsplus import (
     IMAGE,
     KINDS,
     PATCHES_PER_CHUNK,
+    PATCHES_PER_CHUNK_ON_CPU,
     VIDEO,
     CompactPrompt,
     PromptRow,
@@ -171,7 +172,7 @@ class QTSplusModelMixin:
             pixel_values_videos, video_grid_thw: as the processor returns them; they may stay on the CPU, from where
                 one chunk at a time is moved.
             frames_per_chunk: encode at most this many frames at a time, but at least one temporal patch; about
-                16,384 patches at a time if `None`.
+                16,384 patches at a time if `None`, and 2,048 on a CPU.
             device: where the features shall live, such as `"cpu"`; the model's if `None`.
 
         Returns:
@@ -474,10 +475,11 @@ class QTSplusModelMixin:
         if self.training and torch.is_grad_enabled():
             # Gradients would keep every chunk's activations, and ranks that share weights must call them equally often.
             return [list(enumerate(grids))]
+        capacity = PATCHES_PER_CHUNK_ON_CPU if self.device.type == "cpu" else PATCHES_PER_CHUNK
         if kind == IMAGE:  # its crops belong together
-            whole = chunk_grids([(1, t * h, w) for t, h, w in grids], PATCHES_PER_CHUNK, mul)
+            whole = chunk_grids([(1, t * h, w) for t, h, w in grids], capacity, mul)
             return [[(index, grids[index]) for index, _ in chunk] for chunk in whole]
-        return chunk_grids(grids, PATCHES_PER_CHUNK, mul)
+        return chunk_grids(grids, capacity, mul)
 
     def _given_features(self, kind: int, features: Sequence[torch.Tensor], grids) -> list[torch.Tensor]:
         """`[k, token_width]` features that the caller had encoded."""

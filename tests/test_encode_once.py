@@ -10,7 +10,7 @@ import qtsplus.mixin_qtsplus as modeling
 from model_checks import build, greedy, mixed_inputs, shared_model, with_labels
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
 from qtsplus.prompt_qtsplus import chunk_grids
-from tiny import PATCH_VALUES, batch, prompt, tiny_model
+from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_model
 
 BOTH = pytest.mark.parametrize(
     "cls", [Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel], ids=["with_head", "backbone"]
@@ -124,16 +124,28 @@ def test_long_inputs_are_encoded_in_chunks(monkeypatch):
     hook = model.model.visual.register_forward_pre_hook(lambda _, pixels: rows.append(len(pixels[0])))
     with torch.no_grad():
         whole = model(**inputs).logits
-        monkeypatch.setattr(modeling, "PATCHES_PER_CHUNK", 100)
+        monkeypatch.setattr(modeling, "PATCHES_PER_CHUNK_ON_CPU", 100)
         chunked = model(**inputs).logits
     hook.remove()
     assert rows == [320, 96, 96, 96, 32]
     torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
 
 
+def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():
+    model, rows = tiny_model(), []
+    grid = torch.tensor([[30, 8, 10], [1, 4, 4], [2, 10, 14]])
+    pixels = torch.randn(int(grid.prod(-1).sum()), PATCH_VALUES, generator=torch.Generator().manual_seed(0))
+    model.model.visual.register_forward_pre_hook(lambda _, pixels: rows.append(len(pixels[0])))
+    features = torch.cat(model.encode_videos(pixels, grid))
+    assert rows == [25 * 80, 5 * 80 + 16 + 2 * 140]
+    with torch.no_grad():
+        expected = stock_twin(model).model.visual(pixels, grid_thw=grid).pooler_output
+    torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_training_encodes_a_batch_at_once(monkeypatch):
     """Ranks that share weights must call them equally often."""
-    monkeypatch.setattr(modeling, "PATCHES_PER_CHUNK", 10)
+    monkeypatch.setattr(modeling, "PATCHES_PER_CHUNK_ON_CPU", 10)
     model, calls = tiny_model().train(), []
     model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
     model(**with_labels(mixed_inputs())).loss.backward()
