@@ -33,7 +33,7 @@ from .prompt_qtsplus import (
     text_positions,
 )
 from .saving_qtsplus import QTSplusSavingMixin
-from .selector_qtsplus import QTSplusOutput, QTSplusSelector, find_query_mask
+from .selector_qtsplus import QTSplusOutput, QTSplusSelector, find_query_mask, take_rows
 
 
 @dataclass
@@ -252,14 +252,13 @@ class QTSplusModelMixin:
         queries = self._queries(input_ids, inputs_embeds, mask, query_mask, query_input_ids, query_attention_mask)
         nothing = self._no_features(input_ids.device)
         sources = [
-            _join([features[span.kind][span.index] for span in _whole(row.spans, self._candidate_kinds)], nothing).to(
-                nothing.device
-            )
+            [features[span.kind][span.index].to(nothing.device) for span in _whole(row.spans, self._candidate_kinds)]
+            or [nothing]
             for row in rows
         ]
         width = self.get_input_embeddings().embedding_dim
         selected, qtsplus = self.qtsplus(
-            [source[:, :width] for source in sources],
+            [[part[:, :width] for part in parts] for parts in sources],
             queries,
             [row.positions[:, row.candidates] for row in rows],
             retention=retention,
@@ -268,7 +267,10 @@ class QTSplusModelMixin:
         )
         if self.token_width > width:
             triples = zip(selected, sources, qtsplus.kept_indices, strict=True)
-            selected = [torch.cat([tokens, source[kept, width:]], dim=1) for tokens, source, kept in triples]
+            selected = [
+                torch.cat([tokens, take_rows([part[:, width:] for part in parts], kept)], dim=1)
+                for tokens, parts, kept in triples
+            ]
         return self._splice_rows(input_ids, inputs_embeds, rows, features, selected, qtsplus, pad_left, starts)
 
     @property

@@ -427,24 +427,45 @@ def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.T
     return F.scaled_dot_product_attention(rows, keys[None], values[None]).reshape(queries.shape)
 
 
-def in_blocks(function: Callable, states: torch.Tensor, block_size: int = 4096) -> torch.Tensor:
+def in_blocks(
+    function: Callable, states: torch.Tensor | Sequence[torch.Tensor], block_size: int = 4096
+) -> torch.Tensor:
     """
     A function of each row of `[n, d]`, for `block_size` rows at a time, so that nothing between input and result holds
-    all of them; gradients compute each block again.
+    all of them; gradients compute each block again. The rows may lie in several tensors; only gradients need them joined.
     """
-    if len(states) <= block_size:
-        return function(states)
-    blocks = states.split(block_size)
+    parts = [states] if isinstance(states, torch.Tensor) else states
+    if len(parts) > 1 and torch.is_grad_enabled():
+        parts = [torch.cat(list(parts))]  # one checkpoint for many short videos
+    total = sum(len(part) for part in parts)
+    if len(parts) == 1 and total <= block_size:
+        return function(parts[0])
+    blocks = [block for part in parts for block in part.split(block_size)]
     if torch.is_grad_enabled():
         return torch.cat(
             [checkpoint(function, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
         )
     first = function(blocks[0])
-    result = first.new_empty(len(states), *first.shape[1:])
-    result[:block_size] = first
-    for index, block in enumerate(blocks[1:], start=1):
-        result[index * block_size :][: len(block)] = function(block)
+    result = first.new_empty(total, *first.shape[1:])
+    filled = 0
+    for index, block in enumerate(blocks):
+        result[filled : filled + len(block)] = function(block) if index else first
+        filled += len(block)
     return result
+
+
+def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
+    """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
+    if len(parts) == 1:
+        return parts[0][indices]
+    starts = torch.tensor([0, *(len(part) for part in parts)], device=indices.device).cumsum(0)
+    bounds = torch.searchsorted(indices, starts).tolist()
+    return torch.cat(
+        [
+            part[indices[low:high] - start]
+            for part, start, low, high in zip(parts, starts, bounds, bounds[1:], strict=False)
+        ]
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -489,14 +510,14 @@ class QTSplusLayer(nn.Module):
     def forward(
         self,
         query: torch.Tensor,
-        context: torch.Tensor,
+        context: torch.Tensor | Sequence[torch.Tensor],
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         only_relevance: bool = False,
     ) -> torch.Tensor:
         """
         Args:
             query: `[L, d]`.
-            context: `[M, d]`; the same tensor as `query` for self-attention.
+            context: `[M, d]`, in one tensor or several; the same tensor as `query` for self-attention.
             rotary: tables for self-attention.
             only_relevance: return the `[M]` log-relevance of this layer's attention instead of the `[L, d]` output.
         """
@@ -620,7 +641,7 @@ class QTSplusSelector(nn.Module):
 
     def forward(
         self,
-        visual: list[torch.Tensor],
+        visual: Sequence[torch.Tensor | Sequence[torch.Tensor]],
         query: list[torch.Tensor],
         positions: list[torch.Tensor],
         retention: float | Sequence[float] | None = None,
@@ -629,7 +650,8 @@ class QTSplusSelector(nn.Module):
     ) -> tuple[list[torch.Tensor], QTSplusOutput]:
         """
         Args:
-            visual: per row `[M_b, d]`, all visual tokens that compete for the row's budget; `[0, d]` for none.
+            visual: per row `[M_b, d]`, all visual tokens that compete for the row's budget; `[0, d]` for none. In one
+                tensor or several, such as those of several videos, which inference never joins.
             query: per row `[L_b, d]`, embeddings of the question.
             positions: per row `[3, M_b]`, absolute (time, height, width) of the visual tokens.
             retention: fixes rho, in (0, 1]; one for all rows or one for each.
@@ -642,6 +664,7 @@ class QTSplusSelector(nn.Module):
         Raises:
             ValueError: `retention` or `max_visual_tokens` out of range, or a row with visual tokens but no question.
         """
+        visual = [[row] if isinstance(row, torch.Tensor) else row for row in visual]
         retentions = list(retention) if isinstance(retention, Sequence) else [retention] * len(visual)
         self._check_call(retentions, len(visual), max_visual_tokens)
         sample_gate = self.training if sample_gate is None else sample_gate
@@ -662,7 +685,7 @@ class QTSplusSelector(nn.Module):
                 anchor = torch.stack(trained).sum() * 0.0
                 features = [row + anchor.to(row.dtype) for row in features]
 
-        num_tokens = torch.tensor([len(row) for row in visual], device=visual[0].device)
+        num_tokens = torch.tensor([sum(map(len, parts)) for parts in visual], device=visual[0][0].device)
         rho = torch.stack(rho)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
         return features, QTSplusOutput(
@@ -695,13 +718,14 @@ class QTSplusSelector(nn.Module):
 
     def _select_row(self, row, visual, query, retention, cap, sample_gate):
         """Relevance, budget and gate of one sample: (kept indices, relevance, rho, threshold, kept tokens)."""
-        config, num_tokens, device = self.config, len(visual), visual.device
+        config, num_tokens, device = self.config, sum(map(len, visual)), visual[0].device
         nothing = torch.zeros((), device=device)
         empty = torch.empty(0, device=device)
         if num_tokens == 0:
-            return empty.long(), empty, nothing, nothing, visual
+            return empty.long(), empty, nothing, nothing, visual[0]
         if config.selection == "all":
-            return torch.arange(num_tokens, device=device), empty, nothing + 1, nothing, visual
+            every = torch.arange(num_tokens, device=device)
+            return every, empty, nothing + 1, nothing, visual[0] if len(visual) == 1 else torch.cat(list(visual))
 
         relevance = log_r = empty
         if config.selection == "qtsplus" or retention is None:
@@ -731,10 +755,11 @@ class QTSplusSelector(nn.Module):
                 kept, gate, threshold = gumbel_gate(relevance, target, config.tau_s, cap)
             else:
                 kept, gate, threshold = straight_through_gate(log_r, target, config.tau_s, n)
-            return kept, relevance, rho, threshold.detach(), visual[kept] * gate[:, None].to(visual.dtype)
-        return kept, relevance, rho, nothing, visual[kept]
+            tokens = take_rows(visual, kept)
+            return kept, relevance, rho, threshold.detach(), tokens * gate[:, None].to(tokens.dtype)
+        return kept, relevance, rho, nothing, take_rows(visual, kept)
 
-    def _log_relevance(self, visual: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    def _log_relevance(self, visual: Sequence[torch.Tensor], query: torch.Tensor) -> torch.Tensor:
         for layer in self.scoring_layers[:-1]:
             query = layer(query, visual)
         return self.scoring_layers[-1](query, visual, only_relevance=True)

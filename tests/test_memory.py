@@ -47,6 +47,17 @@ def test_from_features_to_the_first_token_nothing_holds_them_twice(measured):
     assert measured["path"] < 0.5 * measured["features"]
 
 
+def test_the_features_of_several_videos_are_never_joined():
+    model, grid = tiny_model(), (20, 20, 20)
+    inputs = batch(prompt(videos=[grid, grid], question=2))
+    width = model.config.text_config.hidden_size
+    features = [torch.randn(2000, width, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    inputs.pop("pixel_values_videos")
+    with torch.no_grad(), Sizes() as sizes:
+        model.model.compress(**inputs, video_features=features, retention=0.1)
+    assert sizes.largest < 4000 * width * 4
+
+
 @pytest.mark.slow
 @linux_only
 def test_the_re_encoder_over_25_600_tokens_takes_under_1_gb():

@@ -300,6 +300,36 @@ def test_straight_through_training_keeps_exactly_what_inference_keeps(counts, re
     assert torch.equal(trained.rho, inferred.rho)
 
 
+@examples(25)
+@given(
+    counts=counts_of_tokens,
+    cut=st.lists(st.integers(0, 60), min_size=1, max_size=3),
+    retention=a_retention,
+    scoring_layers=st.integers(1, 2),
+    training=st.booleans(),
+    seed=a_seed,
+)
+def test_a_row_may_lie_in_several_tensors(counts, cut, retention, scoring_layers, training, seed):
+    """As the features of several videos do."""
+    selector = selector_with(scoring_layers=scoring_layers)
+    visual, query, positions = ragged_tokens(counts, seed)
+    visual = [row.requires_grad_(training) for row in visual]
+    pieces = [row.tensor_split(sorted(min(place, len(row)) for place in cut)) for row in visual]
+    results = []
+    for rows in (visual, pieces):
+        with torch.set_grad_enabled(training):
+            kept, chosen = selector(rows, query, positions, retention=retention, sample_gate=training)
+            total = torch.cat(kept).sin().sum()
+        gradients = torch.autograd.grad(total, visual, allow_unused=True, materialize_grads=True) if training else ()
+        results.append((kept, chosen, gradients))
+    (kept, chosen, gradients), (other_kept, other, other_gradients) = results
+    for b in range(len(counts)):
+        assert torch.equal(chosen.kept_indices[b], other.kept_indices[b])
+        torch.testing.assert_close(kept[b], other_kept[b], atol=1e-5, rtol=1e-5)
+    for one, expected in zip(other_gradients, gradients, strict=True):
+        torch.testing.assert_close(one, expected, atol=1e-5, rtol=1e-4)
+
+
 @examples(20)
 @given(counts=counts_of_tokens, seed=a_seed, data=st.data())
 def test_each_row_may_have_a_retention_of_its_own(counts, seed, data):
