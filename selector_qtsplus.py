@@ -432,7 +432,7 @@ def in_blocks(
 ) -> torch.Tensor:
     """
     A function of each row of `[n, d]`, for `block_size` rows at a time, so that nothing between input and result holds
-    all of them; gradients compute each block again. The rows may lie in several tensors; only gradients need them joined.
+    all of them; gradients compute each block again. The rows may lie in several tensors, joined for gradients alone.
     """
     parts = [states] if isinstance(states, torch.Tensor) else states
     if len(parts) > 1 and torch.is_grad_enabled():

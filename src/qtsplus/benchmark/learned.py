@@ -339,7 +339,7 @@ class _Benchmark:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def landed(self, seed: int) -> list[dict[str, float]]:
-        """Where the default's dataset-level budget, if the recipe has one, came to lie in training and on the test set."""
+        """Where the default's dataset-level budget, if the recipe has one, landed in training and on the test set."""
         target = self.load(seed, DEFAULT).config.qtsplus_config.target_n
         if target is None:
             return []
