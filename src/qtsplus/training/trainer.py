@@ -154,7 +154,7 @@ class QTSplusTrainer(Trainer):
             self.running[True].add("loss_teacher", divergences.sum(), len(divergences))
         budget = self._budget(outputs.qtsplus, inputs, counts[-1])
         if model.training and self.args.budget_probe is not None and self._retention is None:
-            loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights)
+            loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
         if model.training:
             # Distributed training averages gradients over the processes, which here are parts of one sum.
             loss = (loss + budget) * self.accelerator.num_processes
@@ -170,11 +170,11 @@ class QTSplusTrainer(Trainer):
         logits, targets, rows = answer_logits(outputs.logits, labels)
         return outputs, logits, F.cross_entropy(logits, targets, reduction="none"), rows
 
-    def _probe_budget(self, inputs, labels, qtsplus, weights: torch.Tensor) -> torch.Tensor | float:
+    def _probe_budget(self, inputs, labels, qtsplus, weights, factor: float) -> torch.Tensor | float:
         """A term whose gradient in log rho is the supervised loss's slope, measured between fewer and more tokens."""
         if qtsplus is None or not qtsplus.rho.requires_grad:
             return 0.0
-        rho, factor = qtsplus.rho, self.args.budget_probe
+        rho = qtsplus.rho
         with_vision = rho.detach() > 0
         measured = []
         with torch.no_grad():
