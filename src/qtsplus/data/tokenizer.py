@@ -70,8 +70,8 @@ TOKENIZER_CONFIG = {
 }
 
 _PIXELS = {
-    # Small frames: 4 to 16 visual tokens each, of 28 x 28 pixels.
-    "size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 16},
+    # Small frames: 4 to 36 visual tokens each, of 28 x 28 pixels.
+    "size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 36},
     "patch_size": 14,
     "temporal_patch_size": 2,
     "merge_size": 2,
