@@ -6,7 +6,6 @@ The file reads in the order data flows: [`QTSplusModelMixin`] lays out the promp
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import Any
 
 import torch
@@ -74,6 +73,11 @@ class QTSplusModelMixin:
     def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
         """Rows of the pixels of every image or video."""
         return grid_thw.prod(-1).tolist()
+
+    @property
+    def patches_per_row(self) -> int:
+        """Patches that the vision tower makes of a row of the pixels."""
+        return 1
 
     def line_length(self, kind: int, grid: tuple[int, int, int]) -> int:
         """Tokens in front of each newline among the placeholders; 0 where there are none."""
@@ -473,15 +477,16 @@ class QTSplusModelMixin:
             if isinstance(frames_per_chunk, bool) or frames_per_chunk != int(frames_per_chunk) or frames_per_chunk < 1:
                 raise ValueError(f"frames_per_chunk={frames_per_chunk!r}: expected a whole number, at least 1.")
             frames = getattr(self.config.vision_config, "temporal_patch_size", 1)
-            return chunk_grids(grids, frames_per_chunk, lambda height, width: frames)
+            return chunk_grids(grids, frames_per_chunk, [frames] * len(grids))
         if self.training and torch.is_grad_enabled():
             # Gradients would keep every chunk's activations, and ranks that share weights must call them equally often.
             return [list(enumerate(grids))]
         capacity = PATCHES_PER_CHUNK_ON_CPU if self.device.type == "cpu" else PATCHES_PER_CHUNK
+        patches = [rows * self.patches_per_row for rows in self.pixel_rows(grid_thw)]
         if kind == IMAGE:  # its crops belong together
-            whole = chunk_grids([(1, t * h, w) for t, h, w in grids], capacity, mul)
+            whole = chunk_grids([(1, h, w) for _, h, w in grids], capacity, patches)
             return [[(index, grids[index]) for index, _ in chunk] for chunk in whole]
-        return chunk_grids(grids, capacity, mul)
+        return chunk_grids(grids, capacity, [count // t for count, (t, _, _) in zip(patches, grids, strict=True)])
 
     def _given_features(self, kind: int, features: Sequence[torch.Tensor], grids) -> list[torch.Tensor]:
         """`[k, token_width]` features that the caller had encoded."""

@@ -80,6 +80,11 @@ class InternVLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, InternVLMo
     def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
         return grid_thw[:, 0].tolist()
 
+    @property
+    def patches_per_row(self) -> int:
+        vision = self.config.vision_config
+        return math.prod(size // patch for size, patch in zip(vision.image_size, vision.patch_size, strict=True))
+
     def encode_pixels(self, kind: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
         tokens = self.get_image_features(pixels, return_dict=True).pooler_output
         return [frames.flatten(0, 1) for frames in tokens.split(self.pixel_rows(grid_thw))]

@@ -93,6 +93,10 @@ class LlavaOnevisionQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Llav
     def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
         return grid_thw[:, 0].tolist()
 
+    @property
+    def patches_per_row(self) -> int:
+        return (self.config.vision_config.image_size // self.config.vision_config.patch_size) ** 2
+
     def line_length(self, kind: int, grid: tuple[int, int, int]) -> int:
         if kind == IMAGE:
             return 0

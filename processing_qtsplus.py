@@ -569,8 +569,8 @@ class QTSplusProcessorMixin:
             video: a file, an `http(s)` address, or a folder of frames.
             fps, num_frames, min_frames, max_frames: as in a call; of a folder, `fps` is the rate at which its frames
                 were taken.
-            frames_per_chunk: frames at a time, cut down to whole temporal patches; by default about 16,384 patches, and
-                no more than 256 MB of decoded frames.
+            frames_per_chunk: frames at a time, cut down to whole temporal patches; by default about 16,384 patches
+                (or tokens, where the grid counts those), and no more than 256 MB of decoded frames.
 
         Raises:
             ValueError: a video that is missing or cannot be decoded; a folder without `fps`; rates and counts that are

@@ -191,30 +191,30 @@ def visual_runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def chunk_grids(
-    grids: Sequence[Sequence[int]], capacity: int, cost: Callable[[int, int], int]
+    grids: Sequence[Sequence[int]], capacity: int, costs: Sequence[int]
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """
     Cuts images and videos along time, in order, into chunks of bounded cost.
 
     Args:
-        grids: (time, height, width) in patches of each.
-        capacity: the most that a chunk may cost; a temporal patch that costs more is a chunk by itself.
-        cost: of one temporal patch, from its height and width.
+        grids: (time, height, width) of each.
+        capacity: the most that a chunk may cost; a step in time that costs more is a chunk by itself.
+        costs: of one step in time of each.
 
     Returns:
         per chunk its pieces, each the index of an image or video and the piece's own grid.
     """
     chunk: list[tuple[int, list[int]]] = []
     room = capacity
-    for index, (left, height, width) in enumerate(grids):
+    for index, ((left, height, width), cost) in enumerate(zip(grids, costs, strict=True)):
         while left:
-            fits = min(left, max(room // cost(height, width), 0 if chunk else 1))
+            fits = min(left, max(room // cost, 0 if chunk else 1))
             if not fits:
                 yield chunk
                 chunk, room = [], capacity
                 continue
             chunk.append((index, [fits, height, width]))
-            left, room = left - fits, room - fits * cost(height, width)
+            left, room = left - fits, room - fits * cost
     if chunk:
         yield chunk
 

@@ -575,6 +575,7 @@ class QTSplusOutput(ModelOutput):
     Args:
         relevance: tuple of `[M_b]` float32; empty where relevance was not needed.
         rho: `[B]` float32, the fraction aimed at; 0 in rows without visual tokens.
+        num_tokens: `[B]` int64, the visual tokens that compete (M).
         n: `[B]` int64, kept tokens.
         kept_indices: tuple of `[n_b]` int64, ascending, into the row's visual tokens.
         threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r for "straight_through"); 0 where
@@ -586,6 +587,7 @@ class QTSplusOutput(ModelOutput):
 
     relevance: tuple[torch.Tensor, ...] | None = None
     rho: torch.Tensor | None = None
+    num_tokens: torch.Tensor | None = None
     n: torch.Tensor | None = None
     kept_indices: tuple[torch.Tensor, ...] | None = None
     threshold: torch.Tensor | None = None
@@ -691,6 +693,7 @@ class QTSplusSelector(nn.Module):
         return features, QTSplusOutput(
             relevance=tuple(relevance),
             rho=rho,
+            num_tokens=num_tokens,
             n=torch.tensor([len(kept) for kept in kept_indices], device=rho.device),
             kept_indices=tuple(kept_indices),
             threshold=torch.stack(threshold) if sample_gate else None,

@@ -107,7 +107,7 @@ def test_chunk_is_whole(grids, frames):
     capacity=st.integers(1, 200),
 )
 def test_chunks_hold_everything_in_order_and_no_more_than_they_may(grids, capacity):
-    chunks = list(chunk_grids(grids, capacity, lambda height, width: height * width))
+    chunks = list(chunk_grids(grids, capacity, [h * w for _, h, w in grids]))
     steps = [(index, h, w) for chunk in chunks for index, (t, h, w) in chunk for _ in range(t)]
     assert steps == [(index, h, w) for index, (t, h, w) in enumerate(grids) for _ in range(t)]
     for chunk in chunks:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qtsplus import session
+from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import VideoQADataset, VideoRecord
 from qtsplus.training.features import encode_videos
@@ -34,11 +35,15 @@ def test_ask_encodes_in_chunks_and_answers_as_in_one_shot(model, processor, clip
     assert all(0 <= one.start < one.end <= answer.seconds_of_video for one in answer.evidence)
 
 
-def test_training_examples(model, processor, clips):
-    records = [
+@pytest.fixture(scope="module")
+def records(clips):
+    return [
         VideoRecord(video=str(clips / f"{name}.mp4"), question=QUESTION, answer="The red ball.", source="vqa")
         for name in ("long", "short")
     ]
+
+
+def test_training_examples(model, processor, records):
     dataset = VideoQADataset(records, processor, model_max_length=200, processor_kwargs={"fps": 2})
     batch = VideoQACollator(processor)([dataset[0], dataset[1]])
     assert not batch.pop("skipped")
@@ -53,11 +58,26 @@ def test_training_examples(model, processor, clips):
     assert "leaves no room" in too_short.reason
 
 
-def test_training_from_features_is_training_from_pixels(model, processor, clips, tmp_path):
-    records = [
-        VideoRecord(video=str(clips / f"{name}.mp4"), question=QUESTION, answer="The red ball.", source="vqa")
-        for name in ("long", "short")
-    ]
+def test_newlines_and_frame_texts_are_no_visual_tokens_to_the_trainer(backbone, processor, records, tmp_path):
+    model = backbone.build(processor, selection="all")
+    dataset = VideoQADataset(records, processor, processor_kwargs={"fps": 2})
+    arguments = QTSplusTrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+    )
+    trainer = QTSplusTrainer(model, arguments, train_dataset=dataset, data_collator=VideoQACollator(processor))
+    trainer.train()
+    (line,) = (line for line in trainer.state.log_history if "visual_tokens" in line)
+    features = [model.encode_videos(row["pixel_values_videos"], row["video_grid_thw"]) for row in dataset]
+    tokens = sum(len(one) for row in features for one in row)
+    assert line["visual_tokens"] == line["n"] == tokens / 2 and line["kept_fraction"] == 1
+
+
+def test_training_from_features_is_training_from_pixels(model, processor, records, tmp_path):
     options = {"processor_kwargs": {"fps": 2}}
     features = encode_videos(model, processor, [str(one.video) for one in records], tmp_path, **options)
     collate, batches = VideoQACollator(processor), []

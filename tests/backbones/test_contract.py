@@ -92,6 +92,19 @@ class TestBackbone:
             for one, other in zip(whole, model.encode_videos(pixels, grid, frames_per_chunk=frames), strict=True):
                 torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
+    def test_no_chunk_has_more_patches_than_it_may(self, model, prepare, monkeypatch):
+        inputs, patches = prepare("two videos", "video"), []
+        embed = next(one for one in model.modules() if isinstance(one, (torch.nn.Conv2d, torch.nn.Conv3d)))
+        hook = embed.register_forward_hook(lambda _, given, out: patches.append(out.numel() // out.shape[1]))
+        whole = logits(model, inputs)
+        room, total = max(patches) // 3, sum(patches)
+        patches.clear()
+        monkeypatch.setattr("qtsplus.mixin_qtsplus.PATCHES_PER_CHUNK_ON_CPU", room)
+        torch.testing.assert_close(logits(model, inputs), whole, atol=1e-5, rtol=1e-5)
+        hook.remove()
+        assert max(patches) <= room and sum(patches) == total
+        assert all(sum(pair) > room for pair in zip(patches, patches[1:], strict=False))
+
     def test_encode_once_is_one_shot(self, model, prepare):
         inputs = prepare(*NAMES)
         features = with_features(model, inputs, frames_per_chunk=2)
@@ -197,6 +210,8 @@ class TestBackbone:
         assert torch.equal(inputs["query_mask"][0][columns].sum(), inputs["query_mask"][0].sum())
         whole = model(**inputs, retention=1.0)
         assert whole.logits.shape[1] == len(ids)
+        tokens = sum(t * h * w for t, h, w in model.model.merged_grid(inputs["video_grid_thw"]))
+        assert whole.qtsplus.num_tokens.tolist() == whole.qtsplus.n.tolist() == [tokens]
 
     def test_whoever_keeps_a_token_keeps_all_of_it(self, backbone, processor, prepare):
         model = backbone.build(processor, reencode_layers=0).model

@@ -152,7 +152,7 @@ class QTSplusTrainer(Trainer):
             divergences = self._divergences(logits, inputs, labels)
             loss = loss + self.args.distillation_weight * (weights * divergences).sum()
             self.running[True].add("loss_teacher", divergences.sum(), len(divergences))
-        budget = self._budget(outputs.qtsplus, inputs, counts[-1])
+        budget = self._budget(outputs.qtsplus, counts[-1])
         if model.training and self.args.budget_probe is not None and self._retention is None:
             loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
         if model.training:
@@ -199,12 +199,12 @@ class QTSplusTrainer(Trainer):
                 taught = teacher_logits(model, inputs, labels)
         return divergence(logits, taught, self.args.distillation_temperature)
 
-    def _budget(self, qtsplus, inputs, samples: torch.Tensor) -> torch.Tensor | float:
+    def _budget(self, qtsplus, samples: torch.Tensor) -> torch.Tensor | float:
         """The terms in rho: this micro-batch's sum over the step's number of samples with visual tokens."""
         if qtsplus is None:
             return 0.0
         config, training = self.selector_config, self.model.training
-        num_tokens = self._visual_tokens(inputs)
+        num_tokens = qtsplus.num_tokens
         with_vision = num_tokens > 0
         count = with_vision.sum()
         rho, kept, num_tokens = qtsplus.rho[with_vision], qtsplus.n[with_vision], num_tokens[with_vision]
@@ -269,16 +269,12 @@ class QTSplusTrainer(Trainer):
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
         counts = torch.zeros(len(SOURCES) + 1, dtype=torch.int64, device=tokens.device)
         counts.index_add_(0, _sources(batch), tokens)
-        counts[-1] = (self._visual_tokens(batch) > 0).sum()
-        return counts.cpu()
-
-    def _visual_tokens(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """M of every row, `[B]`: the placeholders that compete for the budget."""
         config, ids = base_model(self.model).config, batch["input_ids"]
         candidates = ids == config.video_token_id
         if self.selector_config.select_images:
             candidates |= ids == config.image_token_id
-        return candidates.sum(1)
+        counts[-1] = candidates.any(1).sum()
+        return counts.cpu()
 
     def _sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values.clone(), reduction="sum")
