@@ -80,3 +80,15 @@ def greedy(model=None, inputs=None, **call):
     model = shared_model() if model is None else model
     inputs = mixed_inputs() if inputs is None else inputs
     return model.generate(**inputs, do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW, **call)
+
+
+def assert_one_model(models):
+    """The same weights in memory, and the same logits where nothing is selected."""
+    ours = dict(models["ours"].named_parameters())
+    for name, parameter in models["stock"].named_parameters():
+        assert parameter.data_ptr() == ours[name].data_ptr(), name
+    ids = torch.randint(1, 500, (1, 20))
+    with torch.no_grad():
+        stock, own = models["stock"](input_ids=ids).logits, models["ours"](input_ids=ids).logits
+    assert stock.std() > 0
+    torch.testing.assert_close(own, stock)

@@ -351,6 +351,8 @@ _Shape = Annotated[
 _Device = Annotated[str | None, typer.Option(help="Such as cuda or cpu; what the shape is meant for when absent.")]
 _Results = Annotated[Path, typer.Option(help="Folder of the results.")]
 _Repeats = Annotated[int, typer.Option(help="Repeats of each measurement.", min=1)]
+_Retention = Annotated[float, typer.Option(help="Fraction of the visual tokens that is kept.")]
+_Dtype = Annotated[Dtype, typer.Option(help="Of both sides; auto is what the device multiplies faster.")]
 _RESULTS = Path("benchmarks/results")
 
 
@@ -360,10 +362,8 @@ def speed(
     device: _Device = None,
     out: _Results = _RESULTS,
     repeats: _Repeats = 5,
-    retention: Annotated[float, typer.Option(help="Fraction of the visual tokens that is kept.")] = 0.11,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Of both sides; auto is what the device multiplies faster.")
-    ] = Dtype.auto,
+    retention: _Retention = 0.11,
+    dtype: _Dtype = Dtype.auto,
     sweep: Annotated[bool, typer.Option(help="Also measure over the number of frames.")] = True,
 ) -> None:
     """Seconds per stage and from an mp4 to the first token, the stock model and ours in turn on the same weights."""
@@ -382,10 +382,8 @@ def memory(
     device: _Device = None,
     out: _Results = _RESULTS,
     repeats: _Repeats = 5,
-    retention: Annotated[float, typer.Option(help="Fraction of the visual tokens that is kept.")] = 0.11,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Of both sides; auto is what the device multiplies faster.")
-    ] = Dtype.auto,
+    retention: _Retention = 0.11,
+    dtype: _Dtype = Dtype.auto,
 ) -> None:
     """Peak memory up to the first token, and of relevance beside its readable twin, each in a process of its own."""
     with _one_line_errors(), _resumable():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from model_checks import assert_one_model
 from qtsplus.benchmark import speed
 from qtsplus.benchmark.clock import StageClock
 from qtsplus.benchmark.results import SUMMARY, read_json
@@ -35,15 +36,7 @@ def document(folder):
 
 
 def test_both_sides_are_one_model(models):
-    """The same weights in memory, and the same logits where nothing is selected."""
-    ours = dict(models["ours"].named_parameters())
-    for name, parameter in models["stock"].named_parameters():
-        assert parameter.data_ptr() == ours[name].data_ptr(), name
-    ids = torch.randint(1, 500, (1, 20))
-    with torch.no_grad():
-        stock, own = models["stock"](input_ids=ids).logits, models["ours"](input_ids=ids).logits
-    assert stock.std() > 0
-    torch.testing.assert_close(own, stock)
+    assert_one_model(models)
 
 
 def test_each_side_attends_as_its_users_get_it(models):
