@@ -111,7 +111,7 @@ def convert(
     ],
     out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
     variant: Annotated[
-        str | None, typer.Option(help="Whose selector hyperparameters a Qwen2.5-VL gets, such as qtsplus-3b.")
+        str | None, typer.Option(help="Whose selector hyperparameters a stock model gets, such as qtsplus-3b.")
     ] = None,
     init: Annotated[
         str | None,
@@ -345,7 +345,7 @@ _Shape = Annotated[
     str,
     typer.Option(
         help="cpu: 3B widths, a quarter of the layers. 3b: whole, on a GPU. small; tiny. Other backbones: "
-        "internvl2.5-8b and llava-video-7b, whole; with -cpu behind, a quarter of the layers."
+        "internvl2.5-8b, llava-video-7b and qwen3-vl-8b, whole; with -cpu behind, a quarter of the layers."
     ),
 ]
 _Device = Annotated[str | None, typer.Option(help="Such as cuda or cpu; what the shape is meant for when absent.")]

@@ -15,7 +15,13 @@ from qtsplus.training.freezing import count_parameters, part_of
 from qtsplus.training.recipe import dry_run, load_recipe
 
 # The selector, and all that is not the selector: the size of the published model.
-SIZES = {"internvl2.5-8b": (529_648_897, 8_075_365_376), "llava-video-7b": (397_380_353, 8_030_348_832)}
+SIZES = {
+    "internvl2.5-8b": (529_648_897, 8_075_365_376),
+    "llava-video-7b": (397_380_353, 8_030_348_832),
+    "qwen3-vl-8b": (529_648_897, 8_767_123_696),
+}
+# Height and width of a frame's grid, and its placeholders in the prompt.
+FRAMES = {"internvl2.5-8b": (16, 256), "llava-video-7b": (14, 14 * 15), "qwen3-vl-8b": (32, 256)}
 VARIANT = pytest.mark.parametrize("variant", SIZES)
 
 
@@ -66,10 +72,16 @@ def test_a_prompt_fits_the_models_sizes(variant):
     """What the processor lays out per frame is what the model expects of its own grid."""
     _, model = load(variant)
     settings = read_json(hub_configs() / variant / "processor_config.json")
-    side = {"internvl2.5-8b": 16, "llava-video-7b": 14}[variant]
-    assert settings.get("image_seq_length", side * side) == side * side
-    counts = model.model.placeholder_counts(2, torch.tensor([[4, side, side]]))
-    assert counts == [4 * side * (side + (settings.get("video_newline") == "row"))]
+    side, placeholders = FRAMES[variant]
+    assert settings.get("image_seq_length", placeholders) == placeholders
+    assert model.model.placeholder_counts(2, torch.tensor([[4, side, side]])) == [4 * placeholders]
+    for part in ("image_processor", "video_processor"):
+        if "patch_size" in settings[part]:  # it cuts the patches itself
+            vision = model.config.vision_config
+            assert (settings[part]["patch_size"], settings[part]["merge_size"]) == (
+                vision.patch_size,
+                vision.spatial_merge_size,
+            )
     assert settings.get("video_newline", "row") == getattr(model.config, "video_newline", "row")
     assert settings.get("video_placeholder_id", model.config.video_token_id) == model.config.video_token_id
 

@@ -1,7 +1,9 @@
 """The speed, memory and cost benchmarks at toy size with other backbones."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,19 +15,26 @@ from qtsplus.benchmark.results import read_json
 from qtsplus.benchmark.shapes import SHAPES, SIDES, build_pair, make_config, make_processor
 
 WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-FRAMES = 3
-# Tokens of a frame.
-SIZES = {"internvl2.5-8b": 16 * 16, "llava-video-7b": 14 * 14}
+TEXT = {**WIDTHS, "hidden_size": 256, "num_key_value_heads": 1, "head_dim": 128}
+QWEN3_VISION = {
+    **{"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2},
+    **{"out_hidden_size": TEXT["hidden_size"], "deepstack_visual_indexes": [0]},
+}
+FRAMES = 4
+# The toy's (time, height, width) in tokens.
+GRIDS = {"internvl2.5-8b": (4, 16, 16), "llava-video-7b": (4, 14, 14), "qwen3-vl-8b": (2, 4, 3)}
+# Tokens of the whole models' and the CPU's videos, as the pages say.
+TOKENS = {"internvl2.5-8b": (30_720, 4_096), "llava-video-7b": (29_400, 3_920), "qwen3-vl-8b": (180_000, 4_032)}
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture(params=GRIDS)
 def toy(request, monkeypatch):
-    """The CPU's shape with narrow layers; its frames have as many tokens as ever."""
+    """The CPU's shape with narrow layers; where a frame's size does not count, it has as many tokens as ever."""
     shape = SHAPES[f"{request.param}-cpu"]
-    text = {**WIDTHS, "hidden_size": 64, "num_key_value_heads": 1, "head_dim": 32}
-    toy = replace(shape, name="toy", frames=FRAMES + 1, source_fps=8, size=(112, 112), text=text, vision=WIDTHS)
+    vision = QWEN3_VISION if request.param == "qwen3-vl-8b" else WIDTHS
+    toy = replace(shape, name="toy", frames=FRAMES, source_fps=8, size=(96, 128), text=TEXT, vision=vision)
     monkeypatch.setitem(SHAPES, "toy", toy)
-    monkeypatch.setitem(speed.SWEEPS, "toy", ("toy", (2,)))
+    monkeypatch.setitem(speed.SWEEPS, "toy", ("toy", (FRAMES // 2,)))
     return toy
 
 
@@ -35,7 +44,8 @@ def test_both_sides_are_one_model(toy):
 
 def test_speed(toy, tmp_path):
     document = read_json(speed.run_speed("toy", tmp_path, dtype="float32", repeats=1, progress=False))
-    tokens = toy.frames * SIZES[toy.variant]
+    tokens = math.prod(GRIDS[toy.variant])
+    assert toy.grid == GRIDS[toy.variant]
     assert toy.visual_tokens == document["tokens"]["visual_tokens"] == tokens
     (stock,), (ours,) = (document["repeats"][side] for side in SIDES)
     assert stock["visual_tokens_to_lm"] == tokens and ours["visual_tokens_to_lm"] == -(-11 * tokens // 100)
@@ -51,12 +61,13 @@ def test_speed(toy, tmp_path):
 
 
 def test_the_vision_towers_operations_are_those_that_pytorch_counts(toy):
-    models, config = build_pair(toy, "cpu", torch.float32), make_config(toy)
-    grid, side = (FRAMES, *toy.grid[1:]), make_processor(toy).video_processor.size["height"]
-    pixels = torch.randn(FRAMES, 3, side, side)
+    models, processor = build_pair(toy, "cpu", torch.float32), make_processor(toy)
+    (width, height) = toy.size
+    frames = np.random.default_rng(0).integers(256, size=(FRAMES, height, width, 3), dtype=np.uint8)
+    pixels, grid = processor.preprocess_frames(frames, processor.grid_of(FRAMES, height, width))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        models["ours"].encode_videos(pixels, torch.tensor([grid]))
-    assert counter.get_total_flops() == stage_costs(config, grid, 10, 5, 0.11)["stock"]["vision"].flops
+        models["ours"].encode_videos(pixels, grid)
+    assert counter.get_total_flops() == stage_costs(make_config(toy), toy.grid, 10, 5, 0.11)["stock"]["vision"].flops
 
 
 def test_memory(toy, tmp_path, monkeypatch):
@@ -71,16 +82,17 @@ def test_memory(toy, tmp_path, monkeypatch):
     assert document["repeats"]["stock"]["weights_mb"] < document["repeats"]["ours"]["weights_mb"]
 
 
-def test_shapes():
-    """What the pages say of them."""
-    for name, frame in SIZES.items():
-        whole, quarter = SHAPES[name], SHAPES[f"{name}-cpu"]
-        assert whole.whole and not quarter.whole
-        assert whole.visual_tokens == whole.frames * frame and quarter.visual_tokens == quarter.frames * frame
-        large, small = make_config(whole), make_config(quarter)
-        assert large.text_config.hidden_size == small.text_config.hidden_size
-        assert large.text_config.num_hidden_layers == 4 * small.text_config.num_hidden_layers
-        assert round(large.vision_config.num_hidden_layers / small.vision_config.num_hidden_layers) == 4
-        assert large.text_config.vocab_size > 90_000 > small.text_config.vocab_size
-    assert (SHAPES["internvl2.5-8b"].visual_tokens, SHAPES["llava-video-7b"].visual_tokens) == (30720, 29400)
-    assert (SHAPES["internvl2.5-8b-cpu"].visual_tokens, SHAPES["llava-video-7b-cpu"].visual_tokens) == (4096, 3920)
+@pytest.mark.parametrize("name", TOKENS)
+def test_shapes(name):
+    whole, quarter = SHAPES[name], SHAPES[f"{name}-cpu"]
+    assert whole.whole and not quarter.whole
+    assert (whole.visual_tokens, quarter.visual_tokens) == TOKENS[name]
+    large, small = make_config(whole), make_config(quarter)
+    assert large.text_config.hidden_size == small.text_config.hidden_size
+    assert large.text_config.num_hidden_layers == 4 * small.text_config.num_hidden_layers
+    depths = [
+        getattr(config.vision_config, "depth", None) or config.vision_config.num_hidden_layers
+        for config in (large, small)
+    ]
+    assert round(depths[0] / depths[1]) == 4
+    assert large.text_config.vocab_size > 90_000 > small.text_config.vocab_size

@@ -112,13 +112,41 @@ def _windows(config, grid: tuple[int, int, int], width: int) -> Cost:
 
 def _frames(config, grid: tuple[int, int, int], width: int, merge: int, class_tokens: int) -> Cost:
     """A ViT that looks at square frames, one by one, and a projector of two layers over `merge` x `merge` patches."""
-    vision, d, out = config.vision_config, config.vision_config.hidden_size, config.text_config.hidden_size
+    vision, out = config.vision_config, config.text_config.hidden_size
     side, patch = (size if isinstance(size, int) else size[0] for size in (vision.image_size, vision.patch_size))
-    patches, patch_values, merged = (side // patch) ** 2, 3 * patch**2, d * merge**2
-    length, depth = patches + class_tokens, vision.num_hidden_layers
-    block, projector = 4 * d**2 + 2 * d * vision.intermediate_size, merged * out + out**2
-    flops = 2 * patches * patch_values * d + depth * (2 * length * block + 4 * d * length**2)
-    flops += 2 * patches // merge**2 * projector
+    projector = vision.hidden_size * merge**2 * out + out**2
+    patches, depth = (side // patch) ** 2, vision.num_hidden_layers
+    return _vit(vision, grid, width, depth, patches, 3 * patch**2, class_tokens, patches // merge**2, projector, out)
+
+
+def _deepstack(config, grid: tuple[int, int, int], width: int) -> Cost:
+    """A ViT over whole frames of any size, whose last layer and some earlier ones have a merger each."""
+    vision, (_, rows, columns) = config.vision_config, grid
+    merged, mergers = vision.hidden_size * vision.spatial_merge_size**2, 1 + len(vision.deepstack_visual_indexes)
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    projector, out = mergers * (merged**2 + merged * vision.out_hidden_size), mergers * vision.out_hidden_size
+    patches = rows * columns * vision.spatial_merge_size**2
+    return _vit(vision, grid, width, vision.depth, patches, values, 0, rows * columns, projector, out)
+
+
+def _vit(
+    vision: Any,
+    grid: tuple[int, int, int],
+    width: int,
+    depth: int,
+    patches: int,
+    patch_values: int,
+    class_tokens: int,
+    projected: int,
+    projector: int,
+    out: int,
+) -> Cost:
+    """`patches` of `patch_values` each per frame, attention within it, `projected` times the `projector`'s weights."""
+    d, length = vision.hidden_size, patches + class_tokens
+    block = 4 * d**2 + 2 * d * vision.intermediate_size
+    flops = (
+        2 * patches * patch_values * d + depth * (2 * length * block + 4 * d * length**2) + 2 * projected * projector
+    )
     moved = patch_values * d + depth * block + projector + grid[0] * patches * patch_values + math.prod(grid) * out
     return Cost(grid[0] * flops, width * moved)
 
@@ -129,6 +157,8 @@ _VISION: dict[str, Callable[..., Cost]] = {
     "qwen2_5_vl_vision": _windows,
     "internvl_vision": functools.partial(_frames, merge=2, class_tokens=1),
     "siglip_vision_model": functools.partial(_frames, merge=1, class_tokens=0),
+    "qwen3_vl": _deepstack,
+    "qwen3_vl_vision": _deepstack,
 }
 
 

@@ -39,8 +39,8 @@ class Shape:
         variant: folder of `hub_configs` whose configuration is taken.
         text, vision: what is changed in its two configurations.
         frames: frames looked at.
-        size: (width, height) of the video in pixels; with Qwen2.5-VL multiples of 28, for one visual token for each
-            28 x 28 pixels of two frames.
+        size: (width, height) of the video in pixels; with Qwen-VL multiples of 28 (Qwen3-VL: 32), for one visual token
+            for each 28 x 28 pixels of two frames.
         source_fps: frames per second of the file, all of which have to be decoded.
         tokens: special tokens that the backbone's processor asks its tokenizer for.
     """
@@ -100,6 +100,8 @@ _LLAVA_VIDEO = Shape(
     size=(840, 560),
     tokens={"image_token": "<image>", "video_token": "<video>"},
 )
+# As many tokens as the 3B's, 32 x 32 pixels of two frames each.
+_QWEN3_VL = Shape("qwen3-vl-8b", "qwen3-vl-8b", frames=600, size=(960, 640))
 
 SHAPES = {
     "tiny": Shape("tiny", TINY, frames=8, size=(112, 112), source_fps=8),
@@ -123,7 +125,8 @@ SHAPES = {
     "3b": Shape("3b", "qtsplus-3b", frames=600, size=(840, 560)),
     "internvl2.5-8b": _INTERNVL,
     "llava-video-7b": _LLAVA_VIDEO,
-    # A quarter of the depth of these two, as in "cpu".
+    "qwen3-vl-8b": _QWEN3_VL,
+    # A quarter of the depth of these three, as in "cpu".
     "internvl2.5-8b-cpu": replace(
         _INTERNVL,
         name="internvl2.5-8b-cpu",
@@ -139,6 +142,14 @@ SHAPES = {
         size=(448, 252),
         text={"num_hidden_layers": 7},
         vision={"num_hidden_layers": 7},  # of 26
+    ),
+    "qwen3-vl-8b-cpu": replace(
+        _QWEN3_VL,
+        name="qwen3-vl-8b-cpu",
+        frames=56,
+        size=(512, 288),
+        text={"num_hidden_layers": 9},
+        vision={"depth": 7, "deepstack_visual_indexes": [2, 4, 6]},  # of 27
     ),
 }
 
@@ -282,7 +293,7 @@ def make_processor(shape: Shape) -> Any:
     video_processor.fps = FRAMES_PER_SECOND
     video_processor.min_frames, video_processor.max_frames = FRAME_BOUNDS.values()
     if processor.native_resolution:
-        video_processor.size = {"shortest_edge": 28 * 28, "longest_edge": shape.size[0] * shape.size[1]}
+        video_processor.size = {"shortest_edge": 28 * 28, "longest_edge": 10**12}  # of a frame, or of a video
         video_processor.max_video_tokens = 10**9
     return processor
 
