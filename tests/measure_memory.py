@@ -1,29 +1,17 @@
-"""Peak resident memory of single steps, in MB beyond what stood before; a process of its own, Linux only.
-
-`python measure_memory.py STEP ...` prints one JSON object. glibc is told to give back what is freed at once
-(`MALLOC_MMAP_THRESHOLD_`, set by the tests), so that one step leaves nothing to the next.
-"""
-
-import json
-import sys
-from pathlib import Path
+"""Steps whose peak memory test_memory.py measures, in MB beyond what stood before; each in a process of its own."""
 
 import torch
+
+from qtsplus.benchmark.peak import extra_memory
 
 MB = 1e6
 
 
 def extra_mb(step) -> float:
-    """Peak resident memory while `step` runs, less that before it. What it returns still stands at the end."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _resident("VmRSS")
-    step()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> float:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024 / MB
+    """Peak resident memory while `step` runs, less that before it."""
+    with extra_memory("cpu") as peak:
+        step()
+    return peak.mb
 
 
 def relevance() -> dict[str, float]:
@@ -115,13 +103,4 @@ def million() -> dict[str, float]:
     positions = torch.arange(1_000_000).expand(3, -1)
     with torch.no_grad():
         selector([visual[:100]], [query], [positions[:, :100]])
-        measured = extra_mb(lambda: selector([visual], [query], [positions]))
-    return {"million": measured, "whole_process": _resident("VmHWM")}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    results: dict[str, float] = {}
-    for name in sys.argv[1:]:
-        results |= globals()[name]()
-    print(json.dumps(results))
+        return {"million": extra_mb(lambda: selector([visual], [query], [positions]))}

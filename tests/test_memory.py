@@ -1,8 +1,5 @@
 """What selection holds in memory: measured in a process of its own, or as the size of every tensor that it makes."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,38 +9,31 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import measure_memory
+from qtsplus.benchmark.peak import in_own_process
 from qtsplus.selector_qtsplus import QTSplusLayer, grouped_attention, rotary_tables
 from tiny import batch, prompt, tiny_model
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 
-def measure(*steps: str) -> dict[str, float]:
-    """Peak MB of steps of measure_memory.py."""
-    run = subprocess.run(
-        [sys.executable, Path(__file__).parent / "measure_memory.py", *steps],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
-@pytest.fixture(scope="module")
-def measured():
-    return measure("relevance", "path")
+def measure(step, monkeypatch) -> dict[str, float]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return in_own_process(step)
 
 
 @linux_only
-def test_relevance_of_180_000_tokens_takes_under_100_mb(measured):
+def test_relevance_of_180_000_tokens_takes_under_100_mb(monkeypatch):
+    measured = measure(measure_memory.relevance, monkeypatch)
     assert measured["chunked"] < 100
     assert measured["chunked_training"] < 100
     assert measured["naive"] > 700
 
 
 @linux_only
-def test_from_features_to_the_first_token_nothing_holds_them_twice(measured):
+def test_from_features_to_the_first_token_nothing_holds_them_twice(monkeypatch):
+    measured = measure(measure_memory.path, monkeypatch)
     assert measured["path"] < 0.5 * measured["features"]
 
 
@@ -60,15 +50,14 @@ def test_the_features_of_several_videos_are_never_joined():
 
 @pytest.mark.slow
 @linux_only
-def test_the_re_encoder_over_25_600_tokens_takes_under_1_gb():
-    assert measure("reencoder")["reencoder"] < 1000
+def test_the_re_encoder_over_25_600_tokens_takes_under_1_gb(monkeypatch):
+    assert measure(measure_memory.reencoder, monkeypatch)["reencoder"] < 1000
 
 
 @pytest.mark.slow
 @linux_only
-def test_a_million_visual_tokens_fit():
-    measured = measure("million")
-    assert measured["million"] < 2000 and measured["whole_process"] < 20_000
+def test_a_million_visual_tokens_fit(monkeypatch):
+    assert measure(measure_memory.million, monkeypatch)["million"] < 2000
 
 
 class Sizes(TorchDispatchMode):

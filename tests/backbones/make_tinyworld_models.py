@@ -1,11 +1,13 @@
 """Random models of other backbones, large enough to learn TinyWorld: `make_tinyworld_models.py FOLDER`.
 
 Writes FOLDER/internvl and FOLDER/llava_onevision, each with its processor, one frame of 36 visual tokens per second and
-the widths of qtsplus-tiny. `recipes/tinyworld-internvl*.yaml` and `recipes/tinyworld-llava*.yaml` train them.
+the widths of qtsplus-tiny. What a layer of the vision tower adds starts out small in both: InternVL has a scale for it,
+0.1 at the start; SigLIP has none. `recipes/tinyworld-internvl*.yaml` and `recipes/tinyworld-llava*.yaml` train them.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,8 +20,8 @@ VISION = {
 }
 
 
-def make(backbone: Backbone, folder: Path, **tokens: int) -> None:
-    """Writes a model with its processor; `tokens` is what the processor has to know of a frame."""
+def make(backbone: Backbone, **tokens: int) -> tuple[Any, Any]:
+    """A model and its processor; `tokens` is what the processor has to know of a frame."""
     processor = backbone.processor()
     for part in (processor.image_processor, processor.video_processor):
         part.size = {"height": 168, "width": 168}
@@ -32,11 +34,20 @@ def make(backbone: Backbone, folder: Path, **tokens: int) -> None:
     settings["vision_config"].update(VISION)
     settings.update({name: value for name, value in tokens.items() if name in settings})
     torch.manual_seed(0)
-    backbone.model(backbone.model.config_class(**settings)).save_pretrained(folder)
-    processor.save_pretrained(folder)
+    return backbone.model(backbone.model.config_class(**settings)), processor
+
+
+def start_small(siglip: Any) -> None:
+    """Scales what every layer adds by 0.1, as InternVL does: the model learns sooner, and directions at all."""
+    with torch.no_grad():
+        for layer in siglip.encoder.layers:
+            layer.self_attn.out_proj.weight.mul_(0.1)
+            layer.mlp.fc2.weight.mul_(0.1)
 
 
 if __name__ == "__main__":
-    out = Path(sys.argv[1])
-    make(INTERNVL, out / "internvl", image_seq_length=36)
-    make(LLAVA_ONEVISION, out / "llava_onevision", num_image_tokens=144)
+    internvl, llava = make(INTERNVL, image_seq_length=36), make(LLAVA_ONEVISION, num_image_tokens=144)
+    start_small(llava[0].model.vision_tower)
+    for name, parts in (("internvl", internvl), ("llava_onevision", llava)):
+        for part in parts:
+            part.save_pretrained(Path(sys.argv[1]) / name)
