@@ -32,9 +32,10 @@ def toy(request, monkeypatch):
     """The CPU's shape with narrow layers; where a frame's size does not count, it has as many tokens as ever."""
     shape = SHAPES[f"{request.param}-cpu"]
     vision = QWEN3_VISION if request.param == "qwen3-vl-8b" else WIDTHS
-    toy = replace(shape, name="toy", frames=FRAMES, source_fps=8, size=(96, 128), text=TEXT, vision=vision)
+    toy = replace(
+        shape, name="toy", frames=FRAMES, sweep=(FRAMES // 2,), source_fps=8, size=(96, 128), text=TEXT, vision=vision
+    )
     monkeypatch.setitem(SHAPES, "toy", toy)
-    monkeypatch.setitem(speed.SWEEPS, "toy", ("toy", (FRAMES // 2,)))
     return toy
 
 
@@ -85,7 +86,7 @@ def test_memory(toy, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", TOKENS)
 def test_shapes(name):
     whole, quarter = SHAPES[name], SHAPES[f"{name}-cpu"]
-    assert whole.whole and not quarter.whole
+    assert whole.whole and not quarter.whole and whole.sweep and quarter.sweep
     assert (whole.visual_tokens, quarter.visual_tokens) == TOKENS[name]
     large, small = make_config(whole), make_config(quarter)
     assert large.text_config.hidden_size == small.text_config.hidden_size

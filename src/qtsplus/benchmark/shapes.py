@@ -41,6 +41,8 @@ class Shape:
         frames: frames looked at.
         size: (width, height) of the video in pixels; with Qwen-VL multiples of 28 (Qwen3-VL: 32), for one visual token
             for each 28 x 28 pixels of two frames.
+        sweep: numbers of frames of the curve over them, fewest first.
+        sweep_shape: the shape that the curve is taken with in the place of this one.
         source_fps: frames per second of the file, all of which have to be decoded.
         tokens: special tokens that the backbone's processor asks its tokenizer for.
     """
@@ -49,6 +51,8 @@ class Shape:
     variant: str
     frames: int
     size: tuple[int, int]
+    sweep: tuple[int, ...] = ()
+    sweep_shape: str | None = None
     source_fps: int = 24
     text: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] = field(default_factory=dict)
@@ -88,6 +92,7 @@ _INTERNVL = Shape(
     "internvl2.5-8b",
     frames=120,
     size=(840, 560),
+    sweep=(8, 32, 64, 120),
     tokens={
         **{"start_image_token": "<img>", "end_image_token": "</img>"},
         **{"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
@@ -98,20 +103,30 @@ _LLAVA_VIDEO = Shape(
     "llava-video-7b",
     frames=150,
     size=(840, 560),
+    sweep=(8, 32, 64, 150),
     tokens={"image_token": "<image>", "video_token": "<video>"},
 )
 # As many tokens as the 3B's, 32 x 32 pixels of two frames each.
-_QWEN3_VL = Shape("qwen3-vl-8b", "qwen3-vl-8b", frames=600, size=(960, 640))
+_QWEN3_VL = Shape("qwen3-vl-8b", "qwen3-vl-8b", frames=600, size=(960, 640), sweep=(8, 64, 200, 400, 600))
 
 SHAPES = {
-    "tiny": Shape("tiny", TINY, frames=8, size=(112, 112), source_fps=8),
-    "cpu": Shape("cpu", "qtsplus-3b", frames=56, size=(448, 252), text=_QUARTER_TEXT, vision=_QUARTER_VISION),
+    "tiny": Shape("tiny", TINY, frames=8, size=(112, 112), sweep=(4, 8), source_fps=8),
+    "cpu": Shape(
+        "cpu",
+        "qtsplus-3b",
+        frames=56,
+        size=(448, 252),
+        sweep_shape="small",
+        text=_QUARTER_TEXT,
+        vision=_QUARTER_VISION,
+    ),
     # An eighth of the width too: the paper's curve over the number of frames, on a CPU.
     "small": Shape(
         "small",
         "qtsplus-3b",
         frames=600,
         size=(224, 112),
+        sweep=(8, 64, 200, 600, 1200),
         source_fps=8,
         text={
             **_QUARTER_TEXT,
@@ -122,7 +137,7 @@ SHAPES = {
             **{"hidden_size": 160, "intermediate_size": 428, "num_heads": 2, "out_hidden_size": 256},
         },
     ),
-    "3b": Shape("3b", "qtsplus-3b", frames=600, size=(840, 560)),
+    "3b": Shape("3b", "qtsplus-3b", frames=600, size=(840, 560), sweep=(8, 64, 200, 400, 600, 900)),
     "internvl2.5-8b": _INTERNVL,
     "llava-video-7b": _LLAVA_VIDEO,
     "qwen3-vl-8b": _QWEN3_VL,
@@ -132,6 +147,7 @@ SHAPES = {
         name="internvl2.5-8b-cpu",
         frames=16,
         size=(448, 252),
+        sweep=(4, 8, 16),
         text={"num_hidden_layers": 8},
         vision={"num_hidden_layers": 6},
     ),
@@ -140,6 +156,7 @@ SHAPES = {
         name="llava-video-7b-cpu",
         frames=20,
         size=(448, 252),
+        sweep=(4, 10, 20),
         text={"num_hidden_layers": 7},
         vision={"num_hidden_layers": 7},  # of 26
     ),
@@ -148,6 +165,7 @@ SHAPES = {
         name="qwen3-vl-8b-cpu",
         frames=56,
         size=(512, 288),
+        sweep=(4, 20, 56),
         text={"num_hidden_layers": 9},
         vision={"depth": 7, "deepstack_visual_indexes": [2, 4, 6]},  # of 27
     ),

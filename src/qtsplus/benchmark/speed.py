@@ -33,18 +33,6 @@ from .shapes import (
     render_video,
 )
 
-# Per shape, the one that the curve over the number of frames is taken with, and its numbers of frames.
-SWEEPS = {
-    "tiny": ("tiny", (4, 8)),
-    "cpu": ("small", (8, 64, 200, 600, 1200)),
-    "small": ("small", (8, 64, 200, 600, 1200)),
-    "3b": ("3b", (8, 64, 200, 400, 600, 900)),
-    "internvl2.5-8b": ("internvl2.5-8b", (8, 32, 64, 120)),
-    "llava-video-7b": ("llava-video-7b", (8, 32, 64, 150)),
-    "internvl2.5-8b-cpu": ("internvl2.5-8b-cpu", (4, 8, 16)),
-    "llava-video-7b-cpu": ("llava-video-7b-cpu", (4, 10, 20)),
-}
-
 STAGES = (
     *("decode", "preprocess", "reading", "vision", "relevance", "gate", "re-encode", "prefill", "per_token"),
     *("features_to_first_token", "pixels_to_first_token", "file_to_first_token", "second_question"),
@@ -89,10 +77,10 @@ def run_speed(
     device = find_device(shape, device)
     torch_dtype = faster_dtype(device) if dtype == "auto" else getattr(torch, dtype)
     attention = best_attention(device)
-    sweep_name, sweep_frames = SWEEPS[shape_name]
+    swept = find_shape(shape.sweep_shape or shape_name)
     points = [(shape, shape.frames)]
     if sweep:
-        points += [(find_shape(sweep_name), frames) for frames in sweep_frames]
+        points += [(swept, frames) for frames in swept.sweep]
     settings = {
         "shape": shape_name,
         "device": device,
@@ -101,7 +89,7 @@ def run_speed(
         "retention": retention,
         "new_tokens": new_tokens,
         "repeats": repeats,
-        "sweep": [list(sweep_frames), sweep_name] if sweep else None,
+        "sweep": [list(swept.sweep), swept.name] if sweep else None,
     }
     name = f"speed-{label(shape_name)}"
     journal = Journal(out / f".{name}.jsonl", settings)
