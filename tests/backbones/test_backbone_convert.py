@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from qtsplus.hub.convert import convert
 from qtsplus.hub.names import OUTER
@@ -37,7 +38,14 @@ def test_a_stock_model_gets_a_selector(backbone, stock, converted, prepare):
 
 
 def test_and_loses_it_again(saved, converted, tmp_path):
+    """What is left are the stock model's weights, named as a stock model names them."""
     back = convert(converted, tmp_path / "back")
+    model, same = (AutoModelForImageTextToText.from_pretrained(folder) for folder in (back, saved))
+    for (name, mine), theirs in zip(model.named_parameters(), same.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    type(model)(model.config).save_pretrained(tmp_path / "stock")
+    mine, theirs = (load_file(folder / "model.safetensors").keys() for folder in (back, tmp_path / "stock"))
+    assert mine == theirs
     kept, given = (json.loads((folder / "config.json").read_text()) for folder in (back, saved))
     assert kept["model_type"] == given["model_type"] and "qtsplus_config" not in kept
     assert (

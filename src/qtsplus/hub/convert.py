@@ -24,7 +24,7 @@ from .checkpoint import MAX_SHARD_SIZE, StoredTensor, in_memory, read_checkpoint
 from .files import hub_configs, require_variant
 from .folder import read_json, whole_folder
 from .initialise import initialise_selector
-from .names import NEW, OLD, REFERENCE, naming_of
+from .names import PUBLISHED, REFERENCE, naming_of
 from .publish import load_processor, write_repository
 from .reference import convert_reference_config, convert_reference_weights, rename_reference_key
 from .weights import EMBEDDINGS, HEAD, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
@@ -220,7 +220,7 @@ def _to_base(folder, say) -> _Conversion:
     say(f"Left out: the selector and its re-encoder, {len(dropped)} tensors. The language model now sees every token.")
     config = backbone.stock_config(**stock_settings(ours))
     config.architectures = [backbone.stock_model.__name__]
-    naming = OLD if config.model_type == "qwen2_5_vl" else NEW  # the latter is what Transformers writes and reads
+    naming = PUBLISHED[config.model_type]
     kept = {name: tensor for name, tensor in tensors.items() if name not in set(dropped)}
     return _Conversion(config, {naming.theirs(name): tensor for name, tensor in kept.items()})
 

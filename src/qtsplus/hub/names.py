@@ -28,7 +28,7 @@ class Naming:
 
 # Ours are those of Qwen2.5-VL in Transformers since 4.52.
 NEW = Naming()
-# Those of the published checkpoints, which a stock `save_pretrained` writes too.
+# Those of Qwen2-VL and Qwen2.5-VL before.
 OLD = Naming(
     to_ours=(
         (r"^visual\.", "model.visual."),
@@ -59,7 +59,7 @@ REFERENCE = Naming(
 )
 
 
-# Published checkpoints of InternVL and LLaVA-OneVision, from before Transformers 4.52.
+# Those of InternVL and LLaVA-OneVision before 4.52.
 OUTER = Naming(
     to_ours=(
         (r"^language_model\.lm_head\.", "lm_head."),
@@ -72,6 +72,10 @@ OUTER = Naming(
         (r"^model\.(vision_tower|multi_modal_projector|image_newline)", r"\1"),
     ),
 )
+
+
+# By the stock `model_type`: the names of the published checkpoints, which a stock `save_pretrained` writes too.
+PUBLISHED = {"qwen2_5_vl": OLD, "qwen2_vl": OLD, "qwen3_vl": NEW, "internvl": OUTER, "llava_onevision": OUTER}
 
 
 def naming_of(names: Iterable[str]) -> Naming:
@@ -91,4 +95,4 @@ def _replace(name: str, rules: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-__all__ = ["HEADLESS", "NEW", "OLD", "OUTER", "REFERENCE", "Naming", "naming_of"]
+__all__ = ["HEADLESS", "NEW", "OLD", "OUTER", "PUBLISHED", "REFERENCE", "Naming", "naming_of"]
