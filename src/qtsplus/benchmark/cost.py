@@ -114,41 +114,42 @@ def _frames(config, grid: tuple[int, int, int], width: int, merge: int, class_to
     """A ViT that looks at square frames, one by one, and a projector of two layers over `merge` x `merge` patches."""
     vision, out = config.vision_config, config.text_config.hidden_size
     side, patch = (size if isinstance(size, int) else size[0] for size in (vision.image_size, vision.patch_size))
-    projector = vision.hidden_size * merge**2 * out + out**2
-    patches, depth = (side // patch) ** 2, vision.num_hidden_layers
-    return _vit(vision, grid, width, depth, patches, 3 * patch**2, class_tokens, patches // merge**2, projector, out)
+    patches, projector = (side // patch) ** 2, vision.hidden_size * merge**2 * out + out**2
+    frame = _vit(vision, vision.num_hidden_layers, patches, 3 * patch**2, class_tokens)
+    return _projected(frame, projector, patches // merge**2, out, grid, width)
 
 
 def _deepstack(config, grid: tuple[int, int, int], width: int) -> Cost:
-    """A ViT over whole frames of any size, whose last layer and some earlier ones have a merger each."""
+    """A ViT that looks at whole frames of any size; its last layer and some earlier ones have a merger each."""
     vision, (_, rows, columns) = config.vision_config, grid
     merged, mergers = vision.hidden_size * vision.spatial_merge_size**2, 1 + len(vision.deepstack_visual_indexes)
-    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     projector, out = mergers * (merged**2 + merged * vision.out_hidden_size), mergers * vision.out_hidden_size
-    patches = rows * columns * vision.spatial_merge_size**2
-    return _vit(vision, grid, width, vision.depth, patches, values, 0, rows * columns, projector, out)
+    patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    frame = _vit(vision, vision.depth, rows * columns * vision.spatial_merge_size**2, patch_values, 0)
+    return _projected(frame, projector, rows * columns, out, grid, width)
 
 
-def _vit(
-    vision: Any,
-    grid: tuple[int, int, int],
-    width: int,
-    depth: int,
-    patches: int,
-    patch_values: int,
-    class_tokens: int,
-    projected: int,
-    projector: int,
-    out: int,
-) -> Cost:
-    """`patches` of `patch_values` each per frame, attention within it, `projected` times the `projector`'s weights."""
+@dataclass(frozen=True)
+class _Frame:
+    """What one frame takes: floating-point operations, values of its patches, and the weights for all frames."""
+
+    flops: int
+    values: int
+    weights: int
+
+
+def _vit(vision, depth: int, patches: int, patch_values: int, class_tokens: int) -> _Frame:
+    """Attention within a frame, feed-forward blocks of two layers."""
     d, length = vision.hidden_size, patches + class_tokens
     block = 4 * d**2 + 2 * d * vision.intermediate_size
-    flops = (
-        2 * patches * patch_values * d + depth * (2 * length * block + 4 * d * length**2) + 2 * projected * projector
-    )
-    moved = patch_values * d + depth * block + projector + grid[0] * patches * patch_values + math.prod(grid) * out
-    return Cost(grid[0] * flops, width * moved)
+    flops = 2 * patches * patch_values * d + depth * (2 * length * block + 4 * d * length**2)
+    return _Frame(flops, patches * patch_values, patch_values * d + depth * block)
+
+
+def _projected(frame: _Frame, projector: int, times: int, out: int, grid: tuple[int, int, int], width: int) -> Cost:
+    """All frames, each with the projector's weights `times` over, and `out` values for every token."""
+    flops = grid[0] * (frame.flops + 2 * times * projector)
+    return Cost(flops, width * (frame.weights + projector + grid[0] * frame.values + math.prod(grid) * out))
 
 
 # By the type of the vision tower.
