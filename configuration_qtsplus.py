@@ -1,11 +1,7 @@
 """Configuration of QTSplus, the query-aware visual-token selector, and of Qwen2.5-VL with it."""
 
 from transformers import PreTrainedConfig
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLTextConfig,
-    Qwen2_5_VLVisionConfig,
-)
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
 
 GATES = ("gumbel", "straight_through")
 SELECTIONS = ("qtsplus", "uniform", "random", "all")
@@ -92,6 +88,21 @@ class QTSplusConfig(PreTrainedConfig):
         _require(self.position_ids in POSITION_IDS, self, "position_ids", f"one of {POSITION_IDS}")
 
 
+def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:
+    """
+    `sub_configs` and `sub_configs_defaults` of a configuration with a `qtsplus_config` beside those of `config_class`.
+
+    Transformers below 5.20 reads the first, later ones the second. 5.20 takes nothing but specifications there; their
+    class is not public.
+    """
+    classes = {**config_class.sub_configs, "qtsplus_config": QTSplusConfig}
+    specifications = getattr(config_class, "sub_configs_defaults", {})
+    if specifications:
+        specification = type(next(iter(specifications.values())))
+        specifications = {**specifications, "qtsplus_config": specification(config_class=QTSplusConfig)}
+    return classes, specifications
+
+
 class Qwen2_5_VLQTSplusConfig(Qwen2_5_VLConfig):
     r"""
     Configuration of [`Qwen2_5_VLQTSplusForConditionalGeneration`]: Qwen2.5-VL's, a [`QTSplusConfig`] as
@@ -106,17 +117,7 @@ class Qwen2_5_VLQTSplusConfig(Qwen2_5_VLConfig):
 
     model_type = "qwen2_5_vl_qtsplus"
     keys_to_ignore_at_inference = ["past_key_values", "qtsplus"]
-    # Transformers below 5.20 reads `sub_configs`, later ones `sub_configs_defaults`, whose entries are specifications.
-    sub_configs = {
-        "vision_config": Qwen2_5_VLVisionConfig,
-        "text_config": Qwen2_5_VLTextConfig,
-        "qtsplus_config": QTSplusConfig,
-    }
-    if hasattr(Qwen2_5_VLConfig, "sub_configs_defaults"):
-        sub_configs_defaults = {
-            **Qwen2_5_VLConfig.sub_configs_defaults,
-            "qtsplus_config": type(Qwen2_5_VLConfig.sub_configs_defaults["text_config"])(config_class=QTSplusConfig),
-        }
+    sub_configs, sub_configs_defaults = with_selector(Qwen2_5_VLConfig)
 
     qtsplus_config: dict | PreTrainedConfig | None = None
     user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)

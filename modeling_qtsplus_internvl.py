@@ -14,7 +14,7 @@ from transformers.models.internvl.modeling_internvl import InternVLForConditiona
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.processing_utils import ProcessorMixin
 
-from .configuration_qtsplus import QTSplusConfig, as_selector_config
+from .configuration_qtsplus import as_selector_config, with_selector
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin, QTSplusPreTrainedMixin
 from .processing_qtsplus import QTSplusFramesMixin
 from .prompt_qtsplus import VIDEO
@@ -37,10 +37,7 @@ class InternVLQTSplusConfig(InternVLConfig):
 
     model_type = "internvl_qtsplus"
     keys_to_ignore_at_inference = ["past_key_values", "qtsplus"]
-    if hasattr(InternVLConfig, "sub_configs_defaults"):  # from Transformers 5.20 on
-        sub_configs_defaults = {**InternVLConfig.sub_configs_defaults, "qtsplus_config": QTSplusConfig}
-    else:
-        sub_configs = {**InternVLConfig.sub_configs, "qtsplus_config": QTSplusConfig}
+    sub_configs, sub_configs_defaults = with_selector(InternVLConfig)
 
     qtsplus_config: dict | PreTrainedConfig | None = None
     video_token_id: int = 151656

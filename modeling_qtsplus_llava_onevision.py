@@ -17,7 +17,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 )
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
-from .configuration_qtsplus import QTSplusConfig, as_selector_config
+from .configuration_qtsplus import as_selector_config, with_selector
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin, QTSplusPreTrainedMixin
 from .processing_qtsplus import QTSplusFramesMixin
 from .prompt_qtsplus import IMAGE, VIDEO
@@ -41,10 +41,7 @@ class LlavaOnevisionQTSplusConfig(LlavaOnevisionConfig):
 
     model_type = "llava_onevision_qtsplus"
     keys_to_ignore_at_inference = ["past_key_values", "qtsplus"]
-    if hasattr(LlavaOnevisionConfig, "sub_configs_defaults"):  # from Transformers 5.20 on
-        sub_configs_defaults = {**LlavaOnevisionConfig.sub_configs_defaults, "qtsplus_config": QTSplusConfig}
-    else:
-        sub_configs = {**LlavaOnevisionConfig.sub_configs, "qtsplus_config": QTSplusConfig}
+    sub_configs, sub_configs_defaults = with_selector(LlavaOnevisionConfig)
 
     qtsplus_config: dict | PreTrainedConfig | None = None
     video_newline: str = "video"

@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLForConditionalGeneration, Qwen2VLModel
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
-from .configuration_qtsplus import QTSplusConfig, as_selector_config
+from .configuration_qtsplus import as_selector_config, with_selector
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin, QTSplusPreTrainedMixin
 from .processing_qtsplus import QTSplusProcessorMixin
 from .prompt_qtsplus import IMAGE, VIDEO, VisualSpan
@@ -29,10 +29,7 @@ class Qwen2VLQTSplusConfig(Qwen2VLConfig):
 
     model_type = "qwen2_vl_qtsplus"
     keys_to_ignore_at_inference = ["past_key_values", "qtsplus"]
-    if hasattr(Qwen2VLConfig, "sub_configs_defaults"):  # from Transformers 5.20 on
-        sub_configs_defaults = {**Qwen2VLConfig.sub_configs_defaults, "qtsplus_config": QTSplusConfig}
-    else:
-        sub_configs = {**Qwen2VLConfig.sub_configs, "qtsplus_config": QTSplusConfig}
+    sub_configs, sub_configs_defaults = with_selector(Qwen2VLConfig)
 
     qtsplus_config: dict | PreTrainedConfig | None = None
     user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)

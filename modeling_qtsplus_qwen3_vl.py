@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLModel
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from .configuration_qtsplus import QTSplusConfig, as_selector_config
+from .configuration_qtsplus import as_selector_config, with_selector
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin, QTSplusPreTrainedMixin
 from .processing_qtsplus import QTSplusProcessorMixin
 from .prompt_qtsplus import IMAGE, TEXT, VIDEO, VisualSpan
@@ -33,10 +33,7 @@ class Qwen3VLQTSplusConfig(Qwen3VLConfig):
 
     model_type = "qwen3_vl_qtsplus"
     keys_to_ignore_at_inference = ["past_key_values", "qtsplus"]
-    if hasattr(Qwen3VLConfig, "sub_configs_defaults"):  # from Transformers 5.20 on
-        sub_configs_defaults = {**Qwen3VLConfig.sub_configs_defaults, "qtsplus_config": QTSplusConfig}
-    else:
-        sub_configs = {**Qwen3VLConfig.sub_configs, "qtsplus_config": QTSplusConfig}
+    sub_configs, sub_configs_defaults = with_selector(Qwen3VLConfig)
 
     qtsplus_config: dict | PreTrainedConfig | None = None
     user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)
