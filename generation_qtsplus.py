@@ -4,6 +4,8 @@ import copy
 from dataclasses import dataclass, replace
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
@@ -27,6 +29,7 @@ _PIXELS = (
     "second_per_grid_ts",
     "video_features",
 )
+_SPLITS_FEATURES = Version(transformers.__version__) >= Version("5.23")  # along with the chunks of a prompt
 _CALL = ("query_mask", "query_input_ids", "query_attention_mask", "retention", "max_visual_tokens")
 
 
@@ -114,6 +117,12 @@ class QTSplusGenerationMixin:
             counts = _count_spans(prompt.spans)
         else:
             prompt, counts = self._continue(cache, rows, pixels, call)
+        chunk_size = self._setting("prefill_chunk_size", kwargs, generation_config)
+        if chunk_size is not None and prompt.features and not _SPLITS_FEATURES:
+            raise ValueError(
+                f"prefill_chunk_size={chunk_size}: Transformers {transformers.__version__} cannot cut visual features "
+                "into chunks; 5.23 and later can. Leave it out, or upgrade."
+            )
         generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, input_ids.shape[1])
 
         result = super().generate(
@@ -234,19 +243,23 @@ class QTSplusGenerationMixin:
                 pixels.update({values: None, grid: None})
         return counts, pixels
 
+    def _setting(self, name: str, kwargs, generation_config):
+        """What `generate` goes by: the call, the configuration given with it, the model's own."""
+        for value in (
+            kwargs.get(name),
+            getattr(generation_config, name, None),
+            getattr(self.generation_config, name, None),
+        ):
+            if value is not None:
+                return value
+        return None
+
     def _count_new_tokens(self, generation_config, kwargs, prompt_length: int):
         """Lengths that count the prompt would count the shortened one: says them in new tokens instead."""
         given = copy.deepcopy(generation_config)
-
-        def setting(name):
-            for source in (kwargs.get(name), getattr(given, name, None), getattr(self.generation_config, name, None)):
-                if source is not None:
-                    return source
-            return None
-
         for total, new, least in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
-            length = setting(total)
-            if setting(new) is None and length:
+            length = self._setting(total, kwargs, given)
+            if self._setting(new, kwargs, given) is None and length:
                 if length - prompt_length < least and total == "max_length":
                     raise ValueError(
                         f"max_length={length}, but the prompt alone has {prompt_length} tokens: set max_new_tokens."

@@ -7,6 +7,8 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors import safe_open
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
 from tiny import (
@@ -20,6 +22,14 @@ CLASSES = pytest.mark.parametrize("cls", [FULL, BACKBONE], ids=["with_head", "ba
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 TRANSFORMERS = Version(transformers.__version__)
 NEW = 6  # tokens that `greedy` makes
+
+
+def counted_flops(function) -> int:
+    """Floating-point operations of a function's matrix products, attention's as such, as PyTorch counts them."""
+    # PyTorch below 2.15 does not count the fused attention of a CPU.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
 
 
 def mixed_rows():
