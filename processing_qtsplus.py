@@ -196,6 +196,8 @@ def _scan_with_pyav(source, name):
 def _decode_with_pyav(source, start, fps, instants):
     """The frames shown at `instants`, increasing seconds from the video's start."""
     shown, given = None, 0
+    # One for this video: PyAV 19's own serves all, and a process forked later would wait for its threads forever.
+    reformatter = av.video.reformatter.VideoReformatter()
     with _pyav_container(source) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
@@ -204,13 +206,13 @@ def _decode_with_pyav(source, start, fps, instants):
             # Until this frame appears the one before it is shown.
             before = int(np.searchsorted(instants, time))
             if shown is not None and before > given:
-                yield from itertools.repeat(_upright(shown), before - given)
+                yield from itertools.repeat(_upright(shown, reformatter), before - given)
                 given = before
             shown = frame
             if given == len(instants):
                 return
     if shown is not None:
-        yield from itertools.repeat(_upright(shown), len(instants) - given)
+        yield from itertools.repeat(_upright(shown, reformatter), len(instants) - given)
 
 
 def _pyav_container(source):
@@ -219,9 +221,10 @@ def _pyav_container(source):
     return av.open(source)
 
 
-def _upright(frame):
+def _upright(frame, reformatter):
     """`[H, W, 3]` uint8: phones store a portrait video lying down, with an angle to turn it by, counterclockwise."""
-    return np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90))
+    pixels = reformatter.reformat(frame, format="rgb24").to_ndarray()
+    return np.rot90(pixels, k=round(frame.rotation / 90))
 
 
 def _open_with_torchcodec(source, name, choose):

@@ -74,6 +74,15 @@ def test_bad_files_are_skipped_by_the_workers_and_listed(records, tiny_processor
     assert len(nothing["skipped"]) == 3 and "no video" in nothing["skipped"][0].reason
 
 
+def test_workers_read_videos_after_their_parent_has(records, tiny_processor):
+    """A forked process has no threads of its parent's, and must not wait for them."""
+    dataset = VideoQADataset(records[:1], tiny_processor)
+    before = dataset[0]
+    options = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 60, "batch_size": None}
+    (after,) = DataLoader(dataset, **options)
+    assert torch.equal(after["pixel_values_videos"], before["pixel_values_videos"])
+
+
 def test_a_wrong_setting_is_an_error_and_not_a_bad_file(records, tiny_processor):
     dataset = VideoQADataset(records, tiny_processor, processor_kwargs={"fps": 1, "num_frames": 4})
     with pytest.raises(ValueError, match="num_frames"):
