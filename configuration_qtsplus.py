@@ -3,8 +3,8 @@
 from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
 
-GATES = ("gumbel", "straight_through")
-SELECTIONS = ("qtsplus", "uniform", "random", "all")
+from .selection_qtsplus import GATES, METHODS
+
 POSITION_IDS = ("original", "sequential")
 
 
@@ -26,8 +26,10 @@ class QTSplusConfig(PreTrainedConfig):
         tau_s (`float`, defaults to 0.5): temperature of the training gate.
         gate (`str`, defaults to `"straight_through"`): `"gumbel"` is the paper's sampled gate. `"straight_through"`
             keeps in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
-        selection (`str`, defaults to `"qtsplus"`): `"qtsplus"` keeps the most relevant tokens; `"uniform"` (the paper's
-            UNIF) and `"random"` keep as many, chosen without looking; `"all"` keeps everything.
+        selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
+            `"qtsplus"` keeps the most relevant ones and `"all"` keeps everything. The others keep as many without
+            looking at the question: `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and
+            `"diversity"` (as DivPrune). `forward` and `generate` take another one for a call.
 
     > The layers
 
@@ -83,8 +85,8 @@ class QTSplusConfig(PreTrainedConfig):
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
         _require(self.scoring_layers >= 1, self, "scoring_layers", "scoring_layers >= 1")
         _require(self.reencode_layers >= 0, self, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
-        _require(self.gate in GATES, self, "gate", f"one of {GATES}")
-        _require(self.selection in SELECTIONS, self, "selection", f"one of {SELECTIONS}")
+        _require(self.gate in GATES, self, "gate", f"one of {tuple(GATES)}")
+        _require(self.selection in METHODS, self, "selection", f"one of {tuple(METHODS)}")
         _require(self.position_ids in POSITION_IDS, self, "position_ids", f"one of {POSITION_IDS}")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import transformers
@@ -9,9 +10,10 @@ from packaging.version import Version
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from .inputs_qtsplus import SelectionInputs, VisualInputs, take_inputs
 from .prompt_qtsplus import (
     IMAGE,
-    KINDS,
+    MODALITIES,
     TEXT,
     VIDEO,
     CompactPrompt,
@@ -21,16 +23,7 @@ from .prompt_qtsplus import (
     text_positions,
 )
 
-_PIXELS = (
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_values_videos",
-    "video_grid_thw",
-    "second_per_grid_ts",
-    "video_features",
-)
 _SPLITS_FEATURES = Version(transformers.__version__) >= Version("5.23")  # along with the chunks of a prompt
-_CALL = ("query_mask", "query_input_ids", "query_attention_mask", "retention", "max_visual_tokens")
 
 
 @dataclass
@@ -40,7 +33,7 @@ class CachedPrompt:
     rows: list[torch.Tensor]  # per row, the real tokens of the caller's prompt
     compact: CompactPrompt
     generated: torch.Tensor  # [B, g], behind the prompt
-    counts: dict[int, list[int]]  # per kind and row, images and videos in the prompt
+    counts: dict[int, list[int]]  # per modality and row, images and videos in the prompt
 
 
 class _PromptStreamer(BaseStreamer):
@@ -77,31 +70,33 @@ class QTSplusGenerationMixin:
         prompt.
 
         Args:
-            video_features (`list[torch.Tensor]`, *optional*): per video `[k, d]`, as `encode_videos` returns them, in
-                the place of `pixel_values_videos`.
-            retention (`float`, *optional*): keep this fraction of the visual tokens, in (0, 1].
-            max_visual_tokens (`int`, *optional*): keep at most this many.
+            inputs_embeds (`torch.Tensor`, *optional*): in the place of the embeddings of `input_ids`, which tell where
+                images and videos stand. Without `input_ids` the returned sequences hold the answer alone, as stock's.
             past_key_values (`Cache`, *optional*): a cache from an earlier `generate` on the same conversation. What it
                 holds is neither encoded nor selected again, and need not be passed again as pixels.
+            kwargs: as stock, and the fields of [`VisualInputs`] and [`SelectionInputs`], such as `retention`.
 
         Returns:
             as stock; with `return_dict_in_generate=True` the output carries `qtsplus`, a [`QTSplusOutput`].
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
-        if input_ids is None or kwargs.get("inputs_embeds") is not None or "mm_encoder_outputs" in kwargs:
-            if any(kwargs.get(name) is not None for name in ("pixel_values", "pixel_values_videos", "video_features")):
-                raise ValueError("generate selects visual tokens by input_ids: pass them instead of inputs_embeds.")
-            self.model.check_selected(kwargs.get("mm_encoder_outputs"))
+        visual, selection = take_inputs(kwargs)
+        inputs_embeds, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
+        if "mm_encoder_outputs" in kwargs or not (input_ids is not None and inputs_embeds is None or visual.given):
             # Nothing to shorten: embeddings, an empty prompt, or a prompt that this method has shortened already.
+            self.model.check_selected(kwargs.get("mm_encoder_outputs"))
+            if visual.given:
+                raise ValueError("Pass pixel values or mm_encoder_outputs, not both.")
             return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
         if kwargs.get("cache_implementation") == "paged":
             raise ValueError('cache_implementation="paged" cannot take a prompt with selected visual tokens.')
+        embeddings_alone = input_ids is None
+        if embeddings_alone:
+            input_ids = self.model.ids_from_embeds(inputs_embeds)
+        kwargs.pop("inputs_embeds", None)
 
-        pixels = {name: kwargs.pop(name, None) for name in _PIXELS}
-        call = {name: kwargs.pop(name, None) for name in _CALL}
         attention_mask, position_ids = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
         kwargs.pop("mm_token_type_ids", None)  # found in input_ids
-        cache = kwargs.get("past_key_values")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if attention_mask.shape != input_ids.shape:
@@ -111,12 +106,13 @@ class QTSplusGenerationMixin:
         rows = [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
         if cache is None or cache.get_seq_length() == 0:
-            prompt = self.model.compress(
-                input_ids, attention_mask, position_ids, **pixels, **call, sample_gate=False, pad_left=True
-            )
+            layout = {**vars(visual), **vars(selection), "sample_gate": False, "pad_left": True}
+            prompt = self.model.compress(input_ids, attention_mask, position_ids, inputs_embeds, **layout)
             counts = _count_spans(prompt.spans)
+        elif inputs_embeds is not None:
+            raise ValueError("Got inputs_embeds behind a cache: pass the conversation's input_ids alone.")
         else:
-            prompt, counts = self._continue(cache, rows, pixels, call)
+            prompt, counts = self._continue(cache, rows, visual, selection)
         chunk_size = self._setting("prefill_chunk_size", kwargs, generation_config)
         if chunk_size is not None and prompt.features and not _SPLITS_FEATURES:
             raise ValueError(
@@ -124,9 +120,11 @@ class QTSplusGenerationMixin:
                 "into chunks; 5.23 and later can. Leave it out, or upgrade."
             )
         generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, input_ids.shape[1])
+        if prompt.inputs_embeds is not None:
+            kwargs["inputs_embeds"] = self._with_placeholders(prompt)
 
         result = super().generate(
-            prompt.input_ids,
+            None if embeddings_alone else prompt.input_ids,
             generation_config,
             streamer=None if streamer is None else _PromptStreamer(streamer, input_ids),
             attention_mask=prompt.attention_mask,
@@ -138,14 +136,17 @@ class QTSplusGenerationMixin:
         )
 
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        generated = sequences[:, prompt.input_ids.shape[1] :]
+        generated = sequences if embeddings_alone else sequences[:, prompt.input_ids.shape[1] :]
         copies = len(sequences) // len(input_ids)
-        sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).to(generated.device), generated], dim=1)
+        if embeddings_alone:
+            sequences = generated
+        else:
+            sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).to(generated.device), generated], dim=1)
         cache = cache if isinstance(result, torch.Tensor) else result.get("past_key_values")
         if cache is not None:
             prompt.features = {}
             # A cache with a row for every beam or copy cannot be continued with one row for every prompt.
-            whole = copies == 1 and len(cache.layers[0].keys) == len(input_ids)
+            whole = copies == 1 and len(cache.layers[0].keys) == len(input_ids) and inputs_embeds is None
             cache.qtsplus = CachedPrompt(rows, prompt, generated, counts) if whole else None
         if isinstance(result, torch.Tensor):
             return sequences
@@ -153,7 +154,14 @@ class QTSplusGenerationMixin:
         result.qtsplus = prompt.qtsplus
         return result
 
-    def _continue(self, cache: Cache, rows, pixels, call) -> tuple[CompactPrompt, dict[int, list[int]]]:
+    def _with_placeholders(self, prompt: CompactPrompt) -> torch.Tensor:
+        """The caller's embeddings of a shortened prompt, with those by which `forward` finds the placeholders."""
+        visual, embed = self.model.token_types(prompt.input_ids) != TEXT, self.get_input_embeddings()
+        return prompt.inputs_embeds.masked_scatter(visual[..., None], embed(prompt.input_ids[visual]))
+
+    def _continue(
+        self, cache: Cache, rows, visual: VisualInputs, selection: SelectionInputs
+    ) -> tuple[CompactPrompt, dict[int, list[int]]]:
         """The shortened prompt of the next turn: the columns that the cache holds, then what is new in `rows`."""
         state = getattr(cache, "qtsplus", None)
         if not isinstance(state, CachedPrompt) or len(state.rows) != len(rows):
@@ -162,8 +170,7 @@ class QTSplusGenerationMixin:
                 f"sequence for each of the {len(rows)} prompts left there: start with an empty cache, without beams "
                 "and with num_return_sequences=1."
             )
-        if call["query_mask"] is not None:
-            call = {**call, "query_mask": None}  # the question of the new turn is found in the new tokens
+        selection = replace(selection, query_mask=None)  # the question of the new turn is found in the new tokens
         old = state.compact
         device = old.input_ids.device
         answer = state.generated[:, : cache.get_seq_length() - old.input_ids.shape[1]].to(device)
@@ -186,10 +193,9 @@ class QTSplusGenerationMixin:
 
         fresh_ids = pad_rows(fresh_rows, 0, left=True)
         fresh_mask = pad_rows([torch.ones_like(row) for row in fresh_rows], 0, left=True)
-        counts, pixels = self._uncached_pixels(pixels, state.counts, fresh_ids * fresh_mask)
-        fresh = self.model.compress(
-            fresh_ids, fresh_mask, **pixels, **call, sample_gate=False, pad_left=True, start_positions=starts
-        )
+        counts, visual = self._uncached_visual(visual, state.counts, fresh_ids * fresh_mask)
+        layout = {"sample_gate": False, "pad_left": True, "start_positions": starts}
+        fresh = self.model.compress(fresh_ids, fresh_mask, **vars(visual), **vars(selection), **layout)
         attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
         answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=device)
         before, behind = (self.model.language_axes(prompt.position_ids) for prompt in (old, fresh))
@@ -201,47 +207,49 @@ class QTSplusGenerationMixin:
             position_ids=self.model.lay_positions(text_positions(attention_mask), language),
         ), counts
 
-    def _uncached_pixels(self, pixels, cached: dict[int, list[int]], fresh_ids: torch.Tensor):
+    def _uncached_visual(self, visual: VisualInputs, cached: dict[int, list[int]], fresh_ids: torch.Tensor):
         """Drops the images and videos that stand in the cache; returns the conversation's counts and the rest."""
-        pixels, counts = dict(pixels), {}
-        types = self.model.token_types(fresh_ids)
-        for kind, values, grid in ((IMAGE, *_PIXELS[:2]), (VIDEO, *_PIXELS[2:4])):
-            placeholders = (types == kind).sum(1).tolist()
-            counts[kind] = list(cached[kind])
-            if pixels[grid] is None:
+        types, counts = self.model.token_types(fresh_ids), {}
+        for modality, grid in ((IMAGE, visual.image_grid_thw), (VIDEO, visual.video_grid_thw)):
+            placeholders = (types == modality).sum(1).tolist()
+            counts[modality] = list(cached[modality])
+            if grid is None:
                 continue
-            lengths = self.model.placeholder_counts(kind, pixels[grid])
+            lengths = self.model.placeholder_counts(modality, grid)
             only_new = sum(lengths) == sum(placeholders)
             is_new: list[bool] = []
             for row, left in enumerate(placeholders):
-                is_new += [False] * (0 if only_new else cached[kind][row])
+                is_new += [False] * (0 if only_new else cached[modality][row])
                 while left > 0 and len(is_new) < len(lengths):
                     left -= lengths[len(is_new)]
                     is_new.append(True)
-                    counts[kind][row] += 1
+                    counts[modality][row] += 1
             if only_new:
                 continue
             if len(is_new) != len(lengths):
                 raise ValueError(
-                    f"{len(lengths)} {KINDS[kind]}s were given: expected the {sum(is_new)} that the cache does not "
-                    f"hold, or all {len(is_new)} of the conversation."
+                    f"{len(lengths)} {MODALITIES[modality]}s were given: expected the {sum(is_new)} that the cache "
+                    f"does not hold, or all {len(is_new)} of the conversation."
                 )
-            flags = torch.tensor(is_new)
-            if pixels[values] is not None:
-                rows = torch.tensor(self.model.pixel_rows(pixels[grid]))
-                pixels[values] = pixels[values][flags.repeat_interleave(rows).to(pixels[values].device)]
-            if kind == VIDEO and pixels["video_features"] is not None:
-                features = list(pixels["video_features"])
-                if len(features) != len(is_new):
-                    raise ValueError(f"{len(features)} video_features: expected one per video ({len(is_new)}).")
-                pixels["video_features"] = [features[i] for i in flags.nonzero()[:, 0]] or None
-            pixels[grid] = pixels[grid][flags.to(pixels[grid].device)]
-            if kind == VIDEO and pixels["second_per_grid_ts"] is not None:
-                seconds = zip(pixels["second_per_grid_ts"], is_new, strict=True)
-                pixels["second_per_grid_ts"] = [one for one, new_one in seconds if new_one]
-            if not any(is_new):
-                pixels.update({values: None, grid: None})
-        return counts, pixels
+            visual = self._only_new(visual, modality, is_new)
+        return counts, visual
+
+    def _only_new(self, visual: VisualInputs, modality: int, is_new: list[bool]) -> VisualInputs:
+        """Of the images, or of the videos, those that are new."""
+        flags = torch.tensor(is_new)
+        names = ("pixel_values", "image_grid_thw") if modality == IMAGE else ("pixel_values_videos", "video_grid_thw")
+        pixels, grid = (getattr(visual, name) for name in names)
+        rows = torch.tensor(self.model.pixel_rows(grid))
+        if pixels is not None:
+            pixels = pixels[flags.repeat_interleave(rows).to(pixels.device)]
+        left: dict[str, Any] = dict(zip(names, (pixels, grid[flags.to(grid.device)]), strict=True))
+        if modality == VIDEO:
+            for name in ("video_features", "second_per_grid_ts"):
+                values = getattr(visual, name)
+                if values is not None and len(values) != len(is_new):
+                    raise ValueError(f"{len(values)} {name}: expected one per video ({len(is_new)}).")
+                left[name] = None if values is None else [values[index] for index in flags.nonzero()[:, 0]]
+        return replace(visual, **(left if any(is_new) else dict.fromkeys(left)))
 
     def _setting(self, name: str, kwargs, generation_config):
         """What `generate` goes by: the call, the configuration given with it, the model's own."""
@@ -277,8 +285,10 @@ class QTSplusGenerationMixin:
         )
         if outputs is not None:
             model_kwargs["mm_encoder_outputs"] = {
-                name: SelectedFeatures(pooler_output=tuple(f for f in one.pooler_output for _ in range(expand_size)))
-                for name, one in outputs.items()
+                name: SelectedFeatures(
+                    pooler_output=tuple(row for row in selected.pooler_output for _ in range(expand_size))
+                )
+                for name, selected in outputs.items()
             }
         return input_ids, model_kwargs
 
@@ -293,4 +303,7 @@ class QTSplusGenerationMixin:
 
 
 def _count_spans(spans: list[list[VisualSpan]]) -> dict[int, list[int]]:
-    return {kind: [len({span.index for span in row if span.kind == kind}) for row in spans] for kind in KINDS}
+    return {
+        modality: [len({span.index for span in row if span.modality == modality}) for row in spans]
+        for modality in MODALITIES
+    }

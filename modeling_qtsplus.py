@@ -45,7 +45,7 @@ class Qwen2_5_VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_
     def tokens_per_second(self) -> float:
         return self.config.vision_config.tokens_per_second
 
-    def merged_grid(self, grid_thw: torch.Tensor, kind: int = VIDEO) -> list[tuple[int, int, int]]:
+    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
         merge = self.config.vision_config.spatial_merge_size
         return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
 

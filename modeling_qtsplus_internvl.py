@@ -71,7 +71,7 @@ class InternVLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, InternVLMo
         self.qtsplus = self.build_selector(config)
         self.post_init()
 
-    def merged_grid(self, grid_thw: torch.Tensor, kind: int = VIDEO) -> list[tuple[int, int, int]]:
+    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
         return [(t, h, w) for t, h, w in grid_thw.tolist()]
 
     def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
@@ -82,7 +82,7 @@ class InternVLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, InternVLMo
         vision = self.config.vision_config
         return math.prod(size // patch for size, patch in zip(vision.image_size, vision.patch_size, strict=True))
 
-    def encode_pixels(self, kind: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
         tokens = self.get_image_features(pixels, return_dict=True).pooler_output
         return [frames.flatten(0, 1) for frames in tokens.split(self.pixel_rows(grid_thw))]
 

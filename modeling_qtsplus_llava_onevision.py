@@ -76,8 +76,8 @@ class LlavaOnevisionQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Llav
         self.qtsplus = self.build_selector(config)
         self.post_init()
 
-    def merged_grid(self, grid_thw: torch.Tensor, kind: int = VIDEO) -> list[tuple[int, int, int]]:
-        if kind == VIDEO:
+    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
+        if modality == VIDEO:
             return [(t, h, w) for t, h, w in grid_thw.tolist()]
         # How many tokens an image becomes is asked of the stock packing, with features without values.
         vision = self.config.vision_config
@@ -94,8 +94,8 @@ class LlavaOnevisionQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Llav
     def patches_per_row(self) -> int:
         return (self.config.vision_config.image_size // self.config.vision_config.patch_size) ** 2
 
-    def line_length(self, kind: int, grid: tuple[int, int, int]) -> int:
-        if kind == IMAGE:
+    def line_length(self, modality: int, grid: tuple[int, int, int]) -> int:
+        if modality == IMAGE:
             return 0
         return math.prod(grid) if self.config.video_newline == "video" else grid[2]
 
@@ -103,8 +103,8 @@ class LlavaOnevisionQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Llav
     def line_end(self) -> torch.Tensor:
         return self.image_newline
 
-    def encode_pixels(self, kind: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
-        if kind == VIDEO:
+    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+        if modality == VIDEO:
             tokens = self.get_video_features(pixels[None], return_dict=True).pooler_output[0]
             return list(tokens[: int(grid_thw.prod(-1).sum())].split(grid_thw.prod(-1).tolist()))
         features = []

@@ -54,14 +54,14 @@ class Qwen2VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2VLMode
         self.qtsplus = self.build_selector(config)
         self.post_init()
 
-    def merged_grid(self, grid_thw: torch.Tensor, kind: int = VIDEO) -> list[tuple[int, int, int]]:
+    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
         merge = self.config.vision_config.spatial_merge_size
         return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
 
     def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
         """One position per temporal patch, as along an image."""
-        images = [replace(span, kind=IMAGE) for span in spans]
-        return self._row_positions(positions.shape[1], images, start, [], positions.device)
+        images = [replace(span, modality=IMAGE) for span in spans]
+        return self.row_positions(images, positions.shape[1], start, [], positions.device)
 
 
 class Qwen2VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen2VLForConditionalGeneration):

@@ -5,6 +5,7 @@ layers to the first layers of the language model (DeepStack). Behind the feature
 deeper layers, so that whoever keeps a token keeps all of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,11 +65,11 @@ class Qwen3VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLMode
     def token_width(self) -> int:
         return super().token_width * (1 + len(self.config.vision_config.deepstack_visual_indexes))
 
-    def merged_grid(self, grid_thw: torch.Tensor, kind: int = VIDEO) -> list[tuple[int, int, int]]:
+    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
         merge = self.config.vision_config.spatial_merge_size
         return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
 
-    def encode_pixels(self, kind: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
         encoded = self.get_image_features(pixels, grid_thw, return_dict=True)  # videos are encoded the same way
         sizes = [len(one) for one in encoded.pooler_output]
         # Split by image from Transformers 5.18 on, whole before.
@@ -77,11 +78,11 @@ class Qwen3VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLMode
 
     def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
         """Time is text here: every frame stands like an image."""
-        images = [replace(span, kind=IMAGE, frame=0) for span in spans]
-        return self._row_positions(positions.shape[1], images, start, [], positions.device)
+        images = [replace(span, modality=IMAGE, frame=0) for span in spans]
+        return self.row_positions(images, positions.shape[1], start, [], positions.device)
 
     def language_inputs(
-        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: dict[str, list[torch.Tensor]]
+        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: dict[str, Sequence[torch.Tensor]]
     ) -> dict[str, Any]:
         width = inputs_embeds.shape[-1]
         wide = nn.functional.pad(inputs_embeds, (0, self.token_width - width))

@@ -21,8 +21,8 @@ from transformers.utils import logging
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from .prompt_qtsplus import PATCHES_PER_CHUNK
-from .selector_qtsplus import find_query_mask
+from .encoding_qtsplus import PATCHES_PER_CHUNK
+from .prompt_qtsplus import find_query_mask
 
 try:  # optional, as torchcodec is: one of the two reads the videos
     import av

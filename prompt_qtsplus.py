@@ -1,7 +1,7 @@
-"""The layout of a prompt with images and videos: where their placeholders stand, and what selection leaves of it."""
+"""The layout of a prompt: where its question, its images and its videos stand, and what selection leaves of it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -10,12 +10,75 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from .selector_qtsplus import QTSplusOutput
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
-KINDS = {IMAGE: "image", VIDEO: "video"}
-# Encoded at a time without gradients: enough rows to fill a GPU, and a few hundred MB of activations in bfloat16.
-PATCHES_PER_CHUNK = 16384
-# Few rows fill a CPU, and their memory is used again. The C library maps what is larger than 32 MB anew each time: the
-# page faults, and caches that hold nothing, cost a third of the vision tower's time.
-PATCHES_PER_CHUNK_ON_CPU = 2048
+MODALITIES = {IMAGE: "image", VIDEO: "video"}
+
+# --------------------------------------------------------------------------------------------------------------------
+# The question
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def find_query_mask(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    user_turn_token_ids: list[int],
+    turn_end_token_id: int,
+    special_token_ids: list[int],
+    video_token_id: int | None = None,
+    frame_text_token_ids: list[int] | tuple[int, ...] = (),
+) -> torch.Tensor:
+    """
+    Marks the question in a chat prompt: the text of the last user turn, without its header, special and vision tokens.
+
+    Args:
+        input_ids: `[B, S]` token ids of prompts made with the chat template.
+        attention_mask: `[B, S]`, 1 on real tokens, or `None`.
+        user_turn_token_ids: the ids that open a user's turn; the one token after them (the line break) is skipped.
+        turn_end_token_id: the id that closes a turn.
+        special_token_ids: ids that are never part of a question.
+        video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text which some
+            backbones write in front of every frame ("Frame1: ", "<0.5 seconds>"); it is no part of a question either.
+
+    Returns:
+        `[B, S]` int64, 1 on the question's tokens. A row without a user turn is all 0.
+    """
+    special = torch.tensor(special_token_ids, device=input_ids.device)
+    eligible = ~torch.isin(input_ids, special)
+    if attention_mask is not None:
+        eligible &= attention_mask.bool()
+
+    header = torch.tensor(user_turn_token_ids, device=input_ids.device)
+    mask = torch.zeros_like(input_ids)
+    if input_ids.shape[1] < len(header):
+        return mask
+    opens = (input_ids.unfold(1, len(header), 1) == header).all(-1)
+    for row in range(input_ids.shape[0]):
+        starts = opens[row].nonzero()
+        if len(starts) == 0:
+            continue
+        start = int(starts[-1]) + len(header) + 1
+        ends = (input_ids[row, start:] == turn_end_token_id).nonzero()
+        stop = start + int(ends[0]) if len(ends) else input_ids.shape[1]
+        mask[row, start:stop] = eligible[row, start:stop].long()
+        if frame_text_token_ids:
+            ids = input_ids[row, start:stop].tolist()
+            for first, last in _frame_texts(ids, video_token_id, frame_text_token_ids):
+                mask[row, start + first : start + last] = 0
+    return mask
+
+
+def _frame_texts(ids: list[int], video_token_id: int | None, openers, longest: int = 16):
+    """(start, stop) of the text in front of every frame; it ends with the one token that opens the frame's tokens."""
+    frames = [i for i in range(1, len(ids)) if ids[i] == video_token_id != ids[i - 1]]
+    for frame in frames:
+        start = next((i for i in range(frame - 1, max(frame - longest, 0) - 1, -1) if ids[i] in openers), frame)
+        if start < frame and video_token_id in ids[max(start - 3, 0) : start]:
+            start -= 1  # the line break behind the frame before, or the token that closes it
+        yield start, frame
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Images and videos
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -26,7 +89,7 @@ class VisualSpan:
     Most stand for a token of the encoder. With `line`, a separator (a newline) follows after every `line` of those.
     """
 
-    kind: int
+    modality: int
     index: int  # among the batch's images, or its videos
     start: int
     grid: tuple[int, int, int]  # tokens along (time, height, width)
@@ -105,52 +168,44 @@ class CompactPrompt:
 
 
 def find_spans(
-    token_types: Sequence[torch.Tensor],
-    grids: dict[int, list[tuple[int, int, int]]],
-    frames_apart: bool = False,
-    line_length: Callable[[int, tuple[int, int, int]], int] | None = None,
+    token_types: Sequence[torch.Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]
 ) -> list[list[VisualSpan]]:
     """
     Pairs the placeholders of every row with the images and videos of the batch, in order.
 
     Args:
         token_types: per row `[S_b]`, TEXT, IMAGE or VIDEO for each real token.
-        grids: per kind, (time, height, width) in tokens of every image or video of the batch.
-        frames_apart: text stands between the frames of a video; each is a span by itself.
-        line_length: from kind and grid, the `line` of a [`VisualSpan`].
+        unplaced: per modality the spans of all images or videos of the batch, whose `start` is still to be found.
+
+    Returns:
+        per row its spans, in the order of their placeholders.
 
     Raises:
-        ValueError: the placeholders do not add up to the grids.
+        ValueError: the placeholders do not add up to the spans.
     """
-
-    def pieces(kind):
-        for index, (t, h, w) in enumerate(grids[kind]):
-            line = 0 if line_length is None else line_length(kind, (t, h, w))
-            if frames_apart and kind == VIDEO:
-                yield from (VisualSpan(kind, index, 0, (1, h, w), frame, line) for frame in range(t))
-            else:
-                yield VisualSpan(kind, index, 0, (t, h, w), line=line)
-
-    queues = {kind: pieces(kind) for kind in KINDS}
+    given = {modality: len({span.index for span in spans}) for modality, spans in unplaced.items()}
+    queues = {modality: iter(spans) for modality, spans in unplaced.items()}
     rows = []
     for row, types in enumerate(token_types):
         spans: list[VisualSpan] = []
-        for kind, start, stop in visual_runs(types):
+        for modality, start, stop in visual_runs(types):
             while start < stop:
-                span = next(queues[kind], VisualSpan(kind, -1, start, (0, 0, 0)))
-                span.start = start
-                begun = not span.frame or any(other.kind == kind and other.index == span.index for other in spans[-1:])
+                span = next(queues[modality], VisualSpan(modality, -1, 0, (0, 0, 0)))
+                begun = not span.frame or any(
+                    before.modality == modality and before.index == span.index for before in spans[-1:]
+                )
                 if span.index < 0 or start + span.length > stop or not begun:
-                    raise ValueError(_mismatch(row, kind, stop - start, span, len(grids[kind])))
-                spans.append(span)
+                    raise ValueError(_mismatch(row, modality, stop - start, span, given[modality]))
+                spans.append(replace(span, start=start))
                 start += span.length
         rows.append(spans)
-    for kind, queue in queues.items():
+    for modality, queue in queues.items():
         left = len({span.index for span in queue})
         if left:
+            name = MODALITIES[modality]
             raise ValueError(
-                f"{len(grids[kind])} {KINDS[kind]}s were given, but the prompts have placeholders for only "
-                f"{len(grids[kind]) - left}: give one block of placeholders per {KINDS[kind]}, as the processor does."
+                f"{given[modality]} {name}s were given, but the prompts have placeholders for only "
+                f"{given[modality] - left}: give one block of placeholders per {name}, as the processor does."
             )
     return rows
 
@@ -182,7 +237,7 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> torch.Tensor:
 
 
 def visual_runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(kind, start, stop) of every run of placeholders."""
+    """(modality, start, stop) of every run of placeholders."""
     bounds = [0, *((types[1:] != types[:-1]).nonzero()[:, 0] + 1).tolist(), len(types)]
     values = types[bounds[:-1]].tolist() if len(types) else []
     for value, start, stop in zip(values, bounds, bounds[1:], strict=False):
@@ -190,37 +245,8 @@ def visual_runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
             yield value, start, stop
 
 
-def chunk_grids(
-    grids: Sequence[Sequence[int]], capacity: int, costs: Sequence[int]
-) -> Iterator[list[tuple[int, list[int]]]]:
-    """
-    Cuts images and videos along time, in order, into chunks of bounded cost.
-
-    Args:
-        grids: (time, height, width) of each.
-        capacity: the most that a chunk may cost; a step in time that costs more is a chunk by itself.
-        costs: of one step in time of each.
-
-    Returns:
-        per chunk its pieces, each the index of an image or video and the piece's own grid.
-    """
-    chunk: list[tuple[int, list[int]]] = []
-    room = capacity
-    for index, ((left, height, width), cost) in enumerate(zip(grids, costs, strict=True)):
-        while left:
-            fits = min(left, max(room // cost, 0 if chunk else 1))
-            if not fits:
-                yield chunk
-                chunk, room = [], capacity
-                continue
-            chunk.append((index, [fits, height, width]))
-            left, room = left - fits, room - fits * cost
-    if chunk:
-        yield chunk
-
-
-def _mismatch(row: int, kind: int, found: int, span: VisualSpan, given: int) -> str:
-    name = KINDS[kind]
+def _mismatch(row: int, modality: int, found: int, span: VisualSpan, given: int) -> str:
+    name = MODALITIES[modality]
     if span.index < 0:
         expected = f"only {given} {name}(s) were given"
     else:

@@ -1,241 +1,25 @@
 """The query-aware token selector: Algorithm 1 of the paper, from relevance to the re-encoded tokens.
 
-Independent of any backbone. Pure functions over one sample come first, in the paper's order; the modules and
-[`QTSplusSelector`], which runs them over a ragged batch, follow. Symbols are the paper's, as words: visual (X,
-`[M, d]`), query (Q, `[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
+Independent of any backbone. [`QTSplusSelector`], at the end, runs it over a ragged batch; before it come the pieces in
+the paper's order, but for lines 1 and 2 (relevance_qtsplus.py) and lines 5 to 14 (the gates of selection_qtsplus.py).
+Symbols are the paper's, as words: visual (X, `[M, d]`), query (Q, `[L, d]`), relevance (r), rho, budget n, threshold t,
+tau_s, kept indices (I).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 
-logger = logging.get_logger(__name__)
+from .relevance_qtsplus import log_relevance
+from .selection_qtsplus import GATES, METHODS, Candidates
 
 EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
-
-# --------------------------------------------------------------------------------------------------------------------
-# The query Q: which tokens of a prompt are the question
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def find_query_mask(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    user_turn_token_ids: list[int],
-    turn_end_token_id: int,
-    special_token_ids: list[int],
-    video_token_id: int | None = None,
-    frame_text_token_ids: list[int] | tuple[int, ...] = (),
-) -> torch.Tensor:
-    """
-    Marks the question in a chat prompt: the text of the last user turn, without its header, special and vision tokens.
-
-    Args:
-        input_ids: `[B, S]` token ids of prompts made with the chat template.
-        attention_mask: `[B, S]`, 1 on real tokens, or `None`.
-        user_turn_token_ids: the ids that open a user's turn; the one token after them (the line break) is skipped.
-        turn_end_token_id: the id that closes a turn.
-        special_token_ids: ids that are never part of a question.
-        video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text which some
-            backbones write in front of every frame ("Frame1: ", "<0.5 seconds>"); it is no part of a question either.
-
-    Returns:
-        `[B, S]` int64, 1 on the question's tokens. A row without a user turn is all 0.
-    """
-    special = torch.tensor(special_token_ids, device=input_ids.device)
-    eligible = ~torch.isin(input_ids, special)
-    if attention_mask is not None:
-        eligible &= attention_mask.bool()
-
-    header = torch.tensor(user_turn_token_ids, device=input_ids.device)
-    mask = torch.zeros_like(input_ids)
-    if input_ids.shape[1] < len(header):
-        return mask
-    opens = (input_ids.unfold(1, len(header), 1) == header).all(-1)
-    for row in range(input_ids.shape[0]):
-        starts = opens[row].nonzero()
-        if len(starts) == 0:
-            continue
-        start = int(starts[-1]) + len(header) + 1
-        ends = (input_ids[row, start:] == turn_end_token_id).nonzero()
-        stop = start + int(ends[0]) if len(ends) else input_ids.shape[1]
-        mask[row, start:stop] = eligible[row, start:stop].long()
-        if frame_text_token_ids:
-            ids = input_ids[row, start:stop].tolist()
-            for first, last in _frame_texts(ids, video_token_id, frame_text_token_ids):
-                mask[row, start + first : start + last] = 0
-    return mask
-
-
-def _frame_texts(ids: list[int], video_token_id: int | None, openers, longest: int = 16):
-    """(start, stop) of the text in front of every frame; it ends with the one token that opens the frame's tokens."""
-    frames = [i for i in range(1, len(ids)) if ids[i] == video_token_id != ids[i - 1]]
-    for frame in frames:
-        start = next((i for i in range(frame - 1, max(frame - longest, 0) - 1, -1) if ids[i] in openers), frame)
-        if start < frame and video_token_id in ids[max(start - 3, 0) : start]:
-            start -= 1  # the line break behind the frame before, or the token that closes it
-        yield start, frame
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Lines 1-2: relevance
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def log_relevance(
-    query_states: torch.Tensor,
-    key_states: torch.Tensor,
-    query_lengths: Sequence[int] | None = None,
-    token_lengths: Sequence[int] | None = None,
-    token_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """
-    `log r_i = max over heads and query tokens of log softmax_i(q k / sqrt(d_h))`; the softmax runs over all M visual
-    tokens of a sample.
-
-    Where several heads or query tokens share the maximum, the first of them in the order (head, query token) takes the
-    whole gradient.
-
-    Args:
-        query_states: `[heads, L, head_dim]`.
-        key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
-        query_lengths, token_lengths: how many query and visual tokens each sample has, where several are packed one
-            behind the other along L and M.
-        token_mask: `[M]` bool; tokens that are `False` take no part and get minus infinity.
-
-    Returns:
-        `[M]` float32 (float64 for float64 states), at most 0.
-
-    Raises:
-        ValueError: query heads that the key/value heads do not divide, or lengths that do not add up.
-    """
-    (heads, num_queries, head_dim), (kv_heads, num_tokens, _) = query_states.shape, key_states.shape
-    query_lengths = [num_queries] if query_lengths is None else list(query_lengths)
-    token_lengths = [num_tokens] if token_lengths is None else list(token_lengths)
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads: expected a multiple of the {kv_heads} key/value heads.")
-    if (sum(query_lengths), sum(token_lengths)) != (num_queries, num_tokens):
-        raise ValueError(
-            f"query_lengths={query_lengths} and token_lengths={token_lengths}: expected sums of {num_queries} and "
-            f"{num_tokens}, the packed query and visual tokens."
-        )
-    masks = [None] * len(token_lengths) if token_mask is None else token_mask.split(token_lengths)
-    kernel = relevance_kernel(key_states.device, key_states.dtype, head_dim)
-    samples = [
-        kernel(queries, keys, mask)
-        for queries, keys, mask in zip(
-            query_states.split(query_lengths, dim=1), key_states.split(token_lengths, dim=1), masks, strict=True
-        )
-    ]
-    return samples[0] if len(samples) == 1 else torch.cat(samples)
-
-
-@cache
-def relevance_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., torch.Tensor]:
-    """The function that computes the log-relevance of one sample: Triton's on a GPU that runs it, else the chunked."""
-    kernel: Callable[..., torch.Tensor] = chunked_log_relevance
-    if device.type != "cuda" or torch.version.hip is not None:
-        reason = "the Triton kernel is for NVIDIA GPUs"
-    elif torch.cuda.get_device_capability(device) < (8, 0):
-        reason = "the Triton kernel needs an Ampere GPU or a newer one"
-    elif dtype not in (torch.float16, torch.bfloat16, torch.float32) or head_dim > 128:
-        reason = "the Triton kernel takes 16- or 32-bit states and heads of up to 128"
-    else:
-        try:
-            from qtsplus.kernels.triton_relevance import triton_log_relevance
-
-            kernel, reason = triton_log_relevance, "qtsplus and triton are installed"
-        except ImportError as error:
-            reason = f"the Triton kernel cannot be imported: {error}"
-    logger.info(f"Relevance on {device}, {dtype}, heads of {head_dim}: {kernel.__name__} ({reason}).")
-    return kernel
-
-
-def chunked_log_relevance(
-    query_states: torch.Tensor,
-    key_states: torch.Tensor,
-    token_mask: torch.Tensor | None = None,
-    block_size: int | None = None,
-) -> torch.Tensor:
-    """
-    [`log_relevance`] of one sample, in blocks of visual tokens: first the log-sum-exp, then the maximum.
-
-    Memory beyond inputs, result and gradients is O(M + heads * L * block_size). Any block size gives the same result;
-    gradients are exact, each block's scores being computed again.
-
-    Args:
-        block_size: visual tokens scored at a time; by default so many that a block has about 2 million scores.
-    """
-    kv_heads, _, head_dim = key_states.shape
-    precise = torch.promote_types(key_states.dtype, torch.float32)
-    queries = query_states.reshape(kv_heads, -1, head_dim).to(precise) / math.sqrt(head_dim)
-    block_size = block_size or max(1, 2**21 // (kv_heads * queries.shape[1]))
-    return _ChunkedLogRelevance.apply(queries, key_states, token_mask, block_size)
-
-
-class _ChunkedLogRelevance(torch.autograd.Function):
-    """
-    With `s` the scores, `z` the log-sum-exp of each of their rows (head, query token), and `a_i` the row of token i's
-    maximum: `log r_i = s[a_i, i] - z[a_i]`, so `ds[row, i] = g_i [row = a_i] - exp(s[row, i] - z[row]) G[row]`, where
-    `g` is the gradient of log r and `G[row]` sums `g_i` over the tokens that `row` won.
-    """
-
-    @staticmethod
-    def forward(ctx, queries, keys, token_mask, block_size):
-        num_tokens = keys.shape[1]
-        blocks = [slice(start, start + block_size) for start in range(0, num_tokens, block_size)]
-        differentiable = any(ctx.needs_input_grad)
-        log_r = queries.new_empty(num_tokens)
-        winners = torch.empty(num_tokens if differentiable else 0, dtype=torch.long, device=keys.device)
-        with torch.autocast(keys.device.type, enabled=False):
-            normaliser = queries.new_full(queries.shape[:2], -math.inf)
-            if blocks:
-                normaliser = torch.stack([_scores(queries, keys, token_mask, b).logsumexp(-1) for b in blocks])
-                normaliser = normaliser.logsumexp(0)
-            # A row of masked tokens alone has no softmax; its scores stay minus infinity.
-            normaliser = normaliser.masked_fill(normaliser == -math.inf, 0)[..., None]
-            for block in blocks:
-                log_attention = _scores(queries, keys, token_mask, block).sub_(normaliser).flatten(0, 1)
-                if differentiable:  # rows last: finding the place of a maximum is five times slower across rows
-                    log_r[block], winners[block] = log_attention.t().contiguous().max(-1)
-                else:
-                    log_r[block] = log_attention.amax(0)
-        ctx.save_for_backward(queries, keys, token_mask, normaliser, winners)
-        ctx.block_size = block_size
-        return log_r
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        queries, keys, token_mask, normaliser, winners = ctx.saved_tensors
-        if token_mask is not None:
-            gradient = gradient.masked_fill(~token_mask, 0)
-        won = torch.zeros_like(normaliser)
-        won.view(-1).index_add_(0, winners, gradient)
-        grad_queries, grad_keys = torch.zeros_like(queries), torch.empty_like(keys)
-        with torch.autocast(keys.device.type, enabled=False):
-            for start in range(0, keys.shape[1], ctx.block_size):
-                block = slice(start, start + ctx.block_size)
-                grad_scores = _scores(queries, keys, token_mask, block).sub_(normaliser).exp_().mul_(-won)
-                grad_scores.view(-1, grad_scores.shape[-1]).scatter_add_(0, winners[None, block], gradient[None, block])
-                grad_queries += grad_scores @ keys[:, block].to(queries.dtype)
-                grad_keys[:, block] = grad_scores.transpose(1, 2) @ queries
-        return grad_queries, grad_keys, None, None
-
-
-def _scores(queries: torch.Tensor, keys: torch.Tensor, token_mask: torch.Tensor | None, block: slice) -> torch.Tensor:
-    """`[kv_heads, heads / kv_heads * L, b]` of the visual tokens in `block`."""
-    scores = queries @ keys[:, block].to(queries.dtype).transpose(1, 2)
-    return scores if token_mask is None else scores.masked_fill_(~token_mask[block], -math.inf)
-
 
 # --------------------------------------------------------------------------------------------------------------------
 # Lines 3-4: budget
@@ -260,127 +44,6 @@ def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
     """`n = min(ceil(rho M), n_max)`, at least 1."""
     # A product such as 0.07 * 100 = 7.000000000000001 must not cost a token more.
     return max(1, min(math.ceil(round(rho * num_tokens, 6)), n_max))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Algorithm 2: threshold
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> torch.Tensor:
-    """
-    Solves `sum_i sigmoid((scores_i - t) / tau_s) = target` for t.
-
-    The sum falls strictly with t, and `t` lies between `min(scores)` and `max(scores)` shifted by
-    `tau_s * logit(target / M)`: bisection between the two always arrives, where the paper's plain Newton runs away on
-    peaked scores. The gradient is the implicit one, `dt = (sum_i w_i dscores_i - tau_s dtarget) / sum_i w_i` with
-    `w = s (1 - s)`.
-
-    Args:
-        scores: `[M]`.
-        target: scalar tensor, tokens, between 0 and M.
-        tau_s: temperature.
-
-    Returns:
-        Scalar t, in the dtype of `scores`.
-    """
-    precise = torch.float32 if scores.device.type == "mps" else torch.float64
-    x = scores.detach().to(precise)
-    goal = target.detach().to(precise)
-    fraction = (goal / len(x)).clamp(1e-6, 1 - 1e-6)
-    goal = fraction * len(x)
-    shift = tau_s * torch.logit(fraction)
-    low, high = x.min() - shift, x.max() - shift
-    for _ in range(60):
-        t = (low + high) / 2
-        too_many = torch.sigmoid((x - t) / tau_s).sum() > goal
-        low, high = torch.where(too_many, t, low), torch.where(too_many, high, t)
-
-    t = (low + high) / 2
-    if not (torch.is_grad_enabled() and (scores.requires_grad or target.requires_grad)):
-        return t.to(scores.dtype)
-    z = (x - t) / tau_s
-    weights = torch.sigmoid(z) * torch.sigmoid(-z)  # s (1 - s) without cancellation
-    total = weights.sum().clamp(min=1e-30)
-    residual = ((weights / total).to(scores.dtype) * scores).sum() - (tau_s / total).to(scores.dtype) * target
-    return t.to(scores.dtype) + (residual - residual.detach())
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Lines 5-14: gate
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
-    """Indices of the n largest scores, ascending: `[n]` int64."""
-    return scores.topk(n, sorted=False).indices.sort().values
-
-
-def gumbel_noise(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """
-    Standard Gumbel noise for (keep, drop), from torch's global generator: `[M, 2]` float32.
-
-    The selector draws it row by row: however a batch is cut into micro-batches, its rows see the same noise. The
-    processes of a distributed run draw their own, so with them only the expectation is that of one big batch.
-    """
-    return -torch.empty(num_tokens, 2, device=device).exponential_().log()
-
-
-def gumbel_gate(
-    relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n_max: int, noise: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    The paper's training gate: hard Gumbel-softmax over `[r - t, 0]` with a straight-through gradient.
-
-    Args:
-        relevance: `[M]` float32.
-        target: scalar tensor, the tokens that the threshold aims at.
-        n_max: cap on the kept tokens; the sampled count itself is free below it.
-        noise: `[M, 2]`, drawn if `None`.
-
-    Returns:
-        kept indices `[n]` ascending, their gates `[n]` (value 1, soft gradient), threshold t (scalar).
-    """
-    noise = gumbel_noise(len(relevance), relevance.device) if noise is None else noise
-    threshold = find_threshold(relevance, target, tau_s)
-    margin = relevance - threshold + noise[:, 0] - noise[:, 1]
-    kept = (margin.detach() >= 0).nonzero()[:, 0]
-    if len(kept) == 0:
-        kept = relevance.detach().argmax()[None]
-    elif len(kept) > n_max:
-        kept = top_n(margin.detach(), n_max)
-    soft = torch.sigmoid(margin[kept] / tau_s)
-    return kept, 1 + (soft - soft.detach()), threshold
-
-
-def straight_through_gate(
-    log_r: torch.Tensor, target: torch.Tensor, tau_s: float, n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Keeps in training exactly what inference keeps; the gradient is that of `sigmoid((log r - t) / tau_s)`.
-
-    Args:
-        log_r: `[M]` float32, log-relevance.
-        target: scalar tensor, the soft count that fixes t; differentiable in rho.
-        n: the hard count.
-
-    Returns:
-        kept indices `[n]` ascending, their gates `[n]` (value 1, soft gradient), threshold t on log-relevance (scalar).
-    """
-    kept = top_n(log_r.detach(), n)
-    threshold = find_threshold(log_r, target, tau_s)
-    soft = torch.sigmoid((log_r[kept] - threshold) / tau_s)
-    return kept, 1 + (soft - soft.detach()), threshold
-
-
-def uniform_indices(num_tokens: int, n: int, device: torch.device) -> torch.Tensor:
-    """n evenly spaced indices, the middle of each of n equal parts: the paper's UNIF."""
-    return ((torch.arange(n, device=device) * 2 + 1) * num_tokens) // (2 * n)
-
-
-def random_indices(num_tokens: int, n: int, device: torch.device) -> torch.Tensor:
-    """n different indices drawn with torch's global generator, ascending."""
-    return torch.randperm(num_tokens, device=device)[:n].sort().values
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -573,7 +236,8 @@ class QTSplusOutput(ModelOutput):
     What the selector decided, one entry per row of the batch.
 
     Args:
-        relevance: tuple of `[M_b]` float32; empty where relevance was not needed.
+        relevance: tuple of `[M_b]` float32, empty in rows where nothing had to be scored; `None` where that is so of
+            every row.
         rho: `[B]` float32, the fraction aimed at; 0 in rows without visual tokens.
         num_tokens: `[B]` int64, the visual tokens that compete (M).
         n: `[B]` int64, kept tokens.
@@ -646,8 +310,11 @@ class QTSplusSelector(nn.Module):
         visual: Sequence[torch.Tensor | Sequence[torch.Tensor]],
         query: list[torch.Tensor],
         positions: list[torch.Tensor],
+        grids: Sequence[Sequence[tuple[int, int, int]]] | None = None,
         retention: float | Sequence[float] | None = None,
         max_visual_tokens: int | None = None,
+        selection: str | None = None,
+        reencode: bool = True,
         sample_gate: bool | None = None,
     ) -> tuple[list[torch.Tensor], QTSplusOutput]:
         """
@@ -656,28 +323,36 @@ class QTSplusSelector(nn.Module):
                 tensor or several, such as those of several videos, which inference never joins.
             query: per row `[L_b, d]`, embeddings of the question.
             positions: per row `[3, M_b]`, absolute (time, height, width) of the visual tokens.
+            grids: per row (time, height, width) of each of its tensors, in tokens; for methods that look at
+                neighbours. A tensor is one line of one frame if `None`.
             retention: fixes rho, in (0, 1]; one for all rows or one for each.
             max_visual_tokens: caps n for this call, below `n_max`.
+            selection: one of `METHODS`; the configuration's if `None`.
+            reencode: `False` skips lines 15 and 16.
             sample_gate: use the training gate; `self.training` if `None`.
 
         Returns:
             per row `[n_b, d]` tokens for the language model, in their original order, and a [`QTSplusOutput`].
 
         Raises:
-            ValueError: `retention` or `max_visual_tokens` out of range, or a row with visual tokens but no question.
+            ValueError: an unknown selection, `retention` or `max_visual_tokens` out of range, or a row with visual
+                tokens but no question.
         """
         visual = [[row] if isinstance(row, torch.Tensor) else row for row in visual]
+        if grids is None:
+            grids = [[(1, 1, len(part)) for part in row] for row in visual]
         retentions = list(retention) if isinstance(retention, Sequence) else [retention] * len(visual)
-        self._check_call(retentions, len(visual), max_visual_tokens)
+        selection = self.config.selection if selection is None else selection
+        check_call(selection, retentions, len(visual), max_visual_tokens)
         sample_gate = self.training if sample_gate is None else sample_gate
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
-        rows = [
-            self._select_row(row, visual[row], query[row], retentions[row], cap, sample_gate)
-            for row in range(len(visual))
-        ]
-        kept_indices, relevance, rho, threshold, features = (list(field) for field in zip(*rows, strict=True))
+        rows = []
+        for row, retention in enumerate(retentions):
+            sample = (row, visual[row], query[row], positions[row], grids[row])
+            rows.append(self._select_row(self._candidates(*sample), selection, retention, cap, sample_gate))
+        features, kept_indices, relevance, rho, threshold = (list(field) for field in zip(*rows, strict=True))
         for row, kept in enumerate(kept_indices):
-            if len(kept):
+            if len(kept) and reencode:
                 features[row] = self._reencode(features[row], positions[row][:, kept])
 
         if self.training and torch.is_grad_enabled():
@@ -691,7 +366,7 @@ class QTSplusSelector(nn.Module):
         rho = torch.stack(rho)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
         return features, QTSplusOutput(
-            relevance=tuple(relevance),
+            relevance=tuple(relevance) if any(len(scores) for scores in relevance) else None,
             rho=rho,
             num_tokens=num_tokens,
             n=torch.tensor([len(kept) for kept in kept_indices], device=rho.device),
@@ -702,70 +377,51 @@ class QTSplusSelector(nn.Module):
             loss_s=loss_s,
         )
 
-    def _check_call(self, retentions: list[float | None], rows: int, max_visual_tokens: int | None):
-        if len(retentions) != rows:
-            raise ValueError(f"{len(retentions)} retentions for {rows} rows: expected one for all, or one for each.")
-        for retention in retentions:
-            if retention is not None and not 0 < retention <= 1:
-                raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens in (0, 1].")
-        if max_visual_tokens is not None and (
-            isinstance(max_visual_tokens, bool) or max_visual_tokens < 1 or max_visual_tokens != int(max_visual_tokens)
-        ):
-            raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
-        fixed = any(retention not in (None, 1.0) for retention in retentions)
-        if self.config.selection == "all" and (fixed or max_visual_tokens is not None):
-            raise ValueError(
-                'selection="all" keeps every visual token: set another selection in qtsplus_config, or leave retention '
-                "and max_visual_tokens out."
-            )
+    def _candidates(self, row, visual, query, positions, grids) -> Candidates:
+        """One sample, with lines 1 and 2 for whoever asks for them."""
 
-    def _select_row(self, row, visual, query, retention, cap, sample_gate):
-        """Relevance, budget and gate of one sample: (kept indices, relevance, rho, threshold, kept tokens)."""
-        config, num_tokens, device = self.config, sum(map(len, visual)), visual[0].device
-        nothing = torch.zeros((), device=device)
-        empty = torch.empty(0, device=device)
-        if num_tokens == 0:
-            return empty.long(), empty, nothing, nothing, visual[0]
-        if config.selection == "all":
-            every = torch.arange(num_tokens, device=device)
-            return every, empty, nothing + 1, nothing, visual[0] if len(visual) == 1 else torch.cat(list(visual))
-
-        relevance = log_r = empty
-        if config.selection == "qtsplus" or retention is None:
+        def score() -> torch.Tensor:
             if len(query) == 0:
                 raise ValueError(
-                    f"Row {row} has {num_tokens} visual tokens but no question to select them by. Format the prompt "
-                    "with the processor's chat template, or pass query_mask= or query_input_ids=."
+                    f"Row {row} has {sum(map(len, visual))} visual tokens but no question to select them by. Format "
+                    "the prompt with the processor's chat template, or pass query_mask= or query_input_ids=."
                 )
-            log_r = self._log_relevance(visual, query)
-            relevance = log_r.exp()
-        if retention is None:
-            rho = self.budget(budget_features(query, relevance), config.rho_min, config.rho_max)
+            states = query
+            for layer in self.scoring_layers[:-1]:
+                states = layer(states, visual)
+            return self.scoring_layers[-1](states, visual, only_relevance=True)
+
+        return Candidates(visual, query, positions, grids, score)
+
+    def _select_row(self, candidates: Candidates, selection: str, retention: float | None, cap: int, sample_gate: bool):
+        """Budget and gate of one sample: (kept tokens, kept indices, relevance, rho, threshold)."""
+        config, num_tokens, visual = self.config, candidates.num_tokens, candidates.visual
+        nothing = torch.zeros((), device=candidates.device)
+        unscored = torch.empty(0, device=candidates.device)
+        if num_tokens == 0:
+            return visual[0], unscored.long(), unscored, nothing, nothing
+        if selection == "all":
+            rho, n = nothing + 1, num_tokens
+        elif retention is None:
+            features = budget_features(candidates.query, candidates.log_relevance.exp())
+            rho = self.budget(features, config.rho_min, config.rho_max)
             n = kept_count(float(rho.detach()), num_tokens, cap)
         else:
-            rho = nothing + retention
-            n = kept_count(retention, num_tokens, cap)
+            rho, n = nothing + retention, kept_count(retention, num_tokens, cap)
 
-        if config.selection == "uniform":
-            kept = uniform_indices(num_tokens, n, device)
-        elif config.selection == "random":
-            kept = random_indices(num_tokens, n, device)
-        elif not sample_gate:
-            kept = top_n(log_r, n)
-        else:
+        if sample_gate and selection == "qtsplus":
             target = (rho * num_tokens).clamp(max=cap)
-            if config.gate == "gumbel":
-                kept, gate, threshold = gumbel_gate(relevance, target, config.tau_s, cap)
-            else:
-                kept, gate, threshold = straight_through_gate(log_r, target, config.tau_s, n)
-            tokens = take_rows(visual, kept)
-            return kept, relevance, rho, threshold.detach(), tokens * gate[:, None].to(tokens.dtype)
-        return kept, relevance, rho, nothing, take_rows(visual, kept)
-
-    def _log_relevance(self, visual: Sequence[torch.Tensor], query: torch.Tensor) -> torch.Tensor:
-        for layer in self.scoring_layers[:-1]:
-            query = layer(query, visual)
-        return self.scoring_layers[-1](query, visual, only_relevance=True)
+            kept, gates, threshold = GATES[config.gate](candidates.log_relevance, target, config.tau_s, n, cap)
+            tokens = take_rows(visual, kept) * gates[:, None].to(visual[0].dtype)
+        else:
+            kept, threshold = METHODS[selection](candidates, n), nothing
+            if kept.shape != (n,) or bool((kept.diff() < 1).any()):
+                raise ValueError(
+                    f"selection={selection!r} kept indices of shape {tuple(kept.shape)}: expected {n}, ascending."
+                )
+            tokens = visual[0] if n == len(visual[0]) == num_tokens else take_rows(visual, kept)
+        scored = "log_relevance" in vars(candidates)
+        return tokens, kept, candidates.log_relevance.exp() if scored else unscored, rho, threshold.detach()
 
     def _reencode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         rotary = None
@@ -800,3 +456,27 @@ class QTSplusSelector(nn.Module):
         if training:
             self.rho_history.copy_(history)
         return (history[0] / history[1] / 2.0**32).float()
+
+
+def check_call(selection: str, retentions: Sequence[float | None], rows: int, max_visual_tokens: int | None) -> None:
+    """Refuses what no selection can do; see [`QTSplusSelector.forward`]."""
+    if selection not in METHODS:
+        raise ValueError(f"selection={selection!r}; expected one of {tuple(METHODS)}.")
+    if len(retentions) != rows:
+        raise ValueError(f"{len(retentions)} retentions for {rows} rows: expected one for all, or one for each.")
+    for retention in retentions:
+        if retention is not None and not 0 < retention <= 1:
+            raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens in (0, 1].")
+    if max_visual_tokens is not None and (
+        isinstance(max_visual_tokens, bool) or max_visual_tokens < 1 or max_visual_tokens != int(max_visual_tokens)
+    ):
+        raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
+    fixed = any(retention not in (None, 1.0) for retention in retentions)
+    if selection == "all" and (fixed or max_visual_tokens is not None):
+        raise ValueError(
+            'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '
+            "leave retention and max_visual_tokens out."
+        )
+
+
+__all__ = ["QTSplusOutput", "QTSplusSelector", "kept_count"]

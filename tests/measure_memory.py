@@ -17,7 +17,7 @@ def extra_mb(step) -> float:
 def relevance() -> dict[str, float]:
     """M = 180,000 visual tokens, 16 heads over 2 key/value heads, 64 query tokens; results and gradients subtracted."""
     from qtsplus.kernels.naive import naive_log_relevance
-    from qtsplus.selector_qtsplus import chunked_log_relevance
+    from qtsplus.relevance_qtsplus import chunked_log_relevance
 
     num_tokens, head_dim = 180_000, 16
     queries = torch.randn(16, 64, head_dim)

@@ -9,9 +9,23 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
-from tiny import IM_END, IM_START, PATCH_VALUES, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_config, tiny_model
+from qtsplus.selection_qtsplus import METHODS
+from tiny import (
+    IM_END,
+    IM_START,
+    PATCH_VALUES,
+    USER,
+    VIDEO_PAD,
+    Prompt,
+    batch,
+    prompt,
+    stock_twin,
+    tiny_config,
+    tiny_model,
+)
 
 GRID = (2, 4, 6)  # 48 patches, 12 tokens
+PIXEL_FIELDS = ("images", "videos", "image_pixels", "video_pixels", "seconds")
 
 
 @pytest.fixture(scope="module")
@@ -354,19 +368,43 @@ def test_a_max_length_shorter_than_the_prompt_is_refused(model):
     assert model.generate(**inputs, max_length=length + 1).shape == (1, length + 1)
 
 
-@pytest.mark.parametrize("kind", ["image", "video"])
-def test_generate_refuses_inputs_embeds_with_pixels(model, kind):
-    inputs = batch(prompt(images=[GRID]) if kind == "image" else prompt(videos=[GRID]))
-    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
-    with pytest.raises(ValueError, match="generate selects visual tokens by input_ids"):
-        model.generate(**inputs, inputs_embeds=embeds, max_new_tokens=2)
+def test_embeddings_behind_a_cache_are_refused(model):
+    inputs, cache = video_inputs(), DynamicCache()
+    first = model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
+    embeds = model.get_input_embeddings()(first)
+    with pytest.raises(ValueError, match="inputs_embeds behind a cache"):
+        call = {"inputs_embeds": embeds, "past_key_values": cache, "max_new_tokens": 2}
+        model.generate(**{**inputs, "input_ids": first, "attention_mask": None}, **call)
 
 
-def test_generate_refuses_inputs_embeds_beside_input_ids_with_a_video(model):
-    inputs = video_inputs()
-    embeds = model.get_input_embeddings()(inputs["input_ids"])
-    with pytest.raises(ValueError, match="generate selects visual tokens by input_ids"):
-        model.generate(**inputs, inputs_embeds=embeds, max_new_tokens=2)
+@pytest.mark.parametrize("told", [{"cu_seq_lens_q": torch.tensor([0, 5, 29])}, {"seq_idx": torch.zeros(1, 29)}])
+def test_rows_said_to_be_packed_are_refused_with_a_video(model, told):
+    with pytest.raises(ValueError, match=f"packed into one row \\({next(iter(told))}\\)"):
+        model(**video_inputs(**told))
+
+
+@pytest.mark.parametrize("axes", [None, 3, 4])
+@pytest.mark.parametrize("with_mask", [True, False])
+@pytest.mark.parametrize("modality", ["images", "videos"])
+def test_packed_rows_are_refused_with_images_and_videos(model, axes, with_mask, modality):
+    """Two sequences one behind the other, as padding-free training lays them: stock attends within each of them."""
+    rows = prompt(**{modality: [GRID]}), prompt(seed=1)
+    both = Prompt(rows[0].ids + rows[1].ids, *(getattr(rows[0], name) for name in PIXEL_FIELDS))
+    inputs = batch(both)
+    positions = torch.cat([torch.arange(len(row.ids)) for row in rows])[None]
+    inputs["position_ids"] = positions if axes is None else positions.expand(axes, 1, -1)
+    if not with_mask:
+        inputs.pop("attention_mask")
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match="position_ids that begin again within a row.*one sequence in each row"):
+            call(**inputs)
+
+
+def test_a_method_that_keeps_something_else_than_n_indices_is_named(model, monkeypatch):
+    for wrong in (lambda candidates, n: torch.arange(n + 1), lambda candidates, n: torch.arange(n).flip(0)):
+        monkeypatch.setitem(METHODS, "broken", wrong)
+        with pytest.raises(ValueError, match="selection='broken' kept indices .*expected 4, ascending"):
+            model(**video_inputs(), selection="broken", max_visual_tokens=4, retention=1.0)
 
 
 def test_a_paged_cache_is_refused(model):

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-import qtsplus.mixin_qtsplus as modeling
+import qtsplus.encoding_qtsplus as encoding
 from model_checks import build, greedy, mixed_inputs, shared_model, with_labels
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
-from qtsplus.prompt_qtsplus import chunk_grids
+from qtsplus.encoding_qtsplus import chunk_grids
 from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_model
 
 BOTH = pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_long_inputs_are_encoded_in_chunks(monkeypatch):
     hook = model.model.visual.register_forward_pre_hook(lambda _, pixels: rows.append(len(pixels[0])))
     with torch.no_grad():
         whole = model(**inputs).logits
-        monkeypatch.setattr(modeling, "PATCHES_PER_CHUNK_ON_CPU", 100)
+        monkeypatch.setattr(encoding, "PATCHES_PER_CHUNK_ON_CPU", 100)
         chunked = model(**inputs).logits
     hook.remove()
     assert rows == [320, 96, 96, 96, 32]
@@ -145,7 +145,7 @@ def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():
 
 def test_training_encodes_a_batch_at_once(monkeypatch):
     """Ranks that share weights must call them equally often."""
-    monkeypatch.setattr(modeling, "PATCHES_PER_CHUNK_ON_CPU", 10)
+    monkeypatch.setattr(encoding, "PATCHES_PER_CHUNK_ON_CPU", 10)
     model, calls = tiny_model().train(), []
     model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
     model(**with_labels(mixed_inputs())).loss.backward()

@@ -298,7 +298,7 @@ def next_turn(inputs, answer, rows=None, question=(40, 41, 42)):
 
 
 def question_of(inputs, model):
-    from qtsplus.selector_qtsplus import find_query_mask
+    from qtsplus.prompt_qtsplus import find_query_mask
 
     config = model.config
     ids, mask = inputs["input_ids"], inputs["attention_mask"]

@@ -18,7 +18,7 @@ from qtsplus.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.data.clip import write_mp4
 from qtsplus.data.tokenizer import SPECIAL_TOKENS, build_processor
 from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor, choose_frames, load_frames, read_video
-from qtsplus.selector_qtsplus import find_query_mask
+from qtsplus.prompt_qtsplus import find_query_mask
 
 TINY = Path(__file__).parents[1] / "hub_configs" / "qtsplus-tiny"
 PROMPT = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Where is it?<|im_end|>\n<|im_start|>assistant\n"

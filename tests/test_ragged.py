@@ -9,16 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from qtsplus import QTSplusConfig, QTSplusSelector
-from qtsplus.selector_qtsplus import (
-    chunked_log_relevance,
-    find_threshold,
-    gumbel_gate,
-    log_relevance,
-    random_indices,
-    straight_through_gate,
-    top_n,
-    uniform_indices,
-)
+from qtsplus.relevance_qtsplus import chunked_log_relevance, log_relevance
+from qtsplus.selection_qtsplus import METHODS, Candidates, find_threshold, gumbel_gate, straight_through_gate
 from tiny import PAD, batch, prompt, tiny_model
 
 
@@ -108,7 +100,10 @@ def test_each_row_of_a_ragged_batch_is_as_it_is_alone(rows, pad_left, retention,
         else:
             assert torch.equal(kept, alone.qtsplus.kept_indices[0])
             assert (qtsplus.rho[b] - alone.qtsplus.rho[0]).abs() < 1e-4
-            torch.testing.assert_close(qtsplus.relevance[b], alone.qtsplus.relevance[0], atol=1e-5, rtol=1e-4)
+            if num_tokens:
+                torch.testing.assert_close(qtsplus.relevance[b], alone.qtsplus.relevance[0], atol=1e-5, rtol=1e-4)
+            else:
+                assert alone.qtsplus.relevance is None
 
 
 @examples(12)
@@ -371,8 +366,8 @@ def test_the_gates_have_the_value_one_and_a_finite_gradient(num_tokens, n, tau_s
     target = torch.tensor(float(n), requires_grad=True)
     torch.manual_seed(seed)
     for kept, gates, _ in (
-        straight_through_gate(log_r, target, tau_s, n),
-        gumbel_gate(log_r.exp(), target, tau_s, n_max=n),
+        straight_through_gate(log_r, target, tau_s, n, n),
+        gumbel_gate(log_r, target, tau_s, n, n),
     ):
         assert torch.equal(gates, torch.ones_like(gates)) and 1 <= len(kept) <= n
         for gradient in torch.autograd.grad(gates.sum(), (log_r, target)):
@@ -381,19 +376,23 @@ def test_the_gates_have_the_value_one_and_a_finite_gradient(num_tokens, n, tau_s
 
 @examples(40)
 @given(num_tokens=st.integers(1, 400), n=st.integers(1, 400), seed=a_seed)
-def test_uniform_random_and_top_indices_are_distinct_ascending_and_in_range(num_tokens, n, seed):
+def test_every_method_keeps_distinct_ascending_indices_in_range(num_tokens, n, seed):
     n = min(n, num_tokens)
     torch.manual_seed(seed)
     scores = torch.randn(num_tokens)
-    uniform = uniform_indices(num_tokens, n, scores.device)
-    for kept in (uniform, random_indices(num_tokens, n, scores.device), top_n(scores, n)):
+    visual, grids = [torch.randn(num_tokens, 6)], [(1, 1, num_tokens)]
+    candidates = Candidates(visual, visual[0][:2], torch.zeros(3, num_tokens), grids, lambda: scores)
+    chosen = {name: select(candidates, n if name != "all" else num_tokens) for name, select in METHODS.items()}
+    assert torch.equal(chosen.pop("all"), torch.arange(num_tokens))
+    uniform = chosen["uniform"]
+    for kept in chosen.values():
         assert kept.shape == (n,) and kept.dtype == torch.int64
         assert (kept.diff() > 0).all() and kept[0] >= 0 and kept[-1] < num_tokens
     # Evenly spread: gaps differ by at most one, and so do the two ends.
     if n > 1:
         assert uniform.diff().max() - uniform.diff().min() <= 1
     assert abs(int(uniform[0]) - (num_tokens - 1 - int(uniform[-1]))) <= 1
-    assert scores[top_n(scores, n)].min() >= scores.sort(descending=True).values[n - 1]
+    assert scores[chosen["qtsplus"]].min() >= scores.sort(descending=True).values[n - 1]
 
 
 @examples(25)

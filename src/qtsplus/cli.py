@@ -259,12 +259,12 @@ def evaluate(
     """Ask a model the questions of a file, and count the answers that match to the letter."""
     with _one_line_errors():
         from . import session
-        from .configuration_qtsplus import SELECTIONS
         from .evaluation.exact_match import exact_match, summarise
+        from .selection_qtsplus import METHODS
         from .training.dataset import read_records
 
-        if selection is not None and selection not in SELECTIONS:
-            _fail(f"--selection is {selection!r}; expected one of {', '.join(SELECTIONS)}")
+        if selection is not None and selection not in METHODS:
+            _fail(f"--selection is {selection!r}; expected one of {', '.join(METHODS)}")
         chosen = [one for one in read_records(records) if one.video is not None and one.kind not in (skip_kind or ())]
         if not chosen:
             _fail(f"{records} holds no question about a video that is not left out")

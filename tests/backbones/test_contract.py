@@ -99,7 +99,7 @@ class TestBackbone:
         whole = logits(model, inputs)
         room, total = max(patches) // 3, sum(patches)
         patches.clear()
-        monkeypatch.setattr("qtsplus.mixin_qtsplus.PATCHES_PER_CHUNK_ON_CPU", room)
+        monkeypatch.setattr("qtsplus.encoding_qtsplus.PATCHES_PER_CHUNK_ON_CPU", room)
         torch.testing.assert_close(logits(model, inputs), whole, atol=1e-5, rtol=1e-5)
         hook.remove()
         assert max(patches) <= room and sum(patches) == total

@@ -5,10 +5,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtsplus.prompt_qtsplus import IMAGE, TEXT, VIDEO, PromptRow, VisualSpan, find_separators, find_spans
-from qtsplus.selector_qtsplus import find_query_mask
+from qtsplus.backbone_qtsplus import QTSplusBackboneMixin
+from qtsplus.prompt_qtsplus import (
+    IMAGE,
+    TEXT,
+    VIDEO,
+    PromptRow,
+    VisualSpan,
+    find_query_mask,
+    find_separators,
+    find_spans,
+)
 
 GRIDS = st.tuples(*[st.integers(1, 4)] * 3)
+
+
+class FramesApart(QTSplusBackboneMixin):
+    frames_apart = True
+
+
+def unplaced(grid):
+    return {IMAGE: [], VIDEO: FramesApart().visual_spans(VIDEO, [grid])}
 
 
 def row_of(spans, length):
@@ -49,7 +66,7 @@ def test_a_frame_goes_with_its_text_behind_the_first(frames, tokens, text, data)
     starts = [3 + text + frame * (text + tokens + 1) for frame in range(frames)]
     for start in starts:
         types[start : start + tokens] = VIDEO
-    (spans,) = find_spans([types], {IMAGE: [], VIDEO: [(frames, 1, tokens)]}, frames_apart=True)
+    (spans,) = find_spans([types], unplaced((frames, 1, tokens)))
     assert [span.start for span in spans] == starts and [span.frame for span in spans] == list(range(frames))
     kept = data.draw(st.sets(st.integers(0, frames * tokens - 1), min_size=1))
     keep = row_of(spans, length).keep(torch.tensor(sorted(kept)))
@@ -65,7 +82,7 @@ def test_a_video_does_not_go_on_in_another_row():
     types = torch.tensor([TEXT, VIDEO, VIDEO, TEXT, VIDEO, VIDEO, TEXT])
     halves = [types[:4], types[3:]]
     with pytest.raises(ValueError, match="Row 1: 2 video placeholder"):
-        find_spans(halves, {IMAGE: [], VIDEO: [(2, 1, 2)]}, frames_apart=True)
+        find_spans(halves, unplaced((2, 1, 2)))
 
 
 USER, END, BREAK, IMG, IMG_END, PAD, FRAME = 90, 91, 10, 92, 93, 94, 40

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qtsplus.kernels.naive import naive_log_relevance
-from qtsplus.selector_qtsplus import chunked_log_relevance, log_relevance, relevance_kernel
+from qtsplus.relevance_qtsplus import chunked_log_relevance, log_relevance, relevance_kernel
 from relevance_problems import a_mask, assert_equal_to_twin, states
 
 HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (12, 3), (16, 2), (28, 4)]
@@ -161,7 +161,7 @@ def a_gpu(monkeypatch):
 
 def said(caplog, *arguments):
     """The name of the kernel that is chosen for the same arguments twice, and what was logged."""
-    with caplog.at_level(logging.INFO, "qtsplus.selector_qtsplus"):
+    with caplog.at_level(logging.INFO, "qtsplus.relevance_qtsplus"):
         kernel = relevance_kernel(*arguments)
         assert relevance_kernel(*arguments) is kernel
     return kernel.__name__, caplog.text

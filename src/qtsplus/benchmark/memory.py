@@ -9,7 +9,7 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from ..kernels.naive import naive_log_relevance
-from ..selector_qtsplus import log_relevance
+from ..relevance_qtsplus import log_relevance
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process
 from .results import Journal, environment, label, spread, steps, summarise

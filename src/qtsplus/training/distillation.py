@@ -1,8 +1,7 @@
 """The language-modelling loss on the answers, and distillation from a teacher's logits."""
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .dataset import IGNORED
-from .lora import active_selector, base_model
+from .lora import base_model
 
 
 def answer_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,21 +77,18 @@ def teacher_logits(teacher: nn.Module, inputs: Mapping[str, Any], labels: torch.
     return answer_logits(outputs.logits, labels)[0]
 
 
-@contextmanager
-def all_tokens(model: nn.Module) -> Iterator[nn.Module]:
+def own_logits(model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
     """
-    Within this block a model reads every visual token and re-encodes none: with a frozen language model, the model that
-    it was made from. It is put into evaluation mode for as long.
+    [`teacher_logits`] of a model that reads every visual token and re-encodes none: with a frozen language model, of
+    the model that it was made from. It is put into evaluation mode for as long.
     """
-    selector = active_selector(model)
-    was_training, selection, layers = model.training, selector.config.selection, selector.reencode_layers
-    selector.config.selection, selector.reencode_layers = "all", nn.ModuleList()
+    everything = {"selection": "all", "reencode": False, "retention": None, "max_visual_tokens": None}
+    was_training = model.training
     model.eval()
     try:
-        yield model
+        return teacher_logits(model, {**inputs, **everything}, labels)
     finally:
-        selector.config.selection, selector.reencode_layers = selection, layers
         model.train(was_training)
 
 
-__all__ = ["all_tokens", "answer_logits", "divergence", "teacher_logits"]
+__all__ = ["answer_logits", "divergence", "own_logits", "teacher_logits"]

@@ -18,7 +18,7 @@ from ..card_qtsplus import model_card
 from ..selector_qtsplus import kept_count
 from .arguments import QTSplusTrainingArguments
 from .dataset import IGNORED, SOURCES, SkippedRecord
-from .distillation import all_tokens, answer_logits, divergence, teacher_logits
+from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
 from .muon import MuonBeside, matrix_names
@@ -195,8 +195,7 @@ class QTSplusTrainer(Trainer):
         if self.teacher is not None:
             taught = teacher_logits(self.teacher, inputs, labels)
         else:
-            with all_tokens(self.model) as model:
-                taught = teacher_logits(model, inputs, labels)
+            taught = own_logits(self.model, inputs, labels)
         return divergence(logits, taught, self.args.distillation_temperature)
 
     def _budget(self, qtsplus, samples: torch.Tensor) -> torch.Tensor | float:
@@ -211,7 +210,7 @@ class QTSplusTrainer(Trainer):
         soft_n = rho * num_tokens
         soft_n = soft_n - (soft_n - config.n_max).clamp(min=0).detach()  # the count of the gate, the gradient of rho M
         pairs = zip(rho.tolist(), num_tokens.tolist(), strict=True)
-        asked = torch.tensor([kept_count(one, m, config.n_max) for one, m in pairs], device=rho.device)
+        asked = torch.tensor([kept_count(share, m, config.n_max) for share, m in pairs], device=rho.device)
         running = self.running[training]
         for name, values in (
             ("rho", rho),
@@ -291,7 +290,7 @@ class QTSplusTrainer(Trainer):
             running.add(f"loss_{source}", chosen.sum(), len(chosen))
 
     def _note_skipped(self, skipped: list[SkippedRecord] | tuple[()]) -> None:
-        self.skipped.update({one.name: one.reason for one in skipped})
+        self.skipped.update({record.name: record.reason for record in skipped})
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As stock, with the means since the last line added to the lines of training and of evaluation."""

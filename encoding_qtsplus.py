@@ -1,0 +1,200 @@
+"""Encoding images and videos in chunks, so that memory does not grow with a video beyond its features."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from .backbone_qtsplus import QTSplusBackboneMixin
+from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO
+
+# Encoded at a time without gradients: enough rows to fill a GPU, and a few hundred MB of activations in bfloat16.
+PATCHES_PER_CHUNK = 16384
+# Few rows fill a CPU, and their memory is used again. The C library maps what is larger than 32 MB anew each time: the
+# page faults, and caches that hold nothing, cost a third of the vision tower's time.
+PATCHES_PER_CHUNK_ON_CPU = 2048
+
+
+class QTSplusEncodingMixin(QTSplusBackboneMixin):
+    """Pixels, or features that were encoded before, to the features of every image and video, with their checks."""
+
+    @torch.no_grad()
+    def encode_videos(
+        self,
+        pixel_values_videos: torch.Tensor,
+        video_grid_thw: torch.Tensor,
+        *,
+        frames_per_chunk: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> list[torch.Tensor]:
+        """
+        Encodes videos once, for any number of questions: `forward` and `generate` take what this returns as
+        `video_features=`, in the place of `pixel_values_videos`. Without gradients; to train the encoder, pass pixels.
+
+        The vision tower looks at each temporal patch by itself, so chunks change nothing but the memory in use.
+
+        Args:
+            pixel_values_videos, video_grid_thw: as the processor returns them; they may stay on the CPU, from where
+                one chunk at a time is moved.
+            frames_per_chunk: encode at most this many frames at a time, but at least one temporal patch; about
+                16,384 patches at a time if `None`, and 2,048 on a CPU.
+            device: where the features shall live, such as `"cpu"`; the model's if `None`.
+
+        Returns:
+            per video `[k, token_width]`, all its visual tokens.
+
+        Raises:
+            ValueError: pixels and grids that do not fit each other, or that are not finite; no frame per chunk.
+        """
+        self.check_grids(VIDEO, pixel_values_videos, video_grid_thw)
+        if pixel_values_videos is None:
+            raise ValueError("encode_videos got no videos: pass pixel_values_videos and video_grid_thw.")
+        if self.device.type != "meta":  # as where weights wait on disk; what brings them in brings the pixels too
+            video_grid_thw = video_grid_thw.to(self.device)
+        return self.encode(VIDEO, pixel_values_videos, video_grid_thw, frames_per_chunk, device)
+
+    def check_grids(
+        self,
+        modality: int,
+        pixels: torch.Tensor | None,
+        grid_thw: torch.Tensor | None,
+        features: Sequence[torch.Tensor] | None = None,
+    ) -> list[tuple[int, int, int]]:
+        """
+        The grids of all images or videos in tokens.
+
+        Raises:
+            ValueError: pixels, features and grids that do not fit each other.
+        """
+        name = MODALITIES[modality]
+        if pixels is not None and features is not None:
+            raise ValueError(f"Got {name} pixels and {name}_features: pass one of them.")
+        if (pixels is None and features is None) != (grid_thw is None):
+            values = "pixel values" if features is None else "features"
+            given, missing = (values, "grid_thw") if grid_thw is None else ("grid_thw", values)
+            raise ValueError(
+                f"The {name}s came with {given} but without {missing}: pass all that the processor returned."
+            )
+        if grid_thw is None:
+            return []
+        if bool((grid_thw < 1).any()):
+            raise ValueError(
+                f"{name}_grid_thw {grid_thw.tolist()}: an empty {name}; expected at least 1 x 1 x 1 patches."
+            )
+        patches = sum(self.pixel_rows(grid_thw))
+        if pixels is not None and len(pixels) != patches:
+            raise ValueError(
+                f"{len(pixels)} rows of {name} pixels: expected {patches}, the patches of {name}_grid_thw."
+            )
+        return self.merged_grid(grid_thw, modality)
+
+    def encode(
+        self,
+        modality: int,
+        pixels: torch.Tensor | None,
+        grid_thw: torch.Tensor | None,
+        frames_per_chunk: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> list[torch.Tensor]:
+        """`[k, token_width]` features of each image or video."""
+        if pixels is None:
+            return []
+        lengths = [t * h * w for t, h, w in self.merged_grid(grid_thw, modality)]
+        features: dict[int, torch.Tensor] = {}
+        filled, start = [0] * len(lengths), 0
+        for chunk in self._chunks(modality, grid_thw, frames_per_chunk):
+            grid = grid_thw.new_tensor([piece for _, piece in chunk])
+            patches = self.pixel_rows(grid)
+            rows = pixels[start : start + sum(patches)].to(grid.device)
+            encoded = self.encode_pixels(modality, rows, grid)
+            for (index, _), piece, own_pixels in zip(chunk, encoded, rows.split(patches), strict=True):
+                if not _is_finite(piece):
+                    fine = _is_finite(own_pixels)
+                    blame = "its features (the weights or the dtype overflow)" if fine else "its pixel values"
+                    name = f"{MODALITIES[modality]} {index}"
+                    raise ValueError(f"NaN or infinity in {blame} of {name}: expected finite numbers.")
+                if len(piece) == lengths[index]:
+                    features[index] = piece.to(device or piece.device)
+                    continue
+                if index not in features:
+                    # Filled piece by piece: joining the pieces afterwards would hold them twice.
+                    features[index] = piece.new_empty(lengths[index], piece.shape[-1], device=device or piece.device)
+                features[index][filled[index] : filled[index] + len(piece)] = piece
+                filled[index] += len(piece)
+            start += len(rows)
+        return list(features.values())
+
+    def _chunks(self, modality: int, grid_thw: torch.Tensor, frames_per_chunk: int | None) -> Iterable:
+        """What is encoded at a time; see [`chunk_grids`]."""
+        grids = grid_thw.tolist()
+        if frames_per_chunk is not None:
+            if isinstance(frames_per_chunk, bool) or frames_per_chunk != int(frames_per_chunk) or frames_per_chunk < 1:
+                raise ValueError(f"frames_per_chunk={frames_per_chunk!r}: expected a whole number, at least 1.")
+            frames = getattr(self.config.vision_config, "temporal_patch_size", 1)
+            return chunk_grids(grids, frames_per_chunk, [frames] * len(grids))
+        if self.training and torch.is_grad_enabled():
+            # Gradients would keep every chunk's activations, and ranks that share weights must call them equally often.
+            return [list(enumerate(grids))]
+        capacity = PATCHES_PER_CHUNK_ON_CPU if self.device.type == "cpu" else PATCHES_PER_CHUNK
+        patches = [rows * self.patches_per_row for rows in self.pixel_rows(grid_thw)]
+        if modality == IMAGE:  # its crops belong together
+            whole = chunk_grids([(1, h, w) for _, h, w in grids], capacity, patches)
+            return [[(index, grids[index]) for index, _ in chunk] for chunk in whole]
+        return chunk_grids(grids, capacity, [count // t for count, (t, _, _) in zip(patches, grids, strict=True)])
+
+    def check_features(self, modality: int, features: Sequence[torch.Tensor], grids) -> list[torch.Tensor]:
+        """`[k, token_width]` features that the caller had encoded."""
+        name = MODALITIES[modality]
+        if len(features) != len(grids):
+            raise ValueError(f"{len(features)} {name}_features: expected one per {name} ({len(grids)}).")
+        dtype, width = self.get_input_embeddings().weight.dtype, self.token_width
+        for index, (tokens, (t, h, w)) in enumerate(zip(features, grids, strict=True)):
+            if tokens.shape != (t * h * w, width):
+                raise ValueError(
+                    f"{name}_features {index} has shape {tuple(tokens.shape)}: expected {(t * h * w, width)}, the "
+                    f"merged tokens of its grid, {t} x {h} x {w}, by the model's width."
+                )
+            if not _is_finite(tokens):
+                raise ValueError(f"NaN or infinity in {name}_features {index}: expected finite numbers.")
+        return [tokens.to(dtype) for tokens in features]
+
+    def no_features(self, device: torch.device) -> torch.Tensor:
+        """`[0, token_width]`, of a row without anything to look at."""
+        embedding = self.get_input_embeddings()
+        return torch.empty(0, self.token_width, device=device, dtype=embedding.weight.dtype)
+
+
+def chunk_grids(
+    grids: Sequence[Sequence[int]], capacity: int, costs: Sequence[int]
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """
+    Cuts images and videos along time, in order, into chunks of bounded cost.
+
+    Args:
+        grids: (time, height, width) of each.
+        capacity: the most that a chunk may cost; a step in time that costs more is a chunk by itself.
+        costs: of one step in time of each.
+
+    Returns:
+        per chunk its pieces, each the index of an image or video and the piece's own grid.
+    """
+    chunk: list[tuple[int, list[int]]] = []
+    room = capacity
+    for index, ((left, height, width), cost) in enumerate(zip(grids, costs, strict=True)):
+        while left:
+            fits = min(left, max(room // cost, 0 if chunk else 1))
+            if not fits:
+                yield chunk
+                chunk, room = [], capacity
+                continue
+            chunk.append((index, [fits, height, width]))
+            left, room = left - fits, room - fits * cost
+    if chunk:
+        yield chunk
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """By the extremes, which unlike a sum in float32 need no wider copy of 16-bit values."""
+    return bool(torch.stack(values.detach().aminmax()).isfinite().all())
+
+
+__all__ = ["PATCHES_PER_CHUNK", "QTSplusEncodingMixin", "chunk_grids"]

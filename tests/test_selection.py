@@ -1,0 +1,145 @@
+"""The seam for selection: one contract, a choice per call, and the two methods that never look at the question."""
+
+import inspect
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cosine_similarity
+from transformers import Trainer, TrainingArguments
+
+from qtsplus import QTSplusConfig
+from qtsplus.inputs_qtsplus import NAMES
+from qtsplus.selection_qtsplus import METHODS, Candidates, diversity, temporal_redundancy
+from tiny import batch, prompt, stock_twin, tiny_model, token_types
+
+GRIDS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3)
+
+
+def candidates_of(grids, seed, width=6):
+    generator = torch.Generator().manual_seed(seed)
+    visual = [torch.randn(t * h * w, width, generator=generator) for t, h, w in grids]
+    total = sum(map(len, visual))
+
+    def score():
+        raise AssertionError("a query-free method looked at the question")
+
+    return Candidates(visual, torch.empty(0, width), torch.zeros(3, total, dtype=torch.long), grids, score)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return batch(prompt(videos=[(4, 8, 12)]), prompt(videos=[(2, 4, 8), (3, 4, 4)], seed=1), prompt(seed=2))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(grids=GRIDS, share=st.floats(0.05, 1), seed=st.integers(0, 99))
+def test_temporal_redundancy_keeps_the_largest_changes(grids, share, seed):
+    candidates = candidates_of(grids, seed)
+    change = []
+    for features, (_, h, w) in zip(candidates.visual, grids, strict=True):
+        for index, token in enumerate(features):
+            before = features[index - h * w] if index >= h * w else features[: h * w].mean(0)
+            change.append(1 - cosine_similarity(token, before, dim=0))
+    n = max(1, int(share * candidates.num_tokens))
+    expected = torch.stack(change).sort(descending=True, stable=True).indices[:n].sort().values
+    assert torch.equal(temporal_redundancy(candidates, n), expected)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(grids=GRIDS, share=st.floats(0.05, 1), seed=st.integers(0, 99))
+def test_diversity_adds_the_token_farthest_from_the_kept_ones(grids, share, seed):
+    candidates = candidates_of(grids, seed)
+    features = torch.cat(candidates.visual)
+    distance = 1 - cosine_similarity(features[:, None], features[None], dim=-1)
+    mean = torch.nn.functional.normalize(features, dim=-1).mean(0)
+    kept = [int((1 - cosine_similarity(features, mean[None], dim=-1)).argmax())]
+    n = max(1, int(share * len(features)))
+    while len(kept) < n:
+        rest = [index for index in range(len(features)) if index not in kept]
+        kept.append(max(rest, key=lambda index: float(distance[index, kept].min())))
+    assert diversity(candidates, n).tolist() == sorted(kept)
+
+
+def test_a_still_part_of_a_video_is_redundant_and_a_copied_token_not_diverse():
+    still, moving = torch.randn(1, 4, 8).expand(3, -1, -1), torch.randn(3, 4, 8)
+    visual = torch.cat([still, moving], dim=1).flatten(0, 1)  # 3 frames of 8 tokens, the first 4 of each never change
+    scene = Candidates([visual], visual[:0], torch.zeros(3, 24), [(3, 1, 8)], lambda: visual.sum(1))
+    assert temporal_redundancy(scene, 16).tolist() == [*range(8), *range(12, 16), *range(20, 24)]
+    assert len({index if index % 8 >= 4 else index % 8 for index in diversity(scene, 16).tolist()}) == 16
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_choice_per_call_is_the_configured_choice(model, inputs, name):
+    """For every method, in forward and generate; and no call changes what the next one does."""
+    budget = {} if name == "all" else {"retention": 0.2}
+    configured = tiny_model(selection=name)
+    before = model(**inputs).logits
+    results = []
+    for chooser, call in ((configured, {}), (model, {"selection": name})):
+        torch.manual_seed(5)
+        output = chooser(**inputs, **budget, **call)
+        torch.manual_seed(5)
+        ids = chooser.generate(**inputs, **budget, **call, max_new_tokens=3)
+        results.append((output.logits, *output.qtsplus.kept_indices, ids))
+    assert all(map(torch.equal, *results))
+    assert torch.equal(model(**inputs).logits, before)
+
+
+def test_methods_choose_differently(model, inputs):
+    kept = {
+        name: tuple(model(**inputs, selection=name, retention=0.2).qtsplus.kept_indices[0].tolist())
+        for name in METHODS
+        if name != "all"
+    }
+    assert len(set(kept.values())) == len(kept) and {len(indices) for indices in kept.values()} == {20}
+
+
+def test_without_re_encoding_everything_is_stock(model, inputs):
+    """`selection="all"` and `reencode=False` in a call of a model that is configured for neither."""
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        ours = model(**inputs, selection="all", reencode=False)
+        stock = stock_twin(model)(**inputs, mm_token_type_ids=token_types(inputs["input_ids"]))
+    torch.testing.assert_close(ours.logits[real], stock.logits[real], atol=1e-5, rtol=1e-5)
+
+
+def test_relevance_is_none_where_nothing_was_scored(model, inputs):
+    assert model(**inputs, selection="all").qtsplus.relevance is None
+    assert model(**inputs, selection="uniform", retention=0.2).qtsplus.relevance is None
+    scored = model(**inputs, selection="uniform").qtsplus.relevance  # its budget asks for it
+    assert [len(row) for row in scored] == [96, 8 * 2 + 4 * 3, 0]
+
+
+def test_a_new_method_is_a_function_and_its_name(model, inputs, monkeypatch):
+    def corners(candidates, n):
+        assert candidates.visual[0].shape[1] == 64 and candidates.query.shape[0] == 5
+        assert sum(t * h * w for t, h, w in candidates.grids) == candidates.positions.shape[1] == candidates.num_tokens
+        assert candidates.log_relevance.shape == (candidates.num_tokens,)
+        return torch.arange(n)
+
+    monkeypatch.setitem(METHODS, "corners", corners)
+    assert QTSplusConfig(selection="corners").selection == "corners"
+    kept = model(**inputs, selection="corners", max_visual_tokens=4, retention=1.0).qtsplus.kept_indices
+    assert [row.tolist() for row in kept] == [[0, 1, 2, 3], [0, 1, 2, 3], []]
+
+
+def test_every_input_stands_in_the_signatures(model):
+    """There the Trainer looks for the columns of a batch that it may not drop, and `generate` for its arguments."""
+    for forward in (model.forward, model.model.forward):
+        parameters = inspect.signature(forward).parameters
+        assert set(NAMES) <= set(parameters) and "kwargs" in parameters and "input_ids" in parameters
+    trainer = Trainer(model=model, args=TrainingArguments(use_cpu=True, report_to="none", output_dir="unused"))
+    trainer._set_signature_columns_if_needed()
+    assert set(NAMES) <= set(trainer._signature_columns)
+
+
+def test_an_unknown_input_of_compress_is_named(model, inputs):
+    with pytest.raises(TypeError, match="compress got retentoin"):
+        model.model.compress(**inputs, retentoin=0.5)
