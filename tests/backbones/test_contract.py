@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from qtsplus.prompt_qtsplus import VIDEO
+from qtsplus.selection_qtsplus import METHODS, Candidates
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -67,6 +68,26 @@ class TestBackbone:
         expected = logits(model, inputs, retention=0.3)
         inputs.pop("attention_mask")
         torch.testing.assert_close(logits(model, inputs, retention=0.3, use_cache=False), expected)
+
+    def test_packed_rows_are_refused(self, model, prepare):
+        """Stock attends within each of the sequences; here one question would select for all."""
+        inputs = prepare("video")
+        length = inputs["input_ids"].shape[1]
+        positions = torch.cat([torch.arange(length - 9), torch.arange(9)])[None]
+        with pytest.raises(ValueError, match="several sequences packed into one row"):
+            model(**inputs, position_ids=positions)
+        with pytest.raises(ValueError, match="several sequences packed into one row"):
+            model(**inputs, cu_seq_lens_q=torch.tensor([0, length - 9, length]))
+
+    @pytest.mark.parametrize("selection", ["temporal_redundancy", "diversity"])
+    def test_query_free_methods_choose_by_features_in_their_grid(self, model, prepare, selection):
+        inputs = prepare("two videos")
+        grids, width = model.model.merged_grid(inputs["video_grid_thw"]), model.get_input_embeddings().embedding_dim
+        visual = [features[:, :width] for features in with_features(model, inputs)["video_features"]]
+        nothing = torch.zeros(3, sum(map(len, visual)))
+        candidates = Candidates(visual, visual[0][:0], nothing, grids, score=lambda: pytest.fail("no question"))
+        (kept,) = model(**inputs, selection=selection, retention=0.3).qtsplus.kept_indices
+        assert torch.equal(kept, METHODS[selection](candidates, len(kept)))
 
     def test_forward_and_generate_see_the_same(self, model, prepare):
         inputs = prepare(*NAMES)
