@@ -5,6 +5,8 @@ Transformers calls attention once per window: about 340,000 calls for 600 frames
 together ([`attend_together`]) to an attention function that is registered with Transformers as `"qtsplus_varlen"`.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import AttentionInterface
@@ -13,7 +15,7 @@ from transformers.utils import logging
 try:  # torch 2.10 and newer
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
-    varlen_attn = None
+    varlen_attn = None  # type: ignore[assignment]
 
 logger = logging.get_logger(__name__)
 
@@ -57,6 +59,7 @@ def varlen_attention_forward(
         cu_seq_lens_q = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attended: Any
     if _torch_has_varlen_for(query, scaling, dropout):
         longest = int(cu_seq_lens_q.diff().max())
         attended = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, longest, longest)
@@ -95,8 +98,8 @@ def attend_by_length(
     distinct = lengths.unique().tolist()
 
     def attend(states: list[torch.Tensor], length: int) -> torch.Tensor:
-        batch = (one.unflatten(0, (-1, length)).transpose(1, 2) for one in states)
-        attended = nn.functional.scaled_dot_product_attention(*batch, dropout_p=dropout, scale=scaling)
+        query, key, value = (heads.unflatten(0, (-1, length)).transpose(1, 2) for heads in states)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling)
         return attended.transpose(1, 2).flatten(0, 1)
 
     states = [query, key, value]
@@ -105,12 +108,12 @@ def attend_by_length(
     attended = torch.empty_like(query)
     for length in distinct:
         rows = (starts[lengths == length, None] + torch.arange(length, device=starts.device)).flatten()
-        # Not `one[rows]`: on a CPU that copies number by number what this copies row by row.
-        attended.index_copy_(0, rows, attend([one.index_select(0, rows) for one in states], length))
+        # Not `heads[rows]`: on a CPU that copies number by number what this copies row by row.
+        attended.index_copy_(0, rows, attend([heads.index_select(0, rows) for heads in states], length))
     return attended
 
 
-def attend_together(attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def attend_together(attention: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """
     Hook before Qwen2.5-VL's vision attention: has it call [`varlen_attention_forward`] once, for all sequences.
 

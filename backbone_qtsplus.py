@@ -3,7 +3,7 @@
 Everything here has the value that fits Qwen2.5-VL, but for `merged_grid`. A backbone's own file says what differs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,12 @@ class QTSplusBackboneMixin:
 
     rope_axes = 3
     frames_apart = False
+
+    # What the class brings that this stands in front of
+    config: Any
+    get_input_embeddings: Any
+    get_image_features: Any
+    get_video_features: Any
 
     # ----------------------------------------------------------------------------------------------------------------
     # Pixels and features
@@ -154,13 +160,13 @@ class QTSplusBackboneMixin:
     # ----------------------------------------------------------------------------------------------------------------
 
     def language_inputs(
-        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: dict[str, Sequence[torch.Tensor]]
+        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: Mapping[str, Sequence[torch.Tensor]]
     ) -> dict[str, Any]:
         """What the language model takes for features in the place of the placeholders' embeddings."""
         return {"inputs_embeds": self.splice(inputs_embeds, input_ids, features)}
 
     def splice(
-        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: dict[str, Sequence[torch.Tensor]]
+        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: Mapping[str, Sequence[torch.Tensor]]
     ) -> torch.Tensor:
         """Puts features (per modality and row `[k, d]`) in the place of the placeholders' embeddings `[B, S, d]`."""
         types = self.token_types(input_ids)

@@ -20,7 +20,7 @@ from .prompt_qtsplus import (
     pad_rows,
     text_positions,
 )
-from .selector_qtsplus import QTSplusOutput, take_rows
+from .selector_qtsplus import QTSplusOutput, QTSplusSelector, take_rows
 
 Grids = dict[int, list[tuple[int, int, int]]]
 Features = dict[int, list[torch.Tensor]]
@@ -29,9 +29,11 @@ Features = dict[int, list[torch.Tensor]]
 class QTSplusCompressionMixin(QTSplusEncodingMixin):
     """Shortens a prompt by what the [`QTSplusSelector`] at `self.qtsplus` keeps of its visual tokens."""
 
+    qtsplus: QTSplusSelector
+
     def compress(
         self,
-        input_ids: torch.Tensor | None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
@@ -60,6 +62,8 @@ class QTSplusCompressionMixin(QTSplusEncodingMixin):
         if inputs:
             raise TypeError(f"compress got {', '.join(inputs)}; expected fields of VisualInputs and SelectionInputs.")
         if input_ids is None:
+            if inputs_embeds is None:
+                raise ValueError("Got neither input_ids nor inputs_embeds: expected one of them.")
             input_ids = self.ids_from_embeds(inputs_embeds)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
         if mask.shape != input_ids.shape:

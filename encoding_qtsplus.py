@@ -1,6 +1,7 @@
 """Encoding images and videos in chunks, so that memory does not grow with a video beyond its features."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -16,6 +17,9 @@ PATCHES_PER_CHUNK_ON_CPU = 2048
 
 class QTSplusEncodingMixin(QTSplusBackboneMixin):
     """Pixels, or features that were encoded before, to the features of every image and video, with their checks."""
+
+    device: Any
+    training: bool
 
     @torch.no_grad()
     def encode_videos(
@@ -95,8 +99,8 @@ class QTSplusEncodingMixin(QTSplusBackboneMixin):
         frames_per_chunk: int | None = None,
         device: torch.device | str | None = None,
     ) -> list[torch.Tensor]:
-        """`[k, token_width]` features of each image or video."""
-        if pixels is None:
+        """`[k, token_width]` features of each image or video; none without pixels."""
+        if pixels is None or grid_thw is None:
             return []
         lengths = [t * h * w for t, h, w in self.merged_grid(grid_thw, modality)]
         features: dict[int, torch.Tensor] = {}

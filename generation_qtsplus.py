@@ -40,7 +40,8 @@ class _PromptStreamer(BaseStreamer):
     """Shows a streamer the caller's prompt where `generate` would show the shortened one."""
 
     def __init__(self, streamer: BaseStreamer, prompt: torch.Tensor):
-        self.streamer, self.prompt = streamer, prompt
+        self.streamer = streamer
+        self.prompt: torch.Tensor | None = prompt
 
     def put(self, value):
         if self.prompt is not None:
@@ -53,6 +54,10 @@ class _PromptStreamer(BaseStreamer):
 
 class QTSplusGenerationMixin:
     """`generate` and the labels of the shortened prompt, for a class whose `model` is a [`QTSplusModelMixin`]."""
+
+    model: Any
+    get_input_embeddings: Any
+    generation_config: Any
 
     def compact_labels(
         self, labels: torch.Tensor, input_ids: torch.Tensor | None, columns: torch.Tensor
@@ -121,7 +126,7 @@ class QTSplusGenerationMixin:
             )
         generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, input_ids.shape[1])
         if prompt.inputs_embeds is not None:
-            kwargs["inputs_embeds"] = self._with_placeholders(prompt)
+            kwargs["inputs_embeds"] = self._with_placeholders(prompt.input_ids, prompt.inputs_embeds)
 
         result = super().generate(
             None if embeddings_alone else prompt.input_ids,
@@ -154,10 +159,10 @@ class QTSplusGenerationMixin:
         result.qtsplus = prompt.qtsplus
         return result
 
-    def _with_placeholders(self, prompt: CompactPrompt) -> torch.Tensor:
+    def _with_placeholders(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> torch.Tensor:
         """The caller's embeddings of a shortened prompt, with those by which `forward` finds the placeholders."""
-        visual, embed = self.model.token_types(prompt.input_ids) != TEXT, self.get_input_embeddings()
-        return prompt.inputs_embeds.masked_scatter(visual[..., None], embed(prompt.input_ids[visual]))
+        visual, embed = self.model.token_types(input_ids) != TEXT, self.get_input_embeddings()
+        return inputs_embeds.masked_scatter(visual[..., None], embed(input_ids[visual]))
 
     def _continue(
         self, cache: Cache, rows, visual: VisualInputs, selection: SelectionInputs

@@ -44,7 +44,8 @@ class QTSplusCausalLMOutputWithPast(CausalLMOutputWithPast):
 class QTSplusModelMixin(QTSplusCompressionMixin):
     """A backbone's model without a head, whose language model reads the shortened prompt."""
 
-    rope_deltas: torch.Tensor | None = None
+    language_model: Any
+    rope_deltas: Any = None  # [B, 1]: how far decoding stands from the count of the tokens
 
     def build_selector(self, config) -> QTSplusSelector:
         """A selector of the language model's shape."""
@@ -81,6 +82,7 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
         """As the stock model, over the shortened prompt; [`VisualInputs`] and [`SelectionInputs`] are ours."""
         visual, selection = take_inputs(kwargs)
         prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
+        qtsplus: QTSplusOutput | None
         if visual.given:
             self._check_fresh(past_key_values, mm_encoder_outputs, kwargs)
             inputs, qtsplus = self._shortened_inputs(*prompt, visual, selection)
@@ -174,7 +176,7 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
             return None
         else:
             order = torch.arange(past_length, past_length + length, device=inputs_embeds.device).expand(batch_size, -1)
-        delta = 0
+        delta: int | torch.Tensor = 0
         if self.rope_deltas is not None:
             delta = self.rope_deltas.repeat_interleave(batch_size // len(self.rope_deltas), dim=0).to(order.device)
         return self.lay_positions(order, (order + delta).expand(self.rope_axes, -1, -1))
@@ -192,7 +194,8 @@ class QTSplusPreTrainedMixin(QTSplusSavingMixin):
         super()._init_weights(module)
         if isinstance(module, QTSplusSelector):
             # A fresh re-encoder changes nothing, so that it does not wreck a trained language model.
-            for layer in module.reencode_layers:
+            layers: Any = module.reencode_layers
+            for layer in layers:
                 for weight in (layer.o_proj.weight, layer.ffn[-1].weight, layer.ffn[-1].bias):
                     init.zeros_(weight)
             init.zeros_(module.rho_history)
@@ -227,6 +230,11 @@ class QTSplusPreTrainedMixin(QTSplusSavingMixin):
 class QTSplusHeadMixin(QTSplusGenerationMixin):
     """Logits, a loss and `generate`, for a class whose `model` is a [`QTSplusModelMixin`] and that has an `lm_head`."""
 
+    config: Any
+    lm_head: Any
+    loss_function: Any
+    training: bool
+
     def encode_videos(
         self,
         pixel_values_videos: torch.Tensor,
@@ -249,7 +257,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
+        labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -286,7 +294,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             hidden_states = hidden_states[:, kept]
         elif not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            prompt = input_ids if input_ids is not None else inputs_embeds
+            prompt: Any = input_ids if input_ids is not None else inputs_embeds
             hidden_states = _states_of(hidden_states, columns, logits_to_keep, attention_mask, prompt.shape[1])
         logits = self.lm_head(hidden_states)
 

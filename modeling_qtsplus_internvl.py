@@ -5,6 +5,7 @@ video's placeholders have an id of their own (`config.video_token_id`), so that 
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -108,6 +109,9 @@ class InternVLQTSplusForConditionalGeneration(
 class _ApartProcessor(InternVLProcessor):
     """[`InternVLProcessor`] that keeps images and videos apart."""
 
+    video_placeholder_id: int
+    grid_of: Any
+
     def __call__(self, images=None, text=None, videos=None, **kwargs):
         # The stock method would mix the pixels of images and videos.
         inputs = ProcessorMixin.__call__(self, images=images, text=text, videos=videos, **kwargs)
@@ -117,7 +121,7 @@ class _ApartProcessor(InternVLProcessor):
 
     def _mark_videos(self, ids):
         if isinstance(ids, list):
-            return [self._mark_videos(one) for one in ids]
+            return [self._mark_videos(row) for row in ids]
         if isinstance(ids, int):
             return self.video_placeholder_id if ids == self.tokenizer.video_token_id else ids
         ids[ids == self.tokenizer.video_token_id] = self.video_placeholder_id

@@ -5,7 +5,7 @@ layers to the first layers of the language model (DeepStack). Behind the feature
 deeper layers, so that whoever keeps a token keeps all of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +82,7 @@ class Qwen3VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLMode
         return self.row_positions(images, positions.shape[1], start, [], positions.device)
 
     def language_inputs(
-        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: dict[str, Sequence[torch.Tensor]]
+        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: Mapping[str, Sequence[torch.Tensor]]
     ) -> dict[str, Any]:
         width = inputs_embeds.shape[-1]
         wide = nn.functional.pad(inputs_embeds, (0, self.token_width - width))

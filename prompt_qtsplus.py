@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -277,3 +278,5 @@ def pad_rows(rows: Sequence[torch.Tensor], value: int, left: bool) -> torch.Tens
 @dataclass
 class SelectedFeatures(BaseModelOutputWithPooling):
     """Features that [`QTSplusModelMixin.compress`] has selected; `pooler_output` has `[k_b, d]` for each row."""
+
+    pooler_output: Any = None

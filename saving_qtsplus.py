@@ -51,7 +51,7 @@ def commit_folder(
         commit: further arguments of `HfApi.create_commit`.
     """
     files = sorted(path for path in Path(folder).iterdir() if path.is_file())
-    operations = [
+    operations: list[Any] = [
         *(CommitOperationDelete(path) for path in sorted(set(delete) - {path.name for path in files})),
         *(CommitOperationAdd(path.name, path) for path in files),
     ]
@@ -60,6 +60,9 @@ def commit_folder(
 
 class QTSplusSavingMixin:
     """Saves a model with a head as a Hub repository: with the whole `auto_map`, its code, and the names it loads by."""
+
+    config: Any
+    can_generate: Any
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """

@@ -9,6 +9,7 @@ tau_s, kept indices (I).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -271,6 +272,8 @@ class QTSplusSelector(nn.Module):
             language model.
     """
 
+    rho_history: torch.Tensor  # the sum of rho in units of 2^-32, and the count: integers survive a cast to bfloat16
+
     def __init__(
         self,
         config,
@@ -291,13 +294,12 @@ class QTSplusSelector(nn.Module):
         self.scoring_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.scoring_layers))
         self.budget = QTSplusBudgetHead(hidden_size, config.budget_hidden_size)
         self.reencode_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.reencode_layers))
-        # Sum of rho in units of 2^-32, and count: integers survive a cast of the model to bfloat16.
         self.register_buffer("rho_history", torch.zeros(2, dtype=torch.int64))
         self.freeze_unused()
 
     def unused_parameters(self) -> list[nn.Parameter]:
         """Those of the last scoring layer that its attention weights do not need; checkpoints carry them."""
-        last = self.scoring_layers[-1]
+        last: Any = self.scoring_layers[-1]
         return [p for module in (last.v_proj, last.o_proj, last.ffn_norm, last.ffn) for p in module.parameters()]
 
     def freeze_unused(self):
@@ -350,7 +352,7 @@ class QTSplusSelector(nn.Module):
         for row, retention in enumerate(retentions):
             sample = (row, visual[row], query[row], positions[row], grids[row])
             rows.append(self._select_row(self._candidates(*sample), selection, retention, cap, sample_gate))
-        features, kept_indices, relevance, rho, threshold = (list(field) for field in zip(*rows, strict=True))
+        features, kept_indices, relevance, rhos, threshold = (list(field) for field in zip(*rows, strict=True))
         for row, kept in enumerate(kept_indices):
             if len(kept) and reencode:
                 features[row] = self._reencode(features[row], positions[row][:, kept])
@@ -363,7 +365,7 @@ class QTSplusSelector(nn.Module):
                 features = [row + anchor.to(row.dtype) for row in features]
 
         num_tokens = torch.tensor([sum(map(len, parts)) for parts in visual], device=visual[0][0].device)
-        rho = torch.stack(rho)
+        rho = torch.stack(rhos)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
         return features, QTSplusOutput(
             relevance=tuple(relevance) if any(len(scores) for scores in relevance) else None,
