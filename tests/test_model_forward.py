@@ -190,7 +190,7 @@ def test_return_dict_false_gives_the_same_values_as_a_tuple(cls):
             assert torch.equal(value, named[name])
 
 
-@pytest.mark.parametrize("keep", [1, 3, torch.tensor([0, 2])], ids=["last", "last_three", "indices"])
+@pytest.mark.parametrize("keep", [1, 3, torch.tensor([-1, -3])], ids=["last", "last_three", "indices"])
 def test_logits_to_keep_gives_those_of_the_full_logits(keep):
     model, inputs = shared_model(), mixed_inputs()
     full = main_output(model, inputs)
