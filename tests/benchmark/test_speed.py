@@ -10,7 +10,7 @@ from model_checks import assert_one_model
 from qtsplus.benchmark import speed
 from qtsplus.benchmark.clock import StageClock
 from qtsplus.benchmark.results import SUMMARY, read_json
-from qtsplus.benchmark.shapes import SHAPES, SIDES, build_pair, find_shape, make_config
+from qtsplus.benchmark.shapes import MODEL_SHAPES, SIDES, build_pair, find_shape, make_config
 from qtsplus.cli import app
 
 REPEATS = 2
@@ -19,7 +19,7 @@ PNG = b"\x89PNG"
 
 @pytest.fixture(scope="module")
 def models():
-    return build_pair(SHAPES["tiny"], "cpu", torch.float32)
+    return build_pair(MODEL_SHAPES["tiny"], "cpu", torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +153,8 @@ def test_bad_input(tmp_path):
 
 def test_shapes():
     """What the pages say of them."""
-    assert SHAPES["cpu"].visual_tokens == 4032
-    quarter, whole = make_config(SHAPES["cpu"]), make_config(SHAPES["3b"])
+    assert MODEL_SHAPES["cpu"].visual_tokens == 4032
+    quarter, whole = make_config(MODEL_SHAPES["cpu"]), make_config(MODEL_SHAPES["3b"])
     assert (whole.text_config.num_hidden_layers, whole.vision_config.depth) == (36, 32)
     assert (quarter.text_config.num_hidden_layers, quarter.vision_config.depth) == (9, 8)
     assert len(quarter.text_config.layer_types) == 9

@@ -29,6 +29,8 @@ SUMMARY = {
     "growth_exponent_time": "x in: seconds of selection grow as M^x",
     "growth_exponent_memory": "x in: memory of selection grows as M^x",
     "second_question_speedup": "stock's seconds from pixels to the first token, over ours from kept features",
+    "train_step_speedup": "stock's seconds of a training step with all tokens, over ours",
+    "train_memory_ratio": "our peak memory in a training step, over stock's",
 }
 
 
@@ -154,14 +156,14 @@ def label(shape: str) -> str:
 
 def summarise(folder: Path, shape: str) -> dict[str, float | None]:
     """
-    Gathers the figures of `speed`, `memory` and `scaling` as the `summary` of the speed file, where there is one, and
-    renews the overview of the folder.
+    Gathers the figures of `speed`, `memory`, `scaling` and `train` as the `summary` of the speed file, where there is
+    one, and renews the overview of the folder.
 
     Returns:
         a value for every name of [`SUMMARY`]; `None` where its benchmark has not been run.
     """
     name = label(shape)
-    documents = {kind: read_json(folder / f"{kind}-{name}.json") for kind in ("speed", "memory", "scaling")}
+    documents = {kind: read_json(folder / f"{kind}-{name}.json") for kind in ("speed", "memory", "scaling", "train")}
     figures: dict[str, float] = {}
     for document in documents.values():
         figures.update((document or {}).get("figures", {}))
