@@ -46,7 +46,7 @@ def test_attention_in_pieces_and_its_gradients(dtype):
     results = []
     for device, precision in ((DEVICE, dtype), ("cpu", torch.float64)):
         leaf = states.clone().to(device, precision).requires_grad_()
-        query, key, value = (one.transpose(0, 1)[None] for one in leaf)
+        query, key, value = (part.transpose(0, 1)[None] for part in leaf)
         if device == "cuda" and dtype in HALF:
             assert attention._torch_has_varlen_for(query, 80**-0.5, 0.0)
         attended, _ = attention.varlen_attention_forward(

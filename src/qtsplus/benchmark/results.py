@@ -50,9 +50,11 @@ class Journal:
         lines = _read_lines(path)
         if lines and lines[0] == settings:
             self.done = {line["key"]: line["value"] for line in lines[1:]}
-        # Written anew: an interruption may have cut the last line.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(line) + "\n" for line in [settings, *self._entries()]))
+        whole = "".join(json.dumps(line) + "\n" for line in [settings, *self._entries()])
+        # Written anew where an interruption cut the last line. Else left alone: another process may be adding to it.
+        if not path.exists() or path.read_text() != whole:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(whole)
 
     def _entries(self) -> list[dict[str, Any]]:
         return [{"key": key, "value": value} for key, value in self.done.items()]
@@ -81,7 +83,7 @@ def _read_lines(path: Path) -> list[Any]:
     return lines
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: dict[str, Any] | list[Any]) -> None:
     """Writes a file that is never seen half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.writing")

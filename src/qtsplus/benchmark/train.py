@@ -36,7 +36,7 @@ def run_train(
         shape_name: of [`MODEL_SHAPES`].
         out: folder of the results.
         device: the shape's own when `None`.
-        dtype: of weights, gradients and optimizer; "auto" is bfloat16 or float32, whichever the device multiplies faster.
+        dtype: of weights, gradients and optimizer; "auto" is what the device multiplies faster, as for [`run_speed`].
         frames: of the video; the shape's, at most [`MOST_FRAMES`], when `None`.
         repeats: steps of each side, behind one to warm up.
         retention: fraction of the visual tokens that our side aims at.
