@@ -1,5 +1,6 @@
 """The speed benchmark at toy size: what it counts, that it compares like with like, and how it goes on."""
 
+import json
 import statistics
 
 import pytest
@@ -138,6 +139,25 @@ def test_an_interruption_leaves_no_result_and_loses_no_repeat(tmp_path, monkeypa
     assert "first_token_speedup" in finished.stdout
     assert calls == ["tiny-8.mp4"] * 5, "warmed up again, and only the second repeat measured"
     assert len(read_json(tmp_path / "speed-tiny.json")["repeats"]["ours"]) == 2
+
+
+def test_what_was_measured_without_the_sweep_counts_with_it(tmp_path, monkeypatch):
+    """And with other numbers of repeats."""
+    calls = []
+
+    def measure(self, video):
+        calls.append(video.name)
+        if len(calls) in (3, 5):
+            raise KeyboardInterrupt
+        return {side: {"file_to_first_token": 1.0} for side in SIDES}
+
+    monkeypatch.setattr(speed._Bench, "measure", measure)
+    for repeats, sweep in ((2, False), (3, True)):
+        with pytest.raises(KeyboardInterrupt):
+            speed.run_speed("tiny", tmp_path, dtype="float32", repeats=repeats, sweep=sweep, progress=False)
+    keys = [json.loads(line).get("key") for line in (tmp_path / ".speed-tiny.jsonl").read_text().splitlines()]
+    assert keys[1:] == ["tiny/8/0"]
+    assert len(calls) == 5
 
 
 def test_bad_input(tmp_path):
