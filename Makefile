@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TYPECHECK := build/typecheck/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest lint typecheck bench
+.PHONY: help demo test test-slow test-oldest lint typecheck bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,3 +47,18 @@ bench: $(VENV)/.installed  ## speed, memory and growth against the stock model, 
 	$(BIN)/qtsplus bench memory --shape cpu
 	$(BIN)/qtsplus bench scaling --shape cpu
 	$(BIN)/qtsplus bench speed --shape cpu
+
+# What benchmarks/gpu.sh needs on a machine without network that has PyTorch and Transformers. Their dependencies stay
+# out: --no-deps for packages that would bring PyTorch along.
+WHEELS := wheels
+MOST_KB_OF_WHEELS := 60000
+PIP_DOWNLOAD := $(PYTHON) -m pip download --quiet --disable-pip-version-check --dest $(WHEELS) --only-binary=:all: \
+	--python-version 3.12 --implementation cp \
+	--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
+
+gpu-wheels:  ## packages for benchmarks/gpu.sh on a machine without network, into wheels/
+	rm -rf $(WHEELS)
+	$(PIP_DOWNLOAD) --no-deps av peft qwen-vl-utils
+	$(PIP_DOWNLOAD) typer
+	@kb=$$(du -sk $(WHEELS) | cut -f1); echo "$(WHEELS): $$kb kB"; \
+	if [ $$kb -gt $(MOST_KB_OF_WHEELS) ]; then echo "expected at most $(MOST_KB_OF_WHEELS) kB" >&2; exit 1; fi

@@ -411,6 +411,26 @@ def scaling(
     _print_figures(file)
 
 
+@bench_app.command(name="train")
+def training_step(
+    shape: _Shape = "cpu",
+    device: _Device = None,
+    out: _Results = _RESULTS,
+    repeats: _Repeats = 5,
+    retention: _Retention = 0.11,
+    dtype: _Dtype = Dtype.auto,
+    frames: Annotated[int | None, typer.Option(help="Of the video; the shape's, at most 32, when absent.")] = None,
+) -> None:
+    """Seconds and peak memory of a training step with gradient checkpointing, each side in a process of its own."""
+    with _one_line_errors(), _resumable():
+        from .benchmark.train import run_train
+
+        file = run_train(
+            shape, out, device=device, dtype=dtype.value, frames=frames, repeats=repeats, retention=retention
+        )
+    _print_figures(file)
+
+
 def _print_figures(file: Path) -> None:
     for name, value in json.loads(file.read_text())["figures"].items():
         console.print(f"{name} {value:.3g}", highlight=False)

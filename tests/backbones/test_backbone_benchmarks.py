@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from qtsplus import session
-from qtsplus.benchmark import learned
+from qtsplus.benchmark.learned import policies
 from qtsplus.cli import app
 from qtsplus.data.scene import FRAME_SIZE, Sighting, sighting_tokens
 from qtsplus.data.tinyworld import build_dataset
@@ -123,9 +123,9 @@ def save(backbone, folder):
     scope="module",
 )
 def test_the_learned_benchmark(backbone, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(learned, "RETENTIONS", (0.1,))
-    names = (learned.DEFAULT, "no_rope", "sequential")
-    monkeypatch.setattr(learned, "VARIANTS", {name: learned.VARIANTS[name] for name in names})
+    monkeypatch.setattr(policies, "RETENTIONS", (0.1,))
+    names = (policies.DEFAULT, "no_rope", "sequential")
+    monkeypatch.setattr(policies, "VARIANTS", {name: policies.VARIANTS[name] for name in names})
     processor = save(backbone, tmp_path / "base")
     (tmp_path / "recipe.yaml").write_text(f"""
 model: {{weights: nothing, selector: {{selection: qtsplus, rho_min: 0.1, rho_max: 0.5}}}}

@@ -1,7 +1,6 @@
 """The speed, memory and cost benchmarks at toy size with other backbones."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,31 +10,17 @@ from model_checks import assert_one_model, counted_flops
 from qtsplus.benchmark import memory, speed
 from qtsplus.benchmark.cost import stage_costs
 from qtsplus.benchmark.results import read_json
-from qtsplus.benchmark.shapes import SHAPES, SIDES, build_pair, make_config, make_processor
+from qtsplus.benchmark.shapes import MODEL_SHAPES, SIDES, build_pair, make_config, make_processor
 
-WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-TEXT = {**WIDTHS, "hidden_size": 256, "num_key_value_heads": 1, "head_dim": 128}
-QWEN3_VISION = {
-    **{"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2},
-    **{"out_hidden_size": TEXT["hidden_size"], "deepstack_visual_indexes": [0]},
-}
-FRAMES = 4
-# The toy's (time, height, width) in tokens.
+# The toys' (time, height, width) in tokens.
 GRIDS = {"internvl2.5-8b": (4, 16, 16), "llava-video-7b": (4, 14, 14), "qwen3-vl-8b": (2, 4, 3)}
 # Tokens of the whole models' and the CPU's videos, as the pages say.
 TOKENS = {"internvl2.5-8b": (30_720, 4_096), "llava-video-7b": (29_400, 3_920), "qwen3-vl-8b": (180_000, 4_032)}
 
 
 @pytest.fixture(params=GRIDS)
-def toy(request, monkeypatch):
-    """The CPU's shape with narrow layers; where a frame's size does not count, it has as many tokens as ever."""
-    shape = SHAPES[f"{request.param}-cpu"]
-    vision = QWEN3_VISION if request.param == "qwen3-vl-8b" else WIDTHS
-    toy = replace(
-        shape, name="toy", frames=FRAMES, sweep=(FRAMES // 2,), source_fps=8, size=(96, 128), text=TEXT, vision=vision
-    )
-    monkeypatch.setitem(SHAPES, "toy", toy)
-    return toy
+def toy(request):
+    return MODEL_SHAPES[f"{request.param}-tiny"]
 
 
 def test_both_sides_are_one_model(toy):
@@ -43,7 +28,7 @@ def test_both_sides_are_one_model(toy):
 
 
 def test_speed(toy, tmp_path):
-    document = read_json(speed.run_speed("toy", tmp_path, dtype="float32", repeats=1, progress=False))
+    document = read_json(speed.run_speed(toy.name, tmp_path, dtype="float32", repeats=1, progress=False))
     tokens = math.prod(GRIDS[toy.variant])
     assert toy.grid == GRIDS[toy.variant]
     assert toy.visual_tokens == document["tokens"]["visual_tokens"] == tokens
@@ -57,14 +42,14 @@ def test_speed(toy, tmp_path):
         for stage, row in document["cost"][side].items():
             assert row["seconds"] == document["seconds"][side][stage]["median"]
     assert {"vision", "prefill"} <= set(document["cost"]["stock"])
-    assert "## toy" in (tmp_path / "summary.md").read_text()
+    assert f"## {toy.name}" in (tmp_path / "summary.md").read_text()
 
 
 def test_the_vision_towers_operations_are_those_that_pytorch_counts(toy):
     models, processor = build_pair(toy, "cpu", torch.float32), make_processor(toy)
     (width, height) = toy.size
-    frames = np.random.default_rng(0).integers(256, size=(FRAMES, height, width, 3), dtype=np.uint8)
-    pixels, grid = processor.preprocess_frames(frames, processor.grid_of(FRAMES, height, width))
+    frames = np.random.default_rng(0).integers(256, size=(toy.frames, height, width, 3), dtype=np.uint8)
+    pixels, grid = processor.preprocess_frames(frames, processor.grid_of(toy.frames, height, width))
     total = counted_flops(lambda: models["ours"].encode_videos(pixels, grid))
     assert total == stage_costs(make_config(toy), toy.grid, 10, 5, 0.11)["stock"]["vision"].flops
 
@@ -76,14 +61,14 @@ def test_memory(toy, tmp_path, monkeypatch):
     )
     sizes = {"tokens": 2000, "heads": 4, "key_value_heads": 2, "head_dim": 16, "question_tokens": 16}
     document = read_json(
-        memory.run_memory("toy", tmp_path, dtype="float32", repeats=1, relevance=sizes, progress=False)
+        memory.run_memory(toy.name, tmp_path, dtype="float32", repeats=1, relevance=sizes, progress=False)
     )
     assert document["repeats"]["stock"]["weights_mb"] < document["repeats"]["ours"]["weights_mb"]
 
 
 @pytest.mark.parametrize("name", TOKENS)
 def test_shapes(name):
-    whole, quarter = SHAPES[name], SHAPES[f"{name}-cpu"]
+    whole, quarter = MODEL_SHAPES[name], MODEL_SHAPES[f"{name}-cpu"]
     assert whole.whole and not quarter.whole and whole.sweep and quarter.sweep
     assert (whole.visual_tokens, quarter.visual_tokens) == TOKENS[name]
     large, small = make_config(whole), make_config(quarter)

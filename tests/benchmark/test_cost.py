@@ -7,19 +7,19 @@ import torch
 
 from model_checks import counted_flops
 from qtsplus.benchmark.cost import DATA_SHEETS, Cost, Device, cost_table, stage_costs
-from qtsplus.benchmark.shapes import SHAPES, build_pair, make_config
+from qtsplus.benchmark.shapes import MODEL_SHAPES, build_pair, make_config
 
 TEXT, QUESTION, RETENTION = 10, 5, 0.11
 PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 
 
 def paper_costs():
-    shape = SHAPES["3b"]
+    shape = MODEL_SHAPES["3b"]
     return stage_costs(make_config(shape), shape.grid, text_tokens=60, question_tokens=40, retention=RETENTION)
 
 
 def test_counts_are_those_of_pytorch():
-    shape = SHAPES["tiny"]
+    shape = MODEL_SHAPES["tiny"]
     models = build_pair(shape, "cpu", torch.float32)
     costs = stage_costs(models["ours"].config, shape.grid, TEXT, QUESTION, RETENTION, bytes_per_value=4)
     tokens, width = shape.visual_tokens, models["ours"].config.text_config.hidden_size
@@ -48,7 +48,7 @@ def test_counts_are_those_of_pytorch():
 def test_the_papers_longest_video():
     """DESIGN's figures for 600 frames with 180,000 tokens: 5,800 TFLOP of stock prefill, 170 of ours, 950 of vision."""
     costs = paper_costs()
-    assert SHAPES["3b"].visual_tokens == 180_000
+    assert MODEL_SHAPES["3b"].visual_tokens == 180_000
     assert costs["stock"]["prefill"].flops == pytest.approx(5.8e15, rel=0.02)
     assert costs["ours"]["prefill"].flops == pytest.approx(170e12, rel=0.02)
     assert costs["ours"]["vision"].flops == pytest.approx(950e12, rel=0.02)
@@ -56,7 +56,7 @@ def test_the_papers_longest_video():
 
 def test_windows_at_the_edge_are_smaller():
     """A frame of 9 x 16 tokens has windows of 4 x 4 and, in its last row, of 1 x 4."""
-    shape = SHAPES["cpu"]
+    shape = MODEL_SHAPES["cpu"]
     config = make_config(shape)
     config.vision_config.fullatt_block_indexes = []
     vision = stage_costs(config, (1, 9, 16), TEXT, QUESTION, RETENTION)["stock"]["vision"].flops

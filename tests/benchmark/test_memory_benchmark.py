@@ -7,7 +7,7 @@ import torch
 
 from qtsplus.benchmark import memory, peak
 from qtsplus.benchmark.results import read_json
-from qtsplus.benchmark.shapes import SHAPES, build
+from qtsplus.benchmark.shapes import MODEL_SHAPES, build
 
 RELEVANCE = {"tokens": 20_000, "heads": 4, "key_value_heads": 2, "head_dim": 16, "question_tokens": 16}
 
@@ -46,7 +46,7 @@ def test_document(tmp_path, monkeypatch):
     document = read_json(file)
     assert set(document["repeats"]) == {"stock", "ours", "relevance ours", "relevance naive"}
     weights = {side: document["repeats"][side]["weights_mb"] for side in ("stock", "ours")}
-    selector = build(SHAPES["tiny"], "ours", "cpu", torch.float32).model.qtsplus
+    selector = build(MODEL_SHAPES["tiny"], "ours", "cpu", torch.float32).model.qtsplus
     assert weights["ours"] - weights["stock"] == pytest.approx(sum(p.nbytes for p in selector.parameters()) / 1e6)
     ratio = (100 + weights["ours"]) / (100 + weights["stock"])
     assert document["figures"]["peak_memory_ratio"] == pytest.approx(ratio)

@@ -1,6 +1,7 @@
 """What benchmarks leave on disk: whole files, and on the way there what an interruption must not lose."""
 
 import json
+import os
 
 import pytest
 
@@ -30,6 +31,14 @@ def test_a_line_that_was_cut_counts_as_missing(path):
     assert Journal(path, SETTINGS).done == {"a": 1, "c": 3}
 
 
+def test_a_whole_journal_is_left_as_it_is(path):
+    """Another process may be adding to it."""
+    Journal(path, SETTINGS).add("a", 1)
+    os.utime(path, ns=(0, 0))
+    assert Journal(path, SETTINGS).done == {"a": 1}
+    assert path.stat().st_mtime_ns == 0
+
+
 def test_other_settings_start_anew(path):
     Journal(path, SETTINGS).add("a", 1)
     assert Journal(path, {**SETTINGS, "repeats": (1, 3)}).done == {}
@@ -51,7 +60,7 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert read_json(tmp_path / "result.json") == {"a": 1}
 
 
-def test_the_summary_gathers_three_benchmarks(tmp_path):
+def test_the_summary_gathers_all_benchmarks(tmp_path):
     """In whichever order they are run; what has not been run is said to be missing."""
     write_json(tmp_path / "scaling-cpu.json", {"figures": {"growth_exponent_time": 1.01}})
     summarise(tmp_path, "cpu")
@@ -59,8 +68,10 @@ def test_the_summary_gathers_three_benchmarks(tmp_path):
     assert not (tmp_path / "speed-cpu.json").exists()
 
     write_json(tmp_path / "memory-cpu.json", {"figures": {"peak_memory_ratio": 0.5, "something_else": 3}})
+    write_json(tmp_path / "train-cpu.json", {"figures": {"train_step_speedup": 2.5}})
     assert summarise(tmp_path, "cpu") == {
         **dict.fromkeys(SUMMARY),
+        "train_step_speedup": 2.5,
         "growth_exponent_time": 1.01,
         "peak_memory_ratio": 0.5,
     }

@@ -1,5 +1,6 @@
 """The speed benchmark at toy size: what it counts, that it compares like with like, and how it goes on."""
 
+import json
 import statistics
 
 import pytest
@@ -10,7 +11,7 @@ from model_checks import assert_one_model
 from qtsplus.benchmark import speed
 from qtsplus.benchmark.clock import StageClock
 from qtsplus.benchmark.results import SUMMARY, read_json
-from qtsplus.benchmark.shapes import SHAPES, SIDES, build_pair, find_shape, make_config
+from qtsplus.benchmark.shapes import MODEL_SHAPES, SIDES, build_pair, find_shape, make_config
 from qtsplus.cli import app
 
 REPEATS = 2
@@ -19,7 +20,7 @@ PNG = b"\x89PNG"
 
 @pytest.fixture(scope="module")
 def models():
-    return build_pair(SHAPES["tiny"], "cpu", torch.float32)
+    return build_pair(MODEL_SHAPES["tiny"], "cpu", torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,25 @@ def test_an_interruption_leaves_no_result_and_loses_no_repeat(tmp_path, monkeypa
     assert len(read_json(tmp_path / "speed-tiny.json")["repeats"]["ours"]) == 2
 
 
+def test_what_was_measured_without_the_sweep_counts_with_it(tmp_path, monkeypatch):
+    """And with other numbers of repeats."""
+    calls = []
+
+    def measure(self, video):
+        calls.append(video.name)
+        if len(calls) in (3, 5):
+            raise KeyboardInterrupt
+        return {side: {"file_to_first_token": 1.0} for side in SIDES}
+
+    monkeypatch.setattr(speed._Bench, "measure", measure)
+    for repeats, sweep in ((2, False), (3, True)):
+        with pytest.raises(KeyboardInterrupt):
+            speed.run_speed("tiny", tmp_path, dtype="float32", repeats=repeats, sweep=sweep, progress=False)
+    keys = [json.loads(line).get("key") for line in (tmp_path / ".speed-tiny.jsonl").read_text().splitlines()]
+    assert keys[1:] == ["tiny/8/0"]
+    assert len(calls) == 5
+
+
 def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="no shape 'huge'"):
         find_shape("huge")
@@ -153,8 +173,8 @@ def test_bad_input(tmp_path):
 
 def test_shapes():
     """What the pages say of them."""
-    assert SHAPES["cpu"].visual_tokens == 4032
-    quarter, whole = make_config(SHAPES["cpu"]), make_config(SHAPES["3b"])
+    assert MODEL_SHAPES["cpu"].visual_tokens == 4032
+    quarter, whole = make_config(MODEL_SHAPES["cpu"]), make_config(MODEL_SHAPES["3b"])
     assert (whole.text_config.num_hidden_layers, whole.vision_config.depth) == (36, 32)
     assert (quarter.text_config.num_hidden_layers, quarter.vision_config.depth) == (9, 8)
     assert len(quarter.text_config.layer_types) == 9

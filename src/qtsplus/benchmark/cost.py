@@ -206,8 +206,15 @@ def _reencode(config, kept: int, width: int) -> Cost:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def probe(device: str, dtype: torch.dtype, size: int = 2048) -> Device:
-    """What this device reaches: a large matrix product, and a copy that no cache holds. The best of five."""
+def probe(device: str, dtype: torch.dtype, size: int | None = None) -> Device:
+    """
+    What this device reaches: a large matrix product, and a copy that no cache holds. The best of five.
+
+    Args:
+        size: of the product, `[size, 2 size]` by `[2 size, size]`. `None` is 2048, and 8192 on a GPU, which is done
+            with the smaller one before a launch and a wait are small beside it.
+    """
+    size = size or (8192 if torch.device(device).type == "cuda" else 2048)
     left, right = (torch.randn(size, 2 * size, device=device).to(dtype) for _ in range(2))
     values = torch.zeros(size * size * 16, device=device)
     copy = torch.empty_like(values)

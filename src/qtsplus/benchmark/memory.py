@@ -4,28 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers.video_utils import VideoMetadata
 
 from ..kernels.naive import naive_log_relevance
 from ..relevance_qtsplus import log_relevance
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process
 from .results import Journal, environment, label, spread, steps, summarise
-from .shapes import (
-    FRAMES_PER_SECOND,
-    QUESTION,
-    SIDES,
-    Shape,
-    best_attention,
-    build,
-    find_device,
-    find_shape,
-    make_processor,
-    make_stock_processor,
-    prompt_text,
-)
+from .shapes import SIDES, best_attention, build, fill_pixels, find_device, find_shape, video_inputs
 
 # The paper's longest videos; a question of 64 tokens and the 3B model's heads.
 RELEVANCE = {"tokens": 180_000, "heads": 16, "key_value_heads": 2, "head_dim": 128, "question_tokens": 64}
@@ -49,7 +35,7 @@ def run_memory(
     with what is missing.
 
     Args:
-        shape_name: of [`SHAPES`].
+        shape_name: of [`MODEL_SHAPES`].
         device: the shape's own when `None`.
         repeats: of each measurement.
         relevance: sizes in the place of [`RELEVANCE`].
@@ -117,7 +103,7 @@ def measure_first_token(
     """
     measured = find_shape(shape)
     model = build(measured, side, device, getattr(torch, dtype), attention)
-    inputs = _inputs(measured, side)
+    inputs = video_inputs(measured, side)
     extra = []
     for _ in range(repeats):
         with extra_memory(device) as peak:
@@ -127,24 +113,8 @@ def measure_first_token(
     return {"weights_mb": weights / 1e6, "extra_mb": extra, "peak_by": peak.by}
 
 
-def _inputs(shape: Shape, side: str) -> dict[str, torch.Tensor]:
-    """What a side's processor makes of the question and a grey video; pixels without values."""
-    processor = make_processor(shape) if side == "ours" else make_stock_processor(shape)
-    width, height = shape.size
-    frames = np.full((shape.frames, height, width, 3), 128, dtype=np.uint8)
-    metadata = VideoMetadata(total_num_frames=len(frames), fps=FRAMES_PER_SECOND, frames_indices=[*range(len(frames))])
-    inputs = processor(
-        text=[prompt_text(processor, QUESTION)],
-        videos=[frames],
-        video_metadata=[metadata],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
-    return {name: torch.as_tensor(value, device="meta" if "pixel" in name else None) for name, value in inputs.items()}
-
-
 def _generate_first_token(model, inputs: dict[str, torch.Tensor], side: str, retention: float) -> None:
-    filled = {name: torch.randn(value.shape) if value.is_meta else value for name, value in inputs.items()}
+    filled = fill_pixels(inputs)
     call: dict[str, Any] = {"max_new_tokens": 1}
     if side == "ours":
         # As a session does: pixels wait on the CPU.

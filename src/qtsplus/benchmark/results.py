@@ -29,6 +29,8 @@ SUMMARY = {
     "growth_exponent_time": "x in: seconds of selection grow as M^x",
     "growth_exponent_memory": "x in: memory of selection grows as M^x",
     "second_question_speedup": "stock's seconds from pixels to the first token, over ours from kept features",
+    "train_step_speedup": "stock's seconds of a training step with all tokens, over ours",
+    "train_memory_ratio": "our peak memory in a training step, over stock's",
 }
 
 
@@ -48,9 +50,11 @@ class Journal:
         lines = _read_lines(path)
         if lines and lines[0] == settings:
             self.done = {line["key"]: line["value"] for line in lines[1:]}
-        # Written anew: an interruption may have cut the last line.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(line) + "\n" for line in [settings, *self._entries()]))
+        whole = "".join(json.dumps(line) + "\n" for line in [settings, *self._entries()])
+        # Written anew where an interruption cut the last line. Else left alone: another process may be adding to it.
+        if not path.exists() or path.read_text() != whole:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(whole)
 
     def _entries(self) -> list[dict[str, Any]]:
         return [{"key": key, "value": value} for key, value in self.done.items()]
@@ -79,7 +83,7 @@ def _read_lines(path: Path) -> list[Any]:
     return lines
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: dict[str, Any] | list[Any]) -> None:
     """Writes a file that is never seen half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.writing")
@@ -154,14 +158,14 @@ def label(shape: str) -> str:
 
 def summarise(folder: Path, shape: str) -> dict[str, float | None]:
     """
-    Gathers the figures of `speed`, `memory` and `scaling` as the `summary` of the speed file, where there is one, and
-    renews the overview of the folder.
+    Gathers the figures of `speed`, `memory`, `scaling` and `train` as the `summary` of the speed file, where there is
+    one, and renews the overview of the folder.
 
     Returns:
         a value for every name of [`SUMMARY`]; `None` where its benchmark has not been run.
     """
     name = label(shape)
-    documents = {kind: read_json(folder / f"{kind}-{name}.json") for kind in ("speed", "memory", "scaling")}
+    documents = {kind: read_json(folder / f"{kind}-{name}.json") for kind in ("speed", "memory", "scaling", "train")}
     figures: dict[str, float] = {}
     for document in documents.values():
         figures.update((document or {}).get("figures", {}))

@@ -36,7 +36,7 @@ def run_scaling(
     interrupted run goes on with the sizes that are missing.
 
     Args:
-        shape_name: of [`SHAPES`]; a whole model takes its width and bfloat16, the others qtsplus-tiny's and float32.
+        shape_name: of [`MODEL_SHAPES`]; a whole model takes its width and bfloat16, others qtsplus-tiny's and float32.
         device: the shape's own when `None`.
         sizes: numbers of visual tokens, at least two; [`SIZES`] when `None`.
 

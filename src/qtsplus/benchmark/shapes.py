@@ -7,10 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Qwen2Tokenizer
 from transformers.initialization import no_init_weights
 from transformers.utils import is_flash_attn_2_available
+from transformers.video_utils import VideoMetadata
 
 from ..backbones import Backbone, backbone_of
 from ..data.clip import render_clip
@@ -109,7 +111,17 @@ _LLAVA_VIDEO = Shape(
 # As many tokens as the 3B's, 32 x 32 pixels of two frames each.
 _QWEN3_VL = Shape("qwen3-vl-8b", "qwen3-vl-8b", frames=600, size=(960, 640), sweep=(8, 64, 200, 400, 600))
 
-SHAPES = {
+_NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_NARROW_TEXT = {**_NARROW, "hidden_size": 256, "num_key_value_heads": 1, "head_dim": 128}
+
+
+def _narrow(shape: Shape, vision: dict[str, Any]) -> Shape:
+    """With two narrow layers on either side; where a frame's size does not count, it has as many tokens as ever."""
+    name, size = f"{shape.name}-tiny", (96, 128)
+    return replace(shape, name=name, frames=4, sweep=(2,), source_fps=8, size=size, text=_NARROW_TEXT, vision=vision)
+
+
+MODEL_SHAPES = {
     "tiny": Shape("tiny", TINY, frames=8, size=(112, 112), sweep=(4, 8), source_fps=8),
     "cpu": Shape(
         "cpu",
@@ -169,6 +181,16 @@ SHAPES = {
         text={"num_hidden_layers": 9},
         vision={"depth": 7, "deepstack_visual_indexes": [2, 4, 6]},  # of 27
     ),
+    # For tests, as "tiny".
+    "internvl2.5-8b-tiny": _narrow(_INTERNVL, _NARROW),
+    "llava-video-7b-tiny": _narrow(_LLAVA_VIDEO, _NARROW),
+    "qwen3-vl-8b-tiny": _narrow(
+        _QWEN3_VL,
+        {
+            **{"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2},
+            **{"out_hidden_size": _NARROW_TEXT["hidden_size"], "deepstack_visual_indexes": [0]},
+        },
+    ),
 }
 
 
@@ -177,9 +199,9 @@ def find_shape(name: str) -> Shape:
     Raises:
         ValueError: no such shape.
     """
-    if name not in SHAPES:
-        raise ValueError(f"There is no shape {name!r}; expected one of {', '.join(SHAPES)}.")
-    return SHAPES[name]
+    if name not in MODEL_SHAPES:
+        raise ValueError(f"There is no shape {name!r}; expected one of {', '.join(MODEL_SHAPES)}.")
+    return MODEL_SHAPES[name]
 
 
 def find_device(shape: Shape, device: str | None) -> str:
@@ -333,6 +355,30 @@ def render_video(shape: Shape, frames: int, folder: Path) -> Path:
     if not path.exists():
         render_clip(path, seconds=frames / FRAMES_PER_SECOND, fps=shape.source_fps, size=shape.size, seed=0)
     return path
+
+
+def video_inputs(shape: Shape, side: str) -> dict[str, torch.Tensor]:
+    """
+    What a side's processor makes of the question and a grey video. Pixels are on the meta device, without values:
+    [`fill_pixels`] draws them.
+    """
+    processor = make_processor(shape) if side == "ours" else make_stock_processor(shape)
+    width, height = shape.size
+    frames = np.full((shape.frames, height, width, 3), 128, dtype=np.uint8)
+    metadata = VideoMetadata(total_num_frames=len(frames), fps=FRAMES_PER_SECOND, frames_indices=[*range(len(frames))])
+    inputs = processor(
+        text=[prompt_text(processor, QUESTION)],
+        videos=[frames],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    return {name: torch.as_tensor(value, device="meta" if "pixel" in name else None) for name, value in inputs.items()}
+
+
+def fill_pixels(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same inputs with random pixels, on the CPU."""
+    return {name: torch.randn(value.shape) if value.is_meta else value for name, value in inputs.items()}
 
 
 def prompt_text(processor: Any, question: str) -> str:

@@ -55,7 +55,7 @@ def run_speed(
     Measures, and writes `speed-LABEL.json` with its two figures. An interrupted run goes on where it stopped.
 
     Args:
-        shape_name: of [`SHAPES`].
+        shape_name: of [`MODEL_SHAPES`].
         out: folder of the results.
         device: the shape's own when `None`.
         dtype: of both sides; "auto" is bfloat16 or float32, whichever the device multiplies faster.
@@ -88,11 +88,11 @@ def run_speed(
         "attention": attention or "sdpa",
         "retention": retention,
         "new_tokens": new_tokens,
-        "repeats": repeats,
-        "sweep": [list(swept.sweep), swept.name] if sweep else None,
     }
     name = f"speed-{label(shape_name)}"
+    # With the sweep or without it: what has been measured is the same.
     journal = Journal(out / f".{name}.jsonl", settings)
+    settings |= {"repeats": repeats, "sweep": [list(swept.sweep), swept.name] if sweep else None}
     pairs = len(dict.fromkeys(points)) * repeats
     with tempfile.TemporaryDirectory() as folder, steps(name, pairs, progress) as step:
         for measured in dict.fromkeys(point for point, _ in points):

@@ -54,7 +54,12 @@ def _smallest_grid(height: int, width: int, retention: float) -> tuple[int, int]
     """Rows and columns of the fewest tokens that are enough; of several, those of the shape nearest to the frame's."""
     wanted = retention * height * width - 1e-9
     enough = [(r, c) for r in range(1, height + 1) for c in range(1, width + 1) if r * c >= wanted]
-    return min(enough, key=lambda one: (one[0] * one[1], abs(math.log(one[0] * width / (one[1] * height))), one))
+
+    def tokens_then_shape(grid: tuple[int, int]) -> tuple:
+        rows, columns = grid
+        return rows * columns, abs(math.log(rows * width / (columns * height))), grid
+
+    return min(enough, key=tokens_then_shape)
 
 
 __all__ = ["Pixels", "fewer_frames", "full_video", "lower_resolution"]

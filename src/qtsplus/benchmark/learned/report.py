@@ -5,29 +5,17 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..data.tinyworld import KINDS, POINT_KINDS
-from .plots import save_figure
+from ...data.tinyworld import KINDS, POINT_KINDS
+from ..plots import save_figure
+from .policies import OF_BASE, TITLES, title_of
 
-_NAMES = {
-    "straight_through": "straight-through gate (default)",
-    "gumbel": "the paper's gate",
-    "no_reencoder": "no re-encoder (nREENC)",
-    "no_rope": "re-encoder without mRoPE, original positions",
-    "sequential": "re-encoder with mRoPE, sequential positions",
-    "reference_positions": "no mRoPE, sequential (the reference)",
-    "all": "all tokens",
-    "uniform": "uniform (UNIF)",
-    "random": "random",
-    "fewer_frames": "fewer frames",
-    "lower_resolution": "lower resolution",
-    "shuffled_question": "control: another video's question",
-    "untrained_selector": "control: untrained selector",
-}
 _CURVES = {
     "straight_through": "#0b6e99",
     "gumbel": "#d1615d",
     "uniform": "#8c8c8c",
     "random": "#c9a227",
+    "temporal_redundancy": "#5f4b8b",
+    "diversity": "#2a9d8f",
     "fewer_frames": "#6a9f58",
     "lower_resolution": "#a3789b",
 }
@@ -45,12 +33,6 @@ def write_report(rows: Rows, details: dict[str, Any], folder: Path) -> None:
     save_figure(_draw_adaptive(details["adaptive"]), folder / "learned-adaptive")
 
 
-def name_of(policy: str) -> str:
-    """A policy in words."""
-    base = policy.removeprefix("base_")
-    return _NAMES[base] + (", base model" if base != policy else "")
-
-
 def _table(pooled: dict, details: dict[str, Any]) -> str:
     lines = [
         f"{details['questions']} questions on {details['videos']} held-out videos; training seeds {details['seeds']}. "
@@ -65,7 +47,7 @@ def _table(pooled: dict, details: dict[str, Any]) -> str:
         recall = "" if row["needle_recall"] is None else f"{row['needle_recall']:.1%}"
         kinds = [f"{row['kinds'][kind]['accuracy']:.1%}" if kind in row["kinds"] else "" for kind in KINDS]
         cells = [
-            name_of(policy),
+            title_of(policy),
             "own" if retention is None else f"{retention:.0%}",
             f"{row['accuracy']:.1%}",
             f"{row['low']:.1%} to {row['high']:.1%}",
@@ -76,25 +58,25 @@ def _table(pooled: dict, details: dict[str, Any]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     for layout, reason in details["left_out"].items():
-        lines += ["", f"{name_of(layout).capitalize()}: left out, {reason}."]
+        lines += ["", f"{title_of(layout).capitalize()}: left out, {reason}."]
     lines += _gains(details["differences"])
     lines += [
         "",
         "| gate in training, own budget | seed | asked | kept | off by | same tokens (Jaccard) |",
         "|---|---|---|---|---|---|",
     ]
-    for one in details["agreement"]:
-        off = one["kept_in_training"] / one["asked"] - 1
-        cells = [name_of(one["policy"]), str(one["seed"]), f"{one['asked']:.2f}", f"{one['kept_in_training']:.2f}"]
-        lines.append("| " + " | ".join([*cells, f"{off:+.1%}", f"{one['jaccard']:.3f}"]) + " |")
+    for gate in details["agreement"]:
+        off = gate["kept_in_training"] / gate["asked"] - 1
+        cells = [title_of(gate["policy"]), str(gate["seed"]), f"{gate['asked']:.2f}", f"{gate['kept_in_training']:.2f}"]
+        lines.append("| " + " | ".join([*cells, f"{off:+.1%}", f"{gate['jaccard']:.3f}"]) + " |")
     lines += [
         "",
         "| dataset-level budget (tokens) | seed | reached in training | off by | asked for on the test set |",
         "|---|---|---|---|---|",
     ]
-    for one in details["dual"]:
-        share = f"{one['test_fraction']:.2%} for {one['target_fraction']:.2%}"
-        lines.append(f"| {one['target']:g} | {one['seed']} | {one['reached']:.2f} | {one['off']:+.1%} | {share} |")
+    for run in details["dual"]:
+        share = f"{run['test_fraction']:.2%} for {run['target_fraction']:.2%}"
+        lines.append(f"| {run['target']:g} | {run['seed']} | {run['reached']:.2f} | {run['off']:+.1%} | {share} |")
     lines += [
         "",
         "| rho with the default's own budget | mean (95% interval) | more than for point questions on the same video |",
@@ -106,8 +88,8 @@ def _table(pooled: dict, details: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _interval(one: dict[str, float]) -> str:
-    return f"{one['mean']:.4f} ({one['low']:.4f} to {one['high']:.4f})"
+def _interval(value: dict[str, float]) -> str:
+    return f"{value['mean']:.4f} ({value['low']:.4f} to {value['high']:.4f})"
 
 
 def _gains(differences: Rows) -> list[str]:
@@ -119,21 +101,21 @@ def _gains(differences: Rows) -> list[str]:
         "| over | retention | all questions | when and order |",
         "|---|---|---|---|",
     ]
-    for one in sorted(differences, key=lambda one: _order(((one["policy"], one["default_retention"]), one))):
+    for row in sorted(differences, key=lambda row: _order(((row["policy"], row["default_retention"]), row))):
         cells = []
         for label in ("all", "when_and_order"):
-            gain = one["gain"][label]
+            gain = row["gain"][label]
             bounds = [f"{100 * gain[bound]:+.1f}" for bound in ("mean", "low", "high")] if gain else []
             cells.append(f"{bounds[0]} ({bounds[1]} to {bounds[2]})" if bounds else "")
-        share = "own" if one["default_retention"] is None else f"{one['default_retention']:.0%}"
-        lines.append(f"| {name_of(one['policy'])} | {share} | {cells[0]} | {cells[1]} |")
+        share = "own" if row["default_retention"] is None else f"{row['default_retention']:.0%}"
+        lines.append(f"| {title_of(row['policy'])} | {share} | {cells[0]} | {cells[1]} |")
     return lines
 
 
 def _order(item: tuple) -> tuple:
     (policy, retention), _ = item
-    names = list(_NAMES)
-    return policy.startswith("base_"), names.index(policy.removeprefix("base_")), retention or 2.0
+    own = policy.removeprefix(OF_BASE)
+    return own != policy, list(TITLES).index(own), retention or 2.0
 
 
 def _draw_accuracy(pooled: dict) -> Figure:
@@ -145,9 +127,9 @@ def _draw_accuracy(pooled: dict) -> Figure:
         if not points:
             continue
         points.sort(key=lambda point: point[0])
-        _with_intervals(left, [x for x, _ in points], [row for _, row in points], colour, name_of(policy), "-o")
+        _with_intervals(left, [x for x, _ in points], [row for _, row in points], colour, title_of(policy), "-o")
     for policy, style in (("all", "--"), ("base_all", ":")):
-        left.axhline(pooled[policy, 1.0]["accuracy"], color="black", linestyle=style, label=name_of(policy))
+        left.axhline(pooled[policy, 1.0]["accuracy"], color="black", linestyle=style, label=title_of(policy))
     left.set_xlabel("fraction of the visual tokens kept")
     left.set_ylabel("accuracy")
     left.legend(frameon=False, fontsize=7)
@@ -157,7 +139,7 @@ def _draw_accuracy(pooled: dict) -> Figure:
             if row is not None:
                 colour = f"C{step}"
                 _with_intervals(
-                    right, [place + 0.12 * (step - 2)], [row], colour, name_of(policy) if place == 0 else None, "o"
+                    right, [place + 0.12 * (step - 2)], [row], colour, title_of(policy) if place == 0 else None, "o"
                 )
     right.set_xticks([0, 1], [f'"{kind}" questions' for kind in ("when", "order")])
     right.set_xlim(-0.5, 1.5)
@@ -186,4 +168,4 @@ def _draw_adaptive(adaptive: dict[str, Any]) -> Figure:
     return figure
 
 
-__all__ = ["name_of", "write_report"]
+__all__ = ["write_report"]

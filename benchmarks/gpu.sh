@@ -1,0 +1,165 @@
+#!/usr/bin/env bash
+# Everything that waits for a GPU, in steps that end within nine minutes.
+#
+#   bash benchmarks/gpu.sh [STEP...]             the steps that are named, or all; what has left its result is not run again
+#   bash benchmarks/gpu.sh --list                the steps, and which of them have left their result
+#   bash benchmarks/gpu.sh --dry-run [STEP...]   at toy size on the CPU, into a temporary folder
+#
+#   --out DIR       where results and gpu.log go, instead of benchmarks/results
+#   --seconds N     the most that a step may take, instead of 520; it goes on there when it is run again
+#
+# `make gpu-wheels` fills wheels/ for a machine without network. Exit code: 0, every step has its result; 1, a step
+# failed; 2, an argument is wrong or something is missing; 3, a step ran out of time: run the same command again.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+
+PYTHON=${PYTHON:-python3}
+NEEDS="av typer rich peft qwen_vl_utils yaml matplotlib accelerate safetensors PIL torchvision triton pytest hypothesis"
+STEPS=(kernels device speed-3b memory-3b scaling-3b train-3b frames-3b)
+for shape in internvl2.5-8b llava-video-7b qwen3-vl-8b; do
+    STEPS+=("speed-$shape" "memory-$shape" "scaling-$shape")
+done
+
+fail() { echo "gpu.sh: $1" >&2; exit 2; }
+
+results="" seconds=520 dry=false list=false chosen=()
+while (($#)); do
+    case $1 in
+        --dry-run) dry=true ;;
+        --list) list=true ;;
+        --out | --seconds)
+            (($# > 1)) || fail "$1 has no value"
+            if [[ $1 == --out ]]; then results=$2; else seconds=$2; fi
+            shift ;;
+        -*) fail "there is no option $1; expected --list, --dry-run, --out DIR or --seconds N" ;;
+        *) [[ " ${STEPS[*]} " == *" $1 "* ]] || fail "there is no step $1; expected some of: ${STEPS[*]}"
+            chosen+=("$1") ;;
+    esac
+    shift
+done
+[[ $seconds =~ ^[1-9][0-9]*$ ]] || fail "--seconds is $seconds; expected a whole number from 1 on"
+if [[ -z $results ]]; then
+    if $dry && ! $list; then results=$(mktemp -d); else results=benchmarks/results; fi
+fi
+((${#chosen[@]})) || chosen=("${STEPS[@]}")
+
+# The model's shape of a step, as `qtsplus bench` knows it.
+shape_of() {
+    local shape=${1#*-}
+    if $dry; then [[ $shape == 3b ]] && echo tiny || echo "$shape-tiny"; else echo "$shape"; fi
+}
+
+result_of() {
+    local shape
+    shape=$(shape_of "$1")
+    [[ $shape == 3b ]] && shape=gpu
+    case $1 in
+        kernels | device) echo "$results/gpu-$1.json" ;;
+        frames-*) echo "$results/frames/speed-$shape.json" ;;
+        *) echo "$results/${1%%-*}-$shape.json" ;;
+    esac
+}
+
+if $list; then
+    for step in "${STEPS[@]}"; do
+        [[ -f $(result_of "$step") ]] && echo "$step: $(result_of "$step")" || echo "$step: no result yet"
+    done
+    exit 0
+fi
+
+# --------------------------------------------------------------------------------------------------------------------
+# Needs
+# --------------------------------------------------------------------------------------------------------------------
+
+check_needs() {
+    "$PYTHON" - "$dry" $NEEDS <<'PYTHON'
+import importlib
+import sys
+
+dry, *needs = sys.argv[1:]
+missing = []
+for name in needs:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        missing.append(f"{name} ({error})")
+if missing:
+    sys.exit("gpu.sh: missing on this machine: " + ", ".join(missing))
+import torch
+import transformers
+
+if dry == "false" and not torch.cuda.is_available():
+    sys.exit("gpu.sh: PyTorch finds no GPU; --dry-run runs the steps at toy size on the CPU")
+device = "CPU" if dry == "true" else torch.cuda.get_device_name()
+print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}, {device}")
+PYTHON
+}
+
+site=$PWD/build/gpu-site
+export PYTHONPATH="$PWD/src:$site${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+if ! check_needs; then
+    compgen -G "wheels/*.whl" >/dev/null || fail "see above; packages can come from wheels/, which make gpu-wheels fills"
+    echo "Installing wheels/ into $site"
+    "$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target "$site" wheels/*.whl && check_needs || exit 2
+fi
+mkdir -p "$results" || fail "cannot write to $results"
+results=$(cd "$results" && pwd)
+log=$results/gpu.log
+
+# --------------------------------------------------------------------------------------------------------------------
+# Steps
+# --------------------------------------------------------------------------------------------------------------------
+
+# Sets `command`: what a step runs.
+set_command() {
+    local shape tests
+    shape=$(shape_of "$1")
+    case $1 in
+        kernels)
+            tests=(tests/kernels/test_triton_relevance.py -m "slow or not slow")
+            $dry && tests=(tests/kernels/test_triton_relevance.py -k masks)
+            command=("$PYTHON" benchmarks/run_tests.py "$(result_of "$1")" "${tests[@]}")
+            $dry && command=(env TRITON_INTERPRET=1 "${command[@]}")
+            ;;
+        device)
+            tests=(tests/test_device.py tests/test_vision_attention.py)
+            $dry && tests=(tests/test_device.py -k attention)
+            command=("$PYTHON" benchmarks/run_tests.py "$(result_of "$1")" "${tests[@]}")
+            ;;
+        frames-*) command=(bench speed --sweep --repeats 1 --out "$results/frames") ;;
+        speed-*) command=(bench speed --no-sweep --repeats 3 --out "$results") ;;
+        *) command=(bench "${1%%-*}" --repeats 3 --out "$results") ;;
+    esac
+    if [[ ${command[0]} == bench ]]; then
+        command=("$PYTHON" -c "from qtsplus.cli import app; app()" "${command[@]}" --shape "$shape")
+        if $dry; then
+            command+=(--device cpu --repeats 1)
+            if [[ $1 == scaling-* ]]; then command+=(--size 300 --size 600); else command+=(--dtype float32); fi
+        fi
+    fi
+}
+
+failed=() unfinished=()
+for step in "${chosen[@]}"; do
+    if [[ -f $(result_of "$step") ]]; then
+        echo "$step: has its result, $(result_of "$step")"
+        continue
+    fi
+    set_command "$step"
+    echo "== $(date -u +%FT%TZ) $step: ${command[*]}" | tee -a "$log"
+    # An interruption loses nothing: benchmarks keep what they have measured, and go on.
+    timeout --foreground --signal=INT --kill-after=15 "$seconds" "${command[@]}" 2>&1 | tee -a "$log"
+    code=${PIPESTATUS[0]}
+    if [[ $code == 124 || $code == 137 ]]; then
+        unfinished+=("$step")
+    elif [[ $code != 0 || ! -f $(result_of "$step") ]]; then
+        failed+=("$step")
+    fi
+    echo "== $(date -u +%FT%TZ) $step: exit code $code" | tee -a "$log"
+done
+
+for step in "${failed[@]}"; do echo "failed: $step" | tee -a "$log"; done
+for step in "${unfinished[@]}"; do echo "ran out of time, goes on when it is run again: $step" | tee -a "$log"; done
+((${#failed[@]})) && exit 1
+((${#unfinished[@]})) && exit 3
+exit 0
