@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Make training data.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
-bench_app = typer.Typer(help="Measure speed, memory, growth and accuracy. Results are JSON files.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure; every figure is one of JSON files with all repeats.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 # Standard output carries results only; everything said on the way goes to standard error.
 console = Console()
