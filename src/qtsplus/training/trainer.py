@@ -161,12 +161,25 @@ class QTSplusTrainer(Trainer):
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
 
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """As stock; the labels are those of the shortened prompt, column for column beside the logits."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, outputs.logits, self._compact(inputs["labels"], inputs["input_ids"], outputs.qtsplus)
+
+    def _compact(self, labels: torch.Tensor, input_ids: torch.Tensor, qtsplus) -> torch.Tensor:
+        """`[B, S]` labels -> `[B, S']`, of the columns that selection left."""
+        if qtsplus is None or qtsplus.columns is None:
+            return labels
+        return base_model(self.model).compact_labels(labels, input_ids, qtsplus.columns)
+
     def _answer(self, model, inputs: Mapping[str, Any], labels: torch.Tensor):
         """The model's outputs, and of every supervised token its logits, its cross-entropy and its row."""
         outputs = model(**inputs, use_cache=False)
-        columns = None if outputs.qtsplus is None else outputs.qtsplus.columns
-        if columns is not None:
-            labels = base_model(self.model).compact_labels(labels, inputs["input_ids"], columns)
+        labels = self._compact(labels, inputs["input_ids"], outputs.qtsplus)
         logits, targets, rows = answer_logits(outputs.logits, labels)
         return outputs, logits, F.cross_entropy(logits, targets, reduction="none"), rows
 

@@ -1,0 +1,75 @@
+"""What the pages show runs as pasted, in a folder where `make demo` ran, and what they point to exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from qtsplus.demo import run_demo
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN_AS_PASTED = ("README.md", "long_videos.md", "recipes.md", "training.md")
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BEGUN_BY_THE_FIRST = {"recipes.md"}  # pages whose other snippets go on where the first one ends
+OPTIONAL = {"from trl": "trl", "torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
+
+
+def snippets():
+    for page in PAGES:
+        if page.name not in RUN_AS_PASTED:
+            continue
+        found = list(SNIPPET.finditer(page.read_text(encoding="utf-8")))
+        for number, snippet in enumerate(found):
+            prelude = found[0][1] if number and page.name in BEGUN_BY_THE_FIRST else ""
+            line = snippet.string[: snippet.start()].count("\n") + 2
+            yield pytest.param(prelude, snippet[1], id=f"{page.name}:{line}")
+
+
+@pytest.fixture(scope="module")
+def after_demo(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    run_demo(folder / "demo", say=lambda line: None)
+    return folder
+
+
+@pytest.mark.parametrize(("prelude", "snippet"), list(snippets()))
+def test_snippets_run(prelude, snippet, after_demo, monkeypatch, capsys):
+    for words, package in OPTIONAL.items():
+        if words in snippet:
+            pytest.importorskip(package)
+    monkeypatch.chdir(after_demo)
+    names: dict = {}
+    exec(prelude, names)
+    capsys.readouterr()
+    exec(snippet, names)
+    assert capsys.readouterr().out, "a snippet shows what it got"
+
+
+def test_there_are_snippets():
+    assert {parameters.id.split(":")[0] for parameters in snippets()} == set(RUN_AS_PASTED)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_it_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (page.parent / path).exists(), path
+    for path in re.findall(r"`((?:tests|docs|src|hub_configs|recipes|benchmarks)/[^`\s:*<]+)`", text):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"`(\w+_qtsplus(?:_\w+)?\.py)`", text):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_it_names_exist(page):
+    for file, name in re.findall(r"`(tests/\S+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
+        assert re.search(rf"^\s*(def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_it_names_exist(page):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    code = re.findall(r"`([^`\n]+)`|^    ?([^\n]+)$|^(make [^\n]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for target in re.findall(r"\bmake ([a-z][a-z-]+)", "\n".join("".join(groups) for groups in code)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
