@@ -20,7 +20,8 @@ import torch
 import transformers
 
 from ..data.scene import Sighting, sighting_tokens
-from ..data.tinyworld import KINDS, POINT_KINDS, WIDE_KINDS, needle_recall
+from ..data.tinyworld import POINT_KINDS, WIDE_KINDS, needle_recall
+from ..data.tinyworld import QUESTION_KINDS as KINDS
 from ..evaluation.baselines import fewer_frames, full_video, lower_resolution
 from ..evaluation.exact_match import accuracy, exact_match, model_inputs
 from ..selector_qtsplus import kept_count

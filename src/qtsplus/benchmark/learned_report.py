@@ -5,7 +5,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..data.tinyworld import KINDS, POINT_KINDS
+from ..data.tinyworld import POINT_KINDS
+from ..data.tinyworld import QUESTION_KINDS as KINDS
 from .plots import save_figure
 
 _NAMES = {

@@ -6,6 +6,7 @@
 
 import collections
 import concurrent.futures
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from qtsplus.data.scene import (
     FPS,
     FRAME_SIZE,
     GRID,
-    SHAPES,
+    OBJECT_SHAPES,
     Sighting,
     World,
     WorldObject,
@@ -42,7 +43,7 @@ SPLITS = {
 
 POINT_KINDS = ("attribute", "existence", "direction", "when", "change")
 WIDE_KINDS = ("count", "order", "summary")
-KINDS = POINT_KINDS + WIDE_KINDS
+QUESTION_KINDS = POINT_KINDS + WIDE_KINDS
 
 Needle = tuple[Sighting, ...]
 
@@ -57,7 +58,7 @@ class Question:
         answer: the option's letter, or a short text.
         options: the texts of the options in order, or `None` for a free answer.
         query: the question without its options.
-        kind: one of [`KINDS`], or "caption" or "moment" for dense supervision.
+        kind: one of [`QUESTION_KINDS`], or "caption" or "moment" for dense supervision.
         evidence: the needles that must be found: each a tuple of [`Sighting`], any one of which will do. Empty where
             nothing in the video could be pointed at ("Is there a ..?" with the answer no).
     """
@@ -89,7 +90,7 @@ class Question:
 
 def questions(world: World, rng: np.random.Generator, multiple_choice: float = 0.5) -> list[Question]:
     """
-    One question of every kind that the world allows, in the order of [`KINDS`].
+    One question of every kind that the world allows, in the order of [`QUESTION_KINDS`].
 
     Args:
         world: what to ask about.
@@ -97,7 +98,7 @@ def questions(world: World, rng: np.random.Generator, multiple_choice: float = 0
         multiple_choice: share of the questions that come with options.
     """
     asked = []
-    for kind in KINDS:
+    for kind in QUESTION_KINDS:
         possible = list(_ASK[kind](world, rng))
         if possible:
             question, wrong = possible[rng.integers(len(possible))]
@@ -139,7 +140,7 @@ def _ask_attribute(world: World, rng: np.random.Generator) -> _Possible:
             text = f"What colour is the {item.shape}?"
             yield _free("attribute", text, item.colour, sightings(item)), list(COLOURS)
         if colours[item.colour] == 1:
-            yield _free("attribute", f"Which shape is {item.colour}?", item.shape, sightings(item)), SHAPES
+            yield _free("attribute", f"Which shape is {item.colour}?", item.shape, sightings(item)), OBJECT_SHAPES
 
 
 def _ask_existence(world: World, rng: np.random.Generator) -> _Possible:
@@ -150,10 +151,10 @@ def _ask_existence(world: World, rng: np.random.Generator) -> _Possible:
         text = f"Is there {with_article(colour)} {shape} in the video?"
         yield _free("existence", text, "Yes", sightings(item, *stretch)), ["No"]
     else:
-        every = [(colour, shape) for colour in COLOURS for shape in SHAPES if (colour, shape) not in there]
+        every = [(colour, shape) for colour in COLOURS for shape in OBJECT_SHAPES if (colour, shape) not in there]
         # Half of these differ from a shape that is there by the colour alone.
         shown = {shape for _, shape in there}
-        similar = [one for one in every if one[1] in shown]
+        similar = [(colour, shape) for colour, shape in every if shape in shown]
         absent = similar if similar and rng.random() < 0.5 else every
         colour, shape = absent[rng.integers(len(absent))]
         yield _free("existence", f"Is there {with_article(colour)} {shape} in the video?", "No"), ["Yes"]
@@ -205,8 +206,8 @@ def _ask_order(world: World, rng: np.random.Generator) -> _Possible:
     for index, first in enumerate(world.objects):
         for second in world.objects[index + 1 :]:
             if first.appears_at < second.appears_at:
-                one, other = (first, second) if rng.random() < 0.5 else (second, first)
-                text = f"Which object appears first, the {one.name} or the {other.name}?"
+                named, then = (first, second) if rng.random() < 0.5 else (second, first)
+                text = f"Which object appears first, the {named.name} or the {then.name}?"
                 starts = [sightings(item, item.appears_at, item.appears_at + 1) for item in (first, second)]
                 yield _free("order", text, first.name, *starts), [second.name]
 
@@ -358,13 +359,14 @@ def build_dataset(
     """
     Writes `size` worlds of a split as `<folder>/<split>/<index>.mp4` and their questions as `<folder>/<split>.jsonl`.
 
-    A video that stands there already is not written again, so a build that was stopped goes on where it was.
+    A video that stands there already is not written again, so a build that was stopped goes on where it was. What
+    decides the videos stands in `<folder>/<split>/videos.json`: with other arguments than there, the build is refused.
 
     Args:
         split: one of [`SPLITS`].
         size: worlds; each gives a caption, two moments and up to eight questions.
-        seconds: lengths to draw from.
-        max_objects: in one video; few in short videos are where learning can start.
+        seconds: lengths to draw from, each in [`SECONDS`].
+        max_objects: in one video, in [`MAX_OBJECTS`]; few in short videos are where learning can start.
         multiple_choice: share of the questions that come with options.
         conversations: one record per video, with all that is asked about it as the turns of one conversation.
         workers: processes that render.
@@ -373,9 +375,14 @@ def build_dataset(
     Returns:
         The path of the JSONL file, which training reads. A record has the fields of [`Question`] and `id`, `video`
         (relative to `folder`), `split`, `seed`, `seconds`, `source` and `answer_text`.
+
+    Raises:
+        ValueError: an argument out of range, or videos in the folder that other arguments made.
     """
+    _check_arguments(split, size, seconds, max_objects, multiple_choice, workers)
     folder = os.fspath(folder)
     os.makedirs(os.path.join(folder, split), exist_ok=True)
+    _check_videos(os.path.join(folder, split), _what_decides_videos(split, seconds, max_objects))
     jobs = [(folder, split, index, tuple(seconds), max_objects) for index in range(size)]
     with concurrent.futures.ProcessPoolExecutor(workers) if workers > 1 else _InProcess() as pool:
         done = pool.map(_write_video, jobs, chunksize=8)
@@ -389,6 +396,56 @@ def build_dataset(
             file.writelines(json.dumps(record) + "\n" for record in records)
     os.replace(path + ".part", path)
     return path
+
+
+def _check_arguments(
+    split: str, size: int, seconds: Sequence[int], max_objects: int, multiple_choice: float, workers: int
+) -> None:
+    for name, value in (("size", size), ("workers", workers)):
+        if value != int(value) or value < 1:
+            raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
+    if not 0 <= multiple_choice <= 1:
+        raise ValueError(f"multiple_choice={multiple_choice!r}: expected a share from 0 to 1.")
+    if not seconds:
+        raise ValueError("seconds is empty: expected one length or more.")
+    seed = split_seed(split, size - 1)
+    for length in seconds:
+        make_world(seed, length, max_objects)
+
+
+def _what_decides_videos(split: str, seconds: Sequence[int], max_objects: int) -> dict[str, object]:
+    """The arguments that decide a split's videos, and a digest of the frames that they give first."""
+    first = render(split_world(split, 0, seconds, max_objects))
+    digest = hashlib.sha256(first.tobytes()).hexdigest()
+    return {"seconds": list(seconds), "max_objects": max_objects, "first_video": digest}
+
+
+def _check_videos(folder: str, wanted: dict[str, object]) -> None:
+    """Refuses to go on with other videos than those in a split's folder; says in an empty one what makes its videos."""
+    path = os.path.join(folder, "videos.json")
+    if not any(name.endswith(".mp4") for name in os.listdir(folder)):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(wanted) + "\n")
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = dict(json.load(file))
+    except (FileNotFoundError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{folder} holds videos, but no videos.json says how they were made: remove the folder or choose another."
+        ) from error
+    differing = [
+        f"{name}={found.get(name)}, not {wanted[name]}"
+        for name in ("seconds", "max_objects")
+        if found.get(name) != wanted[name]
+    ]
+    if not differing and found.get("first_video") != wanted["first_video"]:
+        differing = ["another version of this package or of its libraries"]
+    if differing:
+        raise ValueError(
+            f"{folder} holds videos that were made with {' and with '.join(differing)}: choose another folder, or "
+            "remove that one to make them anew."
+        )
 
 
 class _InProcess:
@@ -445,7 +502,7 @@ __all__ = [
     "FPS",
     "FRAME_SIZE",
     "GRID",
-    "KINDS",
+    "QUESTION_KINDS",
     "LETTERS",
     "POINT_KINDS",
     "Question",
