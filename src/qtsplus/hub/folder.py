@@ -75,13 +75,15 @@ def _sole_writer(folder: Path) -> Iterator[None]:
 def read_json(path: Path) -> dict[str, Any]:
     """
     Raises:
-        ValueError: no such file, or not a JSON object.
+        ValueError: no such file, one that cannot be read, or not a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"There is no {path}.") from error
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object.")
