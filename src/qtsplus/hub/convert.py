@@ -30,7 +30,7 @@ from .reference import convert_reference_config, convert_reference_weights, rena
 from .saved import load_config, load_generation_config, load_processor, reading
 from .weights import EMBEDDINGS, HEAD, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
 
-INITIALISATIONS = {"identity": "identity", "lm": "language_model"}
+_INIT_METHODS = {"identity": "identity", "lm": "language_model"}  # by what --init calls them
 
 _STOCK = [name.removesuffix(OURS) for name in model_types()]
 # What a checkpoint's folder may hold that a conversion reads, as patterns for a download.
@@ -102,8 +102,8 @@ def convert(
             argument that has no meaning for this kind; a vision tower that is not known.
         FileExistsError: the folder holds other files.
     """
-    if initialise is not None and initialise not in INITIALISATIONS:
-        raise ValueError(f"init={initialise!r}: expected one of {', '.join(INITIALISATIONS)}.")
+    if initialise is not None and initialise not in _INIT_METHODS:
+        raise ValueError(f"init={initialise!r}: expected one of {', '.join(_INIT_METHODS)}.")
     folder = _source_folder(source, revision)
     out = Path(out).resolve()
     if out == folder.resolve():
@@ -186,7 +186,7 @@ def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Con
     naming = naming_of(stored)
     tensors = check_weights(stored, naming, config, folder, without_selector=True)
     config.dtype = tensors[EMBEDDINGS].torch_dtype
-    tensors.update(_fresh_selector(config, tensors, INITIALISATIONS[initialise], seed))
+    tensors.update(_fresh_selector(config, tensors, _INIT_METHODS[initialise], seed))
     say(f"The selector is new: start {initialise}, seed {seed}.")
     base = source if not Path(source).is_dir() else card_data(known).get("base_model")
     about = {
@@ -359,7 +359,6 @@ def _plain_processor(processor: Any) -> Any:
 
 
 __all__ = [
-    "INITIALISATIONS",
     "convert",
     "convert_reference_config",
     "convert_reference_weights",
