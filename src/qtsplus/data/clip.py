@@ -1,7 +1,7 @@
 """Small synthetic videos of coloured shapes that move over a quiet background, as real H.264 files."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -75,7 +75,9 @@ def render_clip(
     return Clip(path=os.fspath(path), seconds=seconds, fps=fps, size=size, objects=objects)
 
 
-def _draw_object(rng, colour, times, seconds, size):
+def _draw_object(
+    rng: np.random.Generator, colour: str, times: np.ndarray, seconds: float, size: tuple[int, int]
+) -> ClipObject:
     appears_at, vanishes_at = (float(time) for time in seconds * rng.uniform((0, 0.6), (0.5, 1.0)))
     side = rng.uniform(0.2, 0.35) * min(size)
     room = np.array(size) - side
@@ -87,7 +89,7 @@ def _draw_object(rng, colour, times, seconds, size):
     return ClipObject(colour, str(rng.choice(CLIP_SHAPES)), appears_at, vanishes_at, boxes)
 
 
-def _render_frame(objects, index, size, shade):
+def _render_frame(objects: Sequence[ClipObject], index: int, size: tuple[int, int], shade: int) -> np.ndarray:
     image = Image.new("RGB", size, (shade, shade, shade))
     canvas = ImageDraw.Draw(image)
     for item in objects:

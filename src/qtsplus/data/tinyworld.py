@@ -6,6 +6,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -384,8 +385,11 @@ def build_dataset(
     os.makedirs(os.path.join(folder, split), exist_ok=True)
     _check_videos(os.path.join(folder, split), _what_decides_videos(split, seconds, max_objects))
     jobs = [(folder, split, index, tuple(seconds), max_objects) for index in range(size)]
-    with concurrent.futures.ProcessPoolExecutor(workers) if workers > 1 else _InProcess() as pool:
-        done = pool.map(_write_video, jobs, chunksize=8)
+    with contextlib.ExitStack() as stack:
+        done: Iterable[World] = map(_write_video, jobs)
+        if workers > 1:
+            pool = stack.enter_context(concurrent.futures.ProcessPoolExecutor(workers))
+            done = pool.map(_write_video, jobs, chunksize=8)
         worlds = list(track(done, "Rendering", total=size, disable=not progress))
     path = os.path.join(folder, f"{split}.jsonl")
     with open(path + ".part", "w", encoding="utf-8") as file:
@@ -446,19 +450,6 @@ def _check_videos(folder: str, wanted: dict[str, object]) -> None:
             f"{folder} holds videos that were made with {' and with '.join(differing)}: choose another folder, or "
             "remove that one to make them anew."
         )
-
-
-class _InProcess:
-    """Stands for a pool of processes where there is to be none."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
-
-    def map(self, function, jobs, chunksize=1):
-        return map(function, jobs)
 
 
 def _video_name(split: str, index: int) -> str:

@@ -27,7 +27,7 @@ from .initialise import initialise_selector
 from .names import PUBLISHED, REFERENCE, naming_of
 from .publish import write_repository
 from .reference import convert_reference_config, convert_reference_weights, rename_reference_key
-from .saved import load_config, load_generation_config, load_processor, reading
+from .saved import load_config, load_generation_config, load_processor, reading, refuse_adapter
 from .weights import EMBEDDINGS, HEAD, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
 
 _INIT_METHODS = {"identity": "identity", "lm": "language_model"}  # by what --init calls them
@@ -108,8 +108,7 @@ def convert(
     out = Path(out).resolve()
     if out == folder.resolve():
         raise ValueError(f"{out} is the source itself; choose another folder to write to.")
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+    refuse_adapter(folder)
     model_type = read_json(folder / "config.json").get("model_type")
     fresh_only = {"variant": variant, "init": initialise, "set": selector}
     if model_type not in _STOCK:
@@ -157,7 +156,15 @@ def convert(
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Conversion:
+def _from_base(
+    folder: Path,
+    source: str,
+    variant: str | None,
+    initialise: str,
+    selector: Mapping[str, Any],
+    seed: int,
+    say: Callable[[str], object],
+) -> _Conversion:
     backbone = backbone_of(read_json(folder / "config.json")["model_type"])
     with reading(folder / "config.json"):
         stock = backbone.stock_config.from_pretrained(folder)
@@ -197,7 +204,7 @@ def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Con
     return _Conversion(config, tensors, about, known)
 
 
-def _from_reference(folder, vision_config, say) -> _Conversion:
+def _from_reference(folder: Path, vision_config: Path | None, say: Callable[[str], object]) -> _Conversion:
     stated = read_json(folder / "config.json")
     if stated.get("model_type") == reference.MODEL_TYPE and not stated.get("enable_qts_plus", True):
         raise ValueError(f"{folder} has enable_qts_plus=false: it carries no selector.")
@@ -217,7 +224,7 @@ def _from_reference(folder, vision_config, say) -> _Conversion:
     return _Conversion(config, tensors, about, known)
 
 
-def _to_base(folder, say) -> _Conversion:
+def _to_base(folder: Path, say: Callable[[str], object]) -> _Conversion:
     ours = load_config(folder)
     backbone = backbone_of(ours.model_type)
     tensors = read_weights(folder, ours)
@@ -290,7 +297,9 @@ def _fresh_selector(
     }
 
 
-def _write_weights(tensors, folder: Path, max_shard_size, progress: bool) -> None:
+def _write_weights(
+    tensors: Mapping[str, StoredTensor], folder: Path, max_shard_size: int | str, progress: bool
+) -> None:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(
@@ -325,14 +334,14 @@ def _refuse(given: Mapping[str, Any], reason: str) -> None:
         raise ValueError(f"{names[0]} {reason}.")
 
 
-def _load_processor(folder, config, asked_for: bool, say) -> Any | None:
+def _load_processor(folder: str | Path, config: Any, asked_for: bool, say: Callable[[str], object]) -> Any | None:
     if not asked_for and not (Path(folder) / "tokenizer_config.json").exists():
         say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
         return None
     return load_processor(folder, config)
 
 
-def _take_over(processor: Any, made: _Conversion, say) -> None:
+def _take_over(processor: Any, made: _Conversion, say: Callable[[str], object]) -> None:
     """The tokenizer says which ids open and close a question, a variant of this size how to sample frames."""
     for name, value in processor.query_token_ids.items():
         setattr(made.config, name, value)

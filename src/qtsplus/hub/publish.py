@@ -21,7 +21,7 @@ from .card import card_data, matching_variant
 from .checkpoint import read_checkpoint, weight_files, write_checkpoint
 from .files import require_variant, variants
 from .folder import read_json, remove_from_json, update_json, whole_folder
-from .saved import load_config, load_generation_config, load_processor
+from .saved import load_config, load_generation_config, load_processor, refuse_adapter
 from .weights import on_meta, read_weights
 
 AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
@@ -300,8 +300,7 @@ def _create(api: HfApi, repository: str, private: bool) -> bool:
 def _check_publishable(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+    refuse_adapter(folder)
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
     model_type = read_json(folder / "config.json").get("model_type")

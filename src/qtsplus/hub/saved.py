@@ -30,6 +30,12 @@ def reading(what: object) -> Iterator[None]:
         raise ValueError(f"{what} cannot be used: {kind}{' '.join(str(error).split())}") from error
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Raises `ValueError` for the folder of a PEFT adapter, which has the weights of no whole model."""
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+
+
 def load_config(folder: Path) -> Any:
     """The configuration of one of our models."""
     path = folder / "config.json"
@@ -70,4 +76,4 @@ def load_processor(folder: str | Path, config: Any) -> Any:
     return processor
 
 
-__all__ = ["load_config", "load_generation_config", "load_processor", "reading"]
+__all__ = ["load_config", "load_generation_config", "load_processor", "reading", "refuse_adapter"]
