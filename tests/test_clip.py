@@ -1,5 +1,7 @@
 """The synthetic clips: what is described is what is seen."""
 
+from pathlib import Path
+
 import av
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ def test_a_clip_is_an_h264_file_of_the_asked_size_and_length(tmp_path):
 
 def test_a_seed_gives_the_same_clip_and_another_seed_another(tmp_path):
     first, again, other = (render_clip(tmp_path / f"{i}.mp4", seconds=1, seed=seed) for i, seed in enumerate((3, 3, 4)))
-    np.testing.assert_array_equal(decode(first.path)[0], decode(again.path)[0])
+    assert Path(first.path).read_bytes() == Path(again.path).read_bytes()
     assert [item.colour for item in first.objects] == [item.colour for item in again.objects]
     assert (decode(first.path)[0] != decode(other.path)[0]).any()
 

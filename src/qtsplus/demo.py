@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from . import session
 from .data.clip import write_mp4
 from .data.tinyworld import FPS, Question, questions, render, split_world
 from .hub.files import hub_configs
 from .hub.publish import assemble, code_files, load_variant
-from .picture import draw_kept_tokens, frames_from_patches
 
 TINY = "qtsplus-tiny"
 _WORLD = 0  # of the test split, which training never sees
@@ -23,14 +23,26 @@ def cached_tiny() -> Path:
     The tiny variant as a Hub folder in the user's cache, built when it is not there yet.
 
     The folder's name carries a hash of the code and the configuration that made it, so a changed package never loads an
-    earlier one's folder.
+    earlier one's folder. Of several processes, one builds it and the others wait.
+
+    Raises:
+        ValueError: the cache cannot be written.
     """
     made_from = [*code_files(), *sorted(path for path in (hub_configs() / TINY).iterdir() if path.is_file())]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in made_from)).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qtsplus"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "qtsplus"
     folder = cache / f"{TINY}-{digest}"
-    if not (folder / "config.json").exists():
-        publish_tiny(folder)
+    try:
+        if not (folder / "config.json").exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(cache / f"{folder.name}.lock"):
+                if not (folder / "config.json").exists():
+                    publish_tiny(folder)
+    except OSError as error:
+        raise ValueError(
+            f"The bundled model cannot be kept at {cache} ({error}): set XDG_CACHE_HOME to a folder that can be "
+            "written, or name a model with --model."
+        ) from error
     return folder
 
 
@@ -51,11 +63,15 @@ def run_demo(out: Path, say: Callable[[str], None]) -> tuple[session.Answer, Que
     Returns:
         what the model answered, and the question with the true answer.
     """
+    # Matplotlib wants a folder in the user's home; who only asks the tiny model does without.
+    from .picture import draw_kept_tokens, frames_from_patches
+
     out.mkdir(parents=True, exist_ok=True)
     video = out / "clip.mp4"
     world = split_world("test", _WORLD, seconds=(8,), max_objects=4)
     write_mp4(video, render(world), FPS)
-    asked = next(one for one in questions(world, np.random.default_rng(0), 0.0) if one.kind == "attribute")
+    possible = questions(world, np.random.default_rng(0), multiple_choice=0.0)
+    asked = next(question for question in possible if question.kind == "attribute")
     say(f"Rendered {video}, an {world.seconds} s H.264 clip that the model has never seen.")
     folder = publish_tiny(out / TINY)
     say(f"Published {TINY} to {folder}.")

@@ -12,7 +12,6 @@ from transformers import (
     LlavaOnevisionModel,
     LlavaOnevisionVideoProcessor,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
@@ -25,6 +24,7 @@ from transformers.models.llava_onevision.image_processing_llava_onevision import
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.publish import load_processor
+from qtsplus.hub.tinyworld_models import chat_template, tiny_tokenizer
 from qtsplus.modeling_qtsplus_internvl import (
     InternVLQTSplusConfig,
     InternVLQTSplusForConditionalGeneration,
@@ -55,22 +55,6 @@ TEXT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     "max_position_embeddings": 8192,
 }
-
-TURNS = """\
-{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}{% else %}
-{%- for part in message.content -%}
-{%- if part.type == 'image' %}IMAGE
-{%- elif part.type == 'video' %}VIDEO
-{%- else %}{{ part.text }}{% endif -%}
-{%- endfor -%}
-{%- endif %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% endif -%}
-"""
 
 
 @dataclass(frozen=True)
@@ -111,12 +95,6 @@ class Backbone:
         return stock.eval()
 
 
-def tiny_tokenizer(**named) -> Qwen2Tokenizer:
-    """The tokenizer of qtsplus-tiny, with further special tokens by their names."""
-    folder = hub_configs() / "qtsplus-tiny"
-    return Qwen2Tokenizer.from_pretrained(folder, extra_special_tokens=named, padding_side="left")
-
-
 def text_config(processor, **fields) -> dict:
     tokenizer = processor.tokenizer
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -136,7 +114,7 @@ def internvl_processor() -> InternVLQTSplusProcessor:
         tokenizer=tokenizer,
         video_processor=InternVLVideoProcessor(size=size),
         image_seq_length=16,
-        chat_template=TURNS.replace("IMAGE", "<IMG_CONTEXT>").replace("VIDEO", "<video>"),
+        chat_template=chat_template("<IMG_CONTEXT>", "<video>"),
     )
 
 
@@ -194,7 +172,7 @@ def llava_processor(video_newline: str) -> LlavaOnevisionQTSplusProcessor:
         video_processor=LlavaOnevisionVideoProcessor(size=size),
         num_image_tokens=25,
         vision_feature_select_strategy="full",
-        chat_template=TURNS.replace("IMAGE", "<image>").replace("VIDEO", "<video>"),
+        chat_template=chat_template("<image>", "<video>"),
         video_newline=video_newline,
     )
 
@@ -228,7 +206,7 @@ def llava_stock_inputs(model, inputs) -> dict:
         grid = inputs["image_grid_thw"]
         crops = inputs["pixel_values"].split(grid[:, 0].tolist())
         most = max(map(len, crops))
-        padded = [torch.cat([one, one.new_zeros(most - len(one), *one.shape[1:])]) for one in crops]
+        padded = [torch.cat([crop, crop.new_zeros(most - len(crop), *crop.shape[1:])]) for crop in crops]
         stock |= {"pixel_values": torch.stack(padded), "image_sizes": grid[:, 1:]}
         stock["batch_num_images"] = torch.ones(len(grid), dtype=torch.long)
     if "pixel_values_videos" in inputs:
@@ -290,7 +268,7 @@ def qwen3_processor() -> Qwen3VLQTSplusProcessor:
         tokenizer=tiny_tokenizer(),
         # Of the whole video, where the others' are of a frame.
         video_processor=Qwen3VLVideoProcessor(size={"shortest_edge": 64, "longest_edge": 64 * 96}, **pixels),
-        chat_template=TURNS.replace("IMAGE", triple.format("image")).replace("VIDEO", triple.format("video")),
+        chat_template=chat_template(triple.format("image"), triple.format("video")),
     )
 
 
@@ -334,7 +312,7 @@ def qwen2_processor() -> Qwen2VLQTSplusProcessor:
         image_processor=Qwen2VLImageProcessor(size=size, **pixels),
         tokenizer=tiny_tokenizer(),
         video_processor=Qwen2VLVideoProcessor(size=size, **pixels),
-        chat_template=TURNS.replace("IMAGE", triple.format("image")).replace("VIDEO", triple.format("video")),
+        chat_template=chat_template(triple.format("image"), triple.format("video")),
     )
 
 

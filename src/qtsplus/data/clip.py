@@ -1,7 +1,7 @@
 """Small synthetic videos of coloured shapes that move over a quiet background, as real H.264 files."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,7 +17,7 @@ COLOURS = {
     "purple": (130, 58, 180),
     "orange": (240, 120, 20),
 }
-SHAPES = ("circle", "square", "triangle")
+CLIP_SHAPES = ("circle", "square", "triangle")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ClipObject:
     One shape of a clip.
 
     Attributes:
-        colour, shape: its name in [`COLOURS`] and in [`SHAPES`].
+        colour, shape: its name in [`COLOURS`] and in [`CLIP_SHAPES`].
         appears_at, vanishes_at: seconds; it is visible from the one until just before the other.
         boxes: `[T, 4]` float, its (left, top, right, bottom) in pixels of every frame; NaN where it is not visible.
     """
@@ -75,7 +75,9 @@ def render_clip(
     return Clip(path=os.fspath(path), seconds=seconds, fps=fps, size=size, objects=objects)
 
 
-def _draw_object(rng, colour, times, seconds, size):
+def _draw_object(
+    rng: np.random.Generator, colour: str, times: np.ndarray, seconds: float, size: tuple[int, int]
+) -> ClipObject:
     appears_at, vanishes_at = (float(time) for time in seconds * rng.uniform((0, 0.6), (0.5, 1.0)))
     side = rng.uniform(0.2, 0.35) * min(size)
     room = np.array(size) - side
@@ -84,10 +86,10 @@ def _draw_object(rng, colour, times, seconds, size):
     corner = start + progress[:, None] * (stop - start)
     boxes = np.concatenate([corner, corner + side], axis=1)
     boxes[(times < appears_at) | (times >= vanishes_at)] = np.nan
-    return ClipObject(colour, str(rng.choice(SHAPES)), appears_at, vanishes_at, boxes)
+    return ClipObject(colour, str(rng.choice(CLIP_SHAPES)), appears_at, vanishes_at, boxes)
 
 
-def _render_frame(objects, index, size, shade):
+def _render_frame(objects: Sequence[ClipObject], index: int, size: tuple[int, int], shade: int) -> np.ndarray:
     image = Image.new("RGB", size, (shade, shade, shade))
     canvas = ImageDraw.Draw(image)
     for item in objects:
@@ -106,7 +108,7 @@ def _render_frame(objects, index, size, shade):
 
 def write_mp4(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float) -> None:
     """
-    Encodes frames as H.264 (yuv420p).
+    Encodes frames as H.264 (yuv420p); the same frames give the same bytes, on any number of cores.
 
     Args:
         path: the file to write.
@@ -114,8 +116,11 @@ def write_mp4(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float)
         fps: frames per second.
     """
     with av.open(os.fspath(path), "w") as container:
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        rate = Fraction(fps).limit_denominator(1001)
+        # x264's AVX-512 code (of its macroblock tree) gives other bytes every time; this leaves it out.
+        stream = container.add_stream("libx264", rate=rate, options={"x264-params": "cpu-independent=1"})
         stream.pix_fmt = "yuv420p"
+        stream.codec_context.thread_count = 1  # or the bytes depend on the number of cores
         for number, frame in enumerate(frames):
             if number == 0:
                 stream.height, stream.width = frame.shape[:2]

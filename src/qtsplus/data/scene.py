@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 from qtsplus.data.clip import COLOURS
 
-SHAPES = ("circle", "square", "triangle", "cross", "ring", "star")
+OBJECT_SHAPES = ("circle", "square", "triangle", "cross", "ring", "star")
 # Cells moved per second, along x and along y.
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 
@@ -21,6 +21,9 @@ FPS = 2
 CELL = 28  # pixels of a visual token's side: 2 x 2 patches of 14
 GRID = 6  # cells per side
 FRAME_SIZE = CELL * GRID
+
+SECONDS = range(2, 129)  # of a world, which is drawn in memory
+MAX_OBJECTS = range(1, len(COLOURS) * len(OBJECT_SHAPES) + 1)  # no two share a colour and a shape
 
 # Of a box, the share that must lie in a cell for the cell's token to count as showing the object.
 LEAST_SHARE = 0.25
@@ -32,7 +35,7 @@ class WorldObject:
     One shape of a world.
 
     Attributes:
-        colour, shape: its name in [`COLOURS`] and in [`SHAPES`].
+        colour, shape: its name in [`COLOURS`] and in [`OBJECT_SHAPES`].
         appears_at, vanishes_at: whole seconds; visible from the one until just before the other.
         start: (x, y) in pixels of its centre when it appears.
         side: of its bounding box, in pixels.
@@ -152,13 +155,18 @@ def make_world(seed: int, seconds: int = 8, max_objects: int = 12) -> World:
 
     Args:
         seed: any whole number from 0.
-        seconds: length, at least 2.
+        seconds: length, in [`SECONDS`].
+        max_objects: in [`MAX_OBJECTS`].
 
     Raises:
-        ValueError: `seconds` below 2 or not whole.
+        ValueError: `seconds` or `max_objects` out of range or not whole.
     """
-    if seconds != int(seconds) or seconds < 2:
-        raise ValueError(f"seconds={seconds!r}: expected a whole number of seconds, at least 2.")
+    if seconds not in SECONDS:
+        raise ValueError(f"seconds={seconds!r}: expected a whole number of seconds from {SECONDS[0]} to {SECONDS[-1]}.")
+    if max_objects not in MAX_OBJECTS:
+        raise ValueError(
+            f"max_objects={max_objects!r}: expected a whole number from {MAX_OBJECTS[0]} to {MAX_OBJECTS[-1]}."
+        )
     rng = np.random.default_rng([seed, seconds])
     wanted = min(max_objects, 1 + seconds // 3 + int(rng.integers(0, 2)))
     objects: list[WorldObject] = []
@@ -185,7 +193,7 @@ def _make_object(rng: np.random.Generator, seconds: int, count: int) -> WorldObj
     life = int(rng.integers(shortest, longest + 1))
     appears_at = int(rng.integers(0, seconds - life + 1))
     colour, later_colour = (str(name) for name in rng.permutation(list(COLOURS))[:2])
-    shape, side = str(rng.choice(SHAPES)), int(rng.integers(21, 26))
+    shape, side = str(rng.choice(OBJECT_SHAPES)), int(rng.integers(21, 26))
 
     fate = rng.choice(["move", "change", "stay"], p=[0.45, 0.25, 0.3])
     direction, steps = None, 0
@@ -273,7 +281,7 @@ def _draw_frame(world: World, time: float) -> np.ndarray:
 
 
 def draw_shape(canvas: ImageDraw.ImageDraw, shape: str, box: Sequence[float], colour: tuple[int, int, int]) -> None:
-    """Draws one of [`SHAPES`] into a box (left, top, right, bottom), all inclusive."""
+    """Draws one of [`OBJECT_SHAPES`] into a box (left, top, right, bottom), all inclusive."""
     left, top, right, bottom = box
     width, middle_x, middle_y = right - left, (left + right) / 2, (top + bottom) / 2
     if shape == "circle":
@@ -294,7 +302,7 @@ def draw_shape(canvas: ImageDraw.ImageDraw, shape: str, box: Sequence[float], co
         points = np.stack([middle_x + reach * np.cos(angles), middle_y + reach * np.sin(angles)], axis=1)
         canvas.polygon([tuple(point) for point in points], fill=colour)
     else:
-        raise ValueError(f"shape {shape!r}: expected one of {SHAPES}.")
+        raise ValueError(f"shape {shape!r}: expected one of {OBJECT_SHAPES}.")
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -101,43 +101,62 @@ PROCESSOR_CONFIG = {
     },
 }
 
-COLOURS = ["red", "green", "blue", "yellow", "purple", "orange", "black", "white", "grey", "pink", "brown"]
-SHAPES = ["circle", "square", "triangle", "star", "ring", "cross"]
-THINGS = [
-    "ball",
-    "box",
-    "car",
-    "cup",
-    "door",
-    "bird",
-    "dog",
-    "cat",
-    "tree",
-    "house",
-    "letter",
-    "number",
-    "person",
-    "hand",
-    "book",
-]
-ACTIONS = [
-    "moves",
-    "appears",
-    "vanishes",
-    "turns",
-    "stops",
-    "jumps",
-    "falls",
-    "rises",
-    "grows",
-    "shrinks",
-    "waits",
-    "returns",
-]
-DIRECTIONS = ["left", "right", "up", "down", "forward", "backward"]
-PLACES = ["top", "bottom", "middle", "left corner", "right corner", "background", "front", "centre", "edge"]
-NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-ORDERS = ["first", "second", "third", "fourth", "fifth", "last", "next"]
+# What the sentences are made of, by the field that a word stands for.
+WORDS = {
+    "colour": ["red", "green", "blue", "yellow", "purple", "orange", "black", "white", "grey", "pink", "brown"],
+    "shape": ["circle", "square", "triangle", "star", "ring", "cross"],
+    "thing": [
+        "ball",
+        "box",
+        "car",
+        "cup",
+        "door",
+        "bird",
+        "dog",
+        "cat",
+        "tree",
+        "house",
+        "letter",
+        "number",
+        "person",
+        "hand",
+        "book",
+    ],
+    "action": [
+        "moves",
+        "appears",
+        "vanishes",
+        "turns",
+        "stops",
+        "jumps",
+        "falls",
+        "rises",
+        "grows",
+        "shrinks",
+        "waits",
+        "returns",
+    ],
+    "direction": ["left", "right", "up", "down", "forward", "backward"],
+    "place": ["top", "bottom", "middle", "left corner", "right corner", "background", "front", "centre", "edge"],
+    "number": [
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+    ],
+    "order": ["first", "second", "third", "fourth", "fifth", "last", "next"],
+    "letter": list("ABCD"),
+    "digits": [str(number) for number in range(0, 100, 7)],
+}
 QUESTIONS = (
     "What colour is the {shape}?",
     "Which shape is {colour}?",
@@ -176,20 +195,8 @@ TURNS = ("user\n", "assistant\n", "system\nYou are a helpful assistant.", "\n\n"
 
 def write_sentences(count: int = 6000) -> list[str]:
     """Writes `count` sentences about objects, colours, times, counts and order, always the same."""
-    words = {
-        "colour": COLOURS,
-        "shape": SHAPES,
-        "thing": THINGS,
-        "action": ACTIONS,
-        "direction": DIRECTIONS,
-        "place": PLACES,
-        "number": NUMBERS,
-        "order": ORDERS,
-        "letter": list("ABCD"),
-        "digits": [str(number) for number in range(0, 100, 7)],
-    }
     # Cycles of different lengths meet in ever new combinations; every use of a field takes its next word.
-    fields = {name: itertools.cycle(values) for name, values in words.items()}
+    fields = {name: itertools.cycle(values) for name, values in WORDS.items()}
     sentences = []
     for number, template in zip(range(count), itertools.cycle(QUESTIONS + STATEMENTS + TURNS)):
         while (start := template.find("{")) >= 0:

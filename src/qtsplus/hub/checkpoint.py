@@ -85,7 +85,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: there are none, the index is not one, or a shard that it names is missing.
     """
-    path = next((folder / name for name in WEIGHT_FILES if (folder / name).exists()), None)
+    path = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     if path is None:
         raise ValueError(f"{folder} has no weights; expected {', '.join(WEIGHT_FILES[:-1])} or {WEIGHT_FILES[-1]}.")
     if path.suffix != ".json":
@@ -157,7 +157,15 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map: it is no index of a checkpoint.")
+    # An index from elsewhere must not reach files outside its folder.
+    strange = sorted(str(name) for name in weight_map.values() if not _is_file_name(name))
+    if strange:
+        raise ValueError(f"{index} names {strange[0]!r}; expected names of files beside it.")
     return weight_map
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\:\0")
 
 
 def _read_file(path: Path) -> dict[str, StoredTensor]:
@@ -166,7 +174,7 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
     try:
         # Only the newer of the two formats can be mapped instead of loaded.
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (UnpicklingError, RuntimeError, EOFError) as error:
+    except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{path} cannot be read as weights alone: {reason}") from error
     if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
@@ -181,7 +189,7 @@ def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(path, "pt"):
             pass  # checks the header against the file; the offsets in it are then as promised
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is no whole safetensors file: {error}") from error
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -25,11 +25,12 @@ from .files import hub_configs, require_variant
 from .folder import read_json, whole_folder
 from .initialise import initialise_selector
 from .names import PUBLISHED, REFERENCE, naming_of
-from .publish import load_processor, write_repository
+from .publish import write_repository
 from .reference import convert_reference_config, convert_reference_weights, rename_reference_key
+from .saved import load_config, load_generation_config, load_processor, reading, refuse_adapter
 from .weights import EMBEDDINGS, HEAD, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
 
-INITIALISATIONS = {"identity": "identity", "lm": "language_model"}
+_INIT_METHODS = {"identity": "identity", "lm": "language_model"}  # by what --init calls them
 
 _STOCK = [name.removesuffix(OURS) for name in model_types()]
 # What a checkpoint's folder may hold that a conversion reads, as patterns for a download.
@@ -101,46 +102,47 @@ def convert(
             argument that has no meaning for this kind; a vision tower that is not known.
         FileExistsError: the folder holds other files.
     """
-    if initialise is not None and initialise not in INITIALISATIONS:
-        raise ValueError(f"init={initialise!r}: expected one of {', '.join(INITIALISATIONS)}.")
+    if initialise is not None and initialise not in _INIT_METHODS:
+        raise ValueError(f"init={initialise!r}: expected one of {', '.join(_INIT_METHODS)}.")
     folder = _source_folder(source, revision)
     out = Path(out).resolve()
     if out == folder.resolve():
         raise ValueError(f"{out} is the source itself; choose another folder to write to.")
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
-    kind = read_json(folder / "config.json").get("model_type")
+    refuse_adapter(folder)
+    model_type = read_json(folder / "config.json").get("model_type")
     fresh_only = {"variant": variant, "init": initialise, "set": selector}
-    if kind not in _STOCK:
-        _refuse(fresh_only, f"starts a new selector, and {folder} is of type {kind!r}")
-    if kind != reference.MODEL_TYPE:
-        _refuse({"vision_config": vision_config}, f"is for reference checkpoints, and {folder} is of type {kind!r}")
+    if model_type not in _STOCK:
+        _refuse(fresh_only, f"starts a new selector, and {folder} is of type {model_type!r}")
+    if model_type != reference.MODEL_TYPE:
+        _refuse(
+            {"vision_config": vision_config}, f"is for reference checkpoints, and {folder} is of type {model_type!r}"
+        )
 
-    if kind in _STOCK:
+    if model_type in _STOCK:
         made = _from_base(folder, str(source), variant, initialise or "identity", selector or {}, seed, say)
-    elif kind == reference.MODEL_TYPE:
+    elif model_type == reference.MODEL_TYPE:
         made = _from_reference(folder, None if vision_config is None else Path(vision_config), say)
-    elif kind in model_types():
+    elif model_type in model_types():
         made = _to_base(folder, say)
     else:
         hint = (
             " Of the reference's checkpoints only those on Qwen2.5-VL have a format that is known here."
-            if "qts" in str(kind)
+            if "qts" in str(model_type)
             else ""
         )
+        stock, ours = (", ".join(map(repr, names)) for names in (_STOCK, model_types()))
         raise ValueError(
-            f"{folder} holds a model of type {kind!r}; expected {', '.join(map(repr, _STOCK))} (a stock model), "
-            f"{reference.MODEL_TYPE!r} (a reference QTSplus) or {', '.join(map(repr, model_types()))} (ours, to go "
-            f"back to the stock model).{hint}"
+            f"{folder} holds a model of type {model_type!r}; expected {stock} (a stock model), "
+            f"{reference.MODEL_TYPE!r} (a reference QTSplus) or {ours} (ours, to go back to the stock model).{hint}"
         )
 
     with whole_folder(out, overwrite) as staging:
         found = _load_processor(folder if processor is None else processor, made.config, processor is not None, say)
-        if found is not None and kind in _STOCK:
+        if found is not None and model_type in _STOCK:
             _take_over(found, made, say)
         _write_weights(made.tensors, staging, max_shard_size, progress)
         _generation_config(folder, made).save_pretrained(staging)
-        if kind in model_types():
+        if model_type in model_types():
             if found is not None:
                 _plain_processor(found).save_pretrained(staging)
             made.config.save_pretrained(staging)
@@ -154,9 +156,18 @@ def convert(
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Conversion:
+def _from_base(
+    folder: Path,
+    source: str,
+    variant: str | None,
+    initialise: str,
+    selector: Mapping[str, Any],
+    seed: int,
+    say: Callable[[str], object],
+) -> _Conversion:
     backbone = backbone_of(read_json(folder / "config.json")["model_type"])
-    stock = backbone.stock_config.from_pretrained(folder)
+    with reading(folder / "config.json"):
+        stock = backbone.stock_config.from_pretrained(folder)
     if getattr(stock, "quantization_config", None) is not None:
         raise ValueError(
             f"{folder} is quantized; convert the checkpoint that it was made from, and quantize the result."
@@ -182,7 +193,7 @@ def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Con
     naming = naming_of(stored)
     tensors = check_weights(stored, naming, config, folder, without_selector=True)
     config.dtype = tensors[EMBEDDINGS].torch_dtype
-    tensors.update(_fresh_selector(config, tensors, INITIALISATIONS[initialise], seed))
+    tensors.update(_fresh_selector(config, tensors, _INIT_METHODS[initialise], seed))
     say(f"The selector is new: start {initialise}, seed {seed}.")
     base = source if not Path(source).is_dir() else card_data(known).get("base_model")
     about = {
@@ -193,7 +204,7 @@ def _from_base(folder, source, variant, initialise, selector, seed, say) -> _Con
     return _Conversion(config, tensors, about, known)
 
 
-def _from_reference(folder, vision_config, say) -> _Conversion:
+def _from_reference(folder: Path, vision_config: Path | None, say: Callable[[str], object]) -> _Conversion:
     stated = read_json(folder / "config.json")
     if stated.get("model_type") == reference.MODEL_TYPE and not stated.get("enable_qts_plus", True):
         raise ValueError(f"{folder} has enable_qts_plus=false: it carries no selector.")
@@ -203,7 +214,8 @@ def _from_reference(folder, vision_config, say) -> _Conversion:
     if "tie_word_embeddings" not in stated:
         stated = {**stated, "tie_word_embeddings": HEAD not in stored}
         say(f"The head is {'tied' if stated['tie_word_embeddings'] else 'its own'}, as the weights say.")
-    config = convert_reference_config(stated, vision)
+    with reading(folder / "config.json"):
+        config = convert_reference_config(stated, vision)
     tensors = check_weights(stored, REFERENCE, config, folder, without=(RHO_HISTORY,))
     config.dtype = tensors[EMBEDDINGS].torch_dtype
     tensors[RHO_HISTORY] = in_memory(torch.zeros(2, dtype=torch.int64))
@@ -212,9 +224,9 @@ def _from_reference(folder, vision_config, say) -> _Conversion:
     return _Conversion(config, tensors, about, known)
 
 
-def _to_base(folder, say) -> _Conversion:
-    backbone = backbone_of(read_json(folder / "config.json")["model_type"])
-    ours = backbone.config.from_pretrained(folder)
+def _to_base(folder: Path, say: Callable[[str], object]) -> _Conversion:
+    ours = load_config(folder)
+    backbone = backbone_of(ours.model_type)
     tensors = read_weights(folder, ours)
     dropped = [name for name in tensors if name.startswith(SELECTOR)]
     say(f"Left out: the selector and its re-encoder, {len(dropped)} tensors. The language model now sees every token.")
@@ -234,7 +246,7 @@ def stock_settings(ours: Any) -> dict[str, Any]:
 
 def _own_fields(backbone: Any) -> set[str]:
     """What our configuration has and the stock one has not."""
-    return {one.name for one in fields(backbone.config)} - {one.name for one in fields(backbone.stock_config)}
+    return {field.name for field in fields(backbone.config)} - {field.name for field in fields(backbone.stock_config)}
 
 
 def _layout(settings: Mapping[str, Any], backbone: Any) -> dict[str, Any]:
@@ -285,7 +297,9 @@ def _fresh_selector(
     }
 
 
-def _write_weights(tensors, folder: Path, max_shard_size, progress: bool) -> None:
+def _write_weights(
+    tensors: Mapping[str, StoredTensor], folder: Path, max_shard_size: int | str, progress: bool
+) -> None:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(
@@ -320,14 +334,14 @@ def _refuse(given: Mapping[str, Any], reason: str) -> None:
         raise ValueError(f"{names[0]} {reason}.")
 
 
-def _load_processor(folder, config, asked_for: bool, say) -> Any | None:
+def _load_processor(folder: str | Path, config: Any, asked_for: bool, say: Callable[[str], object]) -> Any | None:
     if not asked_for and not (Path(folder) / "tokenizer_config.json").exists():
         say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
         return None
     return load_processor(folder, config)
 
 
-def _take_over(processor: Any, made: _Conversion, say) -> None:
+def _take_over(processor: Any, made: _Conversion, say: Callable[[str], object]) -> None:
     """The tokenizer says which ids open and close a question, a variant of this size how to sample frames."""
     for name, value in processor.query_token_ids.items():
         setattr(made.config, name, value)
@@ -340,20 +354,20 @@ def _take_over(processor: Any, made: _Conversion, say) -> None:
 
 def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
     """The source's; that of the variant with its sizes where it has none."""
-    for origin in (folder, hub_configs() / (made.variant or "")):
-        if (origin / "generation_config.json").exists():
-            return GenerationConfig.from_pretrained(origin)
-    return GenerationConfig.from_model_config(made.config)
+    return (
+        load_generation_config(folder)
+        or load_generation_config(hub_configs() / (made.variant or ""))
+        or GenerationConfig.from_model_config(made.config)
+    )
 
 
 def _plain_processor(processor: Any) -> Any:
-    stock = next(one for one in type(processor).__mro__ if one.__module__.startswith("transformers."))
+    stock = next(parent for parent in type(processor).__mro__ if parent.__module__.startswith("transformers."))
     names = inspect.signature(stock).parameters
     return stock(**{name: getattr(processor, name) for name in names if hasattr(processor, name)})
 
 
 __all__ = [
-    "INITIALISATIONS",
     "convert",
     "convert_reference_config",
     "convert_reference_weights",

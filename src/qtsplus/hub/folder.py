@@ -1,12 +1,13 @@
 """Output folders that appear whole or not at all, and never eat a user's files."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 # What an earlier run may have left. Anything else in a folder is the user's.
 OWN_FILES = (
@@ -29,6 +30,7 @@ def whole_folder(folder: str | Path, overwrite: bool = False, own: tuple[str, ..
 
     Raises:
         FileExistsError: the folder holds other files, or is a file.
+        ValueError: it cannot be written, or another process writes it.
     """
     folder = Path(folder).resolve()
     if folder.exists() and not folder.is_dir():
@@ -39,25 +41,49 @@ def whole_folder(folder: str | Path, overwrite: bool = False, own: tuple[str, ..
             f"{folder} holds files that are not from an earlier run ({', '.join(foreign[:3])}); "
             "choose another folder or allow overwriting."
         )
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    staging.mkdir(parents=True)
+    with _sole_writer(folder):
+        staging = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
+        staging.mkdir()
+        try:
+            yield staging
+            _move(staging, folder, own)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def _sole_writer(folder: Path) -> Iterator[None]:
+    """Holds a lock beside the folder, which the system takes from a process that dies."""
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
-        yield staging
-        _move(staging, folder, own)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"Another process is writing {folder}; wait until it is done or choose another.") from error
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error}); choose another folder.") from error
+    try:
+        yield
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        # Removed while it is held: who waits for it sees that its file is gone. Windows keeps it until it is released.
+        with suppress(PermissionError):
+            Path(lock.lock_file).unlink()
+        lock.release()
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """
     Raises:
-        ValueError: no such file, or not a JSON object.
+        ValueError: no such file, one that cannot be read, or not a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"There is no {path}.") from error
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object.")

@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
-from transformers import GenerationConfig
 
 from ..backbones import backbone_of, model_types
 from ..card_qtsplus import model_card
@@ -22,6 +21,7 @@ from .card import card_data, matching_variant
 from .checkpoint import read_checkpoint, weight_files, write_checkpoint
 from .files import require_variant, variants
 from .folder import read_json, remove_from_json, update_json, whole_folder
+from .saved import load_config, load_generation_config, load_processor, refuse_adapter
 from .weights import on_meta, read_weights
 
 AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
@@ -70,12 +70,11 @@ def build_variant(name: str, seed: int = 0, dtype: torch.dtype | None = None) ->
             f"The variant {name!r} comes without tokenizer and weights; give a folder that was saved with "
             "save_pretrained instead."
         )
-    backbone = backbone_of(read_json(folder / "config.json").get("model_type"))
-    config = backbone.config.from_pretrained(folder)
+    config = load_config(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = backbone.model(config)
-    model.generation_config = GenerationConfig.from_pretrained(folder)
+        model = backbone_of(config.model_type).model(config)
+    model.generation_config = load_generation_config(folder)
     model.to(dtype or config.dtype).eval()
     return Publishable(model, load_processor(folder, config), name, seed)
 
@@ -92,20 +91,6 @@ def load_variant(name: str) -> Publishable:
         return build_variant(name)
     loaded = backbone_of(read_json(folder / "config.json").get("model_type")).model.from_pretrained(folder).eval()
     return Publishable(loaded, load_processor(folder, loaded.config), name)
-
-
-def load_processor(folder: str | Path, config: Any) -> Any:
-    """
-    Loads a processor with this package's class for a model's configuration.
-
-    The configuration goes along because the tokenizer's loader would otherwise look for one itself, meet the `auto_map`
-    in the folder's config.json, and ask on the terminal whether to trust it.
-    """
-    backbone = backbone_of(config.model_type)
-    processor = backbone.processor.from_pretrained(folder, config=config)
-    if isinstance(config, backbone.config):  # and not a stock one, which does not say
-        processor.follow(config)
-    return processor
 
 
 def assemble(
@@ -173,7 +158,7 @@ def assemble_folder(
     if source == folder:
         raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
     _check_publishable(source)
-    config = backbone_of(read_json(source / "config.json")["model_type"]).config.from_pretrained(source)
+    config = load_config(source)
     tensors = read_weights(source, config)
     model = on_meta(config)
     repository = repository or f"org/{folder.name}"
@@ -196,8 +181,7 @@ def assemble_folder(
                 (staging / path.name).symlink_to(path)
         else:
             write_checkpoint(tensors, staging)
-        if (source / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(source)
+        model.generation_config = load_generation_config(source) or model.generation_config
         model.generation_config.save_pretrained(staging)
         processor = None
         if (source / "processor_config.json").exists():
@@ -316,8 +300,7 @@ def _create(api: HfApi, repository: str, private: bool) -> bool:
 def _check_publishable(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+    refuse_adapter(folder)
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
     model_type = read_json(folder / "config.json").get("model_type")

@@ -12,6 +12,7 @@ from .checkpoint import StoredTensor
 from .files import hub_configs
 from .folder import read_json
 from .names import REFERENCE
+from .saved import reading
 
 MODEL_TYPE = "qts_plus_qwen2_5_vl_causal_lm"
 
@@ -136,6 +137,8 @@ def _read_vision_config(path: Path) -> dict[str, Any]:
             f"{path} is no configuration of a Qwen2.5-VL vision tower: expected one with depth, hidden_size, "
             "out_hidden_size, or a whole config.json with it as vision_config."
         )
+    with reading(path):
+        Qwen2_5_VLVisionConfig(**{key: value for key, value in vision.items() if key not in _NOT_VISION})
     return vision
 
 

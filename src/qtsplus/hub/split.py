@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -13,7 +13,7 @@ from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from .checkpoint import StoredTensor, write_checkpoint
 from .folder import read_json, whole_folder
-from .publish import load_processor
+from .saved import load_config, load_generation_config, load_processor
 from .weights import SELECTOR, read_weights
 
 VISION_HEAD, LANGUAGE_MODEL, SELECTOR_FOLDER = "vision_head", "language_model", "selector"
@@ -51,16 +51,16 @@ def split(
     source = Path(model).resolve()
     if not source.is_dir():
         raise ValueError(f"There is no folder {model}.")
-    kind = read_json(source / "config.json").get("model_type")
-    if kind != Qwen2_5_VLQTSplusConfig.model_type:
+    model_type = read_json(source / "config.json").get("model_type")
+    if model_type != Qwen2_5_VLQTSplusConfig.model_type:
         raise ValueError(
-            f"{source} holds a model of type {kind!r}; expected {Qwen2_5_VLQTSplusConfig.model_type!r}, which "
+            f"{source} holds a model of type {model_type!r}; expected {Qwen2_5_VLQTSplusConfig.model_type!r}, which "
             "qtsplus convert makes."
         )
     out = source.with_name(source.name + "-split") if out is None else Path(out).resolve()
     if out == source:
         raise ValueError(f"{out} is the model itself; choose another folder to write to.")
-    config: Any = Qwen2_5_VLQTSplusConfig.from_pretrained(source)
+    config = load_config(source)
     tensors = read_weights(source, config)
     parts = [VISION_HEAD, LANGUAGE_MODEL, SELECTOR_FOLDER]
     with whole_folder(out, overwrite, own=tuple(parts)) as staging:
@@ -94,8 +94,9 @@ def _write_language_model(config: Any, tensors: dict[str, StoredTensor], source:
     language_model.architectures = ["Qwen2ForCausalLM"]
     language_model.dtype = config.dtype
     language_model.save_pretrained(folder)
-    if (source / "generation_config.json").exists():
-        GenerationConfig.from_pretrained(source).save_pretrained(folder)
+    generation_config = load_generation_config(source)
+    if generation_config is not None:
+        generation_config.save_pretrained(folder)
 
 
 def _write_selector(config: Any, tensors: dict[str, StoredTensor], folder: Path) -> None:

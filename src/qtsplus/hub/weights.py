@@ -9,6 +9,7 @@ import torch
 from ..backbones import backbone_of
 from .checkpoint import StoredTensor, read_checkpoint
 from .names import Naming, naming_of
+from .saved import reading
 
 SELECTOR, RHO_HISTORY = "model.qtsplus.", "model.qtsplus.rho_history"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
@@ -49,9 +50,11 @@ def check_weights(
     Raises:
         ValueError: weights are missing, unexpected or of another shape; each is listed by its stored name.
     """
+    with reading(Path(folder, "config.json")):
+        model = on_meta(config)
     expected = {
         name: tensor
-        for name, tensor in on_meta(config).state_dict().items()
+        for name, tensor in model.state_dict().items()
         if name not in without and not (without_selector and name.startswith(SELECTOR))
     }
     found: dict[str, StoredTensor] = {}

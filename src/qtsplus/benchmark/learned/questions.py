@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ...data.scene import Sighting
-from ...data.tinyworld import KINDS
+from ...data.tinyworld import QUESTION_KINDS
 from ...training.dataset import VideoRecord, read_records
 
 # Asked for rho alone: the widest request there is.
@@ -22,7 +22,7 @@ class QuestionSet:
     Questions about TinyWorld's held-out videos.
 
     Args:
-        records: of the kinds in [`KINDS`].
+        records: of the kinds in [`QUESTION_KINDS`].
         needles: per record its evidence, see [`Question`].
         descriptions: the requests to describe a video, whose budget is looked at.
         digest: of the file.
@@ -49,7 +49,7 @@ class QuestionSet:
         found = [
             (record, line) for record, line in zip(read_records(path), lines, strict=True) if record.video is not None
         ]
-        chosen = [(record, line) for record, line in found if line.get("kind") in KINDS]
+        chosen = [(record, line) for record, line in found if line.get("kind") in QUESTION_KINDS]
         if not chosen:
             raise ValueError(f"{path} holds no question of TinyWorld; expected records of `qtsplus data tinyworld`.")
         return cls(

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ...data.tinyworld import KINDS, POINT_KINDS
+from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS
 from ..plots import save_figure
 from .policies import OF_BASE, TITLES, title_of
 
@@ -40,12 +40,14 @@ def _table(pooled: dict, details: dict[str, Any]) -> str:
         "",
         f"`{details['command']}`",
         "",
-        "| policy | retention | accuracy | 95% interval | needle recall | kept | asked | " + " | ".join(KINDS) + " |",
-        "|---|---|---|---|---|---|---|" + "---|" * len(KINDS),
+        "| policy | retention | accuracy | 95% interval | needle recall | kept | asked | "
+        + " | ".join(QUESTION_KINDS)
+        + " |",
+        "|---|---|---|---|---|---|---|" + "---|" * len(QUESTION_KINDS),
     ]
     for (policy, retention), row in sorted(pooled.items(), key=_order):
         recall = "" if row["needle_recall"] is None else f"{row['needle_recall']:.1%}"
-        kinds = [f"{row['kinds'][kind]['accuracy']:.1%}" if kind in row["kinds"] else "" for kind in KINDS]
+        kinds = [f"{row['kinds'][kind]['accuracy']:.1%}" if kind in row["kinds"] else "" for kind in QUESTION_KINDS]
         cells = [
             title_of(policy),
             "own" if retention is None else f"{retention:.0%}",

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...data.tinyworld import KINDS, POINT_KINDS, WIDE_KINDS
+from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS, WIDE_KINDS
 from ...evaluation.exact_match import accuracy
 from ...training.dataset import VideoRecord
 from .policies import DEFAULT
@@ -57,7 +57,7 @@ def _row(chosen: list[Outcomes], kinds: list[str]) -> dict[str, Any]:
         "kept_fraction": sum(joined["kept"]) / sum(joined["visual"]),
         "kinds": {
             kind: share([index for index, asked in enumerate(kinds) if asked == kind])
-            for kind in KINDS
+            for kind in QUESTION_KINDS
             if kind in kinds
         },
     }
@@ -77,7 +77,7 @@ def adaptive_budgets(budgets: list[tuple[str, str, float]], seeds: Sequence[int]
         for kind in (*WIDE_KINDS, DESCRIPTION)
     }
     return {
-        "rho": {kind: _mean_interval(by_kind[kind]) for kind in (*KINDS, DESCRIPTION) if kind in by_kind},
+        "rho": {kind: _mean_interval(by_kind[kind]) for kind in (*QUESTION_KINDS, DESCRIPTION) if kind in by_kind},
         "wide_minus_point": {kind: gap for kind, gap in gaps.items() if gap},
         "seeds": list(seeds),
     }
@@ -105,7 +105,7 @@ def differences(results: list[Outcomes], records: list[VideoRecord]) -> list[dic
                 continue
             gain = correct[DEFAULT, share] - other
             row: dict[str, Any] = {"policy": name, "default_retention": share, "retention": retention}
-            chosen = {kind: kinds == kind for kind in KINDS if kind in kinds}
+            chosen = {kind: kinds == kind for kind in QUESTION_KINDS if kind in kinds}
             chosen = {"all": np.ones(len(kinds), bool), "when_and_order": np.isin(kinds, ("when", "order")), **chosen}
             row["gain"] = {label: _clustered_interval(gain[mask], videos[mask]) for label, mask in chosen.items()}
             rows.append(row)

@@ -1,0 +1,79 @@
+"""What `save_pretrained` left in a folder, loaded with this package's classes; a broken file is one `ValueError`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import GenerationConfig
+
+from ..backbones import backbone_of
+from .folder import read_json
+
+# What Transformers and its parsers raise for a file that is there, but not what its name says.
+_BROKEN = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, StrictDataclassError)
+_PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("tokenizer_config.json", "tokenizer.json"),
+)
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Raises one `ValueError` that names the file, whatever reading it raises."""
+    try:
+        yield
+    except _BROKEN as error:
+        speaks = isinstance(error, (OSError, ValueError, StrictDataclassError))
+        kind = "" if speaks else f"{type(error).__name__}: "
+        raise ValueError(f"{what} cannot be used: {kind}{' '.join(str(error).split())}") from error
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raises `ValueError` for the folder of a PEFT adapter, which has the weights of no whole model."""
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+
+
+def load_config(folder: Path) -> Any:
+    """The configuration of one of our models."""
+    path = folder / "config.json"
+    with reading(path):
+        return backbone_of(read_json(path).get("model_type")).config.from_pretrained(folder)
+
+
+def load_generation_config(folder: Path) -> GenerationConfig | None:
+    """The generation configuration, where there is one."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return None
+    with reading(path):
+        return GenerationConfig.from_pretrained(folder)
+
+
+def load_processor(folder: str | Path, config: Any) -> Any:
+    """
+    Loads a processor with this package's class for a model's configuration.
+
+    The configuration goes along because the tokenizer's loader would otherwise look for one itself, meet the `auto_map`
+    in the folder's config.json, and ask on the terminal whether to trust it.
+
+    Raises:
+        ValueError: a file of it is broken, or its tokenizer has no words.
+    """
+    for path in (Path(folder, name) for name in _PROCESSOR_FILES):
+        if path.exists():
+            read_json(path)
+    backbone = backbone_of(config.model_type)
+    with reading(f"The processor of {folder}"):
+        processor = backbone.processor.from_pretrained(folder, config=config)
+    # Transformers makes a tokenizer of special tokens alone where the file is missing.
+    if len(processor.tokenizer) <= len(processor.tokenizer.added_tokens_decoder):
+        raise ValueError(f"{folder} has a tokenizer without words; expected a tokenizer.json, or vocab and merges.")
+    if isinstance(config, backbone.config):  # and not a stock one, which does not say
+        processor.follow(config)
+    return processor
+
+
+__all__ = ["load_config", "load_generation_config", "load_processor", "reading", "refuse_adapter"]

@@ -1,0 +1,99 @@
+"""What is broken in a folder, convert, split and publish name in one line, and write nothing."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from qtsplus.cli import app
+
+COMMANDS = {
+    "convert": lambda source, out: ["convert", source, "--out", out],
+    "split": lambda source, out: ["split", source, "--out", out],
+    "publish": lambda source, out: ["publish", source, "--to", out],
+}
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def nowhere(path):
+    path.unlink()
+    path.symlink_to(path.parent / "nowhere" / path.name)
+
+
+def written(text):
+    return lambda path: path.write_text(text)
+
+
+def with_fields(**values):
+    return lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "spoil", "words"),
+    [
+        ("model.safetensors", cut, "model.safetensors is no whole safetensors file"),
+        ("model.safetensors", written(""), "model.safetensors is no whole safetensors file"),
+        ("model.safetensors", as_folder, "has no weights"),
+        ("model.safetensors", nowhere, "has no weights"),
+        ("config.json", cut, "config.json is not JSON"),
+        ("config.json", written("[" * 100_000), "config.json is not JSON"),
+        ("config.json", written("[1]"), "config.json holds no JSON object"),
+        ("config.json", as_folder, "config.json cannot be read"),
+        (
+            "config.json",
+            with_fields(image_token_id="x"),
+            "config.json cannot be used: Validation error for field 'image",
+        ),
+        ("config.json", with_fields(dtype=[]), "config.json cannot be used: IndexError"),
+        (
+            "config.json",
+            with_fields(qtsplus_config=3),
+            "config.json cannot be used: TypeError: `qtsplus_config` must be",
+        ),
+        ("generation_config.json", cut, "generation_config.json cannot be used"),
+        ("generation_config.json", written("null"), "generation_config.json cannot be used: TypeError"),
+        ("processor_config.json", cut, "processor_config.json is not JSON"),
+        ("processor_config.json", with_fields(video_processor=3), "The processor of"),
+        ("tokenizer.json", cut, "tokenizer.json is not JSON"),
+        ("tokenizer.json", nowhere, "has a tokenizer without words"),
+    ],
+)
+def test_a_broken_file_is_named_in_one_line(command, name, spoil, words, tiny_published, tmp_path):
+    source = shutil.copytree(tiny_published, tmp_path / "source")
+    spoil(source / name)
+    result = CliRunner().invoke(app, list(map(str, COMMANDS[command](source, tmp_path / "out"))))
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert words in result.stderr.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", ["../x.safetensors", "{absolute}", "shards/x.safetensors", "..", "", 5, None])
+def test_an_index_that_names_files_elsewhere_is_refused(command, name, tiny_published, tmp_path):
+    """Otherwise `publish --repo` would upload what somebody else's index names."""
+    source = shutil.copytree(tiny_published, tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    (source / "shards").mkdir()
+    for folder in (tmp_path, source / "shards"):
+        save_file(weights, folder / "x.safetensors", metadata={"format": "pt"})
+    if name == "{absolute}":
+        name = str(tmp_path / "x.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = CliRunner().invoke(app, list(map(str, COMMANDS[command](source, tmp_path / "out"))))
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert f"index.json names {str(name)!r}; expected names of files beside it" in result.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,64 @@
+"""A folder appears whole or not at all, also when its process is killed or is not alone."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from qtsplus.hub.folder import whole_folder
+
+# Writes the half of a folder, says so, and waits.
+WRITER = """
+import sys, time
+from qtsplus.hub.folder import whole_folder
+
+with whole_folder(sys.argv[1]) as staging:
+    (staging / "half").touch()
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """A process that is in the middle of writing `hub`."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "hub")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "writing\n", child.communicate()
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def write(folder):
+    with whole_folder(folder) as staging:
+        (staging / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_killed_process_left_is_gone_after_the_next_run(writer, how, tmp_path):
+    writer.send_signal(how)
+    writer.wait()
+    left = list(tmp_path.iterdir())
+    assert left and tmp_path / "hub" not in left
+    write(tmp_path / "hub")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "hub", tmp_path / "hub" / "config.json"]
+
+
+def test_what_a_living_process_writes_is_left_alone(writer, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"Another process is writing .*hub"):
+        write(tmp_path / "hub")
+    assert sorted(tmp_path.rglob("*")) == before
+    write(tmp_path / "other")
+    assert (tmp_path / "other" / "config.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"hub cannot be written .*choose another folder"):
+        write(tmp_path / "file" / "hub")
+    with pytest.raises(ValueError, match="cannot be written"):
+        write(tmp_path / ("x" * 250))
