@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from qtsplus import processing_qtsplus
+from qtsplus import video_qtsplus
 from qtsplus.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.data.clip import write_mp4
 from qtsplus.data.tokenizer import SPECIAL_TOKENS, build_processor
-from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor, choose_frames, load_frames, read_video
+from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.selector_qtsplus import find_query_mask
+from qtsplus.video_qtsplus import choose_frames, load_frames, read_video
 
 TINY = Path(__file__).parents[1] / "hub_configs" / "qtsplus-tiny"
 PROMPT = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Where is it?<|im_end|>\n<|im_start|>assistant\n"
@@ -35,7 +36,7 @@ def backend(request, monkeypatch):
         torchcodec = pytest.importorskip("torchcodec", exc_type=(ImportError, RuntimeError))
         if getattr(torchcodec, "ffmpeg_major_version", "") is None:
             pytest.skip("torchcodec found no FFmpeg")
-    monkeypatch.setattr(processing_qtsplus, "video_backend", lambda: request.param)
+    monkeypatch.setattr(video_qtsplus, "video_backend", lambda: request.param)
     return request.param
 
 
@@ -316,11 +317,11 @@ def test_a_file_without_a_video_stream_is_named(processor, backend, tmp_path):
 
 def test_the_decoder_is_logged_once_with_the_reason(monkeypatch):
     lines = []
-    monkeypatch.setattr(processing_qtsplus.logger, "warning", lines.append)
-    processing_qtsplus.video_backend.cache_clear()
-    names = {processing_qtsplus.video_backend() for _ in range(3)}
+    monkeypatch.setattr(video_qtsplus.logger, "warning", lines.append)
+    video_qtsplus.video_backend.cache_clear()
+    names = {video_qtsplus.video_backend() for _ in range(3)}
     assert len(names) == len(lines) == 1 and "torchcodec" in lines[0]
-    assert isinstance(processing_qtsplus.logger, logging.Logger)
+    assert isinstance(video_qtsplus.logger, logging.Logger)
 
 
 # Frames ---------------------------------------------------------------------------------------------------------------
@@ -478,7 +479,7 @@ def test_a_saved_processor_brings_its_code_and_loads_the_same(processor, ramp, t
     processor.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "processor_config.json").read_text())
     assert saved["auto_map"]["AutoProcessor"] == "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"
-    assert {"processing_qtsplus.py", "selector_qtsplus.py", "chat_template.jinja"} <= {
+    assert {"processing_qtsplus.py", "video_qtsplus.py", "selector_qtsplus.py", "chat_template.jinja"} <= {
         path.name for path in tmp_path.iterdir()
     }
     loaded = Qwen2_5_VLQTSplusProcessor.from_pretrained(tmp_path, trust_remote_code=False)
