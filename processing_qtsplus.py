@@ -5,11 +5,12 @@
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2_5_VLProcessor
+from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor
 from transformers.image_utils import SizeDict, make_flat_list_of_images
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
@@ -33,7 +34,7 @@ DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
 BYTES_PER_CHUNK = 2**28  # of decoded frames that are held at a time
 
 
-class QTSplusProcessorMixin:
+class QTSplusProcessorMixin(ProcessorMixin):
     r"""
     In front of a backbone's processor: says which tokens are the question, and reads videos with their true times.
 
@@ -45,13 +46,19 @@ class QTSplusProcessorMixin:
     turn_end = "<|im_end|>"
     native_resolution = True  # larger frames become more tokens
 
+    # Every backbone's processor has these.
+    image_token: str
+    image_token_id: int
+    video_token: str
+    video_token_id: int
+
     @property
-    def model_input_names(self):
+    def model_input_names(self) -> list[str]:
         names = ["second_per_grid_ts", "query_mask", "query_input_ids", "query_attention_mask"]
         return list(dict.fromkeys([*super().model_input_names, *names]))
 
     @property
-    def query_token_ids(self) -> dict[str, int | list[int]]:
+    def query_token_ids(self) -> dict[str, Any]:
         """The ids by which [`find_query_mask`] finds the question, named as in the model's configuration."""
         tokenizer = self.tokenizer
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -66,15 +73,23 @@ class QTSplusProcessorMixin:
         """The ids that stand for the tokens of images and of videos."""
         return [self.image_token_id, self.video_token_id]
 
-    def follow(self, config) -> None:
+    def follow(self, config: Any) -> None:
         """Takes over what the model's configuration decides of a prompt's layout; nothing for most backbones."""
 
-    def __call__(self, images=None, text=None, videos=None, query=None, video_grid_thw=None, **kwargs):
+    def __call__(
+        self,
+        images: Any = None,
+        text: str | list[str] | None = None,
+        videos: Any = None,
+        query: str | list[str] | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BatchFeature:
         """
         Prepares the model's inputs.
 
         Args:
-            images: as in the backbone's processor.
+            images: as in the backbone's processor: images, their paths, addresses or base64, flat or in a list per row.
             text (`str` or `list[str]`): prompts made with the chat template, one per row.
             videos: per video a path (file, `http(s)` address, or folder of frames), or its frames: `[T, H, W, C]` or
                 `[T, C, H, W]` as an array or tensor, or a list of images. Alone, in a list, or in a list per row.
@@ -107,7 +122,8 @@ class QTSplusProcessorMixin:
             videos, kwargs = self._read_videos(videos, kwargs)
             self._require_placeholders(text, self.video_token, len(videos), "videos", kwargs)
         if images is not None:
-            count = len(make_flat_list_of_images(images))
+            images = self.image_processor.fetch_images(images)
+            count = len(list(make_flat_list_of_images(images)))
             self._require_placeholders(text, self.image_token, count, "images", kwargs)
         if video_grid_thw is not None:
             if videos is not None or text is None or kwargs.get("return_tensors") not in (None, "pt"):
@@ -126,6 +142,47 @@ class QTSplusProcessorMixin:
         if query is not None:
             rows = len(inputs["input_ids"]) if text is not None else None
             inputs.update(self._tokenize_query(query, rows, like=inputs.get("input_ids")))
+        return inputs
+
+    def question_inputs(
+        self, question: str, video_grid_thw: torch.Tensor, video_metadata: list[VideoMetadata]
+    ) -> BatchFeature:
+        """
+        The prompt of one question about videos that were encoded before.
+
+        All of the question is text: `<|im_end|>` in it ends no turn, `<|video_pad|>` stands for no video.
+
+        Args:
+            question: the text.
+            video_grid_thw: `[videos, 3]`.
+            video_metadata: one per video.
+
+        Returns:
+            The model's inputs, of one row, as tensors.
+        """
+        videos = {"video_grid_thw": video_grid_thw, "video_metadata": video_metadata}
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "processor_kwargs": videos}
+
+        def messages(text):
+            content = [{"type": "video"}] * len(video_grid_thw) + [{"type": "text", "text": text}]
+            return [{"role": "user", "content": content}]
+
+        ids, as_text = (
+            self.tokenizer(question, add_special_tokens=False, split_special_tokens=split)["input_ids"]
+            for split in (False, True)
+        )
+        if ids == as_text:
+            return self.apply_chat_template(messages(question), add_generation_prompt=True, **options)
+
+        # Tokenized apart from the template around it, whose special tokens are none of the question's.
+        blank = "\ue000"
+        before, after = self.apply_chat_template(messages(blank), add_generation_prompt=True).split(blank)
+        inputs = self(text=before, return_tensors="pt", **videos)
+        rest = as_text + self.tokenizer(after, add_special_tokens=False)["input_ids"]
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([rest])], dim=1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["query_mask"] = self._query_mask(inputs["input_ids"], inputs["attention_mask"])
+        inputs.pop("mm_token_type_ids", None)  # the model needs them not
         return inputs
 
     def video_chunks(
@@ -184,7 +241,9 @@ class QTSplusProcessorMixin:
             frames_per_chunk=max(int(frames_per_chunk) // temporal, 1) * temporal,
         )
 
-    def _frame_choice(self, fps, num_frames, bounds):
+    def _frame_choice(
+        self, fps: float | None, num_frames: int | None, bounds: dict[str, int | None]
+    ) -> Callable[[int, float], np.ndarray]:
         """[`choose_frames`] with what the call leaves open taken from the video processor."""
         if fps is not None and num_frames is not None:
             raise ValueError(f"Got `fps={fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
@@ -221,7 +280,9 @@ class QTSplusProcessorMixin:
         inputs = processor(videos=[video], do_resize=False, do_sample_frames=False, return_tensors="pt")
         return inputs["pixel_values_videos"], inputs["video_grid_thw"]
 
-    def _stand_ins(self, video_grid_thw, kwargs):
+    def _stand_ins(
+        self, video_grid_thw: torch.Tensor, kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Videos of the given grids without values, by which the backbone's processor counts placeholders."""
         videos = [self._blank(*grid) for grid in torch.as_tensor(video_grid_thw).tolist()]
         counts = [len(video) for video in videos]
@@ -238,12 +299,12 @@ class QTSplusProcessorMixin:
         size = (t * processor.temporal_patch_size, 3, h * processor.patch_size, w * processor.patch_size)
         return torch.empty(*size, dtype=torch.uint8, device="meta")
 
-    def _read_videos(self, videos, kwargs):
+    def _read_videos(self, videos: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Frames of every video, and `kwargs` with their metadata and nothing left to sample."""
         kwargs = dict(kwargs)
         videos_kwargs = dict(kwargs.pop("videos_kwargs", None) or {})
 
-        def take(name):  # given directly or in `videos_kwargs`
+        def take(name: str) -> Any:  # given directly or in `videos_kwargs`
             nested = videos_kwargs.pop(name, None)
             return kwargs.pop(name, nested)
 
@@ -282,7 +343,7 @@ class QTSplusProcessorMixin:
             kwargs["videos_kwargs"] = videos_kwargs
         return frames_list, kwargs
 
-    def _process_videos(self, videos, **kwargs):
+    def _process_videos(self, videos: list[Any], **kwargs: Any) -> tuple[Any, list[str]]:
         """As the backbone's own, with the seconds of a temporal patch, which not all give."""
         processed, texts = super()._process_videos(videos, **{**kwargs, "return_metadata": True})
         if "second_per_grid_ts" not in processed:
@@ -290,7 +351,9 @@ class QTSplusProcessorMixin:
             processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in described]
         return processed, texts
 
-    def _require_placeholders(self, text, token, count, kind, kwargs):
+    def _require_placeholders(
+        self, text: str | list[str] | None, token: str, count: int, kind: str, kwargs: dict[str, Any]
+    ) -> None:
         # With `sanitize_control_tokens` the text holds marked tokens that only the tokenizer can tell apart.
         if text is None or kwargs.get("sanitize_control_tokens"):
             return
@@ -298,7 +361,7 @@ class QTSplusProcessorMixin:
         if given != count:
             raise ValueError(f"Got {count} {kind} and {given} placeholders {token} in the text; expected as many.")
 
-    def _query_mask(self, input_ids, attention_mask):
+    def _query_mask(self, input_ids: Any, attention_mask: Any) -> Any:
         """`[B, S]` like `input_ids`, whose rows have different lengths where they are lists."""
         ids = self.query_token_ids
         if torch.is_tensor(input_ids):
@@ -309,7 +372,7 @@ class QTSplusProcessorMixin:
             rows.append(find_query_mask(torch.as_tensor(row_ids)[None], row_mask, **ids)[0].tolist())
         return np.array(rows) if isinstance(input_ids, np.ndarray) else rows
 
-    def _tokenize_query(self, query, rows, like):
+    def _tokenize_query(self, query: str | list[str], rows: int | None, like: Any) -> dict[str, Any]:
         queries = [query] * (rows or 1) if isinstance(query, str) else list(query)
         if rows is not None and len(queries) != rows:
             raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
@@ -327,7 +390,7 @@ class QTSplusProcessorMixin:
         return {name: np.array(values) for name, values in padded.items()} if isinstance(like, np.ndarray) else padded
 
 
-def _per_video(name, value, count):
+def _per_video(name: str, value: Any, count: int) -> list[Any]:
     """One entry per video: a single number holds for all, nested lists are read in order."""
     if isinstance(value, Mapping):
         value = [value]
@@ -350,7 +413,7 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
 
     native_resolution = False
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.video_processor.merge_size = self.video_processor.temporal_patch_size = 1
 
@@ -359,10 +422,12 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
         raise NotImplementedError
 
     @property
-    def model_input_names(self):
+    def model_input_names(self) -> list[str]:
         return [*super().model_input_names, "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
 
-    def _process_videos(self, videos, video_metadata=None, **kwargs):
+    def _process_videos(
+        self, videos: list[Any], video_metadata: Any = None, **kwargs: Any
+    ) -> tuple[dict[str, Any], list[str]]:
         options = {**kwargs, "return_tensors": "pt", "return_metadata": False}
         clips = [self._clip(video, options) for video in videos]
         grids = torch.cat([self.grid_of(len(clip)) for clip in clips])
@@ -371,7 +436,7 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
         seconds = [1 / metadata.sampled_fps for metadata in video_metadata]
         return {**processed, "pixel_values_videos": torch.cat(clips), "second_per_grid_ts": seconds}, texts
 
-    def _clip(self, video, options):
+    def _clip(self, video: Any, options: dict[str, Any]) -> torch.Tensor:
         if torch.is_tensor(video) and video.is_meta:
             return video
         return self.video_processor(videos=[video], **options)["pixel_values_videos"][0]
@@ -379,7 +444,7 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
     def grid_of(self, num_frames: int, *size: int) -> torch.Tensor:
         return torch.tensor([[num_frames, self.tokens_per_side, self.tokens_per_side]])
 
-    def preprocess_frames(self, frames, grid):
+    def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})
         return clip, self.grid_of(len(clip))
 

@@ -183,7 +183,7 @@ def ask(
     Args:
         model, processor: as [`load`] gives them.
         video: a video file, or a folder of frames; or what [`encode`] has made of one, for another question.
-        question: the text.
+        question: the text; special tokens in it, such as `<|im_end|>`, are text too.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
         max_visual_tokens: most visual tokens to keep.
@@ -202,14 +202,7 @@ def ask(
     elif fps is not None:
         raise ValueError(f"Got fps={fps:g} for a video that was encoded before; give it to `encode`.")
 
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"video_grid_thw": video.video_grid_thw, "video_metadata": [video.metadata]},
-    ).to(model.device)
+    inputs = processor.question_inputs(question, video.video_grid_thw, [video.metadata]).to(model.device)
     clock = _FirstTokenClock()
     started = time.perf_counter()
     output = model.generate(
