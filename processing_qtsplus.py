@@ -5,33 +5,31 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor
-from transformers.image_utils import SizeDict, make_flat_list_of_images
-from transformers.video_processing_utils import BaseVideoProcessor
+from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
 from .prompt_qtsplus import PATCHES_PER_CHUNK
 from .selector_qtsplus import find_query_mask
 from .video_qtsplus import (
     VideoChunks,
+    VideoFile,
     check_frames,
     choose_frames,
     describe_frames,
     flatten_videos,
+    frame_choice,
     image_paths,
     load_frames,
     open_video,
-    read_video,
     require_positive,
+    resize_frame,
 )
-
-DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
-BYTES_PER_CHUNK = 2**28  # of decoded frames that are held at a time
 
 
 class QTSplusProcessorMixin(ProcessorMixin):
@@ -123,8 +121,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
             self._require_placeholders(text, self.video_token, len(videos), "videos", kwargs)
         if images is not None:
             images = self.image_processor.fetch_images(images)
-            count = len(list(make_flat_list_of_images(images)))
-            self._require_placeholders(text, self.image_token, count, "images", kwargs)
+            flat: Any = make_flat_list_of_images(images)
+            self._require_placeholders(text, self.image_token, len(flat), "images", kwargs)
         if video_grid_thw is not None:
             if videos is not None or text is None or kwargs.get("return_tensors") not in (None, "pt"):
                 raise ValueError(
@@ -160,23 +158,24 @@ class QTSplusProcessorMixin(ProcessorMixin):
         Returns:
             The model's inputs, of one row, as tensors.
         """
-        videos = {"video_grid_thw": video_grid_thw, "video_metadata": video_metadata}
-        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "processor_kwargs": videos}
+        videos: dict[str, Any] = {"video_grid_thw": video_grid_thw, "video_metadata": video_metadata}
 
-        def messages(text):
-            content = [{"type": "video"}] * len(video_grid_thw) + [{"type": "text", "text": text}]
-            return [{"role": "user", "content": content}]
+        def prompt(text: str, **options: Any) -> Any:
+            content: list[Any] = [{"type": "video"}] * len(video_grid_thw) + [{"type": "text", "text": text}]
+            messages: list[Any] = [{"role": "user", "content": content}]
+            return self.apply_chat_template(messages, add_generation_prompt=True, **options)
 
         ids, as_text = (
             self.tokenizer(question, add_special_tokens=False, split_special_tokens=split)["input_ids"]
             for split in (False, True)
         )
         if ids == as_text:
-            return self.apply_chat_template(messages(question), add_generation_prompt=True, **options)
+            options = {"return_dict": True, "return_tensors": "pt", "processor_kwargs": videos}
+            return prompt(question, tokenize=True, **options)
 
         # Tokenized apart from the template around it, whose special tokens are none of the question's.
         blank = "\ue000"
-        before, after = self.apply_chat_template(messages(blank), add_generation_prompt=True).split(blank)
+        before, after = prompt(blank).split(blank)
         inputs = self(text=before, return_tensors="pt", **videos)
         rest = as_text + self.tokenizer(after, add_special_tokens=False)["input_ids"]
         inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([rest])], dim=1)
@@ -203,7 +202,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             fps, num_frames, min_frames, max_frames: as in a call; of a folder, `fps` is the rate at which its frames
                 were taken.
             frames_per_chunk: frames at a time, cut down to whole temporal patches; by default about 16,384 patches
-                (or tokens, where the grid counts those), and no more than 256 MB of decoded frames.
+                (or tokens, where the grid counts those).
 
         Raises:
             ValueError: a video that is missing or cannot be decoded; a folder without `fps`; rates and counts that are
@@ -211,57 +210,56 @@ class QTSplusProcessorMixin(ProcessorMixin):
         """
         if not isinstance(video, (str, os.PathLike)):
             raise ValueError(f"Got a video of type {type(video).__name__}; expected a path. Frames need no chunks.")
-        path, processor = os.fspath(video), self.video_processor
-        temporal = processor.temporal_patch_size
+        path = os.fspath(video)
+        temporal = self.video_processor.temporal_patch_size
         for name, given in (("fps", fps), ("num_frames", num_frames), ("frames_per_chunk", frames_per_chunk)):
             if given is not None:
                 require_positive(name, given)
+        warnings: list[str] = []
         if os.path.isdir(path):
             paths = image_paths(path)
             metadata = describe_frames(paths, None, fps)
-            height, width = load_frames(paths[:1]).shape[1:3]
+            shape = (len(paths), *load_frames(paths[:1]).shape[1:3])
 
-            def decode():
+            def decode() -> Iterator[np.ndarray]:
                 return (load_frames([one])[0] for one in paths)
         else:
             bounds = {"min_frames": min_frames, "max_frames": max_frames, "temporal_patch_size": None}
-            metadata, decode = open_video(path, self._frame_choice(fps, num_frames, bounds))
-            height, width = metadata.height, metadata.width
+            opened = open_video(path, frame_choice(self.video_processor, fps, num_frames, bounds))
+            metadata, shape, decode, warnings = opened.metadata, opened.shape, opened.decode, opened.warnings
 
-        grid = self.grid_of(len(metadata.frames_indices), height, width)
+        grid = self.grid_of(*shape)
         if frames_per_chunk is None:
-            patches = int(grid[0, 1] * grid[0, 2])
-            frames_per_chunk = min(PATCHES_PER_CHUNK // patches * temporal, BYTES_PER_CHUNK // (3 * height * width))
+            frames_per_chunk = PATCHES_PER_CHUNK // int(grid[0, 1] * grid[0, 2]) * temporal
         return VideoChunks(
-            preprocess=functools.partial(self.preprocess_frames, grid=grid),
-            decode=decode,
             video_grid_thw=grid,
             second_per_grid_ts=[temporal / metadata.sampled_fps],
             metadata=metadata,
             frames_per_chunk=max(int(frames_per_chunk) // temporal, 1) * temporal,
+            decode=decode,
+            resize=functools.partial(resize_frame, self.video_processor, self.frame_size(*shape)),
+            preprocess=functools.partial(self.preprocess_frames, grid=grid),
+            warnings=warnings,
         )
 
-    def _frame_choice(
-        self, fps: float | None, num_frames: int | None, bounds: dict[str, int | None]
-    ) -> Callable[[int, float], np.ndarray]:
-        """[`choose_frames`] with what the call leaves open taken from the video processor."""
-        if fps is not None and num_frames is not None:
-            raise ValueError(f"Got `fps={fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
-        if fps is None and num_frames is None:
-            num_frames = getattr(self.video_processor, "num_frames", None)
-        fps = fps or getattr(self.video_processor, "fps", None) or DEFAULT_FPS
-        bounds = {
-            name: getattr(self.video_processor, name, None) if value is None else value
-            for name, value in bounds.items()
-        }
-        bounds = {name: value for name, value in bounds.items() if value is not None}
-        return functools.partial(choose_frames, fps=fps, num_frames=num_frames, **bounds)
-
-    def grid_of(self, num_frames: int, height: int, width: int) -> torch.Tensor:
+    def grid_of(self, num_frames: int, height: int, width: int, **options: Any) -> torch.Tensor:
         """`[1, 3]`: the grid of a video, asked of the video processor itself with a video without values."""
         blank = torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")
-        options = {"do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
+        options = {**options, "do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
         return self.video_processor(videos=[blank], **options)["video_grid_thw"]
+
+    def frame_size(self, num_frames: int, height: int, width: int, **options: Any) -> tuple[int, int]:
+        """
+        The height and width to which the video processor brings the frames of a video.
+
+        Args:
+            options: of the video processor's call, such as `size`.
+        """
+        if not options.get("do_resize", self.video_processor.do_resize):
+            return height, width
+        patch_size = options.get("patch_size") or self.video_processor.patch_size
+        _, rows, columns = self.grid_of(num_frames, height, width, **options)[0].tolist()
+        return rows * patch_size, columns * patch_size
 
     def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -271,12 +269,10 @@ class QTSplusProcessorMixin(ProcessorMixin):
             frames: `[T, H, W, 3]` uint8.
             grid: `[1, 3]`, whose height and width the frames shall have; ignored without `native_resolution`.
         """
-        processor, video = self.video_processor, torch.from_numpy(frames).permute(0, 3, 1, 2)
+        processor = self.video_processor
         height, width = (grid[0, 1:] * processor.patch_size).tolist()
-        if video.shape[2:] != (height, width):
-            # Qwen's own resizing would look at the number of frames, which is the chunk's and not the video's.
-            size = SizeDict(height=height, width=width)
-            video = BaseVideoProcessor.resize(processor, image=video, size=size, resample=processor.resample)
+        resized = np.stack([resize_frame(processor, (height, width), frame) for frame in frames])
+        video = torch.from_numpy(resized).permute(0, 3, 1, 2)
         inputs = processor(videos=[video], do_resize=False, do_sample_frames=False, return_tensors="pt")
         return inputs["pixel_values_videos"], inputs["video_grid_thw"]
 
@@ -321,13 +317,22 @@ class QTSplusProcessorMixin(ProcessorMixin):
             for name in ("min_frames", "max_frames", "temporal_patch_size")
         }
 
+        # A file's frames are brought to their size one by one, since all of them, as large as in the video, may not fit
+        # into memory. Not beside given frames: the video processor resizes all videos of a call, or none. Nor where the
+        # caller says how to resize, or where.
+        names = set(self.video_processor.valid_kwargs.__annotations__) - {"input_data_format"}
+        options = {name: value for name, value in {**kwargs, **videos_kwargs}.items() if name in names}
+        one_by_one = all(isinstance(video, str) for video in videos) and not {"do_resize", "device"} & options.keys()
+
         frames_list, described = [], []
         for video, rate, metadata in zip(videos, rates, metadata_list, strict=True):
             if rate is not None:
                 require_positive("fps", rate)
-            choose = self._frame_choice(rate, num_frames, bounds)
+            choose = frame_choice(self.video_processor, rate, num_frames, bounds)
             if isinstance(video, str):
-                frames, metadata = read_video(video, choose_frames if do_sample_frames is False else choose)
+                opened = open_video(video, choose_frames if do_sample_frames is False else choose)
+                metadata = opened.metadata
+                frames = self._read(opened, options if one_by_one else {"do_resize": False})
             else:
                 frames = check_frames(video)
                 sample = metadata is not None and asked_to_sample
@@ -335,15 +340,22 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 if sample:
                     picked = choose(len(frames), metadata.sampled_fps)
                     frames = frames[picked]
-                    metadata.frames_indices = [metadata.frames_indices[index] for index in picked]
+                    metadata.frames_indices = np.asarray(metadata.frames_indices)[picked].tolist()
             frames_list.append(frames)
             described.append(metadata)
         kwargs.update(video_metadata=described, do_sample_frames=False)
+        if one_by_one:
+            videos_kwargs["do_resize"] = False
         if videos_kwargs:
             kwargs["videos_kwargs"] = videos_kwargs
         return frames_list, kwargs
 
-    def _process_videos(self, videos: list[Any], **kwargs: Any) -> tuple[Any, list[str]]:
+    def _read(self, video: VideoFile, options: dict[str, Any]) -> np.ndarray:
+        """All chosen frames of a file, of the size that the video processor gives them."""
+        size, resample = self.frame_size(*video.shape, **options), options.get("resample")
+        return np.stack([resize_frame(self.video_processor, size, frame, resample) for frame in video.decode()])
+
+    def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
         """As the backbone's own, with the seconds of a temporal patch, which not all give."""
         processed, texts = super()._process_videos(videos, **{**kwargs, "return_metadata": True})
         if "second_per_grid_ts" not in processed:
@@ -425,9 +437,8 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
     def model_input_names(self) -> list[str]:
         return [*super().model_input_names, "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
 
-    def _process_videos(
-        self, videos: list[Any], video_metadata: Any = None, **kwargs: Any
-    ) -> tuple[dict[str, Any], list[str]]:
+    def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
+        video_metadata = kwargs.pop("video_metadata", None)
         options = {**kwargs, "return_tensors": "pt", "return_metadata": False}
         clips = [self._clip(video, options) for video in videos]
         grids = torch.cat([self.grid_of(len(clip)) for clip in clips])
@@ -441,8 +452,14 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
             return video
         return self.video_processor(videos=[video], **options)["pixel_values_videos"][0]
 
-    def grid_of(self, num_frames: int, *size: int) -> torch.Tensor:
+    def grid_of(self, num_frames: int, *size: int, **options: Any) -> torch.Tensor:
         return torch.tensor([[num_frames, self.tokens_per_side, self.tokens_per_side]])
+
+    def frame_size(self, num_frames: int, height: int, width: int, **options: Any) -> tuple[int, int]:
+        blank = torch.empty(1, 3, height, width, dtype=torch.uint8, device="meta")
+        only_resized = {"do_center_crop": False, "do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
+        resized = self.video_processor(videos=[blank], **{**options, **only_resized})["pixel_values_videos"]
+        return resized.shape[-2], resized.shape[-1]
 
     def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})

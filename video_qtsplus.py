@@ -1,28 +1,32 @@
 """Videos: which of their frames are looked at, and how files, folders, addresses and given frames are read."""
 
 import functools
+import http.client
 import io
 import itertools
+import math
 import os
 import re
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-from transformers.image_utils import load_image
+from transformers.image_utils import SizeDict, load_image
 from transformers.utils import logging
+from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-try:  # optional, as torchcodec is: one of the two reads the videos
-    import av
-except ImportError:
-    av = None
+from .decoding_qtsplus import FrameChoice, Frames, open_stream, undecodable
 
 logger = logging.get_logger(__name__)
 
+DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+ADDRESS_TIMEOUT = 30.0  # seconds in which a server sends nothing
+ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
 
 # --------------------------------------------------------------------------------------------------------------------
 # Which frames of a video are looked at
@@ -35,7 +39,7 @@ def choose_frames(
     fps: float | None = None,
     num_frames: int | None = None,
     min_frames: int = 4,
-    max_frames: int = 768,
+    max_frames: float = 768,
     temporal_patch_size: int = 2,
 ) -> np.ndarray:
     """
@@ -62,12 +66,85 @@ def choose_frames(
     return np.arange(count) * total_num_frames // count
 
 
+def frame_choice(
+    video_processor: Any, fps: float | None, num_frames: int | None, bounds: dict[str, int | None]
+) -> FrameChoice:
+    """
+    [`choose_frames`] with what a call leaves open taken from the video processor.
+
+    Args:
+        fps, num_frames: what the call asks for; not both.
+        bounds: `min_frames`, `max_frames` and `temporal_patch_size`, `None` where the call is silent. Where they are
+            stronger than the `fps` asked for, it is logged once.
+    """
+    if fps is not None and num_frames is not None:
+        raise ValueError(f"Got `fps={fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
+    if fps is None and num_frames is None:
+        num_frames = getattr(video_processor, "num_frames", None)
+    filled = {name: getattr(video_processor, name, None) if value is None else value for name, value in bounds.items()}
+    given: dict[str, Any] = {name: value for name, value in filled.items() if value is not None}
+    rate = fps or getattr(video_processor, "fps", None) or DEFAULT_FPS
+
+    def choose(total_num_frames: int, video_fps: float) -> np.ndarray:
+        choice = functools.partial(choose_frames, total_num_frames, video_fps, rate, num_frames)
+        indices, unbounded = choice(**given), choice(**{**given, "min_frames": 1, "max_frames": math.inf})
+        if fps is not None and len(indices) != len(unbounded):
+            bound = "max_frames" if len(indices) < len(unbounded) else "min_frames"
+            logger.warning_once(
+                f"fps={fps:g} is {len(unbounded)} frames of this video, but `{bound}` makes it {len(indices)}, "
+                f"{len(indices) / total_num_frames * video_fps:.3g} frames per second. For the rate that was asked "
+                f"for, set `processor.video_processor.{bound}`."
+            )
+        return indices
+
+    return choose
+
+
+def resize_frame(video_processor: Any, size: tuple[int, int], frame: np.ndarray, resample: Any = None) -> np.ndarray:
+    """
+    One frame as the video processor resizes it within its video, to the bit.
+
+    Args:
+        size: height and width.
+        frame: `[H, W, 3]` uint8.
+        resample: another interpolation than the video processor's.
+    """
+    if frame.shape[:2] == size:
+        return frame
+    # Not the backbone's own resizing: Qwen's looks at the number of frames.
+    resized = BaseVideoProcessor.resize(
+        video_processor,
+        image=torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1),
+        size=SizeDict(height=size[0], width=size[1]),
+        resample=video_processor.resample if resample is None else resample,
+    )
+    return resized.permute(1, 2, 0).numpy()
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Reading video files
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def read_video(path: str, choose: Callable[[int, float], np.ndarray]) -> tuple[np.ndarray, VideoMetadata]:
+@dataclass
+class VideoFile:
+    """
+    A video file that was opened: what it is, and how to read it.
+
+    Args:
+        metadata: of the whole video, with the `frames_indices` that were chosen.
+        shape: number of chosen frames, height and width.
+        decode: begins to read the chosen frames, `[H, W, 3]` uint8 RGB each, upright.
+        warnings: what is wrong with the file, one sentence each.
+    """
+
+    metadata: VideoMetadata
+    shape: tuple[int, int, int]
+    decode: Frames
+    warnings: list[str]
+
+
+def read_video(path: str, choose: FrameChoice) -> tuple[np.ndarray, VideoMetadata]:
     """
     Reads the chosen frames of a video file or `http(s)` address.
 
@@ -82,188 +159,67 @@ def read_video(path: str, choose: Callable[[int, float], np.ndarray]) -> tuple[n
         `[T, H, W, 3]` uint8 RGB frames, upright, and the metadata of the whole video with `frames_indices`.
 
     Raises:
-        ValueError: the file is missing, cannot be decoded, has no video stream or no frame.
+        ValueError: the file is missing, cannot be decoded, has no video stream or no frame; an address that does not
+            answer, or with a file of more than 1 GiB.
         ImportError: neither torchcodec (with FFmpeg) nor PyAV is installed.
     """
-    metadata, decode = open_video(path, choose)
-    return np.stack(list(decode())), metadata
+    video = open_video(path, choose)
+    return np.stack(list(video.decode())), video.metadata
 
 
-def open_video(
-    path: str, choose: Callable[[int, float], np.ndarray]
-) -> tuple[VideoMetadata, Callable[[], Iterator[np.ndarray]]]:
-    """[`read_video`] frame by frame: the metadata, and a function that begins to decode, `[H, W, 3]` each."""
+def open_video(path: str, choose: FrameChoice) -> VideoFile:
+    """
+    [`read_video`] frame by frame.
+
+    Of a file that was cut off, what is there is read; the log and `warnings` say how much that is.
+    """
     source: str | io.BytesIO
     if path.startswith(("http://", "https://")):
-        with urllib.request.urlopen(path) as response:
-            source = io.BytesIO(response.read())
+        source = _download(path)
     else:
         source = path.removeprefix("file://")
         if not os.path.isfile(source):
             raise ValueError(
                 f"There is no video at {path!r}; expected a video file, a folder of frames or an http(s) address."
             )
-    backend = video_backend()
-    open_with = {"torchcodec": _open_with_torchcodec, "pyav": _open_with_pyav}[backend]
-    total, fps, indices, decode = open_with(source, path, choose)
-    first = next(decode(), None)
+    stream = open_stream(source, path, choose)
+    first = next(stream.decode(), None)
     if first is None:
-        raise _undecodable(path, "no frame could be decoded")
+        raise undecodable(path, "no frame could be decoded")
     metadata = VideoMetadata(
-        total_num_frames=int(total),
-        fps=float(fps),
-        duration=float(total / fps),
+        total_num_frames=int(stream.total),
+        fps=float(stream.fps),
+        duration=float(stream.total / stream.fps),
         height=first.shape[0],
         width=first.shape[1],
-        video_backend=backend,
-        frames_indices=[int(index) for index in indices],
+        video_backend=stream.backend,
+        frames_indices=[int(index) for index in stream.indices],
     )
-    return metadata, decode
+    warnings = [] if stream.missing is None else [f"The video {path!r} is incomplete: {stream.missing}."]
+    for warning in warnings:
+        logger.warning(warning)
+    return VideoFile(metadata, (len(stream.indices), *first.shape[:2]), stream.decode, warnings)
 
 
-@functools.lru_cache
-def video_backend() -> str:
-    """
-    Names the decoder in use: `"torchcodec"` where it loads and has found FFmpeg, `"pyav"` (which brings its own)
-    otherwise. Decided and logged once.
-
-    Raises:
-        ImportError: there is neither.
-    """
+def _download(address: str) -> io.BytesIO:
+    """The file at an `http(s)` address."""
+    data = io.BytesIO()
     try:
-        import torchcodec
-        import torchcodec.decoders  # noqa: F401
-
-        # From 0.16 on torchcodec imports without FFmpeg and says so here; before, the import fails.
-        missing = "found no FFmpeg" if getattr(torchcodec, "ffmpeg_major_version", "") is None else None
-    except (ImportError, RuntimeError, OSError) as error:
-        missing = f"does not load: {str(error).strip().splitlines()[0]}"
-    if missing is None:
-        logger.warning("Decoding videos with torchcodec.")
-        return "torchcodec"
-    if av is None:
-        raise ImportError(
-            f"Reading a video needs PyAV (`pip install av`), or torchcodec with FFmpeg. torchcodec {missing}."
+        with urllib.request.urlopen(address, timeout=ADDRESS_TIMEOUT) as response:
+            stated = response.length
+            while (stated or 0) <= ADDRESS_BYTES >= data.tell() and (block := response.read(2**20)):
+                data.write(block)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = "" if str(error) == "" else f": {error}"
+        raise ValueError(f"Cannot load the video at {address!r} ({type(error).__name__}{reason}).") from error
+    if max(stated or 0, data.tell()) > ADDRESS_BYTES:
+        raise ValueError(
+            f"The video at {address!r} is larger than {ADDRESS_BYTES / 2**20:.0f} MiB, the most that is read from an "
+            "address; download it, and give the file."
         )
-    logger.warning(f"Decoding videos with PyAV: torchcodec {missing}.")
-    return "pyav"
-
-
-def _open_with_pyav(source, name, choose):
-    try:
-        start, total, fps = _scan_with_pyav(source, name)
-    except av.error.FFmpegError as error:
-        raise _undecodable(name, error) from error
-    indices = choose(total, fps)
-
-    def decode():
-        try:
-            yield from _decode_with_pyav(source, start, fps, _instants(indices, fps))
-        except av.error.FFmpegError as error:
-            raise _undecodable(name, error) from error
-
-    return total, fps, indices, decode
-
-
-def _scan_with_pyav(source, name):
-    """Start in seconds (`None` where the file has no timestamps), number of frames and mean frames per second.
-
-    Read from the packets, without decoding: containers may state no frame count, and a wrong mean rate.
-    """
-    with _pyav_container(source) as container:
-        if not container.streams.video:
-            raise _undecodable(name, "it has no video stream")
-        stream = container.streams.video[0]
-        times = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
-        stated_fps = stream.average_rate or stream.guessed_rate
-        if None in times:
-            return None, len(times), _mean_fps(name, len(times), 0.0, stated_fps)
-        first, last = (float(time * stream.time_base) for time in (min(times, default=0), max(times, default=0)))
-        return first, len(times), _mean_fps(name, len(times), last - first, stated_fps)
-
-
-def _decode_with_pyav(source, start, fps, instants):
-    """The frames shown at `instants`, increasing seconds from the video's start."""
-    shown, given = None, 0
-    # One for this video: PyAV 19's own serves all, and a process forked later would wait for its threads forever.
-    reformatter = av.video.reformatter.VideoReformatter()
-    with _pyav_container(source) as container:
-        stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
-        for number, frame in enumerate(container.decode(stream)):
-            time = number / fps if start is None or frame.pts is None else float(frame.pts * frame.time_base) - start
-            # Until this frame appears the one before it is shown.
-            before = int(np.searchsorted(instants, time))
-            if shown is not None and before > given:
-                yield from itertools.repeat(_upright(shown, reformatter), before - given)
-                given = before
-            shown = frame
-            if given == len(instants):
-                return
-    if shown is not None:
-        yield from itertools.repeat(_upright(shown, reformatter), len(instants) - given)
-
-
-def _pyav_container(source):
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
-    return av.open(source)
-
-
-def _upright(frame, reformatter):
-    """`[H, W, 3]` uint8: phones store a portrait video lying down, with an angle to turn it by, counterclockwise."""
-    pixels = reformatter.reformat(frame, format="rgb24").to_ndarray()
-    return np.rot90(pixels, k=round(frame.rotation / 90))
-
-
-def _open_with_torchcodec(source, name, choose):
-    try:
-        from torchcodec.decoders import VideoDecoder
-    except ImportError as error:
-        raise ImportError("Reading a video with torchcodec needs `pip install torchcodec`.") from error
-
-    try:
-        decoder = VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=0)
-    except (RuntimeError, ValueError) as error:
-        raise _undecodable(name, error) from error
-    try:
-        total, start = decoder.metadata.num_frames or 0, decoder.metadata.begin_stream_seconds
-        span = decoder.get_frame_at(total - 1).pts_seconds - start if total > 1 else 0.0
-    except RuntimeError as error:
-        raise _undecodable(name, error) from error
-    fps = _mean_fps(name, total, span, decoder.metadata.average_fps)
-    indices = choose(total, fps)
-    # An instant past the end of the last frame is an error here.
-    seconds = np.minimum(start + _instants(indices, fps), decoder.metadata.end_stream_seconds - 1e-6).tolist()
-
-    def decode():
-        try:
-            for begin in range(0, len(seconds), 16):
-                yield from decoder.get_frames_played_at(seconds=seconds[begin : begin + 16]).data.numpy()
-        except RuntimeError as error:
-            raise _undecodable(name, error) from error
-
-    return total, fps, indices, decode
-
-
-def _mean_fps(name, total, span, stated_fps):
-    """Frames per second from the seconds between the first and the last; the last lasts as long as the mean."""
-    if total == 0:
-        raise ValueError(f"The video {name!r} is empty: it has 0 frames.")
-    if span > 0:
-        return (total - 1) / span
-    if not stated_fps:
-        raise ValueError(f"The video {name!r} states neither times nor a frame rate; pass its frames, with `fps=`.")
-    return float(stated_fps)
-
-
-def _instants(indices, fps):
-    # A quarter of a frame later, since containers round timestamps.
-    return (np.asarray(indices) + 0.25) / fps
-
-
-def _undecodable(name, reason):
-    return ValueError(f"Cannot decode {name!r} as a video: {reason}. Expected a complete file with a video stream.")
+    if stated is not None and data.tell() < stated:
+        raise ValueError(f"The connection to {address!r} ended after {data.tell()} of {stated} bytes; try again.")
+    return data
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -291,21 +247,29 @@ def load_frames(folder: str | list[str]) -> np.ndarray:
             frames.append(load_image(path.removeprefix("file://")))
         except (OSError, ValueError) as error:
             raise ValueError(f"Cannot read the frame {path!r} as an image: {error}.") from error
-    return _stack_frames(frames)
+    return stack_frames(frames)
 
 
-def image_paths(folder):
+def image_paths(folder: str) -> list[str]:
+    """
+    The images of a folder in natural order.
+
+    Raises:
+        ValueError: there is none.
+    """
     names = [name for name in os.listdir(folder) if name.lower().endswith(IMAGE_SUFFIXES)]
     if not names:
         raise ValueError(f"The folder {folder!r} holds no frames; expected images ({', '.join(IMAGE_SUFFIXES)}).")
     return [os.path.join(folder, name) for name in sorted(names, key=_natural_order)]
 
 
-def _natural_order(name):
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+def _natural_order(name: str) -> tuple[list[int | str], str]:
+    """Numbers by value; `²` and the like are letters. Names that differ in leading zeros only keep one order."""
+    parts = re.split(r"(\d+)", name)  # every second one is a number
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
 
 
-def _stack_frames(frames):
+def stack_frames(frames: Sequence[Any]) -> Any:
     """One video from a list of its frames: PIL images, arrays or tensors."""
     frames = [np.asarray(frame.convert("RGB")) if hasattr(frame, "convert") else frame for frame in frames]
     shapes = {tuple(frame.shape) for frame in frames}
@@ -314,19 +278,19 @@ def _stack_frames(frames):
     return torch.stack(frames) if torch.is_tensor(frames[0]) else np.stack(frames)
 
 
-def _is_frame(item):
+def _is_frame(item: Any) -> bool:
     return hasattr(item, "convert") or (_is_array(item) and item.ndim == 3)
 
 
-def _is_array(item):
+def _is_array(item: Any) -> bool:
     return isinstance(item, (np.ndarray, torch.Tensor))
 
 
-def _is_image_path(item):
+def _is_image_path(item: Any) -> bool:
     return isinstance(item, (str, os.PathLike)) and str(item).lower().endswith(IMAGE_SUFFIXES)
 
 
-def flatten_videos(videos) -> list:
+def flatten_videos(videos: Any) -> list[Any]:
     """
     Flattens every nesting that a processor is called with, a list of videos per row or a single video.
 
@@ -344,27 +308,27 @@ def flatten_videos(videos) -> list:
     return flat
 
 
-def _flatten(videos):
+def _flatten(videos: Any) -> list[Any]:
     if isinstance(videos, (str, os.PathLike)):
         path = os.fspath(videos)
         return [load_frames(path)] if os.path.isdir(path) else [path]
     if _is_array(videos) and videos.ndim in (3, 4, 5):
         return list(videos) if videos.ndim == 5 else [videos if videos.ndim == 4 else videos[None]]
     if hasattr(videos, "convert"):
-        return [_stack_frames([videos])]
+        return [stack_frames([videos])]
     if not isinstance(videos, (list, tuple)):
         given = f"shape {tuple(videos.shape)}" if _is_array(videos) else f"type {type(videos).__name__}"
         raise ValueError(
             f"Got a video of {given}; expected a path, or frames as an array or tensor [T, H, W, C] or list of images."
         )
     if videos and all(map(_is_frame, videos)):
-        return [_stack_frames(videos)]
+        return [stack_frames(videos)]
     if videos and all(map(_is_image_path, videos)):
         return [load_frames([os.fspath(path) for path in videos])]
     return [flat for video in videos for flat in _flatten(video)]
 
 
-def check_frames(frames):
+def check_frames(frames: Any) -> Any:
     """The same frames, laid out as torch can read them: an array may be a view that runs backwards (BGR to RGB)."""
     if len(frames) == 0:
         raise ValueError("Got an empty video (0 frames); expected at least one frame.")
@@ -375,14 +339,14 @@ def check_frames(frames):
     return frames
 
 
-def describe_frames(frames, metadata, fps):
+def describe_frames(frames: Sequence[Any], metadata: Any, fps: float | None) -> VideoMetadata:
     """The metadata of frames that were sampled already, from what the caller says about them."""
     if metadata is None and fps is None:
         raise ValueError(
             f"Got {len(frames)} frames without their times. Pass the rate at which they were sampled as `fps=...`, or"
             ' `video_metadata=[{"fps": ..., "total_num_frames": ..., "frames_indices": [...]}]`, one per video.'
         )
-    given = {"fps": fps} if metadata is None else dict(metadata)
+    given: dict[str, Any] = {"fps": fps} if metadata is None else dict(metadata)
     if given.get("fps") is None:
         raise ValueError(f"The `video_metadata` of {len(frames)} frames has no `fps`; expected frames per second.")
     require_positive("the `fps` of `video_metadata`", given["fps"])
@@ -403,7 +367,8 @@ def describe_frames(frames, metadata, fps):
     return VideoMetadata(**given)
 
 
-def require_positive(name, value):
+def require_positive(name: str, value: float) -> None:
+    """Raises a `ValueError` for what is no finite number above 0."""
     if not (value > 0 and np.isfinite(value)):
         raise ValueError(f"Got {name}={value!r}; expected a finite number above 0.")
 
@@ -426,19 +391,25 @@ class VideoChunks:
         second_per_grid_ts: `[1]`, seconds per temporal patch.
         metadata: of the whole video, with the indices of the frames that are looked at.
         frames_per_chunk: a multiple of the temporal patch size.
+        decode: begins to read the frames, as large as they are in the video.
+        resize: brings one frame to the size that it has for the model.
+        preprocess: from frames to their pixel values and grid.
+        warnings: what is wrong with the file, one sentence each.
     """
 
-    preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]
-    decode: Callable[[], Iterator[np.ndarray]]
     video_grid_thw: torch.Tensor
     second_per_grid_ts: list[float]
     metadata: VideoMetadata
     frames_per_chunk: int
+    decode: Frames
+    resize: Callable[[np.ndarray], np.ndarray]
+    preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]
+    warnings: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return -(-len(self.metadata.frames_indices) // self.frames_per_chunk)
+        return -(-len(self.metadata.frames_indices or ()) // self.frames_per_chunk)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        frames = self.decode()
+        frames = map(self.resize, self.decode())
         while chunk := list(itertools.islice(frames, self.frames_per_chunk)):
-            yield self.preprocess(_stack_frames(chunk))
+            yield self.preprocess(stack_frames(chunk))
