@@ -130,12 +130,15 @@ def _scan_with_pyav(source: str | io.BytesIO, name: str) -> tuple[float | None, 
                 times.append(time)
         if any(time is None for time in times):
             fps = _mean_fps(name, len(times), 0.0, stated_fps)
-            return None, len(times), fps, _missing(stated, len(packets), whole, None, len(times) / fps)
+            return None, len(times), fps, _missing(stated, whole, len(packets) - whole, None, len(times) / fps, fps)
         seconds = [float(time * stream.time_base) for time in times]
         first, last = min(seconds, default=0.0), max(seconds, default=0.0)
         fps = _mean_fps(name, len(times), last - first, stated_fps)
-        duration = None if container.duration is None else container.duration / av.time_base
-        return first, len(times), fps, _missing(stated, len(packets), whole, duration, last - first + 1 / fps)
+        length = None if container.duration is None else container.duration / av.time_base
+        if stream.duration is not None:
+            length = float(stream.duration * stream.time_base)
+        missing = _missing(stated, whole, len(packets) - whole, length, last - first + 1 / fps, fps)
+        return first, len(times), fps, missing
 
 
 def _decode_with_pyav(
@@ -204,20 +207,30 @@ def _open_with_torchcodec(source: str | io.BytesIO, name: str, choose: FrameChoi
         except RuntimeError as error:
             raise undecodable(name, error) from error
 
-    missing = _missing(
-        metadata.num_frames_from_header or 0, total, total, metadata.duration_seconds_from_header, span + 1 / fps
-    )
+    stated, length = metadata.num_frames_from_header or 0, metadata.duration_seconds_from_header
+    missing = _missing(stated, total, 0, length, span + 1 / fps, fps)
     return Stream(total, fps, indices, decode, missing, "torchcodec")
 
 
-def _missing(stated: int, found: int, whole: int, stated_seconds: float | None, seconds: float) -> str | None:
-    """What of a video is not there, by the number of frames that its header states, or else by the length."""
-    if stated > whole:
+def _missing(
+    stated: int, whole: int, damaged: int, stated_seconds: float | None, seconds: float, fps: float
+) -> str | None:
+    """
+    What of a video is not there.
+
+    Args:
+        stated: frames that the header states; 0 where it does not.
+        whole, damaged: frames that are there.
+        stated_seconds: the length that the header states.
+        seconds: the length of what is there.
+    """
+    # Of a trimmed video the header counts the frames that are not shown, but not their time.
+    if stated > whole and (stated_seconds is None or stated_seconds > seconds + 0.5 / fps):
         return f"its header states {stated} frames, and {whole} can be read"
-    if found > whole:
-        return f"{found - whole} of its {found} frames are damaged and left out"
+    if damaged:
+        return f"{damaged} of its {whole + damaged} frames are damaged and left out"
     # Sound may last a little longer, and so may the last frame.
-    if not stated and stated_seconds and stated_seconds > 1.05 * seconds + 1:
+    if not stated and stated_seconds is not None and stated_seconds > 1.05 * seconds + 1:
         return f"its header states {stated_seconds:.1f} s, and {seconds:.1f} s can be read"
     return None
 

@@ -81,7 +81,7 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(
     assert len(frames) == metadata.total_num_frames == 24
 
 
-def test_torchcodec_says_so_too(header_first, tmp_path, backend):
+def test_both_decoders_say_so(header_first, tmp_path, backend):
     path = tmp_path / "cut.mp4"
     path.write_bytes(header_first)
     path.write_bytes(header_first[: packet_ends(path)[23]])
@@ -112,6 +112,18 @@ def test_a_whole_file_has_no_warning(loaded, header_first, tmp_path, backend):
     (tmp_path / "whole.mp4").write_bytes(header_first)
     assert open_video(str(tmp_path / "whole.mp4"), every_frame).warnings == []
     assert session.ask(*loaded, tmp_path / "whole.mp4", "What moves?", max_new_tokens=2).warnings == []
+
+
+@pytest.mark.parametrize("shown", [(3, 0), (2, 2), (3, 3)], ids=str)
+def test_a_trimmed_file_is_whole(header_first, tmp_path, backend, shown):
+    """Its edit list shows a part; the header counts all frames."""
+    (seconds, start), data = shown, bytearray(header_first)
+    scale = int.from_bytes(data[(at := data.index(b"mdhd") + 16) : at + 4], "big")
+    at = data.index(b"elst") + 12
+    before = int.from_bytes(data[at + 4 : at + 8], "big")
+    data[at : at + 8] = (1000 * seconds).to_bytes(4, "big") + (before + start * scale).to_bytes(4, "big")
+    (tmp_path / "trimmed.mp4").write_bytes(data)
+    assert open_video(str(tmp_path / "trimmed.mp4"), every_frame).warnings == []
 
 
 # Larger than memory ---------------------------------------------------------------------------------------------------
