@@ -219,6 +219,7 @@ def _download(address: str) -> io.BytesIO:
         )
     if stated is not None and data.tell() < stated:
         raise ValueError(f"The connection to {address!r} ended after {data.tell()} of {stated} bytes; try again.")
+    data.seek(0)
     return data
 
 
