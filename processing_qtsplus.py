@@ -118,17 +118,17 @@ class QTSplusProcessorMixin(ProcessorMixin):
         """
         if videos is not None:
             videos, kwargs = self._read_videos(videos, kwargs)
-            self._require_placeholders(text, self.video_token, len(videos), "videos", kwargs)
+            _require_placeholders(text, self.video_token, len(videos), "videos", kwargs)
         if images is not None:
             images = self.image_processor.fetch_images(images)
             flat: Any = make_flat_list_of_images(images)
-            self._require_placeholders(text, self.image_token, len(flat), "images", kwargs)
+            _require_placeholders(text, self.image_token, len(flat), "images", kwargs)
         if video_grid_thw is not None:
             if videos is not None or text is None or kwargs.get("return_tensors") not in (None, "pt"):
                 raise ValueError(
                     'Got `video_grid_thw`; expected it in the place of `videos`, with `text` and `return_tensors="pt"`.'
                 )
-            self._require_placeholders(text, self.video_token, len(video_grid_thw), "videos", kwargs)
+            _require_placeholders(text, self.video_token, len(video_grid_thw), "videos", kwargs)
             videos, kwargs = self._stand_ins(video_grid_thw, kwargs)
         inputs = super().__call__(images=images, text=text, videos=videos, **kwargs)
         if video_grid_thw is not None:
@@ -139,7 +139,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             inputs["query_mask"] = self._query_mask(inputs["input_ids"], inputs.get("attention_mask"))
         if query is not None:
             rows = len(inputs["input_ids"]) if text is not None else None
-            inputs.update(self._tokenize_query(query, rows, like=inputs.get("input_ids")))
+            inputs.update(_tokenize_query(self.tokenizer, query, rows, like=inputs.get("input_ids")))
         return inputs
 
     def question_inputs(
@@ -363,16 +363,6 @@ class QTSplusProcessorMixin(ProcessorMixin):
             processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in described]
         return processed, texts
 
-    def _require_placeholders(
-        self, text: str | list[str] | None, token: str, count: int, kind: str, kwargs: dict[str, Any]
-    ) -> None:
-        # With `sanitize_control_tokens` the text holds marked tokens that only the tokenizer can tell apart.
-        if text is None or kwargs.get("sanitize_control_tokens"):
-            return
-        given = sum(row.count(token) for row in ([text] if isinstance(text, str) else text))
-        if given != count:
-            raise ValueError(f"Got {count} {kind} and {given} placeholders {token} in the text; expected as many.")
-
     def _query_mask(self, input_ids: Any, attention_mask: Any) -> Any:
         """`[B, S]` like `input_ids`, whose rows have different lengths where they are lists."""
         ids = self.query_token_ids
@@ -384,22 +374,34 @@ class QTSplusProcessorMixin(ProcessorMixin):
             rows.append(find_query_mask(torch.as_tensor(row_ids)[None], row_mask, **ids)[0].tolist())
         return np.array(rows) if isinstance(input_ids, np.ndarray) else rows
 
-    def _tokenize_query(self, query: str | list[str], rows: int | None, like: Any) -> dict[str, Any]:
-        queries = [query] * (rows or 1) if isinstance(query, str) else list(query)
-        if rows is not None and len(queries) != rows:
-            raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
-        tokens = self.tokenizer(queries, add_special_tokens=False)["input_ids"]
-        for row, ids in enumerate(tokens):
-            if not ids or not queries[row].strip():
-                raise ValueError(f"The query {queries[row]!r} of row {row} has no token; expected a question.")
-        length = max(map(len, tokens))
-        padded = {
-            "query_input_ids": [ids + [self.tokenizer.pad_token_id] * (length - len(ids)) for ids in tokens],
-            "query_attention_mask": [[1] * len(ids) + [0] * (length - len(ids)) for ids in tokens],
-        }
-        if torch.is_tensor(like):
-            return {name: torch.tensor(values) for name, values in padded.items()}
-        return {name: np.array(values) for name, values in padded.items()} if isinstance(like, np.ndarray) else padded
+
+def _require_placeholders(
+    text: str | list[str] | None, token: str, count: int, kind: str, kwargs: dict[str, Any]
+) -> None:
+    # With `sanitize_control_tokens` the text holds marked tokens that only the tokenizer can tell apart.
+    if text is None or kwargs.get("sanitize_control_tokens"):
+        return
+    given = sum(row.count(token) for row in ([text] if isinstance(text, str) else text))
+    if given != count:
+        raise ValueError(f"Got {count} {kind} and {given} placeholders {token} in the text; expected as many.")
+
+
+def _tokenize_query(tokenizer: Any, query: str | list[str], rows: int | None, like: Any) -> dict[str, Any]:
+    queries = [query] * (rows or 1) if isinstance(query, str) else list(query)
+    if rows is not None and len(queries) != rows:
+        raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
+    tokens = tokenizer(queries, add_special_tokens=False)["input_ids"]
+    for row, ids in enumerate(tokens):
+        if not ids or not queries[row].strip():
+            raise ValueError(f"The query {queries[row]!r} of row {row} has no token; expected a question.")
+    length = max(map(len, tokens))
+    padded = {
+        "query_input_ids": [ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids in tokens],
+        "query_attention_mask": [[1] * len(ids) + [0] * (length - len(ids)) for ids in tokens],
+    }
+    if torch.is_tensor(like):
+        return {name: torch.tensor(values) for name, values in padded.items()}
+    return {name: np.array(values) for name, values in padded.items()} if isinstance(like, np.ndarray) else padded
 
 
 def _per_video(name: str, value: Any, count: int) -> list[Any]:
