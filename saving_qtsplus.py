@@ -21,7 +21,7 @@ MODEL_AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTex
 _PROCESSOR_FILES = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.jinja"),
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json"),
-    *("added_tokens.json", "processing_qtsplus.py"),
+    *("added_tokens.json", "processing_qtsplus.py", "video_qtsplus.py", "decoding_qtsplus.py"),
 )
 _KEPT_FRONT_MATTER = ("license", "license_name", "license_link", "base_model", "base_model_relation", "language")
 

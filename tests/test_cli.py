@@ -54,6 +54,7 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     assert set(answer) == {
         *("answer", "video", "frames", "seconds_of_video", "visual_tokens", "kept_tokens", "rho", "evidence"),
         "timings",
+        "warnings",
     }
     assert answer["video"] == str(tiny_mp4)
     assert answer["frames"] == 8  # 4 s at the processor's 2 frames per second

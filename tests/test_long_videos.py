@@ -87,11 +87,6 @@ def test_chunks_can_be_read_again(loaded, tiny_mp4):
     assert all(torch.equal(one[0], other[0]) for one, other in zip(chunks, chunks, strict=True))
 
 
-def test_large_frames_make_small_chunks(loaded, tmp_path):
-    write_mp4(tmp_path / "large.mp4", np.zeros((4, 720, 1280, 3), np.uint8), 2)
-    assert loaded[1].video_chunks(tmp_path / "large.mp4").frames_per_chunk == 96  # 256 MB of 1280 x 720
-
-
 @pytest.mark.parametrize(
     ("video", "options", "message"),
     [

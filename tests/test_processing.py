@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from qtsplus import processing_qtsplus
+from qtsplus import decoding_qtsplus, video_qtsplus
 from qtsplus.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.data.clip import write_mp4
 from qtsplus.data.tokenizer import SPECIAL_TOKENS, build_processor
-from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor, choose_frames, load_frames, read_video
+from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.prompt_qtsplus import find_query_mask
+from qtsplus.video_qtsplus import choose_frames, load_frames, read_video
 
 TINY = Path(__file__).parents[1] / "hub_configs" / "qtsplus-tiny"
 PROMPT = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Where is it?<|im_end|>\n<|im_start|>assistant\n"
@@ -35,7 +36,7 @@ def backend(request, monkeypatch):
         torchcodec = pytest.importorskip("torchcodec", exc_type=(ImportError, RuntimeError))
         if getattr(torchcodec, "ffmpeg_major_version", "") is None:
             pytest.skip("torchcodec found no FFmpeg")
-    monkeypatch.setattr(processing_qtsplus, "video_backend", lambda: request.param)
+    monkeypatch.setattr(decoding_qtsplus, "video_backend", lambda: request.param)
     return request.param
 
 
@@ -316,11 +317,40 @@ def test_a_file_without_a_video_stream_is_named(processor, backend, tmp_path):
 
 def test_the_decoder_is_logged_once_with_the_reason(monkeypatch):
     lines = []
-    monkeypatch.setattr(processing_qtsplus.logger, "warning", lines.append)
-    processing_qtsplus.video_backend.cache_clear()
-    names = {processing_qtsplus.video_backend() for _ in range(3)}
+    monkeypatch.setattr(decoding_qtsplus.logger, "info", lines.append)
+    decoding_qtsplus.video_backend.cache_clear()
+    names = {decoding_qtsplus.video_backend() for _ in range(3)}
     assert len(names) == len(lines) == 1 and "torchcodec" in lines[0]
-    assert isinstance(processing_qtsplus.logger, logging.Logger)
+    assert isinstance(decoding_qtsplus.logger, logging.Logger)
+
+
+def test_a_normal_decode_logs_nothing_above_info(processor, ramp, caplog):
+    decoding_qtsplus.video_backend.cache_clear()
+    processor(text=PROMPT, videos=ramp, return_tensors="pt")
+    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        (
+            {"fps": 8, "max_frames": 6},
+            "fps=8 is 24 frames of this video, but `max_frames` makes it 6, 2 frames per second",
+        ),
+        ({"fps": 0.5}, "fps=0.5 is 2 frames of this video, but `min_frames` makes it 4, 1.33 frames per second"),
+        ({"fps": 4}, None),
+        ({"fps": 100}, None),  # all the frames that there are
+        ({"max_frames": 4}, None),  # no rate was asked for
+    ],
+)
+def test_a_rate_that_is_not_kept_is_said_once(processor, ramp, caplog, sampling, said):
+    video_qtsplus.logger.warning_once.cache_clear()
+    for _ in range(2):
+        processor(text=PROMPT, videos=ramp, return_tensors="pt", **sampling)
+    lines = [record.message for record in caplog.records if record.levelno > logging.INFO]
+    assert len(lines) == (said is not None)
+    if said:
+        assert lines[0].startswith(said) and "set `processor.video_processor." in lines[0]
 
 
 # Frames ---------------------------------------------------------------------------------------------------------------
@@ -393,6 +423,22 @@ def test_a_folder_of_frames_in_natural_order(processor, tmp_path):
     assert inputs["video_grid_thw"][0, 0] == 2
     with pytest.raises(ValueError, match="without their times"):
         processor(text=PROMPT, videos=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["frame²1.png", "frame²2.png", "frame²10.png"],
+        ["1²1.png", "1²2.png", "2.png"],
+        ["²1.png", "²2.png", "½.png"],
+        ["frame٣.png", "frame٤.png", "frame١٠.png"],  # Arabic digits 3, 4, 10
+        ["frame01.png", "frame1.png", "frame02.png"],
+    ],
+)
+def test_odd_digits_have_a_reading_order(tmp_path, names):
+    for name, frame in zip(reversed(names), reversed(shaded_frames(len(names))), strict=True):
+        Image.fromarray(frame).save(tmp_path / name)
+    assert read_shades(load_frames(str(tmp_path))) == list(range(len(names)))
 
 
 def test_a_folder_without_frames_or_with_a_broken_one_is_named(tmp_path):
@@ -478,7 +524,7 @@ def test_a_saved_processor_brings_its_code_and_loads_the_same(processor, ramp, t
     processor.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "processor_config.json").read_text())
     assert saved["auto_map"]["AutoProcessor"] == "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"
-    assert {"processing_qtsplus.py", "selector_qtsplus.py", "chat_template.jinja"} <= {
+    assert {"processing_qtsplus.py", "video_qtsplus.py", "selector_qtsplus.py", "chat_template.jinja"} <= {
         path.name for path in tmp_path.iterdir()
     }
     loaded = Qwen2_5_VLQTSplusProcessor.from_pretrained(tmp_path, trust_remote_code=False)

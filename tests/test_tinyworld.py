@@ -31,7 +31,7 @@ from qtsplus.data.tinyworld import (
     split_seed,
     split_world,
 )
-from qtsplus.processing_qtsplus import read_video
+from qtsplus.video_qtsplus import read_video
 
 SEEDS = st.integers(0, 12_000_000)
 SECONDS = st.sampled_from([2, 4, 8, 16, 32, 128])

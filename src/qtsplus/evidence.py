@@ -70,7 +70,7 @@ def keep_maps(kept_indices: torch.Tensor, video_grid_thw: torch.Tensor, merge_si
 
 def evidence_intervals(
     kept_indices: torch.Tensor,
-    relevance: torch.Tensor,
+    relevance: torch.Tensor | None,
     video_grid_thw: torch.Tensor,
     second_per_grid_ts: Sequence[float],
     merge_size: int,
@@ -80,7 +80,7 @@ def evidence_intervals(
 
     Args:
         kept_indices: `[n]`, indices among the sample's video tokens.
-        relevance: `[M]`, or empty where the selection did not look (every kept token then weighs the same).
+        relevance: `[M]`; `None` or empty where the selection did not look (every kept token then weighs the same).
         video_grid_thw: `[N, 3]`, patches before the spatial merge, of the sample's videos.
         second_per_grid_ts: seconds that one grid step of each video lasts.
         merge_size: patches merged into one token, per side.
@@ -95,7 +95,7 @@ def evidence_intervals(
     weights = torch.zeros(sum(t * h * w for t, h, w in grids), dtype=torch.float64)
     _check_indices(kept_indices, len(weights))
     kept_indices = kept_indices.cpu()
-    if len(relevance):
+    if relevance is not None and len(relevance):
         if len(relevance) != len(weights):
             raise ValueError(f"The video grids hold {len(weights)} tokens, but there are {len(relevance)} relevances.")
         weights[kept_indices] = relevance.detach().cpu().double()[kept_indices]

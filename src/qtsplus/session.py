@@ -4,14 +4,16 @@ import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from rich.console import Console
 from rich.progress import track
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from safetensors import SafetensorError
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
 from .evidence import Interval, evidence_intervals, keep_maps
@@ -31,6 +33,7 @@ class EncodedVideo:
         second_per_grid_ts: `[1]`, seconds per temporal patch.
         metadata: `VideoMetadata`, with the indices of the frames that were looked at.
         seconds: what reading and encoding took.
+        warnings: what is wrong with the file, such as an end that is missing; one sentence each.
     """
 
     video: str
@@ -39,6 +42,7 @@ class EncodedVideo:
     second_per_grid_ts: list[float]
     metadata: Any
     seconds: float
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Answer:
         timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
             `first_token` and `generate` both count from the call of `generate`.
         keep_map: bool `[T, H, W]`, the kept tokens in the video's grid of tokens.
+        warnings: what is wrong with the video, as in [`EncodedVideo`].
     """
 
     answer: str
@@ -70,6 +75,7 @@ class Answer:
     evidence: list[Interval]
     timings: dict[str, float]
     keep_map: torch.Tensor
+    warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """What `qtsplus ask --json` prints: all fields but the keep map."""
@@ -80,7 +86,9 @@ class Answer:
         return fields
 
 
-def load(model: str | Path, device: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
+def load(
+    model: str | Path, device: str | None = None, dtype: str = "auto", revision: str | None = None
+) -> tuple[Any, Any]:
     """
     Loads a model and its processor as any Transformers user does, with `trust_remote_code=True`.
 
@@ -88,20 +96,67 @@ def load(model: str | Path, device: str | None = None, dtype: str = "auto") -> t
         model: a folder or a Hub id.
         device: such as `"cuda"` or `"cpu"`; a GPU where there is one when absent.
         dtype: of the weights, such as `"bfloat16"`; `"auto"` is the checkpoint's.
+        revision: of a model on the Hub: a branch, a tag or a commit.
 
     Raises:
-        OSError: no such folder or repository.
-        ValueError: a device that is not there.
+        OSError: no such repository.
+        ValueError: no such folder; one without a QTSplus model or its processor, or with a broken file of weights; a
+            device that cannot be used.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"The device {device!r} cannot be used: {reason}") from error
-    processor = AutoProcessor.from_pretrained(model, trust_remote_code=True)
-    loaded: Any = AutoModelForImageTextToText.from_pretrained(model, trust_remote_code=True, dtype=dtype)
+        raise ValueError(f"The device {device!r} cannot be used: {_first_line(error)}") from error
+    if torch.device(device).type == "meta":
+        raise ValueError("The device 'meta' holds no values and cannot answer; expected one such as 'cpu' or 'cuda'.")
+    _check_model(model, revision)
+    try:
+        processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
+    except (OSError, ValueError) as error:
+        if missing := _missing_processor_files(Path(model)):
+            raise ValueError(
+                f"The folder {str(model)!r} holds no processor; expected {' and '.join(missing)} beside the weights. "
+                "Save it there with `processor.save_pretrained`."
+            ) from error
+        raise
+    try:
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+            model, trust_remote_code=True, dtype=dtype, revision=revision
+        )
+    except SafetensorError as error:
+        raise ValueError(f"The weights of {str(model)!r} are broken or incomplete: {_first_line(error)}") from error
     return loaded.to(device).eval(), processor
+
+
+def _check_model(model: str | Path, revision: str | None) -> None:
+    """Before anything is loaded: whether it can be a model, and one with a selector."""
+    name = str(model)
+    if not name.strip():
+        raise ValueError("The model's name is empty; expected a folder or a Hub id, such as ORG/NAME.")
+    if not Path(model).is_dir():
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            raise ValueError(f"There is no folder {name!r}; expected one, or a Hub id such as ORG/NAME.") from error
+    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    if not config:
+        raise ValueError(f"There is no config.json in {name!r}; expected the folder or repository of a QTSplus model.")
+    if "qtsplus_config" not in config:
+        raise ValueError(
+            f"{name!r} is no QTSplus model: its model_type is {config.get('model_type')!r}. Make one of it with "
+            f"`qtsplus convert {name} --out FOLDER`."
+        )
+
+
+def _missing_processor_files(folder: Path) -> list[str]:
+    """What of a processor is not there, of a folder that exists."""
+    either = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
+    return [names[0] for names in either if folder.is_dir() and not any((folder / name).is_file() for name in names)]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def encode(
@@ -121,7 +176,7 @@ def encode(
 
     Args:
         model, processor: as [`load`] gives them.
-        video: a video file, or a folder of frames.
+        video: a video file, an `http(s)` address (as a `str`), or a folder of frames.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
@@ -152,6 +207,7 @@ def encode(
         second_per_grid_ts=chunks.second_per_grid_ts,
         metadata=chunks.metadata,
         seconds=time.perf_counter() - started,
+        warnings=chunks.warnings,
     )
 
 
@@ -175,6 +231,7 @@ def ask(
     fps: float | None = None,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
+    selection: str | None = None,
     max_new_tokens: int = 128,
 ) -> Answer:
     """
@@ -182,11 +239,13 @@ def ask(
 
     Args:
         model, processor: as [`load`] gives them.
-        video: a video file, or a folder of frames; or what [`encode`] has made of one, for another question.
-        question: the text.
+        video: a video file, an `http(s)` address (as a `str`), or a folder of frames; or what [`encode`] has made of
+            one, for another question.
+        question: the text; special tokens in it, such as `<|im_end|>`, are text too.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
         max_visual_tokens: most visual tokens to keep.
+        selection: another way to choose them than the model's own, such as `"uniform"`.
         max_new_tokens: longest answer.
 
     Raises:
@@ -202,14 +261,8 @@ def ask(
     elif fps is not None:
         raise ValueError(f"Got fps={fps:g} for a video that was encoded before; give it to `encode`.")
 
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"video_grid_thw": video.video_grid_thw, "video_metadata": [video.metadata]},
-    ).to(model.device)
+    inputs = processor.question_inputs(question, video.video_grid_thw, [video.metadata]).to(model.device)
+    choice = {} if selection is None else {"selection": selection}
     clock = _FirstTokenClock()
     started = time.perf_counter()
     output = model.generate(
@@ -218,6 +271,7 @@ def ask(
         second_per_grid_ts=video.second_per_grid_ts,
         retention=retention,
         max_visual_tokens=max_visual_tokens,
+        **choice,
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,
         streamer=clock,
@@ -227,7 +281,9 @@ def ask(
     answer_ids = output.sequences[0, inputs["input_ids"].shape[1] :]
     seconds_of_video = video.metadata.total_num_frames / video.metadata.fps
     merge_size = processor.video_processor.merge_size
-    kept_indices, relevance = output.qtsplus.kept_indices[0], output.qtsplus.relevance[0]
+    kept_indices = output.qtsplus.kept_indices[0]
+    # None where the selection looked at none.
+    relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
     (keep_map,) = keep_maps(kept_indices, video.video_grid_thw, merge_size)
     intervals = evidence_intervals(kept_indices, relevance, video.video_grid_thw, video.second_per_grid_ts, merge_size)
     return Answer(
@@ -242,6 +298,7 @@ def ask(
         evidence=[Interval(i.start, min(i.end, seconds_of_video), i.weight) for i in intervals],
         timings=timings,
         keep_map=keep_map,
+        warnings=video.warnings,
     )
 
 

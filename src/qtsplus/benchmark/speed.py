@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import BatchFeature
 
-from ..processing_qtsplus import choose_frames, read_video
 from ..session import EncodedVideo, encode
+from ..video_qtsplus import choose_frames, read_video
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..processing_qtsplus import choose_frames, load_frames, read_video
+from ..video_qtsplus import choose_frames, load_frames, read_video
 from .features import VideoFeatures, prompt_inputs
 
 SOURCES = ("mcq", "vqa", "caption")

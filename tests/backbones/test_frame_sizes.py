@@ -1,0 +1,63 @@
+"""A file is resized frame by frame as it is decoded; the pixel values are those of the whole video, to the bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from qtsplus.data.clip import write_mp4
+from qtsplus.video_qtsplus import read_video
+
+SIZES = {"wide": (96, 200), "tall": (300, 90), "small": (16, 24), "narrow": (24, 1400), "even": (64, 64)}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def video(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("sizes") / f"{request.param}.mp4"
+    height, width = SIZES[request.param]
+    write_mp4(path, np.random.default_rng(0).integers(0, 255, (8, height, width, 3), np.uint8), 4)
+    return str(path)
+
+
+def prompt(processor, videos=1):
+    content = [{"type": "video"}] * videos + [{"type": "text", "text": "Why?"}]
+    return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+
+
+def assert_same(inputs, expected):
+    assert inputs.keys() == expected.keys()
+    for name in inputs:
+        assert torch.equal(torch.as_tensor(inputs[name]), torch.as_tensor(expected[name])), name
+
+
+def given_frames(video):
+    """All frames as large as they are, which the video processor resizes together."""
+    frames, metadata = read_video(video, lambda total, fps: np.arange(total))
+    return frames, metadata
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"videos_kwargs": {"do_normalize": False}}, {"videos_kwargs": {"resample": 2}}], ids=str
+)
+def test_a_file_gives_the_pixels_of_its_frames(processor, video, options):
+    frames, metadata = given_frames(video)
+    options = {"text": prompt(processor), "return_tensors": "pt", **options}
+    whole = processor(videos=frames, video_metadata=[metadata], **options)
+    assert_same(processor(videos=video, do_sample_frames=False, **options), whole)
+
+
+def test_another_size_that_the_call_asks_for(processor, video):
+    size = {"shortest_edge": 16 * 16, "longest_edge": 24 * 24}
+    if not processor.native_resolution:
+        size = {"height": processor.video_processor.size["height"], "width": processor.video_processor.size["width"]}
+    frames, metadata = given_frames(video)
+    options = {"text": prompt(processor), "return_tensors": "pt", "videos_kwargs": {"size": size}}
+    whole = processor(videos=frames, video_metadata=[metadata], **options)
+    assert_same(processor(videos=video, do_sample_frames=False, **options), whole)
+
+
+def test_a_file_beside_given_frames(processor, video):
+    frames, metadata = given_frames(video)
+    options = {"text": prompt(processor, 2), "return_tensors": "pt"}
+    whole = processor(videos=[frames, frames], video_metadata=[metadata, metadata], **options)
+    mixed = processor(videos=[video, frames], video_metadata=[None, metadata], num_frames=8, **options)
+    assert_same(mixed, whole)

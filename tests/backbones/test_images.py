@@ -1,0 +1,131 @@
+"""Images come by path, address, base64 or as PIL, flat or in a list per row, as the stock processor takes them."""
+
+import base64
+import functools
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    InternVLProcessor,
+    LlavaOnevisionProcessor,
+    Qwen2_5_VLProcessor,
+    Qwen2VLProcessor,
+    Qwen3VLProcessor,
+    pipeline,
+)
+
+STOCK = {
+    "qwen2_5_vl": Qwen2_5_VLProcessor,
+    "internvl": InternVLProcessor,
+    "llava_onevision": LlavaOnevisionProcessor,
+    "llava_video": LlavaOnevisionProcessor,
+    "qwen3_vl": Qwen3VLProcessor,
+    "qwen2_vl": Qwen2VLProcessor,
+}
+NAMES = ("wide.png", "tall.png")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for name, size in zip(NAMES, ((40, 64, 3), (72, 36, 3)), strict=True):
+        Image.fromarray(random.integers(0, 255, size, np.uint8)).save(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def stock_processor(backbone, processor):
+    parts = {name: getattr(processor, name) for name in ("image_processor", "tokenizer", "video_processor")}
+    names = ("image_seq_length", "num_image_tokens", "vision_feature_select_strategy")
+    settings = {name: getattr(processor, name) for name in names if hasattr(processor, name)}
+    return STOCK[backbone.name](**parts, **settings, chat_template=processor.chat_template)
+
+
+def given(form, folder, address):
+    path, data = str(folder / NAMES[0]), base64.b64encode((folder / NAMES[0]).read_bytes()).decode()
+    image, other = Image.open(path), Image.open(folder / NAMES[1])
+    return {
+        "path": path,
+        "address": f"{address}/{NAMES[0]}",
+        "base64": data,
+        "data URI": f"data:image/png;base64,{data}",
+        "PIL": image,
+        "flat paths": [path, str(folder / NAMES[1])],
+        "nested paths": [[path], [str(folder / NAMES[1])]],
+        "nested PIL": [[image], [other]],
+        "mixed": [[image], [str(folder / NAMES[1])]],
+    }[form]
+
+
+def assert_as_stock(ours, stock):
+    """Ours keeps apart what stock pads: a crop more is all zeros."""
+    assert torch.equal(ours["input_ids"], stock["input_ids"])
+    pixels = stock["pixel_values"]
+    if pixels.ndim == 5:
+        counts = ours["image_grid_thw"][:, 0].tolist()
+        pixels = torch.cat([one[:count] for one, count in zip(pixels, counts, strict=True)])
+    assert torch.equal(ours["pixel_values"], pixels)
+
+
+FORMS = ("path", "address", "base64", "data URI", "PIL", "flat paths", "nested paths", "nested PIL", "mixed")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_takes_images_as_stock_does(processor, stock_processor, folder, address, form):
+    images = given(form, folder, address)
+    rows = len(images) if isinstance(images, list) else 1
+    (prompt,) = processor.apply_chat_template(
+        [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Why?"}]}]]
+    )
+    options = {"text": [prompt] * rows, "padding": True, "return_tensors": "pt"}
+    assert_as_stock(processor(images=images, **options), stock_processor(images=images, **options))
+
+
+@pytest.mark.parametrize(
+    ("key", "form"),
+    [("image", "PIL"), ("image", "path"), ("url", "address"), ("path", "path"), ("base64", "base64")],
+)
+def test_the_chat_template_takes_images_as_stock_does(processor, stock_processor, folder, address, form, key):
+    content = [{"type": "image", key: given(form, folder, address)}, {"type": "text", "text": "What is it?"}]
+
+    def prepared(one):
+        messages = [{"role": "user", "content": list(content)}]
+        options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        return one.apply_chat_template(messages, add_generation_prompt=True, **options)
+
+    assert_as_stock(prepared(processor), prepared(stock_processor))
+
+
+@pytest.mark.parametrize("form", ["path", "address", "base64", "PIL"])
+def test_the_pipeline_takes_images(model, processor, folder, address, form):
+    """The same answer whatever the image comes as."""
+    answers = set()
+    ask = pipeline("image-text-to-text", model=model, processor=processor)
+    for image in (given("PIL", folder, address), given(form, folder, address)):
+        content = [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
+        messages = [{"role": "user", "content": content}]
+        (result,) = ask(text=messages, max_new_tokens=4, return_full_text=False)
+        answers.add(result["generated_text"])
+    assert len(answers) == 1
+
+
+def test_an_image_that_is_not_there(processor, tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.png"):
+        processor(images=str(tmp_path / "nowhere.png"), text=processor.image_token)

@@ -1,0 +1,122 @@
+"""What cannot be loaded ends in one sentence that says what was given and what to do."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from qtsplus import session
+
+
+@pytest.fixture
+def folder(tiny_published, tmp_path):
+    return shutil.copytree(tiny_published, tmp_path / "model")
+
+
+def test_no_name():
+    for name in ("", "  "):
+        with pytest.raises(ValueError, match="name is empty; expected a folder or a Hub id"):
+            session.load(name)
+
+
+@pytest.mark.parametrize("name", ["/nonexistent", "./nowhere", "../a/b", "a/b/c"])
+def test_a_folder_that_is_not_there(name):
+    """Without asking the Hub for a repository of that name."""
+    with pytest.raises(ValueError, match=f"There is no folder '{name}'; expected one, or a Hub id"):
+        session.load(name)
+
+
+def test_a_file(folder):
+    with pytest.raises(ValueError, match=r"There is no folder '.*config\.json'"):
+        session.load(folder / "config.json")
+
+
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"no config\.json in"):
+        session.load(tmp_path)
+
+
+def test_a_stock_model(tiny_published, folder):
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("qtsplus_config", "auto_map"):
+        config.pop(name)
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2_5_vl"}))
+    with pytest.raises(ValueError, match=f"is no QTSplus model.*'qwen2_5_vl'.*`qtsplus convert {folder} --out FOLDER`"):
+        session.load(folder)
+
+
+@pytest.mark.parametrize("gone", [["tokenizer.json", "tokenizer_config.json"], ["processor_config.json"]])
+def test_a_folder_without_its_processor(folder, gone):
+    for name in gone:
+        (folder / name).unlink()
+    with pytest.raises(ValueError, match=f"holds no processor; expected {gone[0]} beside the weights"):
+        session.load(folder)
+
+
+@pytest.mark.parametrize("bytes_left", [0, 4, 1000, -1])
+def test_weights_that_were_cut_off(folder, bytes_left):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:bytes_left])
+    with pytest.raises(ValueError, match="weights of '.*' are broken or incomplete"):
+        session.load(folder)
+
+
+def test_a_device_without_values(tiny_published):
+    with pytest.raises(ValueError, match="The device 'meta' holds no values"):
+        session.load(tiny_published, device="meta")
+
+
+def test_a_revision_goes_to_the_model_and_its_processor(tiny_published, monkeypatch):
+    asked = {}
+
+    def note(name):
+        load = getattr(session, name).from_pretrained
+
+        def from_pretrained(*args, **kwargs):
+            asked[name] = kwargs["revision"]
+            return load(*args, **kwargs)
+
+        monkeypatch.setattr(getattr(session, name), "from_pretrained", from_pretrained)
+
+    note("AutoProcessor")
+    note("AutoModelForImageTextToText")
+    session.load(tiny_published, revision="v1.0")
+    assert asked == {"AutoProcessor": "v1.0", "AutoModelForImageTextToText": "v1.0"}
+
+
+# What a model gives is handed on --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_published):
+    return session.load(tiny_published)
+
+
+@pytest.mark.parametrize("relevance", [None, "empty"])
+def test_a_model_that_computed_no_relevance(loaded, tiny_mp4, monkeypatch, relevance):
+    model, processor = loaded
+    generate = model.generate
+
+    def without_relevance(**inputs):
+        output = generate(**inputs)
+        output.qtsplus.relevance = None if relevance is None else [torch.empty(0)]
+        return output
+
+    monkeypatch.setattr(model, "generate", without_relevance)
+    answer = session.ask(model, processor, tiny_mp4, "What moves?", max_new_tokens=2)
+    assert answer.evidence and sum(interval.weight for interval in answer.evidence) == pytest.approx(1)
+
+
+def test_a_selection_is_handed_on_when_given(loaded, tiny_mp4, monkeypatch):
+    model, processor = loaded
+    video, generate, given = session.encode(model, processor, tiny_mp4), model.generate, []
+
+    def note(selection="none", **inputs):
+        given.append(selection)
+        return generate(**inputs)
+
+    monkeypatch.setattr(model, "generate", note)
+    session.ask(model, processor, video, "What moves?", max_new_tokens=2)
+    session.ask(model, processor, video, "What moves?", max_new_tokens=2, selection="uniform")
+    assert given == ["none", "uniform"]

@@ -1,0 +1,245 @@
+"""Files that are cut off, at addresses, or larger than memory."""
+
+import functools
+import threading
+import tracemalloc
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from qtsplus import decoding_qtsplus, session, video_qtsplus
+from qtsplus.data.clip import write_mp4
+from qtsplus.video_qtsplus import open_video, read_video
+
+
+def every_frame(total, fps):
+    return np.arange(total)
+
+
+@pytest.fixture(params=["pyav", "torchcodec"])
+def backend(request, monkeypatch):
+    if request.param == "torchcodec":
+        torchcodec = pytest.importorskip("torchcodec", exc_type=(ImportError, RuntimeError))
+        if getattr(torchcodec, "ffmpeg_major_version", "") is None:
+            pytest.skip("torchcodec found no FFmpeg")
+    monkeypatch.setattr(decoding_qtsplus, "video_backend", lambda: request.param)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_published, tiny_processor):
+    """With the package's own processor, whose module the tests change."""
+    return session.load(tiny_published)[0], tiny_processor
+
+
+# Cut off --------------------------------------------------------------------------------------------------------------
+
+
+def write(path, **options):
+    """48 frames of noise at 8 a second: 6 s."""
+    noise = np.random.default_rng(0).integers(0, 255, (48, 64, 64, 3), np.uint8)
+    with av.open(str(path), "w", options=options) as container:
+        stream = container.add_stream("libx264", rate=8, options={"g": "8"})
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for frame in noise:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.fixture(scope="module")
+def header_first(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("whole") / "whole.mp4", movflags="faststart").read_bytes()
+
+
+def packet_ends(path):
+    with av.open(str(path)) as container:
+        return [packet.pos + packet.size for packet in container.demux(video=0) if packet.size]
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 200], ids=["between frames", "in a header", "in a frame"])
+def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(
+    loaded, header_first, tmp_path, caplog, beyond, monkeypatch
+):
+    monkeypatch.setattr(decoding_qtsplus, "video_backend", lambda: "pyav")
+    path = tmp_path / "cut.mp4"
+    path.write_bytes(header_first)
+    end = packet_ends(path)[23] + beyond
+    path.write_bytes(header_first[:end])
+
+    answer = session.ask(*loaded, path, "What moves?", max_new_tokens=2)
+    (warning,) = answer.as_dict()["warnings"]
+    assert warning == f"The video {str(path)!r} is incomplete: its header states 48 frames, and 24 can be read."
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [warning]
+    assert answer.seconds_of_video == 3.0
+    frames, metadata = read_video(str(path), every_frame)
+    assert len(frames) == metadata.total_num_frames == 24
+
+
+def test_both_decoders_say_so(header_first, tmp_path, backend):
+    path = tmp_path / "cut.mp4"
+    path.write_bytes(header_first)
+    path.write_bytes(header_first[: packet_ends(path)[23]])
+    (warning,) = open_video(str(path), every_frame).warnings
+    assert "states 48 frames" in warning
+
+
+def test_a_file_that_states_only_its_length(tmp_path, monkeypatch):
+    """torchcodec tells the length of a stream, which Matroska does not state."""
+    monkeypatch.setattr(decoding_qtsplus, "video_backend", lambda: "pyav")
+    whole = write(tmp_path / "whole.mkv")
+    assert open_video(str(whole), every_frame).warnings == []
+    data = whole.read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(data[: len(data) // 2])
+    (warning,) = open_video(str(tmp_path / "cut.mkv"), every_frame).warnings
+    assert "its header states 6.0 s, and 2." in warning
+
+
+def test_a_damaged_end_is_left_out_and_said(tmp_path, monkeypatch):
+    """A fragmented file states nothing about its whole."""
+    monkeypatch.setattr(decoding_qtsplus, "video_backend", lambda: "pyav")
+    data = write(tmp_path / "whole.mp4", movflags="frag_keyframe+empty_moov").read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])
+    (warning,) = open_video(str(tmp_path / "cut.mp4"), every_frame).warnings
+    assert "1 of its 24 frames are damaged and left out" in warning
+    assert len(read_video(str(tmp_path / "cut.mp4"), every_frame)[0]) == 23
+
+
+def test_a_whole_file_has_no_warning(loaded, header_first, tmp_path, backend):
+    (tmp_path / "whole.mp4").write_bytes(header_first)
+    assert open_video(str(tmp_path / "whole.mp4"), every_frame).warnings == []
+    assert session.ask(*loaded, tmp_path / "whole.mp4", "What moves?", max_new_tokens=2).warnings == []
+
+
+@pytest.mark.parametrize("shown", [(3, 0), (2, 2), (3, 3)], ids=str)
+def test_a_trimmed_file_is_whole(header_first, tmp_path, backend, shown):
+    """Its edit list shows a part; the header counts all frames."""
+    (seconds, start), data = shown, bytearray(header_first)
+    scale = int.from_bytes(data[(at := data.index(b"mdhd") + 16) : at + 4], "big")
+    at = data.index(b"elst") + 12
+    before = int.from_bytes(data[at + 4 : at + 8], "big")
+    data[at : at + 8] = (1000 * seconds).to_bytes(4, "big") + (before + start * scale).to_bytes(4, "big")
+    (tmp_path / "trimmed.mp4").write_bytes(data)
+    assert open_video(str(tmp_path / "trimmed.mp4"), every_frame).warnings == []
+
+
+# Larger than memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["call", "chunks"])
+def test_the_frames_of_a_large_video_are_never_all_there(tiny_processor, tmp_path, how):
+    """numpy tells tracemalloc of its memory, and decoded frames are arrays of numpy's."""
+    height, width, count = 720, 1280, 16
+    write_mp4(tmp_path / "large.mp4", (np.full((height, width, 3), 9 * i, np.uint8) for i in range(count)), 8)
+    path = str(tmp_path / "large.mp4")
+
+    def read():
+        if how == "call":
+            tiny_processor(text=tiny_processor.video_token, videos=path, num_frames=count, return_tensors="pt")
+        else:
+            assert len(list(tiny_processor.video_chunks(path, num_frames=count))) == 1
+
+    read()  # imports and caches
+    tracemalloc.start()
+    try:
+        read()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * height * width * 3, f"{peak / (height * width * 3):.1f} frames were there at once"
+
+
+# Addresses ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(answer):
+    """A server on loopback that answers every GET with `answer(handler)`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer(self)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/clip.mp4"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def send(handler, data, stated=None):
+    handler.send_response(200)
+    if stated is not None:
+        handler.send_header("Content-Length", str(stated))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+@pytest.mark.parametrize("states_its_length", [True, False])
+def test_a_video_at_an_address_is_the_file(loaded, tiny_mp4, states_its_length):
+    data = tiny_mp4.read_bytes()
+    model, processor = loaded
+    with serving(lambda handler: send(handler, data, len(data) if states_its_length else None)) as address:
+        there = session.encode(model, processor, address)
+        answer = session.ask(model, processor, address, "What moves?", max_new_tokens=2)
+    here = session.encode(model, processor, tiny_mp4)
+    assert torch.equal(there.features, here.features)
+    assert there.video == answer.video == address
+
+
+def test_a_server_that_is_silent_is_not_waited_for(loaded, monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(video_qtsplus, "ADDRESS_TIMEOUT", 0.2)
+    with serving(lambda _: over.wait(60)) as address:
+        try:
+            with pytest.raises(ValueError, match=r"Cannot load the video at 'http://127.*clip\.mp4'.*timed out"):
+                session.encode(*loaded, address)
+        finally:
+            over.set()
+
+
+@pytest.mark.parametrize("states_its_length", [True, False])
+def test_a_video_at_an_address_has_a_largest_size(loaded, monkeypatch, states_its_length):
+    monkeypatch.setattr(video_qtsplus, "ADDRESS_BYTES", 2**20)
+    data = bytes(2**20 + 1)
+    with (
+        serving(lambda handler: send(handler, data, len(data) if states_its_length else None)) as address,
+        pytest.raises(ValueError, match="is larger than 1 MiB.*download it"),
+    ):
+        session.encode(*loaded, address)
+
+
+def test_a_file_of_the_largest_size_is_read(monkeypatch):
+    data = bytes(2**20)
+    monkeypatch.setattr(video_qtsplus, "ADDRESS_BYTES", len(data))
+    with serving(functools.partial(send, data=data, stated=len(data))) as address:
+        assert video_qtsplus._download(address).getvalue() == data
+
+
+def test_a_connection_that_ends_early_is_named(loaded, tiny_mp4):
+    data = tiny_mp4.read_bytes()
+    with (
+        serving(lambda handler: send(handler, data[:1000], len(data))) as address,
+        pytest.raises(ValueError, match=f"ended after 1000 of {len(data)} bytes"),
+    ):
+        session.encode(*loaded, address)
+
+
+def test_an_address_without_a_video_is_named(loaded):
+    with (
+        serving(lambda handler: handler.send_error(404)) as address,
+        pytest.raises(ValueError, match="Cannot load the video at .*404"),
+    ):
+        session.encode(*loaded, address)
+    with pytest.raises(ValueError, match=r"Cannot load the video at 'http://\[nowhere'"):
+        session.encode(*loaded, "http://[nowhere")

@@ -1,0 +1,416 @@
+"""Videos: which of their frames are looked at, and how files, folders, addresses and given frames are read."""
+
+import functools
+import http.client
+import io
+import itertools
+import math
+import os
+import re
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.image_utils import SizeDict, load_image
+from transformers.utils import logging
+from transformers.video_processing_utils import BaseVideoProcessor
+from transformers.video_utils import VideoMetadata
+
+from .decoding_qtsplus import FrameChoice, Frames, open_stream, undecodable
+
+logger = logging.get_logger(__name__)
+
+DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+ADDRESS_TIMEOUT = 30.0  # seconds in which a server sends nothing
+ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which frames of a video are looked at
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def choose_frames(
+    total_num_frames: int,
+    video_fps: float,
+    fps: float | None = None,
+    num_frames: int | None = None,
+    min_frames: int = 4,
+    max_frames: float = 768,
+    temporal_patch_size: int = 2,
+) -> np.ndarray:
+    """
+    Spreads the sampled frames evenly over a video.
+
+    Args:
+        total_num_frames: frames that the video has.
+        video_fps: its frames per second.
+        fps: frames to sample per second; the count is held between `min_frames` and `max_frames`.
+        num_frames: frames to sample instead, as many as exist at most. With neither, all frames are taken.
+        temporal_patch_size: the count is a multiple of it, unless the video is shorter.
+
+    Returns:
+        `[T]` int64, increasing frame indices.
+    """
+    if num_frames is not None:
+        wanted = float(round(num_frames / temporal_patch_size) * temporal_patch_size)
+    elif fps is not None:
+        wanted = min(max(total_num_frames / video_fps * fps, min_frames), max_frames)
+    else:
+        return np.arange(total_num_frames)
+    count = int(min(wanted, total_num_frames))
+    count = count // temporal_patch_size * temporal_patch_size or min(temporal_patch_size, total_num_frames)
+    return np.arange(count) * total_num_frames // count
+
+
+def frame_choice(
+    video_processor: Any, fps: float | None, num_frames: int | None, bounds: dict[str, int | None]
+) -> FrameChoice:
+    """
+    [`choose_frames`] with what a call leaves open taken from the video processor.
+
+    Args:
+        fps, num_frames: what the call asks for; not both.
+        bounds: `min_frames`, `max_frames` and `temporal_patch_size`, `None` where the call is silent. Where they are
+            stronger than the `fps` asked for, it is logged once.
+    """
+    if fps is not None and num_frames is not None:
+        raise ValueError(f"Got `fps={fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
+    if fps is None and num_frames is None:
+        num_frames = getattr(video_processor, "num_frames", None)
+    filled = {name: getattr(video_processor, name, None) if value is None else value for name, value in bounds.items()}
+    given: dict[str, Any] = {name: value for name, value in filled.items() if value is not None}
+    rate = fps or getattr(video_processor, "fps", None) or DEFAULT_FPS
+
+    def choose(total_num_frames: int, video_fps: float) -> np.ndarray:
+        choice = functools.partial(choose_frames, total_num_frames, video_fps, rate, num_frames)
+        indices, unbounded = choice(**given), choice(**{**given, "min_frames": 1, "max_frames": math.inf})
+        if fps is not None and len(indices) != len(unbounded):
+            bound = "max_frames" if len(indices) < len(unbounded) else "min_frames"
+            logger.warning_once(
+                f"fps={fps:g} is {len(unbounded)} frames of this video, but `{bound}` makes it {len(indices)}, "
+                f"{len(indices) / total_num_frames * video_fps:.3g} frames per second. For the rate that was asked "
+                f"for, set `processor.video_processor.{bound}`."
+            )
+        return indices
+
+    return choose
+
+
+def resize_frame(video_processor: Any, size: tuple[int, int], frame: np.ndarray, resample: Any = None) -> np.ndarray:
+    """
+    One frame as the video processor resizes it within its video, to the bit.
+
+    Args:
+        size: height and width.
+        frame: `[H, W, 3]` uint8.
+        resample: another interpolation than the video processor's.
+    """
+    if frame.shape[:2] == size:
+        return frame
+    # Not the backbone's own resizing: Qwen's looks at the number of frames.
+    resized = BaseVideoProcessor.resize(
+        video_processor,
+        image=torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1),
+        size=SizeDict(height=size[0], width=size[1]),
+        resample=video_processor.resample if resample is None else resample,
+    )
+    return resized.permute(1, 2, 0).numpy()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading video files
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class VideoFile:
+    """
+    A video file that was opened: what it is, and how to read it.
+
+    Args:
+        metadata: of the whole video, with the `frames_indices` that were chosen.
+        shape: number of chosen frames, height and width.
+        decode: begins to read the chosen frames, `[H, W, 3]` uint8 RGB each, upright.
+        warnings: what is wrong with the file, one sentence each.
+    """
+
+    metadata: VideoMetadata
+    shape: tuple[int, int, int]
+    decode: Frames
+    warnings: list[str]
+
+
+def read_video(path: str, choose: FrameChoice) -> tuple[np.ndarray, VideoMetadata]:
+    """
+    Reads the chosen frames of a video file or `http(s)` address.
+
+    A variable frame rate is read as its mean rate: frame `i` is what the video shows at `i / fps` seconds, so times
+    computed from the metadata hold for every file.
+
+    Args:
+        path: the file.
+        choose: from (number of frames, frames per second) to the indices of the frames to read.
+
+    Returns:
+        `[T, H, W, 3]` uint8 RGB frames, upright, and the metadata of the whole video with `frames_indices`.
+
+    Raises:
+        ValueError: the file is missing, cannot be decoded, has no video stream or no frame; an address that does not
+            answer, or with a file of more than 1 GiB.
+        ImportError: neither torchcodec (with FFmpeg) nor PyAV is installed.
+    """
+    video = open_video(path, choose)
+    return np.stack(list(video.decode())), video.metadata
+
+
+def open_video(path: str, choose: FrameChoice) -> VideoFile:
+    """
+    [`read_video`] frame by frame.
+
+    Of a file that was cut off, what is there is read; the log and `warnings` say how much that is.
+    """
+    source: str | io.BytesIO
+    if path.startswith(("http://", "https://")):
+        source = _download(path)
+    else:
+        source = path.removeprefix("file://")
+        if not os.path.isfile(source):
+            raise ValueError(
+                f"There is no video at {path!r}; expected a video file, a folder of frames or an http(s) address."
+            )
+    stream = open_stream(source, path, choose)
+    first = next(stream.decode(), None)
+    if first is None:
+        raise undecodable(path, "no frame could be decoded")
+    metadata = VideoMetadata(
+        total_num_frames=int(stream.total),
+        fps=float(stream.fps),
+        duration=float(stream.total / stream.fps),
+        height=first.shape[0],
+        width=first.shape[1],
+        video_backend=stream.backend,
+        frames_indices=[int(index) for index in stream.indices],
+    )
+    warnings = [] if stream.missing is None else [f"The video {path!r} is incomplete: {stream.missing}."]
+    for warning in warnings:
+        logger.warning(warning)
+    return VideoFile(metadata, (len(stream.indices), *first.shape[:2]), stream.decode, warnings)
+
+
+def _download(address: str) -> io.BytesIO:
+    """The file at an `http(s)` address."""
+    data = io.BytesIO()
+    try:
+        with urllib.request.urlopen(address, timeout=ADDRESS_TIMEOUT) as response:
+            stated = response.length
+            while (stated or 0) <= ADDRESS_BYTES >= data.tell() and (block := response.read(2**20)):
+                data.write(block)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = "" if str(error) == "" else f": {error}"
+        raise ValueError(f"Cannot load the video at {address!r} ({type(error).__name__}{reason}).") from error
+    if max(stated or 0, data.tell()) > ADDRESS_BYTES:
+        raise ValueError(
+            f"The video at {address!r} is larger than {ADDRESS_BYTES / 2**20:.0f} MiB, the most that is read from an "
+            "address; download it, and give the file."
+        )
+    if stated is not None and data.tell() < stated:
+        raise ValueError(f"The connection to {address!r} ended after {data.tell()} of {stated} bytes; try again.")
+    data.seek(0)
+    return data
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Frames that are given
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def load_frames(folder: str | list[str]) -> np.ndarray:
+    """
+    Loads a video that is stored as images.
+
+    Args:
+        folder: a folder of images, read in natural order (`frame2.jpg` before `frame10.jpg`), or a list of images, read
+            as listed.
+
+    Returns:
+        `[T, H, W, 3]` uint8 RGB.
+
+    Raises:
+        ValueError: no image in the folder, one that cannot be read, or images of different sizes.
+    """
+    frames = []
+    for path in image_paths(folder) if isinstance(folder, str) else folder:
+        try:
+            frames.append(load_image(path.removeprefix("file://")))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"Cannot read the frame {path!r} as an image: {error}.") from error
+    return stack_frames(frames)
+
+
+def image_paths(folder: str) -> list[str]:
+    """
+    The images of a folder in natural order.
+
+    Raises:
+        ValueError: there is none.
+    """
+    names = [name for name in os.listdir(folder) if name.lower().endswith(IMAGE_SUFFIXES)]
+    if not names:
+        raise ValueError(f"The folder {folder!r} holds no frames; expected images ({', '.join(IMAGE_SUFFIXES)}).")
+    return [os.path.join(folder, name) for name in sorted(names, key=_natural_order)]
+
+
+def _natural_order(name: str) -> tuple[list[int | str], str]:
+    """Numbers by value; `²` and the like are letters. Names that differ in leading zeros only keep one order."""
+    parts = re.split(r"(\d+)", name)  # every second one is a number
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
+
+
+def stack_frames(frames: Sequence[Any]) -> Any:
+    """One video from a list of its frames: PIL images, arrays or tensors."""
+    frames = [np.asarray(frame.convert("RGB")) if hasattr(frame, "convert") else frame for frame in frames]
+    shapes = {tuple(frame.shape) for frame in frames}
+    if len(shapes) > 1:
+        raise ValueError(f"The frames of one video differ in shape: {sorted(shapes)}; expected one shape.")
+    return torch.stack(frames) if torch.is_tensor(frames[0]) else np.stack(frames)
+
+
+def _is_frame(item: Any) -> bool:
+    return hasattr(item, "convert") or (_is_array(item) and item.ndim == 3)
+
+
+def _is_array(item: Any) -> bool:
+    return isinstance(item, (np.ndarray, torch.Tensor))
+
+
+def _is_image_path(item: Any) -> bool:
+    return isinstance(item, (str, os.PathLike)) and str(item).lower().endswith(IMAGE_SUFFIXES)
+
+
+def flatten_videos(videos: Any) -> list[Any]:
+    """
+    Flattens every nesting that a processor is called with, a list of videos per row or a single video.
+
+    A list of frames, or of paths of images, is one video; any other list is a list of videos.
+
+    Returns:
+        Per video a path, or `[T, H, W, C]` or `[T, C, H, W]` frames as an array or tensor.
+
+    Raises:
+        ValueError: an item is no video, or there is none.
+    """
+    flat = _flatten(videos)
+    if not flat:
+        raise ValueError("Got an empty video (0 frames); expected at least one frame.")
+    return flat
+
+
+def _flatten(videos: Any) -> list[Any]:
+    if isinstance(videos, (str, os.PathLike)):
+        path = os.fspath(videos)
+        return [load_frames(path)] if os.path.isdir(path) else [path]
+    if _is_array(videos) and videos.ndim in (3, 4, 5):
+        return list(videos) if videos.ndim == 5 else [videos if videos.ndim == 4 else videos[None]]
+    if hasattr(videos, "convert"):
+        return [stack_frames([videos])]
+    if not isinstance(videos, (list, tuple)):
+        given = f"shape {tuple(videos.shape)}" if _is_array(videos) else f"type {type(videos).__name__}"
+        raise ValueError(
+            f"Got a video of {given}; expected a path, or frames as an array or tensor [T, H, W, C] or list of images."
+        )
+    if videos and all(map(_is_frame, videos)):
+        return [stack_frames(videos)]
+    if videos and all(map(_is_image_path, videos)):
+        return [load_frames([os.fspath(path) for path in videos])]
+    return [flat for video in videos for flat in _flatten(video)]
+
+
+def check_frames(frames: Any) -> Any:
+    """The same frames, laid out as torch can read them: an array may be a view that runs backwards (BGR to RGB)."""
+    if len(frames) == 0:
+        raise ValueError("Got an empty video (0 frames); expected at least one frame.")
+    frames = np.ascontiguousarray(frames) if isinstance(frames, np.ndarray) else frames
+    values = torch.as_tensor(frames)
+    if values.is_floating_point() and not torch.isfinite(values).all():
+        raise ValueError("The frames of a video hold NaN or infinite pixels; expected finite values.")
+    return frames
+
+
+def describe_frames(frames: Sequence[Any], metadata: Any, fps: float | None) -> VideoMetadata:
+    """The metadata of frames that were sampled already, from what the caller says about them."""
+    if metadata is None and fps is None:
+        raise ValueError(
+            f"Got {len(frames)} frames without their times. Pass the rate at which they were sampled as `fps=...`, or"
+            ' `video_metadata=[{"fps": ..., "total_num_frames": ..., "frames_indices": [...]}]`, one per video.'
+        )
+    given: dict[str, Any] = {"fps": fps} if metadata is None else dict(metadata)
+    if given.get("fps") is None:
+        raise ValueError(f"The `video_metadata` of {len(frames)} frames has no `fps`; expected frames per second.")
+    require_positive("the `fps` of `video_metadata`", given["fps"])
+    if given.get("frames_indices") is None:
+        if given.get("total_num_frames") not in (None, len(frames)):
+            raise ValueError(
+                f"Got {len(frames)} frames of a video of {given['total_num_frames']} without `frames_indices` in their"
+                " `video_metadata`; expected the index of each frame."
+            )
+        given["frames_indices"] = range(len(frames))
+    given["frames_indices"] = [int(index) for index in given["frames_indices"]]
+    if len(given["frames_indices"]) != len(frames):
+        raise ValueError(
+            f"Got {len(frames)} frames and {len(given['frames_indices'])} `frames_indices`; expected one per frame."
+        )
+    if given.get("total_num_frames") is None:
+        given["total_num_frames"] = len(frames)
+    return VideoMetadata(**given)
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raises a `ValueError` for what is no finite number above 0."""
+    if not (value > 0 and np.isfinite(value)):
+        raise ValueError(f"Got {name}={value!r}; expected a finite number above 0.")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Long videos
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class VideoChunks:
+    """
+    A long video, decoded and preprocessed chunk by chunk while one iterates over it.
+
+    Iterating gives `pixel_values_videos` `[k, d]` and `video_grid_thw` `[1, 3]` of each chunk. Joined, the pixel values
+    are those of the whole video; nothing is kept of a chunk that was given out.
+
+    Args:
+        video_grid_thw: `[1, 3]`, of the whole video.
+        second_per_grid_ts: `[1]`, seconds per temporal patch.
+        metadata: of the whole video, with the indices of the frames that are looked at.
+        frames_per_chunk: a multiple of the temporal patch size.
+        decode: begins to read the frames, as large as they are in the video.
+        resize: brings one frame to the size that it has for the model.
+        preprocess: from frames to their pixel values and grid.
+        warnings: what is wrong with the file, one sentence each.
+    """
+
+    video_grid_thw: torch.Tensor
+    second_per_grid_ts: list[float]
+    metadata: VideoMetadata
+    frames_per_chunk: int
+    decode: Frames
+    resize: Callable[[np.ndarray], np.ndarray]
+    preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]
+    warnings: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return -(-len(self.metadata.frames_indices or ()) // self.frames_per_chunk)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        frames = map(self.resize, self.decode())
+        while chunk := list(itertools.islice(frames, self.frames_per_chunk)):
+            yield self.preprocess(stack_frames(chunk))
