@@ -35,9 +35,11 @@ def frame_folder(tmp_path_factory):
 def assert_refused(result, *words):
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1, result.stderr
+    *notes, error = result.stderr.splitlines()
+    assert error.startswith("qtsplus: "), result.stderr
+    assert all("will run (trust_remote_code)" in line for line in notes), result.stderr
     for word in words:
-        assert word in result.stderr
+        assert word in error
 
 
 def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
