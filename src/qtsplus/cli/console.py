@@ -1,5 +1,6 @@
 """What the commands print, and how they end."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -24,6 +25,9 @@ def wrote(target: object) -> None:
 
 def fail(message: str) -> NoReturn:
     """Ends the command with one line on standard error and exit code 2."""
+    if "tqdm" in sys.modules:
+        for bar in list(sys.modules["tqdm"].tqdm._instances):
+            bar.close()  # a Trainer's bar does not end its line by itself
     lines = message.strip().splitlines()
     typer.echo(f"qtsplus: {lines[0] if lines else 'failed without a message'}", err=True)
     raise typer.Exit(2)
@@ -45,6 +49,7 @@ def require_fraction(retention: float | None) -> None:
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Bad input ends in one line on standard error and exit code 2; anything else is a bug and keeps its traceback."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -52,6 +57,8 @@ def one_line_errors() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         fail(_describe(error))
+    except StrictDataclassError as error:
+        fail(f"a config.json cannot be used: {' '.join(str(error).split())}")
 
 
 def _describe(error: Exception) -> str:

@@ -50,6 +50,8 @@ def convert(
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
     require_text(variant=variant, init=init, processor=processor, revision=revision)
+    if max_shard_size.strip().startswith("-"):
+        fail(f"--max-shard-size is {max_shard_size}; expected a size such as 5GB")
     with one_line_errors():
         from ..hub import convert as conversion
 

@@ -121,12 +121,14 @@ def require_rates(records: Sequence[VideoRecord]) -> None:
 
 
 def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for rates and numbers of frames that are not above 0."""
+    """Raises `ValueError` for rates and numbers of frames that are not above 0, and for a rate beside a number."""
     for name in ("fps", "num_frames", "min_frames", "max_frames"):
         value = processor_kwargs.get(name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and 0 < value < float("inf")):
             raise ValueError(f"processor_kwargs.{name} is {value!r}; expected a finite number above 0.")
+    if processor_kwargs.get("fps") is not None and processor_kwargs.get("num_frames") is not None:
+        raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
 
 
 @dataclass(frozen=True)

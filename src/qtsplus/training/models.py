@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
@@ -47,12 +47,9 @@ def _read_config(variant: str | None, weights: str | None) -> Any:
     if weights is None:
         raise ValueError("The model section names neither a variant nor weights; expected at least one of them.")
     backbone = _backbone(weights)
-    try:
-        if model_type(weights).endswith(OURS):
-            return backbone.config.from_pretrained(weights)
-        return backbone.config(**AutoConfig.from_pretrained(weights).to_dict())
-    except StrictDataclassError as error:
-        raise ValueError(f"The config.json of {weights} cannot be used: {' '.join(str(error).split())}") from error
+    if model_type(weights).endswith(OURS):
+        return backbone.config.from_pretrained(weights)
+    return backbone.config(**AutoConfig.from_pretrained(weights).to_dict())
 
 
 def load_model(
@@ -73,8 +70,8 @@ def load_model(
         ValueError: as for [`load_config`]; weights that are not there, cut off, or do not fit the configuration.
     """
     config = load_config(variant, weights, selector)
-    if weights is not None and Path(weights).is_dir():
-        read_checkpoint(Path(weights))  # raises what is cut off; the files of a Hub repository are checked on their way
+    if weights is not None:
+        _check_weights(weights, config.model_type)
     loading: dict[str, Any] = {
         "dtype": dtype,
         **({"attn_implementation": attn_implementation} if attn_implementation else {}),
@@ -99,6 +96,17 @@ def load_model(
         raise ValueError(f"{weights} does not fit the configuration: {(missing + unexpected)[0]} is not in both.")
     model.generation_config = base.generation_config
     return model
+
+
+def _check_weights(weights: str, expected: str) -> None:
+    kind = model_type(weights)
+    if kind.removesuffix(OURS) != expected.removesuffix(OURS):
+        raise ValueError(
+            f"{weights} holds a model of type {kind!r}; expected {expected!r}, or its stock model "
+            f"{expected.removesuffix(OURS)!r}."
+        )
+    if Path(weights).is_dir():
+        read_checkpoint(Path(weights))  # raises what is cut off; the files of a Hub repository are checked on their way
 
 
 def load_processor(variant: str | None, weights: str | None, config: Any) -> Any:

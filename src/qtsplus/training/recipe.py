@@ -58,7 +58,8 @@ class ModelArguments:
         if self.variant is None and self.weights is None:
             raise ValueError("model names neither a variant nor weights; expected at least one of them.")
         for name in ("variant", "weights", "attn_implementation", "teacher"):
-            if getattr(self, name) == "":
+            value = getattr(self, name)
+            if value is not None and not value.strip():
                 raise ValueError(f"model.{name} is empty; give a value, or leave it out.")
         if self.dtype not in DTYPES:
             raise ValueError(f"model.dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}.")
@@ -92,6 +93,8 @@ class DataArguments:
             raise ValueError("data.train_files is empty; expected the JSONL files to train on.")
         if self.model_max_length is not None and self.model_max_length < 1:
             raise ValueError(f"data.model_max_length is {self.model_max_length}; expected at least 1.")
+        if self.features is not None and not self.features.strip():
+            raise ValueError("data.features is empty; give a folder, or leave it out.")
         check_frame_settings(self.processor_kwargs)
 
 
@@ -174,7 +177,9 @@ def _parse(path: str | os.PathLike, name: str, section: dict[str, Any]) -> Any:
     check_types(f"{path}: {name}.", kind, section)
     try:
         return kind(**section)
-    except ValueError as error:
+    except ImportError as error:  # such as DeepSpeed
+        raise ValueError(f"{path}: {name} asks for a package that is not installed: {error}") from error
+    except (TypeError, ValueError) as error:  # TypeError: an unknown field of a nested section of Transformers'
         raise ValueError(f"{path}: {error}") from error
 
 
