@@ -5,6 +5,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
+from enum import Enum
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -84,7 +85,13 @@ def check_types(where: str, kind: Any, values: Mapping[str, Any]) -> None:
     types = {field.name: field.type for field in fields(kind)}
     for name, value in values.items():
         if not _matches(value, types[name]):
-            raise ValueError(f"{where}{name} is {reprlib.repr(value)}; expected {_describe(types[name])}.")
+            raise ValueError(f"{where}{name} is {show(value)}; expected {_describe(types[name])}.")
+
+
+def show(value: Any) -> str:
+    """A value as YAML and JSON write it, cut where it is long."""
+    constants = {None: "null", True: "true", False: "false"}
+    return constants[value] if value is None or isinstance(value, bool) else reprlib.repr(value)
 
 
 def _matches(value: Any, expected: Any) -> bool:
@@ -125,8 +132,10 @@ def _describe(expected: Any) -> str:
         return " or ".join(map(repr, arguments))
     if origin in (list, tuple):
         count = f" of {len(arguments)}" if origin is tuple and Ellipsis not in arguments else ""
-        return f"a list{count}, each item {_describe(arguments[0])}"
+        return f"a list{count} (each item {_describe(arguments[0])})"
+    if isinstance(expected, type) and issubclass(expected, Enum):
+        return _NAMES[str]  # how it is written
     return _NAMES.get(origin or expected, getattr(expected, "__name__", str(expected)))
 
 
-__all__ = ["check_types", "parse_yaml"]
+__all__ = ["check_types", "parse_yaml", "show"]

@@ -126,7 +126,7 @@ def demo(
 def _check_question(video: str, question: str, fps: float | None) -> None:
     # os.path answers no where a Path raises, such as for a name that is too long.
     if "://" not in video and not os.path.exists(video):
-        fail(f"there is no video at {video}")
+        fail(f"there is no video at {video!r}")
     if os.path.isdir(video) and fps is None:
         fail(f"{video} is a folder of frames: give the rate at which they were taken, such as --fps 2")
     if fps is not None and not 0 < fps < float("inf"):

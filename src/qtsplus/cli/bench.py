@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from .console import console, note, notes, one_line_errors, require_text, wrote
-from .options import MAX_SEED, Dtype, Overrides
+from .console import console, note, notes, one_line_errors, require_seeds, require_text, wrote
+from .options import Dtype, Overrides
 
 bench_app = typer.Typer(
     help="Measure speed, memory and accuracy. The results are JSON files that hold every repeat.",
@@ -49,12 +49,13 @@ def learned(
     work: Annotated[Path, typer.Option(help="Where trained models and answers are kept.")] = Path("runs/learned"),
     seed: Annotated[
         list[int] | None,
-        typer.Option(help="A seed of training. May be repeated. Without it, 0, 1 and 2.", min=0, max=MAX_SEED),
+        typer.Option(help="A seed of training. May be repeated. Without it, 0, 1 and 2."),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="How many questions are asked at a time.", min=1)] = 64,
     overrides: Overrides = None,
 ) -> None:
     """Compare the accuracy of trained selectors, baselines and controls. What is on disk is not done again."""
+    require_seeds(*(seed or ()))
     with one_line_errors():
         from ..benchmark.learned import run_learned
 

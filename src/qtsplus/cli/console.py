@@ -46,6 +46,13 @@ def require_fraction(retention: float | None) -> None:
         fail(f"--retention is {retention:g}; expected a fraction in (0, 1]")
 
 
+def require_seeds(*seeds: int) -> None:
+    """Ends the command for a seed that NumPy would not take."""
+    for seed in seeds:
+        if not 0 <= seed < 2**32:
+            fail(f"--seed is {seed}; expected a whole number from 0 to {2**32 - 1}")
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Bad input ends in one line on standard error and exit code 2; anything else is a bug and keeps its traceback."""

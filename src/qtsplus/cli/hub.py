@@ -1,13 +1,14 @@
 """`qtsplus convert`, `qtsplus split` and `qtsplus publish`: checkpoints and Hub repositories."""
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .console import console, fail, note, notes, one_line_errors, require_text, wrote
-from .options import MAX_SEED, Overwrite
+from .console import console, fail, note, notes, one_line_errors, require_seeds, require_text, wrote
+from .options import Overwrite
 
 
 def convert(
@@ -44,14 +45,15 @@ def convert(
     revision: Annotated[
         str | None, typer.Option(help="The commit, branch or tag of the source, if it is on the Hub.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of a new selector.", min=0, max=MAX_SEED)] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of a new selector.")] = 0,
     max_shard_size: Annotated[str, typer.Option(help="The largest size of one file of weights.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
     require_text(variant=variant, init=init, processor=processor, revision=revision)
-    if max_shard_size.strip().startswith("-"):
-        fail(f"--max-shard-size is {max_shard_size}; expected a size such as 5GB")
+    require_seeds(seed)
+    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard_size, re.ASCII | re.IGNORECASE):
+        fail(f"--max-shard-size is {max_shard_size!r}; expected a size such as 5GB")
     with one_line_errors():
         from ..hub import convert as conversion
 

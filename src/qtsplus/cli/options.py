@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-MAX_SEED = 2**32 - 1  # NumPy's
-
 
 class Dtype(str, Enum):
     auto = "auto"

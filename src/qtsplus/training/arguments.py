@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..settings import check_types
+from ..settings import check_types, show
 from .schedules import Schedule
 
 SFT_LOSSES = ("token_mean", "sum_of_sources")
@@ -150,12 +150,17 @@ class QTSplusTrainingArguments(TrainingArguments):
 def _schedule(name: str, arguments: Any) -> Schedule:
     known = {field.name: field.default for field in fields(Schedule)}
     if not isinstance(arguments, dict) or not set(arguments) <= set(known):
-        raise ValueError(f"schedules.{name} is {arguments!r}; expected a mapping with fields among {', '.join(known)}.")
+        raise ValueError(
+            f"schedules.{name} is {show(arguments)}; expected a mapping with fields among {', '.join(known)}."
+        )
     missing = [key for key, default in known.items() if default is MISSING and key not in arguments]
     if missing:
         raise ValueError(f"schedules.{name} lacks {', '.join(missing)}.")
     check_types(f"schedules.{name}.", Schedule, arguments)
-    return Schedule(**arguments)
+    try:
+        return Schedule(**arguments)
+    except ValueError as error:
+        raise ValueError(f"schedules.{name}: {error}") from error
 
 
 __all__ = ["SFT_LOSSES", "QTSplusTrainingArguments"]

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..processing_qtsplus import choose_frames, load_frames, read_video
-from ..settings import check_types
+from ..settings import check_types, show
 from .features import VideoFeatures, prompt_inputs
 
 SOURCES = ("mcq", "vqa", "caption")
@@ -71,8 +71,10 @@ def read_records(path: str | os.PathLike) -> list[VideoRecord]:
     Reads a JSONL file. A relative video is looked for beside the file.
 
     Raises:
-        ValueError: a line that is not a record, with its number.
+        ValueError: no such file, or a line that is not a record, with its number.
     """
+    if not os.path.exists(path):
+        raise ValueError(f"There is no file {str(path)!r}; expected a JSONL file of records.")
     records = []
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -126,7 +128,7 @@ def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:
         value = processor_kwargs.get(name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and 0 < value < float("inf")):
-            raise ValueError(f"processor_kwargs.{name} is {value!r}; expected a finite number above 0.")
+            raise ValueError(f"processor_kwargs.{name} is {show(value)}; expected a finite number above 0.")
     if processor_kwargs.get("fps") is not None and processor_kwargs.get("num_frames") is not None:
         raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
 

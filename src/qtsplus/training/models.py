@@ -105,6 +105,8 @@ def _check_weights(weights: str, expected: str) -> None:
             f"{weights} holds a model of type {kind!r}; expected {expected!r}, or its stock model "
             f"{expected.removesuffix(OURS)!r}."
         )
+    if (Path(weights) / "adapter_config.json").exists():
+        raise ValueError(f"{weights} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
     if Path(weights).is_dir():
         read_checkpoint(Path(weights))  # raises what is cut off; the files of a Hub repository are checked on their way
 

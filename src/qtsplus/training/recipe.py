@@ -2,7 +2,6 @@
 
 import json
 import os
-import reprlib
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..backbones import backbone_of
 from ..hub.card import card_data
 from ..hub.initialise import INITIALISATIONS, initialise_selector
-from ..settings import check_types, parse_yaml
+from ..settings import check_types, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, VideoRecord, check_frame_settings, read_records
@@ -135,6 +134,8 @@ def load_recipe(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recip
 def _read_sections(path: str | os.PathLike) -> dict[str, dict[str, Any]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {str(path)!r}; expected a recipe in YAML.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file; expected a recipe in YAML.") from error
     content = parse_yaml(text, str(path))
@@ -142,7 +143,7 @@ def _read_sections(path: str | os.PathLike) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{path}: expected the sections {', '.join(_SECTIONS)}.")
     for name, section in content.items():
         if section is not None and not isinstance(section, dict):
-            raise ValueError(f"{path}: the section {name!r} is {reprlib.repr(section)}; expected fields with values.")
+            raise ValueError(f"{path}: the section {name!r} is {show(section)}; expected fields with values.")
     return {name: dict(content.get(name) or {}) for name in _SECTIONS}
 
 
@@ -158,7 +159,7 @@ def _apply(override: str, sections: dict[str, dict[str, Any]]) -> None:
     for parent in parents:
         inner = target.get(parent)
         if inner is not None and not isinstance(inner, dict):
-            raise ValueError(f"{override!r}: {parent} is {reprlib.repr(inner)}, which has no fields.")
+            raise ValueError(f"{override!r}: {parent} is {show(inner)}, which has no fields.")
         target[parent] = dict(inner or {})  # a YAML anchor may share it
         target = target[parent]
     target[last] = parse_yaml(value, repr(override))
