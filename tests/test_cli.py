@@ -246,7 +246,7 @@ def test_eval_counts_matching_answers_from_real_videos(tmp_path):
     ours, uniform = (
         json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout) for more in ([], ["--selection", "uniform"])
     )
-    assert ours["questions"] == uniform["questions"] == sum(one["questions"] for one in ours["kinds"].values())
+    assert ours["questions"] == uniform["questions"] == sum(row["questions"] for row in ours["kinds"].values())
     assert "caption" not in ours["kinds"] and ours["kept"] == pytest.approx(29 / 288)
     assert ours["low"] < ours["accuracy"] < ours["high"]
     assert ours["accuracy"] > uniform["accuracy"]

@@ -70,7 +70,7 @@ def test_bad_files_are_skipped_by_the_workers_and_listed(records, tiny_processor
     dataset = VideoQADataset([*records[:2], *bad, *bad], tiny_processor)
     loader = DataLoader(dataset, batch_size=3, collate_fn=VideoQACollator(tiny_processor), num_workers=1)
     mixed, nothing = list(loader)
-    assert len(mixed["input_ids"]) == 2 and [one.name for one in mixed["skipped"]] == [str(broken)]
+    assert len(mixed["input_ids"]) == 2 and [record.name for record in mixed["skipped"]] == [str(broken)]
     assert "pixel_values_videos" not in nothing and (nothing["labels"] == -100).all()
     assert len(nothing["skipped"]) == 3 and "no video" in nothing["skipped"][0].reason
 
