@@ -34,6 +34,10 @@ def _option(command: list[str], name: str, values: tuple[str, ...]) -> list[list
     return [[*command, f"{name}={value}"] for value in values]
 
 
+# Whose config.json names the classes, so that its model_type decides nothing.
+LOADABLE = ("{typeless}", "{number_type}")
+
+
 def ask_lines() -> list[list[str]]:
     ask = ["ask", "{video}", QUESTION, "--model", "{model}"]
     return [
@@ -44,7 +48,7 @@ def ask_lines() -> list[list[str]]:
             for more in ([], ["--fps", "0"], ["--fps", "nan"])
         ),
         *(["ask", "{video}", question, "--model", "{model}"] for question in ("", " ", "\n\t", "\udcff")),
-        *(["ask", "{video}", QUESTION, f"--model={model}"] for model in NO_MODELS),
+        *(["ask", "{video}", QUESTION, f"--model={model}"] for model in NO_MODELS if model not in LOADABLE),
         *_option(ask, "--fps", NO_RATES),
         *_option(ask, "--retention", NO_FRACTIONS),
         *_option(ask, "--max-visual-tokens", NO_COUNTS),
@@ -67,7 +71,7 @@ def eval_lines() -> list[list[str]]:
             ["eval", path, "--model", "{model}"]
             for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "", "\x00", LONG)
         ),
-        *(["eval", "{records}", f"--model={model}"] for model in NO_MODELS),
+        *(["eval", "{records}", f"--model={model}"] for model in NO_MODELS if model not in LOADABLE),
         *_option(run, "--retention", NO_FRACTIONS),
         *_option(run, "--device", NO_DEVICES),
         *_option(run, "--selection", SELECTIONS),

@@ -59,7 +59,7 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     answer = json.loads(result.stdout)
     assert set(answer) == {
         *("answer", "video", "frames", "seconds_of_video", "visual_tokens", "kept_tokens", "rho", "evidence"),
-        "timings",
+        *("timings", "warnings"),
     }
     assert answer["video"] == str(tiny_mp4)
     assert answer["frames"] == 8  # 4 s at the processor's 2 frames per second
@@ -134,6 +134,10 @@ def test_an_empty_option_is_no_default(command, option, tiny_mp4):
     assert_refused(CliRunner().invoke(app, arguments), f"{option} is empty")
 
 
+def test_a_folder_has_no_revision(ask, tiny_mp4):
+    assert_refused(ask(tiny_mp4, QUESTION, "--revision", "main"), "--revision is about a repository on the Hub")
+
+
 def test_a_seed_below_zero_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["convert", str(tmp_path), "--out", str(tmp_path / "out"), "--seed", "-1"])
     assert_refused(result, "--seed is -1", "from 0 to 4294967295")
@@ -151,7 +155,7 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_mp4, tmp_path):
         )
         assert result.returncode == 2, result.stderr
         assert result.stderr.startswith("qtsplus: ") and len(result.stderr.splitlines()) == 1, result.stderr
-        assert f"Set {variable} to a folder" in result.stderr and str(tmp_path / "file") in result.stderr
+        assert variable in result.stderr and str(tmp_path / "file") in result.stderr
 
 
 def test_the_human_output_names_tokens_seconds_and_stages(ask, tiny_mp4):

@@ -10,8 +10,8 @@ from .console import fail, note, notes, require_text
 def check_model_options(model: str | None, revision: str | None, device: str | None) -> None:
     """Ends the command for options that cannot hold, before anything heavy is imported."""
     require_text(model=model, revision=revision, device=device)
-    if revision is not None and model is None:
-        fail("--revision is about a repository on the Hub; name it with --model ORG/NAME")
+    if revision is not None and (model is None or os.path.isdir(model)):
+        fail("--revision is about a repository on the Hub; name one with --model ORG/NAME")
 
 
 def load_model(model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> tuple[Any, Any]:
@@ -36,8 +36,10 @@ def _announce_code(model: str, revision: str | None) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    from ..hub.folder import read_json
+
     if Path(model).is_dir():
-        if any(Path(model).glob("*.py")):
+        if "auto_map" in read_json(Path(model) / "config.json"):
             note(f"The Python code in the folder {model} will run (trust_remote_code).")
         return
     try:
@@ -52,13 +54,7 @@ def _announce_code(model: str, revision: str | None) -> None:
 def _bundled_model() -> str:
     from ..demo import cached_tiny
 
-    try:
-        folder = cached_tiny()
-    except OSError as error:
-        raise OSError(
-            f"The bundled model cannot be written to the cache ({error.filename}: {error.strerror}). Set "
-            "XDG_CACHE_HOME to a folder that can be written, or give --model."
-        ) from error
+    folder = cached_tiny()
     note(f"No --model given: using the bundled tiny model at {folder}, which only knows TinyWorld's moving shapes.")
     return str(folder)
 
