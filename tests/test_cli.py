@@ -4,11 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from qtsplus import session
 from qtsplus.cli import app
 
 QUESTION = "What moves?"
@@ -35,9 +39,11 @@ def frame_folder(tmp_path_factory):
 def assert_refused(result, *words):
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1, result.stderr
+    *notes, error = result.stderr.splitlines()
+    assert error.startswith("qtsplus: "), result.stderr
+    assert all("will run (trust_remote_code)" in line for line in notes), result.stderr
     for word in words:
-        assert word in result.stderr
+        assert word in error
 
 
 def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
@@ -53,8 +59,7 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     answer = json.loads(result.stdout)
     assert set(answer) == {
         *("answer", "video", "frames", "seconds_of_video", "visual_tokens", "kept_tokens", "rho", "evidence"),
-        "timings",
-        "warnings",
+        *("timings", "warnings"),
     }
     assert answer["video"] == str(tiny_mp4)
     assert answer["frames"] == 8  # 4 s at the processor's 2 frames per second
@@ -85,6 +90,72 @@ def test_fps_sets_the_frames_that_are_looked_at(ask, tiny_mp4):
 def test_a_folder_of_frames_lasts_as_its_rate_says(ask, frame_folder):
     answer = json.loads(ask(frame_folder, QUESTION, "--json", "--fps", "0.5").stdout)
     assert (answer["frames"], answer["seconds_of_video"]) == (6, pytest.approx(12))
+
+
+def test_an_address_is_asked_about_like_a_file(ask, tiny_mp4):
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tiny_mp4.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/{tiny_mp4.name}"
+        result = ask(address, QUESTION, "--json", "--max-new-tokens", "2")
+        server.shutdown()
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["video"] == address
+
+
+def test_whose_code_will_run_is_said_once_and_before_it_runs(ask, tiny_mp4, tiny_published, monkeypatch):
+    told = ask(tiny_mp4, QUESTION, "--json", "--max-new-tokens", "2").stderr
+    assert told.count("will run (trust_remote_code)") == 1 and str(tiny_published) in told
+
+    asked_for = []
+
+    def load(*arguments, **more):
+        asked_for.append((arguments, more))
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(session, "load", load)
+    named = ["ask", str(tiny_mp4), QUESTION, "--model", "org/name"]
+    result = CliRunner().invoke(app, named)
+    note, error = result.stderr.splitlines()
+    assert "the Hub repository org/name will run" in note and "--revision" in note
+    assert error == "qtsplus: stop here"
+    result = CliRunner().invoke(app, [*named, "--revision", "0123abc"])
+    assert "org/name at 0123abc will run" in result.stderr
+    assert asked_for == [
+        (("org/name", None, "auto"), {"revision": None}),
+        (("org/name", None, "auto"), {"revision": "0123abc"}),
+    ]
+
+
+@pytest.mark.parametrize("command", ["ask", "eval"])
+@pytest.mark.parametrize("option", ["--model", "--device", "--revision"])
+def test_an_empty_option_is_no_default(command, option, tiny_mp4):
+    arguments = [command, str(tiny_mp4), *([QUESTION] if command == "ask" else []), option, ""]
+    assert_refused(CliRunner().invoke(app, arguments), f"{option} is empty")
+
+
+def test_a_folder_has_no_revision(ask, tiny_mp4):
+    assert_refused(ask(tiny_mp4, QUESTION, "--revision", "main"), "--revision is about a repository on the Hub")
+
+
+def test_a_seed_below_zero_is_refused(tmp_path):
+    result = CliRunner().invoke(app, ["convert", str(tmp_path), "--out", str(tmp_path / "out"), "--seed", "-1"])
+    assert_refused(result, "--seed is -1", "from 0 to 4294967295")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tiny_mp4, tmp_path):
+    (tmp_path / "file").touch()
+    bundled = ["ask", str(tiny_mp4), QUESTION]
+    common = {**os.environ, "MPLCONFIGDIR": str(tmp_path)}
+    modules = {**common, "HF_MODULES_CACHE": str(tmp_path / "file" / "modules")}
+    models = {**common, "XDG_CACHE_HOME": str(tmp_path / "file"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    for environment, variable in ((modules, "HF_HOME"), (models, "XDG_CACHE_HOME")):
+        result = subprocess.run(
+            [sys.executable, "-m", "qtsplus.cli", *bundled], capture_output=True, text=True, env=environment
+        )
+        assert result.returncode == 2, result.stderr
+        assert result.stderr.startswith("qtsplus: ") and len(result.stderr.splitlines()) == 1, result.stderr
+        assert variable in result.stderr and str(tmp_path / "file") in result.stderr
 
 
 def test_the_human_output_names_tokens_seconds_and_stages(ask, tiny_mp4):
@@ -179,7 +250,7 @@ def test_eval_counts_matching_answers_from_real_videos(tmp_path):
     ours, uniform = (
         json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout) for more in ([], ["--selection", "uniform"])
     )
-    assert ours["questions"] == uniform["questions"] == sum(one["questions"] for one in ours["kinds"].values())
+    assert ours["questions"] == uniform["questions"] == sum(row["questions"] for row in ours["kinds"].values())
     assert "caption" not in ours["kinds"] and ours["kept"] == pytest.approx(29 / 288)
     assert ours["low"] < ours["accuracy"] < ours["high"]
     assert ours["accuracy"] > uniform["accuracy"]
@@ -189,3 +260,48 @@ def test_eval_names_an_unknown_selection(tmp_path):
     (tmp_path / "records.jsonl").write_text("")
     result = CliRunner().invoke(app, ["eval", str(tmp_path / "records.jsonl"), "--selection", "best"])
     assert_refused(result, "best", "uniform")
+
+
+@pytest.fixture
+def records(tmp_path, tiny_mp4, frame_folder):
+    """Two questions about a video, one about a file that is none, one about a missing one, one about frames."""
+    (tmp_path / "broken.mp4").write_bytes(tiny_mp4.read_bytes()[:200])
+    names = (str(tiny_mp4), str(tiny_mp4), "broken.mp4", "missing.mp4", str(frame_folder))
+    lines = [{"video": name, "question": QUESTION, "answer": "red", "kind": "colour"} for name in names]
+    lines[-1]["fps"] = 2
+
+    def write(lines=lines):
+        (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        return str(tmp_path / "records.jsonl")
+
+    return write, lines
+
+
+def test_eval_goes_on_after_unreadable_videos_and_lists_them(records, tiny_published):
+    write, _ = records
+    arguments = ["eval", write(), "--model", str(tiny_published)]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["questions"] == 5 and summary["accuracy"] <= 3 / 5
+    broken, missing = summary["unreadable"]
+    assert broken["video"].endswith("broken.mp4") and missing["video"].endswith("missing.mp4")
+    assert broken["questions"] == missing["questions"] == 1 and broken["reason"] and missing["reason"]
+
+    shown = CliRunner().invoke(app, arguments).stdout
+    assert shown.index("accuracy") < shown.index("Unreadable, 1 question counted as wrong: ")
+
+
+def test_eval_of_nothing_readable_still_counts(records, tiny_published):
+    write, lines = records
+    for arguments in ([], ["--json"]):
+        result = CliRunner().invoke(app, ["eval", write(lines[2:4]), "--model", str(tiny_published), *arguments])
+        assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert (summary["accuracy"], summary["kept"], len(summary["unreadable"])) == (0, None, 2)
+
+
+def test_eval_asks_for_the_rate_of_a_folder(records, tiny_published):
+    write, lines = records
+    del lines[-1]["fps"]
+    assert_refused(CliRunner().invoke(app, ["eval", write(), "--model", str(tiny_published)]), "frames0", '"fps"')

@@ -56,7 +56,13 @@ def test_the_wheel_holds_the_hub_files_beside_the_package(wheel_folder):
     for name in HUB_FILES:
         assert (packaged / name).read_bytes() == (ROOT / name).read_bytes()
         assert len(list(wheel_folder.rglob(name))) == 1
-    for name in ("py.typed", "cli.py", "hub/publish.py", "data/clip.py", "hub_configs/qtsplus-tiny/tokenizer.json"):
+    for name in (
+        "py.typed",
+        "cli/__init__.py",
+        "hub/publish.py",
+        "data/clip.py",
+        "hub_configs/qtsplus-tiny/tokenizer.json",
+    ):
         assert (packaged / name).exists(), name
     assert {path.name.split("-")[0] for path in wheel_folder.iterdir()} == {"qtsplus"}
 

@@ -6,8 +6,8 @@ import torch
 from qtsplus.data.clip import render_clip
 from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation.baselines import fewer_frames, full_video, lower_resolution
-from qtsplus.evaluation.exact_match import exact_match
-from qtsplus.training.dataset import read_records
+from qtsplus.evaluation.exact_match import exact_match, summarise
+from qtsplus.training.dataset import VideoRecord, read_records
 from qtsplus.training.models import load_model
 
 
@@ -24,14 +24,16 @@ def encode(model, pixels):
 def test_encoded_once_the_answers_are_those_from_pixels(model, tiny_processor, tmp_path):
     path = build_dataset(tmp_path, "test", 2, seconds=(3, 4), max_objects=2, progress=False)
     records = read_records(path)
-    features = {video: encode(model, full_video(tiny_processor, video)) for video in {one.video for one in records}}
+    features = {
+        video: encode(model, full_video(tiny_processor, video)) for video in {record.video for record in records}
+    }
     from_pixels = exact_match(model, tiny_processor, records, retention=0.2, batch_size=5, progress=False)
     from_features = exact_match(
         model, tiny_processor, records, retention=0.2, batch_size=9, progress=False, features=features
     )
     assert from_features == from_pixels
-    assert [one.kind for one in from_pixels] == [record.kind for record in records]
-    assert all(one.kept_tokens == len(one.kept_indices) < one.visual_tokens for one in from_pixels)
+    assert [outcome.kind for outcome in from_pixels] == [record.kind for record in records]
+    assert all(outcome.kept_tokens == len(outcome.kept_indices) < outcome.visual_tokens for outcome in from_pixels)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +66,39 @@ def test_a_shrunk_frame_shows_the_same(tiny_processor, tmp_path):
         full_video(tiny_processor, video)["pixel_values_videos"],
         lower_resolution(tiny_processor, video, 1.0)["pixel_values_videos"],
     )
+
+
+def test_selection_is_passed_on_only_where_it_is_given(model, tiny_processor, tiny_mp4, monkeypatch):
+    given = []
+    generate = model.generate
+
+    def spy(**inputs):
+        given.append(inputs.pop("selection", "none given"))
+        return generate(**inputs)
+
+    monkeypatch.setattr(model, "generate", spy)
+    records = [VideoRecord(str(tiny_mp4), "What?", "red")]
+    exact_match(model, tiny_processor, records, progress=False)
+    exact_match(model, tiny_processor, records, selection="uniform", progress=False)
+    assert given == ["none given", "uniform"]
+
+
+def test_an_unreadable_video_is_one_wrong_answer_among_the_others(model, tiny_processor, tiny_mp4, tmp_path):
+    good = VideoRecord(str(tiny_mp4), "What?", "red")
+    bad = VideoRecord(str(tmp_path / "missing.mp4"), "What?", "red")
+    alone = exact_match(model, tiny_processor, [good, good], progress=False)
+    mixed = exact_match(model, tiny_processor, [bad, good, bad, good], progress=False)
+    assert mixed[1::2] == alone
+    assert all(not outcome.correct and "missing.mp4" in outcome.unreadable.name for outcome in mixed[::2])
+    summary = summarise(mixed)
+    assert summary["kept"] == summarise(alone)["kept"]
+    assert [entry["questions"] for entry in summary["unreadable"]] == [2]
+
+
+def test_an_error_that_is_not_a_videos_is_raised(model, tiny_processor, tiny_mp4, monkeypatch):
+    def fail(*arguments, **more):
+        raise ValueError("another fault")
+
+    monkeypatch.setattr(tiny_processor, "_tokenize_query", fail)
+    with pytest.raises(ValueError, match="another fault"):
+        exact_match(model, tiny_processor, [VideoRecord(str(tiny_mp4), "What?", "red")], progress=False)

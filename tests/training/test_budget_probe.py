@@ -33,7 +33,7 @@ def test_the_probe_adds_the_measured_slope_and_nothing_else(tmp_path):
     rho = trainer.model(**inputs).qtsplus.rho
 
     def losses(scale):
-        retention = [min(float(one) * scale, 1.0) or 1.0 for one in rho.detach()]
+        retention = [min(float(fraction) * scale, 1.0) or 1.0 for fraction in rho.detach()]
         with torch.no_grad():
             outputs = trainer.model(**inputs, retention=retention)
         seen = trainer.model.compact_labels(labels, inputs["input_ids"], outputs.qtsplus.columns)

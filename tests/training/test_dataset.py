@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from qtsplus.training import VideoQACollator, VideoQADataset, VideoRecord, read_records
@@ -69,7 +70,7 @@ def test_bad_files_are_skipped_by_the_workers_and_listed(records, tiny_processor
     dataset = VideoQADataset([*records[:2], *bad, *bad], tiny_processor)
     loader = DataLoader(dataset, batch_size=3, collate_fn=VideoQACollator(tiny_processor), num_workers=1)
     mixed, nothing = list(loader)
-    assert len(mixed["input_ids"]) == 2 and [one.name for one in mixed["skipped"]] == [str(broken)]
+    assert len(mixed["input_ids"]) == 2 and [record.name for record in mixed["skipped"]] == [str(broken)]
     assert "pixel_values_videos" not in nothing and (nothing["labels"] == -100).all()
     assert len(nothing["skipped"]) == 3 and "no video" in nothing["skipped"][0].reason
 
@@ -115,3 +116,40 @@ def test_records_are_read_from_beside_their_file(tmp_path):
     path.write_text(json.dumps({**line, "source": "guess"}))
     with pytest.raises(ValueError, match="Line 1 .*source='guess'"):
         read_records(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"video": 5}, "video is 5; expected a text or null"),
+        ({"question": ["What?"]}, "question is .*; expected a text"),
+        ({"question": " "}, "question is empty"),
+        ({"fps": "2"}, "fps is '2'; expected a finite number"),
+        ({"fps": 0}, "fps is 0; expected more than 0"),
+        ({"earlier": ["Q", "A"]}, "earlier is"),
+        ({"answer": "\ud800"}, "surrogates"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_its_line(tmp_path, change, message):
+    good = {"video": None, "question": "What?", "answer": "red"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(good) + "\n" + json.dumps({**good, **change}))
+    with pytest.raises(ValueError, match=f"Line 2 of .*train.jsonl is not a record: .*{message}"):
+        read_records(tmp_path / "train.jsonl")
+
+
+def test_a_record_that_lacks_a_field_is_refused(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "What?"}')
+    with pytest.raises(ValueError, match="it lacks video, answer"):
+        read_records(tmp_path / "train.jsonl")
+
+
+def test_a_record_gives_its_own_rate(tiny_processor, tiny_mp4, tmp_path):
+    for index in range(4):
+        Image.new("RGB", (56, 56), (60 * index, 90, 200)).save(tmp_path / f"{index}.png")
+    folder = VideoRecord(str(tmp_path), "What?", "red", fps=0.5)
+    file = VideoRecord(str(tiny_mp4), "What?", "red", fps=4)
+    dataset = VideoQADataset([folder, file], tiny_processor, processor_kwargs={"fps": 1})
+    assert float(dataset[0]["second_per_grid_ts"][0]) == 4.0
+    assert int(dataset[1]["video_grid_thw"][0, 0]) == 8 and float(dataset[1]["second_per_grid_ts"][0]) == 0.5
+    with pytest.raises(ValueError, match='"fps": 2'):
+        VideoQADataset([VideoRecord(str(tmp_path), "What?", "red")], tiny_processor)

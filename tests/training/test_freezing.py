@@ -38,7 +38,7 @@ def test_every_part_has_its_learning_rate(tmp_path):
     groups = trainer.create_optimizer().param_groups
     rate = {id(parameter): (group["lr"], group["weight_decay"]) for group in groups for parameter in group["params"]}
     expected = {"selector": 1e-3, "language_model": 1e-5, "vision": 1e-6}
-    trainable = [(name, one) for name, one in trainer.model.named_parameters() if one.requires_grad]
+    trainable = [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
     assert len(rate) == len(trainable)
     for name, parameter in trainable:
         lr, decay = rate[id(parameter)]
@@ -51,7 +51,7 @@ def test_every_part_has_its_learning_rate(tmp_path):
 def test_counts_say_what_a_gradient_reaches(tmp_path):
     trainer = make_trainer(tmp_path)
     counts = count_parameters(trainer.model)
-    selector = sum(one.numel() for one in trainer.model.model.qtsplus.parameters())
+    selector = sum(weight.numel() for weight in trainer.model.model.qtsplus.parameters())
     assert counts.named_trainable == selector > counts.trainable
-    assert counts.trainable == sum(one.numel() for one in trainer.model.parameters() if one.requires_grad)
-    assert counts.total == sum(one.numel() for one in trainer.model.parameters())
+    assert counts.trainable == sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
+    assert counts.total == sum(weight.numel() for weight in trainer.model.parameters())

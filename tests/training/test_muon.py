@@ -32,20 +32,22 @@ def test_every_parameter_has_one_optimizer_and_its_rate(tmp_path):
     muon, other = optimizer.parts
     assert isinstance(muon, torch.optim.Muon)
     assert isinstance(other, torch.optim.AdamW)
-    seen = [id(one) for group in optimizer.param_groups for one in group["params"]]
-    assert sorted(seen) == sorted(id(one) for one in trainer.model.parameters() if one.requires_grad)
-    assert all(one.ndim == 2 for group in muon.param_groups for one in group["params"])
+    seen = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
+    assert sorted(seen) == sorted(id(weight) for weight in trainer.model.parameters() if weight.requires_grad)
+    assert all(weight.ndim == 2 for group in muon.param_groups for weight in group["params"])
     assert sorted({group["lr"] for group in muon.param_groups}) == pytest.approx([3e-4, 3e-3])
     assert {group["lr"] for group in other.param_groups} == {1e-3, 1e-4}
 
 
 def test_a_scheduler_reaches_both_and_both_train(tmp_path):
     trainer = make_trainer(tmp_path, **MUON)
-    before = {name: one.clone() for name, one in trainer.model.named_parameters() if one.requires_grad}
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     trainer.train()
     muon, other = trainer.optimizer.optimizer.parts
     assert {group["lr"] for group in (*muon.param_groups, *other.param_groups)} == {0.0}
-    changed = {name for name, one in trainer.model.named_parameters() if name in before and not one.equal(before[name])}
+    changed = {
+        name for name, weight in trainer.model.named_parameters() if name in before and not weight.equal(before[name])
+    }
     assert "model.language_model.layers.0.mlp.up_proj.weight" in changed
     assert "model.language_model.norm.weight" in changed
 

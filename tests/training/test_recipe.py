@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
+from qtsplus.training.models import load_model
 from qtsplus.training.recipe import last_checkpoint, load_recipe, run
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -80,11 +81,74 @@ def test_dry_run_counts_as_the_paper_does(name):
         ("training.learning_rat=1", "no field learning_rat"),
         ("optimizer.lr=1", "SECTION.FIELD=VALUE"),
         ("model.variant", "SECTION.FIELD=VALUE"),
+        ("training.bf16=yes", "training.bf16 is 'yes'; expected true or false"),
+        ("training.learning_rate=fast", "training.learning_rate is 'fast'; expected a finite number"),
+        ("training.max_steps=1.5", "training.max_steps is 1.5; expected a whole number"),
+        ("training.seed=-1", "seed=-1: expected a whole number from 0"),
+        ("training.schedules={tau_s: 5}", "schedules.tau_s is 5; expected a mapping"),
+        ("data.train_files=data.jsonl", "data.train_files is 'data.jsonl'; expected a list"),
+        ("data.processor_kwargs={fps: fast}", "processor_kwargs.fps is 'fast'; expected a finite number above 0"),
+        ("model.dtype=int8", "model.dtype is 'int8'; expected one of float32"),
+        ("model.selector=[", "is not YAML that can be read"),
+        ("model.selector=!!python/name:os.system", "is not YAML that can be read"),
+        ("training.deepspeed=none.json", "package that is not installed"),
     ],
 )
 def test_mistakes_in_a_recipe_are_named(override, message):
     with pytest.raises(ValueError, match=message):
         load_recipe(RECIPES / "qtsplus-3b.yaml", ["training.use_cpu=true", override])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {", "line 1"),
+        ("model: !!python/object/apply:os.system [true]", "python/object"),
+        ("model: {variant: a}\nmodel: {variant: b}", "model stands there twice"),
+        ("model: 5", "the section 'model' is 5"),
+        ("model: {variant: qtsplus-tiny}", "the section 'data' lacks train_files"),
+    ],
+)
+def test_what_is_no_recipe_is_said(tmp_path, text, message):
+    (tmp_path / "broken.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(tmp_path / "broken.yaml")
+
+
+def test_only_true_and_false_are_booleans(tmp_path):
+    lines = "model: {variant: qtsplus-tiny}\ndata: {train_files: [a]}\ntraining: {save_strategy: no, use_cpu: true}"
+    (tmp_path / "plain.yaml").write_text(lines)
+    recipe = load_recipe(tmp_path / "plain.yaml", ["training.bf16=false", "training.learning_rate=1e-6"])
+    assert recipe.training.save_strategy == "no" and recipe.training.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize("name", ["qtsplus-tiny", "tinyworld-llava"])
+def test_the_recipe_that_makes_missing_weights_is_named(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["train", str(RECIPES / f"{name}.yaml")])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert f"There is no folder runs/{name}-base" in line and f"{name}-base.yaml` first" in line
+
+
+def test_weights_that_cannot_be_used_are_refused(tiny_published, tmp_path):
+    config = json.loads((tiny_published / "config.json").read_text())
+    weights = (tiny_published / "model.safetensors").read_bytes()
+    cases = {
+        "cut": (config, weights[:-1000], "no whole safetensors file"),
+        "empty": (config, None, "has no weights"),
+        "other": ({**config, "model_type": "bert"}, weights, "of type 'bert'"),
+        "list": ([], weights, "holds no JSON object"),
+    }
+    for name, (content, stored, message) in cases.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+        if stored is not None:
+            (tmp_path / name / "model.safetensors").write_bytes(stored)
+        with pytest.raises(ValueError, match=message):
+            load_model("qtsplus-tiny", str(tmp_path / name))
+    with pytest.raises(ValueError, match="There is no folder"):
+        load_model("qtsplus-tiny", str(tmp_path / "nowhere"))
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ def test_relevance_and_budget_stay_in_float32_under_autocast():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             mixed = model(**inputs).qtsplus
     assert mixed.rho.dtype == torch.float32
-    assert all(one.dtype == torch.float32 for one in mixed.relevance)
+    assert all(relevance.dtype == torch.float32 for relevance in mixed.relevance)
     torch.testing.assert_close(mixed.rho, exact.rho, atol=5e-3, rtol=0)
 
 

@@ -212,6 +212,8 @@ def find_device(shape: Shape, device: str | None) -> str:
         ValueError: it is not there.
     """
     device = device or ("cuda" if shape.whole else "cpu")
+    if device == "meta":
+        raise ValueError("The device 'meta' holds no values; expected one that computes, such as 'cuda' or 'cpu'.")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

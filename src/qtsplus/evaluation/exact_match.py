@@ -1,14 +1,16 @@
 """Asks a model the questions of a JSONL file of records and counts the answers that match."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import track
 
-from ..training.dataset import VideoRecord
+from ..training.dataset import SkippedRecord, VideoRecord, require_rates
 from ..training.features import prompt_inputs
 
 
@@ -23,6 +25,7 @@ class Outcome:
         kept_tokens, visual_tokens: how many of the visual tokens the language model read.
         rho: the fraction that the selection aimed at.
         kept_indices: which ones it read.
+        unreadable: its video and why it could not be read; such a question counts as wrong.
     """
 
     kind: str
@@ -31,6 +34,7 @@ class Outcome:
     visual_tokens: int
     rho: float
     kept_indices: tuple[int, ...]
+    unreadable: SkippedRecord | None = None
 
 
 def exact_match(
@@ -39,6 +43,7 @@ def exact_match(
     records: Sequence[VideoRecord],
     *,
     retention: float | None = None,
+    selection: str | None = None,
     batch_size: int = 16,
     progress: bool = True,
     features: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
@@ -49,23 +54,36 @@ def exact_match(
     Args:
         model, processor: as `qtsplus.session.load` gives them.
         retention: fraction of the visual tokens to keep; the model's decision when absent.
+        selection: how they are chosen, as in `QTSplusConfig`; the model's own way when absent.
         batch_size: questions at a time; those with answers of like length are asked together.
         features: by video `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`, which
             take the place of its pixels: a video that is asked about often is encoded once.
 
     Returns:
         one outcome per record, in order.
+
+    Raises:
+        ValueError: a folder of frames whose record does not give its rate.
     """
+    if features is None:
+        require_rates(records)
     lengths = [len(processor.tokenizer(record.answer)["input_ids"]) for record in records]
     order = sorted(range(len(records)), key=lengths.__getitem__)
     outcomes: dict[int, Outcome] = {}
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    for batch in track(batches, "Asking", disable=not progress):
-        asked = [records[index] for index in batch]
-        inputs = model_inputs(processor, asked, features)
+    per_call = {} if selection is None else {"selection": selection}
+    for batch in track(batches, "Asking", console=Console(stderr=True), disable=not progress):
+        inputs, unreadable = _read(processor, [records[index] for index in batch], features)
+        for index, problem in zip(batch, unreadable, strict=True):
+            if problem is not None:
+                outcomes[index] = Outcome(records[index].kind, False, 0, 0, 0.0, (), problem)
+        asked = [index for index in batch if index not in outcomes]
+        if not asked:
+            continue
         output = model.generate(
             **{name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()},
             retention=retention,
+            **per_call,
             max_new_tokens=lengths[batch[-1]] + 2,
             do_sample=False,
             return_dict_in_generate=True,
@@ -73,12 +91,45 @@ def exact_match(
         answers = processor.batch_decode(output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         visual_tokens = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
         chosen = output.qtsplus
-        for row, (index, record) in enumerate(zip(batch, asked, strict=True)):
+        for row, index in enumerate(asked):
+            record = records[index]
             kept = tuple(chosen.kept_indices[row].tolist())
             correct = answers[row].strip() == record.answer
             rho = float(chosen.rho[row])
             outcomes[index] = Outcome(record.kind, correct, len(kept), visual_tokens[row], rho, kept)
     return [outcomes[index] for index in range(len(records))]
+
+
+def _read(
+    processor: Any, records: Sequence[VideoRecord], features: Mapping[str, Mapping[str, torch.Tensor]] | None
+) -> tuple[dict[str, Any], list[SkippedRecord | None]]:
+    """The inputs of the records whose video can be read, and per record why its video cannot."""
+    try:
+        return model_inputs(processor, records, features), [None] * len(records)
+    except (ValueError, OSError):
+        if features is not None:
+            raise
+        unreadable = [_unreadable(processor, record) for record in records]
+        if not any(unreadable):
+            raise  # not the videos' fault
+    readable = [record for record, problem in zip(records, unreadable, strict=True) if problem is None]
+    return (model_inputs(processor, readable) if readable else {}), unreadable
+
+
+def _unreadable(processor: Any, record: VideoRecord) -> SkippedRecord | None:
+    try:
+        processor(text=[processor.video_token], return_tensors="pt", **_videos([record]))
+    except (ValueError, OSError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return SkippedRecord(str(record.video), reason)
+    return None
+
+
+def _videos(records: Sequence[VideoRecord]) -> dict[str, Any]:
+    """The videos of records as the processor takes them, each at the rate of its record."""
+    rates = [record.fps for record in records]
+    videos = {"videos": [record.video for record in records]}
+    return videos if all(rate is None for rate in rates) else {**videos, "fps": rates}
 
 
 def model_inputs(
@@ -94,14 +145,13 @@ def model_inputs(
         prompts.append(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     queries = [record.query or record.question for record in records]
     if features is None:
-        videos = [record.video for record in records]
-        return dict(processor(text=prompts, videos=videos, query=queries, padding=True, return_tensors="pt"))
+        return dict(processor(text=prompts, query=queries, padding=True, return_tensors="pt", **_videos(records)))
     found = [features[str(record.video)] for record in records]
-    grids = torch.cat([one["video_grid_thw"] for one in found])
-    seconds = torch.cat([one["second_per_grid_ts"] for one in found])
+    grids = torch.cat([video["video_grid_thw"] for video in found])
+    seconds = torch.cat([video["second_per_grid_ts"] for video in found])
     return {
         **prompt_inputs(processor, prompts, grids, seconds, queries),
-        "video_features": [one["video_features"] for one in found],
+        "video_features": [video["video_features"] for video in found],
         "video_grid_thw": grids,
         "second_per_grid_ts": seconds,
     }
@@ -117,15 +167,26 @@ def accuracy(correct: Sequence[bool]) -> tuple[float, float, float]:
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Questions, accuracy with its interval, kept fraction, and the same per kind."""
+    """
+    Questions, accuracy with its interval and kept fraction (`None` where no video could be read), the same per kind,
+    and the videos that could not be read, with the number of their questions.
+    """
 
-    def row(chosen: Sequence[Outcome]) -> dict[str, float | int]:
-        share, low, high = accuracy([one.correct for one in chosen])
-        kept = sum(one.kept_tokens for one in chosen) / sum(one.visual_tokens for one in chosen)
+    def row(chosen: Sequence[Outcome]) -> dict[str, float | int | None]:
+        share, low, high = accuracy([outcome.correct for outcome in chosen])
+        visual_tokens = sum(outcome.visual_tokens for outcome in chosen)
+        kept = sum(outcome.kept_tokens for outcome in chosen) / visual_tokens if visual_tokens else None
         return {"questions": len(chosen), "accuracy": share, "low": low, "high": high, "kept": kept}
 
-    kinds = sorted({one.kind for one in outcomes})
-    return {**row(outcomes), "kinds": {kind: row([one for one in outcomes if one.kind == kind]) for kind in kinds}}
+    kinds = sorted({outcome.kind for outcome in outcomes})
+    problems = Counter(outcome.unreadable for outcome in outcomes if outcome.unreadable is not None)
+    return {
+        **row(outcomes),
+        "kinds": {kind: row([outcome for outcome in outcomes if outcome.kind == kind]) for kind in kinds},
+        "unreadable": [
+            {"video": problem.name, "reason": problem.reason, "questions": count} for problem, count in problems.items()
+        ],
+    }
 
 
 __all__ = ["Outcome", "accuracy", "exact_match", "model_inputs", "summarise"]

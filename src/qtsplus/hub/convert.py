@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from ..backbones import OURS, backbone_of, model_types
 from ..configuration_qtsplus import QTSplusConfig
+from ..settings import check_types
 from . import reference
 from .card import card_data, matching_variant
 from .checkpoint import MAX_SHARD_SIZE, StoredTensor, in_memory, read_checkpoint, write_checkpoint
@@ -181,6 +182,7 @@ def _from_base(
     unknown = sorted(set(selector) - {name for name in vars(QTSplusConfig()) if hasattr(QTSplusConfig, name)})
     if unknown:
         raise ValueError(f"The selector has no field {', '.join(unknown)}.")
+    check_types("selector.", QTSplusConfig, selector)
     # What a variant says of the prompt's layout is no part of a stock configuration.
     layout = {} if variant is None else _layout(read_json(require_variant(variant) / "config.json"), backbone)
     config: Any = backbone.config(**stock.to_dict(), **layout, qtsplus_config={**settings, **selector})

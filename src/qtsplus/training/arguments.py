@@ -1,13 +1,35 @@
 """Arguments of [`QTSplusTrainer`]."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from transformers import TrainingArguments
 
+from ..settings import check_types, show
 from .schedules import Schedule
 
 SFT_LOSSES = ("token_mean", "sum_of_sources")
+# What Transformers takes without a word, or with an error from deep inside a run.
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+        lambda value: value >= 1,
+        "at least 1",
+    ),
+    (
+        (
+            *("learning_rate", "language_model_learning_rate", "vision_learning_rate", "weight_decay", "max_grad_norm"),
+            *("dual_learning_rate", "dual_damping", "warmup_steps", "lora_rank", "dataloader_num_workers"),
+        ),
+        lambda value: value >= 0,
+        "at least 0",
+    ),
+    (("num_train_epochs", "lora_alpha"), lambda value: value > 0, "more than 0"),
+    (("lora_dropout",), lambda value: 0 <= value < 1, "at least 0 and less than 1"),
+    (("seed", "data_seed"), lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
+    (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 to go by num_train_epochs"),
+)
 
 
 @dataclass
@@ -88,6 +110,7 @@ class QTSplusTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_ranges()
         if self.sft_loss not in SFT_LOSSES:
             raise ValueError(f"sft_loss={self.sft_loss!r}: expected one of {SFT_LOSSES}.")
         if self.distillation_weight < 0 or self.distillation_temperature <= 0:
@@ -114,7 +137,30 @@ class QTSplusTrainingArguments(TrainingArguments):
 
     def parsed_schedules(self) -> dict[str, Schedule]:
         """`schedules`, checked, by the name of the field that each one moves."""
-        return {name: Schedule(**one) for name, one in (self.schedules or {}).items()}
+        return {name: _schedule(name, arguments) for name, arguments in (self.schedules or {}).items()}
+
+    def _check_ranges(self) -> None:
+        for names, holds, expected in _RANGES:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not holds(value):
+                    raise ValueError(f"{name}={value!r}: expected {expected}.")
+
+
+def _schedule(name: str, arguments: Any) -> Schedule:
+    known = {field.name: field.default for field in fields(Schedule)}
+    if not isinstance(arguments, dict) or not set(arguments) <= set(known):
+        raise ValueError(
+            f"schedules.{name} is {show(arguments)}; expected a mapping with fields among {', '.join(known)}."
+        )
+    missing = [key for key, default in known.items() if default is MISSING and key not in arguments]
+    if missing:
+        raise ValueError(f"schedules.{name} lacks {', '.join(missing)}.")
+    check_types(f"schedules.{name}.", Schedule, arguments)
+    try:
+        return Schedule(**arguments)
+    except ValueError as error:
+        raise ValueError(f"schedules.{name}: {error}") from error
 
 
 __all__ = ["SFT_LOSSES", "QTSplusTrainingArguments"]

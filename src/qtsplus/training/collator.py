@@ -41,8 +41,8 @@ class VideoQACollator:
             videos in order, or a list of their `video_features`; `source_ids` `[B]`, indices into [`SOURCES`]; and
             `skipped`, a list of [`SkippedRecord`].
         """
-        skipped = [one for one in examples if isinstance(one, SkippedRecord)]
-        rows = [one for one in examples if not isinstance(one, SkippedRecord)] or [self._blank]
+        skipped = [example for example in examples if isinstance(example, SkippedRecord)]
+        rows = [example for example in examples if not isinstance(example, SkippedRecord)] or [self._blank]
         lengths = [torch.ones_like(row["input_ids"]) for row in rows]
         batch: dict[str, Any] = {
             "input_ids": self._pad([row["input_ids"] for row in rows], self.pad_token_id),
@@ -57,7 +57,7 @@ class VideoQACollator:
                 for row in rows
             ]
             batch["query_input_ids"] = self._pad(queries, self.pad_token_id)
-            batch["query_attention_mask"] = self._pad([torch.ones_like(one) for one in queries], 0)
+            batch["query_attention_mask"] = self._pad([torch.ones_like(query) for query in queries], 0)
         for name in _PIXELS:
             parts = [row[name] for row in rows if name in row]
             if parts:

@@ -2,14 +2,15 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
+from ..settings import check_types, show
 from ..video_qtsplus import choose_frames, load_frames, read_video
 from .features import VideoFeatures, prompt_inputs
 
@@ -32,9 +33,11 @@ class VideoRecord:
         options: the options, for evaluation.
         earlier: turns of the same conversation before this one, as (question, answer); the video stands in the first,
             and every answer is supervised. Many questions about a video then cost one pass over it.
+        fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
 
     Raises:
-        ValueError: an unknown source.
+        ValueError: a value of another type, an empty video or question, an unknown source, an `fps` that is not above
+            0.
     """
 
     video: str | None
@@ -45,8 +48,20 @@ class VideoRecord:
     source: str = "vqa"
     options: tuple[str, ...] | None = None
     earlier: tuple[tuple[str, str], ...] = ()
+    fps: float | None = None
 
     def __post_init__(self) -> None:
+        check_types("", VideoRecord, vars(self))
+        if self.video is not None and not self.video.strip():
+            raise ValueError(
+                "video is empty; expected a file, an address or a folder of frames, or null for text alone."
+            )
+        if not self.question.strip():
+            raise ValueError("question is empty; expected some text.")
+        if self.query is not None and not self.query.strip():
+            raise ValueError("query is empty; expected some text, or null to select by the question.")
+        if self.fps is not None and self.fps <= 0:
+            raise ValueError(f"fps is {self.fps:g}; expected more than 0 frames per second.")
         if self.source not in SOURCES:
             raise ValueError(f"source={self.source!r} of the question {self.question!r}: expected one of {SOURCES}.")
 
@@ -56,22 +71,66 @@ def read_records(path: str | os.PathLike) -> list[VideoRecord]:
     Reads a JSONL file. A relative video is looked for beside the file.
 
     Raises:
-        ValueError: a line that is not a record, with its number.
+        ValueError: no such file, or a line that is not a record, with its number.
     """
-    known = {one.name for one in fields(VideoRecord)}
-    folder, records = Path(path).parent, []
-    with open(path, encoding="utf-8") as lines:
+    if not os.path.exists(path):
+        raise ValueError(f"There is no file {str(path)!r}; expected a JSONL file of records.")
+    records = []
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                record = VideoRecord(**{key: value for key, value in json.loads(line).items() if key in known})
-            except (ValueError, TypeError, AttributeError) as error:
+                records.append(_parse_record(line, Path(path).parent))
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"Line {number} of {path} is not a record: {error}") from error
-            if record.video is not None and "://" not in record.video:
-                record = VideoRecord(**{**vars(record), "video": str(folder / record.video)})
-            records.append(record)
     return records
+
+
+def _parse_record(line: bytes, folder: Path) -> VideoRecord:
+    content = json.loads(line.decode("utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a JSON object, got a {type(content).__name__}.")
+    missing = [field.name for field in fields(VideoRecord) if field.default is MISSING and field.name not in content]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}.")
+    known = {field.name: content[field.name] for field in fields(VideoRecord) if field.name in content}
+    for text in _texts(known):
+        text.encode("utf-8")  # JSON can hold halves of surrogate pairs, which no tokenizer takes
+    record = VideoRecord(**known)
+    if record.video is None or "://" in record.video:
+        return record
+    return replace(record, video=str(folder / record.video))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value from JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def require_rates(records: Sequence[VideoRecord]) -> None:
+    """Raises `ValueError` for a folder of frames without its rate."""
+    unrated = dict.fromkeys(record.video for record in records if record.fps is None and record.video is not None)
+    folder = next(filter(os.path.isdir, unrated), None)
+    if folder is not None:
+        raise ValueError(
+            f'{folder} is a folder of frames: give the rate at which they were taken in its records, such as "fps": 2.'
+        )
+
+
+def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for rates and numbers of frames that are not above 0, and for a rate beside a number."""
+    for name in ("fps", "num_frames", "min_frames", "max_frames"):
+        value = processor_kwargs.get(name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < float("inf")):
+            raise ValueError(f"processor_kwargs.{name} is {show(value)}; expected a finite number above 0.")
+    if processor_kwargs.get("fps") is not None and processor_kwargs.get("num_frames") is not None:
+        raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
 
 
 @dataclass(frozen=True)
@@ -93,6 +152,9 @@ class VideoQADataset(Dataset):
             since most of them never reach the language model. What is longer is cut at its end.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         features: of the videos, see [`encode_videos`]; they take the place of the pixels.
+
+    Raises:
+        ValueError: a folder of frames whose rate neither its record nor `processor_kwargs` gives.
     """
 
     def __init__(
@@ -108,6 +170,8 @@ class VideoQADataset(Dataset):
         self.processor = processor
         self.model_max_length = model_max_length
         self.processor_kwargs = dict(processor_kwargs or {})
+        if self.processor_kwargs.get("fps") is None:
+            require_rates(self.records)
         end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.end_of_turn: int = end[0] if isinstance(end, list) else end
         self.answer_header = torch.tensor(
@@ -166,8 +230,10 @@ class VideoQADataset(Dataset):
         if record.video is not None:
             messages[0]["content"].insert(0, {"type": "video"})
             videos = {"videos": [record.video], **self.processor_kwargs}
+            if record.fps is not None:
+                videos["fps"] = record.fps
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        stored = None if self.features is None or record.video is None else self.features.load(record.video)
+        stored = None if self.features is None or record.video is None else self.features.load(record.video, record.fps)
         if stored is not None:
             query = None if record.query is None else [record.query]
             times = stored["video_grid_thw"], stored["second_per_grid_ts"]
@@ -204,4 +270,13 @@ def _is_readable(video: str) -> bool:
     return True
 
 
-__all__ = ["IGNORED", "SOURCES", "SkippedRecord", "VideoQADataset", "VideoRecord", "read_records"]
+__all__ = [
+    "IGNORED",
+    "SOURCES",
+    "SkippedRecord",
+    "VideoQADataset",
+    "VideoRecord",
+    "check_frame_settings",
+    "read_records",
+    "require_rates",
+]

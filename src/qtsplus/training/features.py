@@ -33,23 +33,25 @@ class VideoFeatures:
 
     folder: Path
 
-    def file(self, video: str) -> Path:
-        """Where a video's features are kept; a file that was changed since is another video."""
+    def file(self, video: str, fps: float | None = None) -> Path:
+        """Where a video's features are kept; a file that was changed since, or read at another rate, is another."""
         name = os.path.abspath(video) if os.path.exists(video) else video
         state = os.stat(video) if os.path.exists(video) else None
         identity = f"{name} {state and state.st_size} {state and state.st_mtime_ns}"
+        if fps is not None:
+            identity += f" {float(fps)}"
         return self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.safetensors"
 
-    def load(self, video: str) -> dict[str, torch.Tensor] | None:
+    def load(self, video: str, fps: float | None = None) -> dict[str, torch.Tensor] | None:
         """A video's features; `None` where it could not be read."""
-        path = self.file(video)
+        path = self.file(video, fps)
         return load_file(path) if path.exists() else None
 
 
 def encode_videos(
     model: Any,
     processor: Any,
-    videos: Sequence[str],
+    videos: Sequence[tuple[str, float | None]],
     folder: str | os.PathLike,
     processor_kwargs: Mapping[str, Any] | None = None,
     autocast_dtype: torch.dtype | None = None,
@@ -60,7 +62,8 @@ def encode_videos(
 
     Args:
         model, processor: the model's vision tower is used where it is.
-        videos: files, addresses or folders of frames. What cannot be read is left out.
+        videos: files, addresses or folders of frames, each with the `fps` of its record. What cannot be read is left
+            out.
         folder: one that may be shared by runs; features of another vision tower are never mistaken for this one's.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         autocast_dtype: encode as mixed-precision training would.
@@ -69,18 +72,18 @@ def encode_videos(
     features = VideoFeatures(Path(folder) / _fingerprint(model, processor, processor_kwargs, autocast_dtype))
     features.folder.mkdir(parents=True, exist_ok=True)
     state = PartialState()
-    missing = sorted({video for video in videos if not features.file(video).exists()})
+    missing = sorted({video for video in videos if not features.file(*video).exists()}, key=str)
     mine = missing[state.process_index :: state.num_processes]
     decoded = DataLoader(_Decoded(mine, processor, dict(processor_kwargs or {})), batch_size=None, num_workers=workers)
     quiet = not (mine and state.is_main_process)
     bar = track(decoded, "Encoding videos", total=len(mine), disable=quiet, console=Console(stderr=True))
-    device = next(parameter.device for one in vision_modules(model).values() for parameter in one.parameters())
+    device = next(weight.device for module in vision_modules(model).values() for weight in module.parameters())
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
         for video, inputs in bar:
             if inputs is not None:
                 given = inputs.pop("pixel_values_videos"), inputs["video_grid_thw"]
                 encoded = model.encode_videos(*given, device="cpu")
-                _write(features.file(video), {"video_features": encoded[0].contiguous(), **inputs})
+                _write(features.file(*video), {"video_features": encoded[0].contiguous(), **inputs})
     state.wait_for_everyone()
     return features
 
@@ -120,20 +123,21 @@ def prompt_inputs(
 class _Decoded(Dataset):
     """Videos with their pixels, or with `None` where they cannot be read."""
 
-    def __init__(self, videos: list[str], processor: Any, processor_kwargs: dict[str, Any]):
+    def __init__(self, videos: list[tuple[str, float | None]], processor: Any, processor_kwargs: dict[str, Any]):
         self.videos, self.processor, self.processor_kwargs = videos, processor, processor_kwargs
 
     def __len__(self) -> int:
         return len(self.videos)
 
-    def __getitem__(self, index: int) -> tuple[str, dict[str, torch.Tensor] | None]:
-        video = self.videos[index]
+    def __getitem__(self, index: int) -> tuple[tuple[str, float | None], dict[str, torch.Tensor] | None]:
+        video, fps = self.videos[index]
+        settings = self.processor_kwargs if fps is None else {**self.processor_kwargs, "fps": fps}
         try:
             text = self.processor.video_token
-            inputs = self.processor(text=[text], videos=[video], return_tensors="pt", **self.processor_kwargs)
+            inputs = self.processor(text=[text], videos=[video], return_tensors="pt", **settings)
         except (ValueError, OSError):
-            return video, None  # the dataset finds out why, and says so
-        return video, {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
+            return (video, fps), None  # the dataset finds out why, and says so
+        return (video, fps), {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
 
 
 def _fingerprint(model, processor, processor_kwargs, autocast_dtype) -> str:

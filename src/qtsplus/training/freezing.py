@@ -65,12 +65,12 @@ class ParameterCounts:
 def count_parameters(model: nn.Module) -> ParameterCounts:
     """Counts a model whose freezing is set; works on the meta device."""
     # The untrained copy that PEFT keeps of the selector is not a part of the model.
-    named = [(name, one) for name, one in model.named_parameters() if ".original_module." not in name]
-    trainable = sum(one.numel() for _, one in named if one.requires_grad)
-    selector_is_trained = any(one.requires_grad and part_of(name) == "selector" for name, one in named)
-    unused = sum(one.numel() for one in active_selector(model).unused_parameters()) if selector_is_trained else 0
+    named = [(name, weight) for name, weight in model.named_parameters() if ".original_module." not in name]
+    trainable = sum(weight.numel() for _, weight in named if weight.requires_grad)
+    selector_is_trained = any(weight.requires_grad and part_of(name) == "selector" for name, weight in named)
+    unused = sum(weight.numel() for weight in active_selector(model).unused_parameters()) if selector_is_trained else 0
     return ParameterCounts(
-        total=sum(one.numel() for _, one in named), named_trainable=trainable + unused, trainable=trainable
+        total=sum(weight.numel() for _, weight in named), named_trainable=trainable + unused, trainable=trainable
     )
 
 

@@ -28,7 +28,7 @@ def add_lora(model: Any, config: LoraConfig) -> PeftModel:
     PEFT trains a copy of the selector. Here that copy reads the model's own configuration, so that a change of it
     counts, and keeps frozen what the selector itself keeps frozen.
     """
-    frozen = [name for name, one in model.model.qtsplus.named_parameters() if not one.requires_grad]
+    frozen = [name for name, weight in model.model.qtsplus.named_parameters() if not weight.requires_grad]
     adapted = get_peft_model(model, config)
     selector = active_selector(adapted)
     selector.config = base_model(adapted).config.qtsplus_config

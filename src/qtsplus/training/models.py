@@ -1,15 +1,21 @@
 """Loads what a recipe names: a QTSplus model, or a stock model with a fresh selector."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from ..backbones import OURS, backbone_of
 from ..configuration_qtsplus import QTSplusConfig
 from ..hub import publish
-from ..hub.files import hub_configs, variants
+from ..hub.checkpoint import read_checkpoint
+from ..hub.files import hub_configs, require_variant
+from ..hub.folder import read_json
+from ..settings import check_types
 
 
 def load_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None) -> Any:
@@ -20,25 +26,30 @@ def load_config(variant: str | None, weights: str | None, selector: Mapping[str,
         selector: fields of `qtsplus_config` to change.
 
     Raises:
-        ValueError: neither is given, an unknown variant, another kind of model, or an unknown field.
+        ValueError: neither is given, an unknown variant, another kind of model, an unknown field or a value of another
+            type.
     """
-    if variant is not None:
-        if variant not in variants():
-            raise ValueError(f"There is no variant {variant!r}; expected one of {', '.join(variants())}.")
-        config = _backbone(str(hub_configs() / variant)).config.from_pretrained(hub_configs() / variant)
-    elif weights is None:
-        raise ValueError("The model section names neither a variant nor weights; expected at least one of them.")
-    elif model_type(weights).endswith(OURS):
-        config = _backbone(weights).config.from_pretrained(weights)
-    else:
-        config = _backbone(weights).config(**AutoConfig.from_pretrained(weights).to_dict())
+    config = _read_config(variant, weights)
     current: Any = config.qtsplus_config
     settings = {name: value for name, value in current.to_dict().items() if hasattr(QTSplusConfig, name)}
-    unknown = sorted(set(selector or {}) - set(settings))
+    unknown = sorted(str(name) for name in set(selector or {}) - set(settings))
     if unknown:
         raise ValueError(f"The selector has no field {', '.join(unknown)}.")
+    check_types("selector.", QTSplusConfig, selector or {})
     config.qtsplus_config = QTSplusConfig(**{**settings, **(selector or {})})
     return config
+
+
+def _read_config(variant: str | None, weights: str | None) -> Any:
+    if variant is not None:
+        folder = require_variant(variant)
+        return _backbone(str(folder)).config.from_pretrained(folder)
+    if weights is None:
+        raise ValueError("The model section names neither a variant nor weights; expected at least one of them.")
+    backbone = _backbone(weights)
+    if model_type(weights).endswith(OURS):
+        return backbone.config.from_pretrained(weights)
+    return backbone.config(**AutoConfig.from_pretrained(weights).to_dict())
 
 
 def load_model(
@@ -54,8 +65,13 @@ def load_model(
         variant, weights, selector: as for [`load_config`]. Without weights they are random.
         dtype, attn_implementation: as for `from_pretrained`.
         seed: of random weights, a fresh selector's too. The global random state is left as it was.
+
+    Raises:
+        ValueError: as for [`load_config`]; weights that are not there, cut off, or do not fit the configuration.
     """
     config = load_config(variant, weights, selector)
+    if weights is not None:
+        _check_weights(weights, config.model_type)
     loading: dict[str, Any] = {
         "dtype": dtype,
         **({"attn_implementation": attn_implementation} if attn_implementation else {}),
@@ -82,6 +98,19 @@ def load_model(
     return model
 
 
+def _check_weights(weights: str, expected: str) -> None:
+    kind = model_type(weights)
+    if kind.removesuffix(OURS) != expected.removesuffix(OURS):
+        raise ValueError(
+            f"{weights} holds a model of type {kind!r}; expected {expected!r}, or its stock model "
+            f"{expected.removesuffix(OURS)!r}."
+        )
+    if (Path(weights) / "adapter_config.json").exists():
+        raise ValueError(f"{weights} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+    if Path(weights).is_dir():
+        read_checkpoint(Path(weights))  # raises what is cut off; the files of a Hub repository are checked on their way
+
+
 def load_processor(variant: str | None, weights: str | None, config: Any) -> Any:
     """The processor of the weights, or of a variant that carries one."""
     if weights is None:
@@ -101,8 +130,25 @@ def _backbone(weights: str) -> Any:
 
 
 def model_type(weights: str) -> str:
-    """The `model_type` in a folder's or Hub repository's config.json."""
-    return PreTrainedConfig.get_config_dict(weights)[0].get("model_type", "")
+    """
+    The `model_type` in a folder's or Hub repository's config.json.
+
+    Raises:
+        ValueError: there is no such folder or repository, or none with a config.json.
+    """
+    folder = Path(weights)
+    if folder.is_dir():
+        return str(read_json(folder / "config.json").get("model_type", ""))
+    if folder.exists():
+        raise ValueError(f"{weights} is a file; expected the folder that it stands in, with its config.json.")
+    try:
+        validate_repo_id(weights)
+        return str(PreTrainedConfig.get_config_dict(weights)[0].get("model_type", ""))
+    except HFValidationError as error:
+        raise ValueError(f"There is no folder {weights}.") from error
+    except OSError as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"There is no folder {weights}, and the Hub did not give it: {reason}") from error
 
 
 __all__ = ["load_config", "load_model", "load_processor", "model_type"]

@@ -14,8 +14,8 @@ def matrix_names(model: nn.Module) -> set[str]:
     """
     output_embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = output_embeddings()
-    linear = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear]
-    return {f"{name}.weight" for name, one in linear if one is not head}
+    linear = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    return {f"{name}.weight" for name, module in linear if module is not head}
 
 
 class MuonBeside(Optimizer):

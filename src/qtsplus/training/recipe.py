@@ -2,29 +2,30 @@
 
 import json
 import os
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
-from transformers import AutoModelForImageTextToText, HfArgumentParser
+from transformers import AutoModelForImageTextToText
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..backbones import backbone_of
 from ..hub.card import card_data
-from ..hub.initialise import initialise_selector
+from ..hub.initialise import INITIALISATIONS, initialise_selector
+from ..settings import check_types, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
-from .dataset import VideoQADataset, VideoRecord, read_records
+from .dataset import VideoQADataset, VideoRecord, check_frame_settings, read_records
 from .features import VideoFeatures, encode_videos
 from .freezing import count_parameters, freeze, vision_modules
 from .lora import add_lora, lora_config
 from .models import load_config, load_model, load_processor
 from .trainer import QTSplusTrainer
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -52,6 +53,18 @@ class ModelArguments:
     attn_implementation: str | None = None
     teacher: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.variant is None and self.weights is None:
+            raise ValueError("model names neither a variant nor weights; expected at least one of them.")
+        for name in ("variant", "weights", "attn_implementation", "teacher"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise ValueError(f"model.{name} is empty; give a value, or leave it out.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"model.dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}.")
+        if self.initialise is not None and self.initialise not in INITIALISATIONS:
+            raise ValueError(f"model.initialise is {self.initialise!r}; expected one of {', '.join(INITIALISATIONS)}.")
+
 
 @dataclass
 class DataArguments:
@@ -74,21 +87,31 @@ class DataArguments:
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
     features: str | None = None
 
+    def __post_init__(self) -> None:
+        if not self.train_files:
+            raise ValueError("data.train_files is empty; expected the JSONL files to train on.")
+        if self.model_max_length is not None and self.model_max_length < 1:
+            raise ValueError(f"data.model_max_length is {self.model_max_length}; expected at least 1.")
+        if self.features is not None and not self.features.strip():
+            raise ValueError("data.features is empty; give a folder, or leave it out.")
+        check_frame_settings(self.processor_kwargs)
+
 
 @dataclass
 class Recipe:
+    """
+    Args:
+        model, data, training: the sections.
+        path: the file, beside which other recipes stand.
+    """
+
     model: ModelArguments
     data: DataArguments
     training: QTSplusTrainingArguments
+    path: Path
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-6 is a number."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_SECTIONS: dict[str, Any] = {"model": ModelArguments, "data": DataArguments, "training": QTSplusTrainingArguments}
 
 
 def load_recipe(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recipe:
@@ -99,41 +122,83 @@ def load_recipe(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recip
         overrides: such as `"training.max_steps=10"`; the value is YAML.
 
     Raises:
-        ValueError: an unknown section or field, or a value that a section refuses.
+        ValueError: what is not YAML; an unknown section or field; a value of another type, or one that a section
+            refuses.
     """
-    content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506, a SafeLoader
-    names = [one.name for one in fields(Recipe)]
-    if not isinstance(content, dict) or not set(content) <= set(names):
-        raise ValueError(f"{path}: expected the sections {', '.join(names)}.")
-    sections: dict[str, dict] = {name: dict(content.get(name) or {}) for name in names}
+    sections = _read_sections(path)
     for override in overrides:
-        key, separator, value = override.partition("=")
-        section, _, name = key.partition(".")
-        if not separator or section not in sections or not name:
-            raise ValueError(f"{override!r}: expected SECTION.FIELD=VALUE with one of the sections {', '.join(names)}.")
-        target = sections[section]
-        *parents, last = name.split(".")
-        for parent in parents:
-            target = target.setdefault(parent, {})
-        target[last] = yaml.load(value, Loader=_Loader)  # noqa: S506
-    kinds = (ModelArguments, DataArguments, QTSplusTrainingArguments)
-    return Recipe(*(_parse(path, name, kind, sections[name]) for name, kind in zip(names, kinds, strict=True)))
+        _apply(override, sections)
+    return Recipe(**{name: _parse(path, name, sections[name]) for name in _SECTIONS}, path=Path(path))
 
 
-def _parse(path: str | os.PathLike, name: str, kind: Any, section: dict[str, Any]) -> Any:
-    known = {one.name for one in fields(kind) if one.init}
-    unknown = sorted(set(section) - known)
+def _read_sections(path: str | os.PathLike) -> dict[str, dict[str, Any]]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {str(path)!r}; expected a recipe in YAML.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file; expected a recipe in YAML.") from error
+    content = parse_yaml(text, str(path))
+    if not isinstance(content, dict) or not set(content) <= set(_SECTIONS):
+        raise ValueError(f"{path}: expected the sections {', '.join(_SECTIONS)}.")
+    for name, section in content.items():
+        if section is not None and not isinstance(section, dict):
+            raise ValueError(f"{path}: the section {name!r} is {show(section)}; expected fields with values.")
+    return {name: dict(content.get(name) or {}) for name in _SECTIONS}
+
+
+def _apply(override: str, sections: dict[str, dict[str, Any]]) -> None:
+    """Sets the one field that an override names."""
+    key, separator, value = override.partition("=")
+    section, _, name = key.partition(".")
+    *parents, last = name.split(".")
+    if not separator or section not in sections or not all((*parents, last)):
+        expected = f"SECTION.FIELD=VALUE with one of the sections {', '.join(_SECTIONS)}"
+        raise ValueError(f"{override!r}: expected {expected}.")
+    target = sections[section]
+    for parent in parents:
+        inner = target.get(parent)
+        if inner is not None and not isinstance(inner, dict):
+            raise ValueError(f"{override!r}: {parent} is {show(inner)}, which has no fields.")
+        target[parent] = dict(inner or {})  # a YAML anchor may share it
+        target = target[parent]
+    target[last] = parse_yaml(value, repr(override))
+
+
+def _parse(path: str | os.PathLike, name: str, section: dict[str, Any]) -> Any:
+    kind = _SECTIONS[name]
+    known = {entry.name: entry for entry in fields(kind) if entry.init}
+    unknown = sorted(str(field_name) for field_name in set(section) - set(known))
     if unknown:
         raise ValueError(f"{path}: the section {name!r} has no field {', '.join(unknown)}.")
+    required = [entry for entry in known.values() if entry.default is entry.default_factory is MISSING]
+    missing = [entry.name for entry in required if entry.name not in section]
+    if missing:
+        raise ValueError(f"{path}: the section {name!r} lacks {', '.join(missing)}.")
+    check_types(f"{path}: {name}.", kind, section)
     try:
-        return HfArgumentParser(kind).parse_dict(section)[0]
-    except TypeError as error:  # a required field is missing
-        raise ValueError(f"{path}: the section {name!r} is incomplete: {error}") from error
+        return kind(**section)
+    except ImportError as error:  # such as DeepSpeed
+        raise ValueError(f"{path}: {name} asks for a package that is not installed: {error}") from error
+    except (TypeError, ValueError) as error:  # TypeError: an unknown field of a nested section of Transformers'
+        raise ValueError(f"{path}: {error}") from error
 
 
 def build_trainer(recipe: Recipe) -> QTSplusTrainer:
-    """The Trainer of a recipe, with its model loaded and its records read."""
-    args, training = recipe.model, recipe.training
+    """
+    The Trainer of a recipe, with its model loaded and its records read.
+
+    Raises:
+        ValueError: weights or records that are not there or cannot be read.
+    """
+    args, training, data = recipe.model, recipe.training, recipe.data
+    _require_weights(recipe)
+    # What is quickly read is read first.
+    train, evaluation = (
+        [record for path in files for record in read_records(path)] for files in (data.train_files, data.eval_files)
+    )
+    if not train:
+        raise ValueError(f"{recipe.path}: data.train_files hold no record.")
     model = load_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, training.seed)
     if args.initialise is not None:
         initialise_selector(model, args.initialise)
@@ -142,14 +207,9 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     if args.teacher is not None:
         teacher = AutoModelForImageTextToText.from_pretrained(args.teacher, dtype=args.dtype)
 
-    data = recipe.data
-    train, evaluation = (
-        [one for path in files for one in read_records(path)] for files in (data.train_files, data.eval_files)
-    )
     features = None
     if data.features is not None:
-        videos = [record.video for record in train + evaluation if record.video is not None]
-        features = _encode(recipe, model, processor, videos)
+        features = _encode(recipe, model, processor, train + evaluation)
 
     def dataset(records: list[VideoRecord]) -> VideoQADataset | None:
         if not records:
@@ -177,7 +237,29 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     return trainer
 
 
-def _encode(recipe: Recipe, model: Any, processor: Any, videos: list[str]) -> VideoFeatures:
+def _require_weights(recipe: Recipe) -> None:
+    """Raises `ValueError` for weights that another recipe makes and that are not there yet."""
+    for weights in (recipe.model.weights, recipe.model.teacher):
+        if weights is None or Path(weights).exists():
+            continue
+        for other in sorted(recipe.path.parent.glob("*.yaml")):
+            if other != recipe.path and _output_dir(other) == Path(weights):
+                raise ValueError(
+                    f"There is no folder {weights}, which {recipe.path} starts from. Another recipe makes it: run "
+                    f"`qtsplus train {other}` first."
+                )
+
+
+def _output_dir(path: Path) -> Path | None:
+    """Where a recipe writes to; `None` for another YAML file."""
+    try:
+        folder = _read_sections(path)["training"].get("output_dir")
+    except ValueError:
+        return None
+    return Path(folder) if isinstance(folder, str) else None
+
+
+def _encode(recipe: Recipe, model: Any, processor: Any, records: list[VideoRecord]) -> VideoFeatures:
     data, training = recipe.data, recipe.training
     if not training.freeze_vision_model:
         raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
@@ -189,7 +271,7 @@ def _encode(recipe: Recipe, model: Any, processor: Any, videos: list[str]) -> Vi
     return encode_videos(
         model,
         processor,
-        videos,
+        [(record.video, record.fps) for record in records if record.video is not None],
         str(data.features),
         data.processor_kwargs,
         autocast_dtype=mixed,
@@ -238,6 +320,7 @@ def last_checkpoint(output_dir: Path) -> Path | None:
 
 def dry_run(recipe: Recipe) -> str:
     """What a recipe would train, on the meta device: no weights, no data."""
+    _require_weights(recipe)
     config = load_config(recipe.model.variant, recipe.model.weights, recipe.model.selector)
     training = recipe.training
     with torch.device("meta"):

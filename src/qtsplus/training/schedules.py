@@ -87,7 +87,7 @@ class ScheduleCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         fixed = {name: getattr(self.config, name) for name in SCHEDULED}
-        corners = {int(point) for one in self.schedules.values() for point in one.steps(state.max_steps)}
+        corners = {int(point) for schedule in self.schedules.values() for point in schedule.steps(state.max_steps)}
         for step in sorted(corners | {0, state.max_steps}):
             type(self.config)(**{**fixed, **self.values(step, state.max_steps)})  # raises what is out of range
         self.apply(state.global_step, state.max_steps)

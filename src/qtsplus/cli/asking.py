@@ -1,0 +1,184 @@
+"""`qtsplus ask`, `qtsplus eval` and `qtsplus demo`: questions to a model."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .console import console, fail, notes, one_line_errors, require_fraction
+from .models import check_model_options, load_model
+from .options import AsJson, Device, Dtype, Model, Retention, Revision, Selection
+
+if TYPE_CHECKING:
+    from ..session import Answer
+
+
+def ask(
+    video: Annotated[
+        str,
+        typer.Argument(help="A video file, an http(s) address of one, or a folder of frames.", show_default=False),
+    ],
+    question: Annotated[str, typer.Argument(help="What to ask about the video.", show_default=False)],
+    model: Model = None,
+    revision: Revision = None,
+    retention: Retention = None,
+    max_visual_tokens: Annotated[int | None, typer.Option(help="Keep at most this many visual tokens.")] = None,
+    selection: Selection = None,
+    fps: Annotated[
+        float | None,
+        typer.Option(
+            help="For a file: how many frames to look at per second. For a folder: how many frames it has per second."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="The answer ends after this many tokens at the latest.")] = 128,
+    device: Device = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")
+    ] = Dtype.auto,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a question about a video, and say which seconds the answer rests on."""
+    check_model_options(model, revision, device)
+    _check_question(video, question, fps)
+    _check_budget(retention, max_visual_tokens, max_new_tokens)
+    with one_line_errors():
+        from .. import session
+
+        _check_selection(selection)
+        started = time.perf_counter()
+        loaded, processor = load_model(model, revision, device, dtype.value)
+        seconds_to_load = time.perf_counter() - started
+        encoded = session.encode(loaded, processor, video, fps=fps, progress=True)
+        with notes.status("Asking"):
+            answer = session.ask(
+                loaded,
+                processor,
+                encoded,
+                question,
+                retention=retention,
+                max_visual_tokens=max_visual_tokens,
+                selection=selection,
+                max_new_tokens=max_new_tokens,
+            )
+    answer.timings.update(load=seconds_to_load, encode=encoded.seconds)
+    if as_json:
+        print(json.dumps(answer.as_dict()))
+    else:
+        _print_answer(answer)
+
+
+def evaluate(
+    records: Annotated[Path, typer.Argument(help="A JSONL file of records with videos.", show_default=False)],
+    model: Model = None,
+    revision: Revision = None,
+    retention: Retention = None,
+    selection: Selection = None,
+    skip_kind: Annotated[
+        list[str] | None, typer.Option(help="Leave out the questions of this kind. May be repeated.")
+    ] = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Ask a model the questions of a file, and count the answers that match to the letter.
+
+    A video that cannot be read does not end the run. Its questions count as wrong, and it is listed.
+    """
+    check_model_options(model, revision, device)
+    require_fraction(retention)
+    with one_line_errors():
+        from ..evaluation.exact_match import exact_match, summarise
+        from ..training.dataset import read_records, require_rates
+
+        _check_selection(selection)
+        skipped = set(skip_kind or ())
+        chosen = [record for record in read_records(records) if record.video is not None and record.kind not in skipped]
+        if not chosen:
+            fail(f"{records} holds no question about a video that is not left out")
+        require_rates(chosen)
+        loaded, processor = load_model(model, revision, device)
+        outcomes = exact_match(
+            loaded, processor, chosen, retention=retention, selection=selection, progress=not as_json
+        )
+        summary = summarise(outcomes)
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        _print_summary(summary)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="The folder for the clip, the model and the picture.")] = Path("demo"),
+) -> None:
+    """Ask the bundled tiny model about a rendered clip, and draw the tokens that it kept."""
+    with one_line_errors():
+        from ..demo import run_demo
+
+        answer, asked = run_demo(out, lambda line: console.print(line, soft_wrap=True, highlight=False))
+    console.print(f"\nQuestion: {asked.question} (In truth: {asked.answer})", highlight=False)
+    _print_answer(answer)
+
+
+def _check_question(video: str, question: str, fps: float | None) -> None:
+    # os.path answers no where a Path raises, such as for a name that is too long.
+    if "://" not in video and not os.path.exists(video):
+        fail(f"there is no video at {video!r}")
+    if os.path.isdir(video) and fps is None:
+        fail(f"{video} is a folder of frames: give the rate at which they were taken, such as --fps 2")
+    if fps is not None and not 0 < fps < float("inf"):
+        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
+    if not question.strip():
+        fail("the question is empty; expected some text")
+    try:
+        question.encode()
+    except UnicodeEncodeError:
+        fail("the question is not valid UTF-8 text")
+
+
+def _check_budget(retention: float | None, max_visual_tokens: int | None, max_new_tokens: int) -> None:
+    if retention is not None and max_visual_tokens is not None:
+        fail("--retention and --max-visual-tokens exclude each other")
+    require_fraction(retention)
+    if max_visual_tokens is not None and max_visual_tokens < 1:
+        fail(f"--max-visual-tokens is {max_visual_tokens}; expected at least 1")
+    if max_new_tokens < 1:
+        fail(f"--max-new-tokens is {max_new_tokens}; expected at least 1")
+
+
+def _check_selection(selection: str | None) -> None:
+    from ..selection_qtsplus import METHODS
+
+    if selection is not None and selection not in METHODS:
+        fail(f"--selection is {selection!r}; expected one of {', '.join(METHODS)}")
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    table = Table("kind", "questions", "accuracy", "95% interval", "kept")
+    for kind, row in [*summary["kinds"].items(), ("all", summary)]:
+        interval = f"{row['low']:.1%} to {row['high']:.1%}"
+        kept = "" if row["kept"] is None else f"{row['kept']:.1%}"
+        table.add_row(kind, str(row["questions"]), f"{row['accuracy']:.1%}", interval, kept)
+    console.print(table)
+    for entry in summary["unreadable"]:
+        questions = f"{entry['questions']} question{'s' if entry['questions'] > 1 else ''} counted as wrong"
+        line = f"Unreadable, {questions}: {entry['video']}: {entry['reason']}"
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _print_answer(answer: "Answer") -> None:
+    console.print(answer.answer or "(an empty answer)", style="bold", markup=False, highlight=False)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    share = answer.kept_tokens / answer.visual_tokens
+    table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
+    table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at")
+    for number, interval in enumerate(answer.evidence):
+        span = f"{interval.start:.1f} to {interval.end:.1f} s  ({interval.weight:.0%} of the relevance)"
+        table.add_row("seen in" if number == 0 else "", span)
+    stages = [stage for stage in ("load", "encode", "first_token", "generate") if stage in answer.timings]
+    timings = ", ".join(f"{stage.replace('_', ' ')} {answer.timings[stage]:.2f} s" for stage in stages)
+    table.add_row("time", timings)
+    console.print(table)

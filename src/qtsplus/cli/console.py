@@ -1,0 +1,77 @@
+"""What the commands print, and how they end."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+# Standard output carries results only; everything said on the way goes to standard error.
+console = Console()
+notes = Console(stderr=True, highlight=False)
+
+
+def note(line: str) -> None:
+    """Says something on the way."""
+    notes.print(line, soft_wrap=True, markup=False)
+
+
+def wrote(target: object) -> None:
+    """Names what a command has made."""
+    console.print(f"Wrote {target}", soft_wrap=True, markup=False, highlight=False)
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the command with one line on standard error and exit code 2."""
+    if "tqdm" in sys.modules:
+        for bar in list(sys.modules["tqdm"].tqdm._instances):
+            bar.close()  # a Trainer's bar does not end its line by itself
+    lines = message.strip().splitlines()
+    typer.echo(f"qtsplus: {lines[0] if lines else 'failed without a message'}", err=True)
+    raise typer.Exit(2)
+
+
+def require_text(**options: str | None) -> None:
+    """Ends the command for an option that was given and is empty: that is a script's unset variable, and no default."""
+    for name, value in options.items():
+        if value is not None and not value.strip():
+            fail(f"--{name.replace('_', '-')} is empty; give a value, or leave the option out")
+
+
+def require_fraction(retention: float | None) -> None:
+    """Ends the command for a fraction out of (0, 1]."""
+    if retention is not None and not 0 < retention <= 1:
+        fail(f"--retention is {retention:g}; expected a fraction in (0, 1]")
+
+
+def require_seeds(*seeds: int) -> None:
+    """Ends the command for a seed that NumPy would not take."""
+    for seed in seeds:
+        if not 0 <= seed < 2**32:
+            fail(f"--seed is {seed}; expected a whole number from 0 to {2**32 - 1}")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Bad input ends in one line on standard error and exit code 2; anything else is a bug and keeps its traceback."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        fail(_describe(error))
+    except StrictDataclassError as error:
+        fail(f"a config.json cannot be used: {' '.join(str(error).split())}")
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"  # without "[Errno 21]"
+    text = str(error).strip()
+    if text.startswith("Caught ") and "DataLoader worker" in text:
+        text = text.splitlines()[-1]  # PyTorch puts the worker's traceback in front of what happened
+    return text or type(error).__name__

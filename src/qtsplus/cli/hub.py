@@ -1,0 +1,164 @@
+"""`qtsplus convert`, `qtsplus split` and `qtsplus publish`: checkpoints and Hub repositories."""
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .console import console, fail, note, notes, one_line_errors, require_seeds, require_text, wrote
+from .options import Overwrite
+
+
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A folder or a Hub id. A stock model such as Qwen2.5-VL gets a new selector. A reference QTSplus "
+            "becomes one of ours. One of ours becomes a stock model again.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
+    variant: Annotated[
+        str | None,
+        typer.Option(help="Give a stock model the selector settings of this variant, such as qtsplus-3b."),
+    ] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            help="How a new selector starts. identity (when absent) hands tokens on unchanged; lm copies layers of the "
+            "language model."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Set a field of a new selector, such as n_max=512. Repeatable.")
+    ] = None,
+    vision_config: Annotated[
+        Path | None,
+        typer.Option(help="The vision configuration of a reference checkpoint: a JSON file, or a folder with one."),
+    ] = None,
+    processor: Annotated[
+        str | None, typer.Option(help="Take the processor from this folder or Hub id, if the source has none.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="The commit, branch or tag of the source, if it is on the Hub.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The seed of a new selector.")] = 0,
+    max_shard_size: Annotated[str, typer.Option(help="The largest size of one file of weights.")] = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
+    require_text(variant=variant, init=init, processor=processor, revision=revision)
+    require_seeds(seed)
+    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard_size, re.ASCII | re.IGNORECASE):
+        fail(f"--max-shard-size is {max_shard_size!r}; expected a size such as 5GB")
+    with one_line_errors():
+        from ..hub import convert as conversion
+
+        folder = conversion.convert(
+            source,
+            out,
+            variant=variant,
+            initialise=init,
+            selector=_parse_settings(settings),
+            vision_config=vision_config,
+            processor=processor,
+            revision=revision,
+            seed=seed,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=True,
+            say=note,
+        )
+    wrote(folder)
+
+
+def split(
+    model: Annotated[Path, typer.Argument(help="A folder with a QTSplus model.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write. Without it, the model's name with -split behind.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the vision head and the language model as checkpoints of their own, checked against the whole model."""
+    with one_line_errors():
+        from ..hub import split as splitting
+
+        parts = splitting.split(model, out, overwrite=overwrite, say=note)
+    for part in parts:
+        wrote(part)
+
+
+def publish(
+    model: Annotated[str, typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.")],
+    to: Annotated[Path | None, typer.Option(help="A folder to write.", show_default=False)] = None,
+    repo: Annotated[str | None, typer.Option(help="The Hub repository to upload to, ORG/NAME.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files and their sizes. Upload nothing.")
+    ] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it."""
+    if to is None and repo is None:
+        fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
+    if repo is None and (private or dry_run):
+        fail(f"{'--private' if private else '--dry-run'} is about an upload: give --repo ORG/NAME")
+    with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
+        from ..hub import publish as publishing
+
+        if repo is not None:
+            publishing.check_repository(repo)
+        folder = Path(scratch) / "repository" if to is None or dry_run else to
+        keep = folder is to
+        _assemble(publishing, model, folder, repo, overwrite, keep)
+        if keep:
+            wrote(folder.resolve())
+        if repo is not None and dry_run:
+            _print_files(folder, f"{repo} ({'private' if private else 'public, or as the organization has it'})")
+        elif repo is not None:
+            with notes.status(f"Uploading to {repo}"):
+                address = publishing.upload(folder, repo, private, say=note)
+            console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
+
+
+def _assemble(publishing: Any, model: str, folder: Path, repo: str | None, overwrite: bool, keep: bool) -> None:
+    if Path(model).is_dir() or model not in publishing.variants():
+        publishing.assemble_folder(model, folder, repository=repo, overwrite=overwrite, link_weights=not keep, say=note)
+        return
+    built = publishing.load_variant(model)
+    publishing.assemble(
+        built.model,
+        built.processor,
+        folder,
+        variant=built.variant,
+        random_seed=built.random_seed,
+        repository=repo,
+        overwrite=overwrite,
+    )
+    if built.random_seed is not None:
+        note(f"{model} was built with random weights (seed {built.random_seed}), as its card says.")
+
+
+def _print_files(folder: Path, target: str) -> None:
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    for name, size in sizes.items():
+        print(f"{size:>15,}  {name}")
+    print(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files, for {target}; nothing was uploaded")
+
+
+def _parse_settings(settings: list[str] | None) -> dict[str, object] | None:
+    """`["n_max=512"]` as `{"n_max": 512}`; the values are YAML."""
+    if not settings:
+        return None
+    from ..settings import parse_yaml
+
+    parsed = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set {setting!r}: expected name=value")
+        parsed[name] = parse_yaml(value, f"--set {setting!r}")
+    return parsed

@@ -1,0 +1,74 @@
+"""Loads the model that a question goes to, and says first whose code that runs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from .console import fail, note, notes, require_text
+
+
+def check_model_options(model: str | None, revision: str | None, device: str | None) -> None:
+    """Ends the command for options that cannot hold, before anything heavy is imported."""
+    require_text(model=model, revision=revision, device=device)
+    if revision is not None and (model is None or os.path.isdir(model)):
+        fail("--revision is about a repository on the Hub; name one with --model ORG/NAME")
+
+
+def load_model(model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> tuple[Any, Any]:
+    """
+    The model and its processor; the bundled ones without a name.
+
+    Raises:
+        ValueError, OSError: as `session.load`; a cache that cannot be written.
+    """
+    from .. import session
+
+    _check_code_cache()
+    name = _bundled_model() if model is None else model
+    if model is not None:
+        _announce_code(model, revision)
+    with notes.status("Loading the model"):
+        return session.load(name, device, dtype, revision=revision)
+
+
+def _announce_code(model: str, revision: str | None) -> None:
+    """Models with a selector bring their own code; who names one has to know that it runs."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    from ..hub.folder import read_json
+
+    if Path(model).is_dir():
+        if "auto_map" in read_json(Path(model) / "config.json"):
+            note(f"The Python code in the folder {model} will run (trust_remote_code).")
+        return
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return  # neither a folder nor a repository: loading will say so
+    pinned = f" at {revision}" if revision else ""
+    hint = "" if revision else " Pin it to a commit that you have read with --revision."
+    note(f"The Python code of the Hub repository {model}{pinned} will run (trust_remote_code).{hint}")
+
+
+def _bundled_model() -> str:
+    from ..demo import cached_tiny
+
+    folder = cached_tiny()
+    note(f"No --model given: using the bundled tiny model at {folder}, which only knows TinyWorld's moving shapes.")
+    return str(folder)
+
+
+def _check_code_cache() -> None:
+    from transformers.utils import HF_MODULES_CACHE
+
+    try:
+        os.makedirs(HF_MODULES_CACHE, exist_ok=True)
+        reason = None if os.access(HF_MODULES_CACHE, os.W_OK) else "no permission to write"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise OSError(
+            f"Transformers copies a model's code to {HF_MODULES_CACHE}, which cannot be written ({reason}). Set "
+            "HF_HOME to a folder that can."
+        )

@@ -1,0 +1,40 @@
+"""Options that several commands have."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Dtype(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+Model = Annotated[
+    str | None, typer.Option(help="A folder or a Hub id. Without it, the tiny model that is bundled answers.")
+]
+Revision = Annotated[
+    str | None, typer.Option(help="A commit, branch or tag of the Hub repository. A commit pins its code and weights.")
+]
+Retention = Annotated[
+    float | None,
+    typer.Option(help="Keep this fraction of the visual tokens, in (0, 1]. Without it, the model decides."),
+]
+Selection = Annotated[
+    str | None,
+    typer.Option(help="Choose tokens in another way than the model's own, such as uniform, random or all."),
+]
+Device = Annotated[
+    str | None, typer.Option(help="Where to run, such as cuda or cpu. Without it, a GPU if there is one.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write to the folder even if it holds other files.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a field of the recipe, such as training.seed=1. May be repeated."),
+]
+RecipeFile = Annotated[Path, typer.Argument(help="A YAML recipe.", show_default=False)]

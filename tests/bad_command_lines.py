@@ -1,0 +1,500 @@
+"""
+Bad command lines by the hundred, each a list of arguments.
+
+A word in braces stands for a file or folder of the corpus that `tests/test_bad_command_lines.py` makes.
+"""
+
+from itertools import product
+
+QUESTION = "What moves?"
+LONG = "x" * 5000
+# What is no number at all, in any option that takes one.
+NO_NUMBERS = ("abc", "", " ", "1,5", "½", "0x10", "one", "1e", "--", "None", "true", "5%", "1 2", LONG)
+NO_COUNTS = ("0", "-1", "-99999999999999999999", "1.5", "nan", "inf", "1e3", *NO_NUMBERS)
+NO_FRACTIONS = ("0", "-0.5", "1.0001", "2", "nan", "inf", "-inf", "1e999", *NO_NUMBERS)
+NO_RATES = ("0", "-2", "nan", "inf", "-inf", *NO_NUMBERS)
+NO_SEEDS = ("-1", "4294967296", "99999999999999999999", "1.5", "nan", *NO_NUMBERS)
+NO_DEVICES = ("toaster", "meta", "cuda:99", "cuda:-1", "cuda:x", "", " ", "CPU!", "gpu", "🤖", LONG)
+NO_MODELS = (
+    *("", " ", "/nonexistent", "/nonexistent/folder", "{missing}", "{video}", "{empty_folder}", "{records}", "a/b/c"),
+    *("{stock}", "{cut_weights}", "{no_weights}", "{broken_config}", "{list_config}", "{typeless}", "{adapter}"),
+    *("{wrong_types}", "{foreign}", "{number_type}", "{binary_config}", "{garbage_weights}", "{no_tokenizer}"),
+    *("org//name", "org/na me", "ünïcode/модель", "-", ".", "..", "https://example.invalid/model", "\n", LONG),
+)
+NO_VIDEOS = (
+    *("{missing}.mp4", "{empty}", "{garbage}", "{cut}", "{text}", "{records}", "/dev/null", "", " "),
+    *("ftp://example.invalid/a.mp4", "file:///nonexistent.mp4", "http://", "http://127.0.0.1:9/a.mp4", "://", LONG),
+    *("{missing}\nname.mp4", "видео.mp4", "clip\x00.mp4", "-", "~/clip.mp4", "http://[::1/a.mp4"),
+)
+NO_FRAMES = ("{empty_folder}", "{uneven_frames}", "{broken_frames}")
+SELECTIONS = ("best", "", "Uniform", "uniform,random", "qtsplus ", "None", "0", "ALL", "üniform", LONG)
+
+
+def _option(command: list[str], name: str, values: tuple[str, ...]) -> list[list[str]]:
+    return [[*command, f"{name}={value}"] for value in values]
+
+
+# Whose config.json names the classes, so that its model_type decides nothing.
+LOADABLE = ("{typeless}", "{number_type}")
+
+
+def ask_lines() -> list[list[str]]:
+    ask = ["ask", "{video}", QUESTION, "--model", "{model}"]
+    return [
+        *(["ask", video, QUESTION, "--model", "{model}"] for video in NO_VIDEOS),
+        *(["ask", folder, QUESTION, "--model", "{model}", "--fps", "2"] for folder in NO_FRAMES),
+        *(
+            ["ask", "{frames}", QUESTION, "--model", "{model}", *more]
+            for more in ([], ["--fps", "0"], ["--fps", "nan"])
+        ),
+        *(["ask", "{video}", question, "--model", "{model}"] for question in ("", " ", "\n\t", "\udcff")),
+        *(["ask", "{video}", QUESTION, f"--model={model}"] for model in NO_MODELS if model not in LOADABLE),
+        *_option(ask, "--fps", NO_RATES),
+        *_option(ask, "--retention", NO_FRACTIONS),
+        *_option(ask, "--max-visual-tokens", NO_COUNTS),
+        *_option(ask, "--max-new-tokens", NO_COUNTS),
+        *_option(ask, "--device", NO_DEVICES),
+        *_option(ask, "--dtype", ("float8", "", "int8", "FLOAT32", "float", "auto ", "torch.float32")),
+        *_option(ask, "--selection", SELECTIONS),
+        [*ask, "--retention", "0.5", "--max-visual-tokens", "3"],
+        ["ask", "{video}", QUESTION, "--revision", "main"],
+        [*ask, "--revision", ""],
+        *([*ask, wrong] for wrong in ("--retentoin=0.5", "extra", "--json=yes", "-x", "--fps")),
+        *(["ask", *some] for some in (["{video}"], ["--json"], ["--model", "{model}"])),
+    ]
+
+
+def eval_lines() -> list[list[str]]:
+    run = ["eval", "{records}", "--model", "{model}"]
+    return [
+        *(
+            ["eval", path, "--model", "{model}"]
+            for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "", "\x00", LONG)
+        ),
+        *(["eval", "{records}", f"--model={model}"] for model in NO_MODELS if model not in LOADABLE),
+        *_option(run, "--retention", NO_FRACTIONS),
+        *_option(run, "--device", NO_DEVICES),
+        *_option(run, "--selection", SELECTIONS),
+        [*run, "--skip-kind", "", "--skip-kind", "colour"],
+        ["eval", "{records}", "--revision", "main"],
+        *([*run, wrong] for wrong in ("--batch=2", "extra", "--json=1")),
+        ["eval", "--json"],
+    ]
+
+
+def convert_lines() -> list[list[str]]:
+    convert = ["convert", "{stock}", "--out", "{out}"]
+    sources = tuple(model for model in NO_MODELS if model not in ("{stock}", "{no_tokenizer}"))
+    settings = (
+        *(
+            "",
+            "=",
+            "n_max",
+            "=5",
+            "n_max=",
+            "n_max=-1",
+            "n_max=0",
+            "n_max=1.5",
+            "n_max=many",
+            "n_max=[1]",
+            "n_max=true",
+        ),
+        *(
+            "n_max=!!python/name:os.system",
+            "n_max={a: [}",
+            "rho_min=2",
+            "rho_min=.nan",
+            "rho_min=yes",
+            "gate=5",
+            "gate=x",
+        ),
+        *(
+            "selection=best",
+            "nothing=1",
+            "model_type=x",
+            "reencode_rope=yes",
+            "reencode_rope=1",
+            "dropout=1",
+            "tau_s=0",
+        ),
+        *("tau_s='0.5'", "scoring_layers=0", "reencode_layers=-1", "ключ=1", "n_max: 5", "lambda_t={}", "rho_max=.inf"),
+    )
+    return [
+        *(["convert", source, "--out", "{out}"] for source in sources),
+        *(
+            ["convert", "{stock}", "--out", out]
+            for out in ("{video}", "{frames}", "{stock}", "/dev/null/x", "\x00", LONG)
+        ),
+        *_option(convert, "--variant", ("qtsplus-99b", "", " ", "../qtsplus-tiny", "QTSPLUS-TINY")),
+        *_option(convert, "--init", ("best", "", "language_model", "Identity")),
+        *_option(convert, "--set", settings),
+        *_option(convert, "--seed", NO_SEEDS),
+        *_option(convert, "--max-shard-size", ("", "big", "-5GB", "0", "5XB", "nanGB", "GB", "1.5.2GB")),
+        *_option(convert, "--vision-config", ("{missing}", "{video}", "{stock}")),
+        *_option(convert, "--processor", ("", "{missing}", "{video}", "{empty_folder}", "a/b/c")),
+        *_option(convert, "--revision", ("",)),
+        ["convert", "{stock}"],
+        ["convert"],
+        [*convert, "--sett", "n_max=5"],
+    ]
+
+
+def publish_lines() -> list[list[str]]:
+    repositories = (
+        "",
+        "name",
+        "a/b/c",
+        "/",
+        "org/",
+        "/name",
+        "org/na me",
+        "org/-name",
+        "org/name.git",
+        "орг/имя",
+        LONG,
+    )
+    models = tuple(model for model in NO_MODELS if model != "{no_tokenizer}")
+    return [
+        *(["publish", model, "--to", "{out}"] for model in models),
+        *(["publish", "{model}", f"--repo={repository}", "--dry-run"] for repository in repositories),
+        *(
+            ["publish", "{model}", "--to", out]
+            for out in ("{video}", "{frames}", "{model}", "/dev/null/x", "\x00", LONG)
+        ),
+        ["publish", "{model}"],
+        ["publish"],
+        ["publish", "{model}", "--dry-run"],
+        ["publish", "{model}", "--private", "--to", "{out}"],
+        ["publish", "{model}", "--too", "{out}"],
+    ]
+
+
+def split_lines() -> list[list[str]]:
+    models = tuple(model for model in NO_MODELS if model != "{no_tokenizer}")
+    return [
+        *(["split", model, "--out", "{out}"] for model in models),
+        *(["split", "{model}", "--out", out] for out in ("{video}", "{frames}", "{model}", "\x00")),
+        ["split"],
+        ["split", "{model}", "extra"],
+    ]
+
+
+def data_lines() -> list[list[str]]:
+    data = ["data", "tinyworld", "--out", "{out}", "--size", "1"]
+    return [
+        *_option(["data", "tinyworld", "--out", "{out}"], "--size", NO_COUNTS),
+        *_option(data, "--split", ("dev", "", "Train", "train,test", "../train", "тест")),
+        *_option(data, "--seconds", ("0", "1", "129", "500", "-8", "1.5", "nan", "8,16", "", "abc", "9" * 30)),
+        *_option(data, "--max-objects", ("500", *NO_COUNTS)),
+        *_option(data, "--multiple-choice", ("-0.1", "1.1", "inf", "-inf", *NO_NUMBERS)),
+        *_option(data, "--workers", NO_COUNTS),
+        *(["data", "tinyworld", "--size", "1", "--out", out] for out in ("{video}", "/dev/null/x", "\x00")),
+        ["data", "bigworld"],
+        ["data", "tinyworld", "--out", "{out}"],
+        [*data, "--seed", "1"],
+    ]
+
+
+def bench_lines() -> list[list[str]]:
+    lines = [["bench", "fast"], ["bench", "learned"]]
+    for name in ("speed", "memory", "scaling"):
+        bench = ["bench", name, "--shape", "tiny", "--out", "{out}"]
+        lines += _option(["bench", name, "--out", "{out}"], "--shape", ("", "99b", "CPU", "../3b", "3b,cpu", "тест"))
+        lines += _option(bench, "--repeats", ("0", "-1", "1.5", "nan", "abc", ""))
+        lines += _option(bench, "--device", ("toaster", "meta", "cuda:99", "", "🤖"))
+    for name in ("speed", "memory"):
+        bench = ["bench", name, "--shape", "tiny", "--out", "{out}"]
+        lines += _option(bench, "--retention", ("0", "-1", "1.1", "nan", "inf", "abc", ""))
+        lines += _option(bench, "--dtype", ("float8", "", "int8"))
+    sizes = [["0", "5"], ["-1", "5"], ["5"], ["5", "5"], ["1.5", "2"], ["abc", "5"], ["nan", "5"]]
+    lines += [
+        ["bench", "scaling", "--shape", "tiny", "--out", "{out}", *(f"--size={value}" for value in pair)]
+        for pair in sizes
+    ]
+    learned = ["bench", "learned", "--out", "{out}", "--work", "{out}/work"]
+    base, test, recipe = ["--base", "{model}"], ["--test", "{records}"], ["--recipe", "{recipe}"]
+    lines += [
+        [*learned, "--base", model, *test, *recipe] for model in ("{missing}", "{empty_folder}", "{video}", "\x00")
+    ]
+    lines += [
+        [*learned, *base, *recipe, "--test", path] for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "")
+    ]
+    lines += [[*learned, *base, *test, *recipe, f"--seed={seed}"] for seed in NO_SEEDS]
+    lines += [[*learned, *base, *test, *recipe, f"--batch-size={size}"] for size in ("0", "-1", "x", "1.5")]
+    lines += [[*learned, *base, *test, "--recipe", path] for path in ("{missing}", "{video}", "{records}", "{frames}")]
+    return lines
+
+
+# What no field of a record may hold, by the field.
+NO_VALUES = {
+    "video": ("5", "true", "[]", '["a.mp4"]', "{}", '""', '" "', "1e400", "NaN", '"\\ud800"'),
+    "question": ("5", "null", "false", "[]", '["What?"]', "{}", '""', '"\\n"', '"\\udfff"'),
+    "answer": ("5", "null", "true", "[]", '{"text": "red"}', "Infinity", '"\\ud800x"'),
+    "query": ("5", "true", "[]", "{}", '""', '"  "'),
+    "kind": ("5", "null", "[]", "{}", "true"),
+    "source": ("5", "null", '"guess"', '""', '"VQA"', "[]", '["vqa"]'),
+    "options": ("5", '"AB"', "[1]", "[null]", "[[]]", '{"A": "x"}', "true"),
+    "earlier": (
+        "5",
+        '"Q"',
+        '["Q", "A"]',
+        '[["Q"]]',
+        '[["Q", "A", "B"]]',
+        '[["Q", 5]]',
+        "[null]",
+        '{"Q": "A"}',
+        '[[["Q"], "A"]]',
+    ),
+    "fps": ("0", "-1", '"2"', "true", "[]", "NaN", "Infinity", "-Infinity", "{}", "1e400", '"fast"'),
+}
+GOOD = {"video": '"clip.mp4"', "question": '"What?"', "answer": '"red"'}
+
+
+def _line(fields: dict[str, str]) -> str:
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+
+
+def record_files() -> list[bytes]:
+    """Contents of JSONL files, each with one record that is none."""
+    good = _line(GOOD)
+    texts = [_line({**GOOD, name: value}) for name, values in NO_VALUES.items() for value in values]
+    texts += [_line({key: value for key, value in GOOD.items() if key != name}) for name in GOOD]
+    texts += [
+        "{",
+        "}",
+        "[]",
+        "5",
+        '"text"',
+        "null",
+        "true",
+        "{}",
+        '{"video"}',
+        "video: a.mp4",
+        "question,answer",
+        "NaN",
+    ]
+    texts += [
+        good + good,
+        good + ",",
+        "[" + good + "]",
+        good[:-1],
+        "'" + good + "'",
+        good.replace('"', "'"),
+        "\ufeff" + good,
+    ]
+    texts += ["[" * 100_000, '{"a":' * 100_000, '{"video": ' + "9" * 10_000 + "}", "\x00", "# a comment"]
+    files = [text.encode("utf-8", "surrogatepass") for text in texts]
+    files += [
+        good.encode("utf-16"),
+        b"\xff\xfe\x00",
+        b"\x89PNG\r\n\x1a\n",
+        good.encode() + b"\n" + good.encode()[:20],
+        b"\x1f\x8b\x08",
+    ]
+    return files
+
+
+RECIPE = """\
+model: {{variant: qtsplus-tiny}}
+data: {{train_files: [{records}]}}
+training: {{output_dir: {out}, max_steps: 1, use_cpu: true, report_to: none, save_strategy: no}}
+"""
+
+
+def recipe_files() -> list[bytes]:
+    """Contents of recipes that are none."""
+    texts = [
+        *(
+            "",
+            "# nothing",
+            "5",
+            "text",
+            "[]",
+            "- model",
+            "null",
+            "true",
+            "{",
+            "}",
+            "model: [",
+            "model: {",
+            "\t- x",
+            "a: b: c",
+        ),
+        *(
+            "model: !!python/object/apply:os.system ['true']",
+            "model: !!python/name:os.system",
+            "model: !foo {}",
+            "*missing",
+        ),
+        *(
+            "!!python/object:qtsplus.X {}",
+            "model: &a [*a]",
+            "%YAML 9.9\n---\n{}",
+            "---\na: 1\n---\nb: 2",
+            "? [a]\n: b",
+            "\x07",
+        ),
+        *(
+            "model: 5",
+            "model: text",
+            "model: [variant]",
+            "data: 5",
+            "training: [x]",
+            "models: {}",
+            "Model: {}",
+            "5: {}",
+            "null: {}",
+        ),
+        *(
+            "model: {variant: qtsplus-tiny}",
+            "data: {train_files: [a]}",
+            "training: {output_dir: a}",
+            "[" * 5000,
+            "{a: " * 5000,
+        ),
+        "model: {variant: qtsplus-tiny}\nmodel: {variant: qtsplus-3b}",
+        "model: {variant: qtsplus-tiny, variant: qtsplus-3b}",
+        "model: {? [a, b] : c}",
+    ]
+    return [
+        *(text.encode() for text in texts),
+        b"\xff\xfe\x00\x01",
+        b"\x89PNG\r\n\x1a\n",
+        "model: {}".encode("utf-16"),
+        b"a: \x80",
+    ]
+
+
+# A field of a recipe, and values that it may not have.
+OVERRIDES = """
+model.variant: qtsplus-99b | '' | 5 | [] | true | null | ../qtsplus-tiny | 2026-01-01
+model.weights: /nonexistent | '' | 5 | [] | {{}} | {video} | {empty_folder} | {cut_weights} | {broken_config}
+model.weights: {list_config} | {foreign} | a/b/c | {garbage_weights} | {no_weights} | {number_type}
+model.selector: 5 | [] | text | null | {{n_max: -1}} | {{n_max: many}} | {{nothing: 1}} | {{5: 5}} | {{gate: [x]}}
+model.selector: {{rho_min: .nan}} | {{n_max: 1.5}} | {{reencode_rope: yes}} | {{dropout: true}}
+model.selector.n_max: -1 | 0 | 1.5 | x | [] | true | null
+model.dtype: float8 | int8 | '' | 5 | null | device | float64x | [float32]
+model.initialise: best | 5 | '' | [] | lm
+model.attn_implementation: fastest | 5 | '' | []
+model.teacher: /nonexistent | '' | 5 | [] | {video}
+data.train_files: [] | 5 | null | text | [5] | [null] | [/nonexistent] | [''] | {{a: b}} | [{empty_folder}]
+data.train_files: [{video}] | [{empty}]
+data.eval_files: 5 | text | [5] | [/nonexistent] | null
+data.model_max_length: 0 | -1 | 1.5 | x | true | []
+data.processor_kwargs: 5 | [] | text | null | {{fps: fast}} | {{fps: 0}} | {{fps: -1}} | {{fps: .nan}}
+data.processor_kwargs: {{fps: true}} | {{max_frames: 0}} | {{num_frames: [4]}} | {{fps: 1, num_frames: 4}}
+data.features: 5 | [] | true | '' | {video}
+training.output_dir: 5 | [] | true | '' | {video} | /dev/null/x
+training.bf16: yes | no | on | 'true' | 1 | null | [] | bf16
+training.max_steps: 0 | -2 | 1.5 | x | true | null | 1e3 | [] | .inf
+training.learning_rate: -1 | x | true | null | .nan | .inf | [] | 1e-6x | 1_0e
+training.seed: -1 | 4294967296 | 1.5 | x | true | null | 99999999999999999999999
+training.num_train_epochs: 0 | -1 | x | [] | .nan
+training.per_device_train_batch_size: 0 | -1 | 1.5 | x | true | null
+training.gradient_accumulation_steps: 0 | -1 | 1.5 | x
+training.lr_scheduler_type: fastest | 5 | null | []
+training.lr_scheduler_kwargs: 5 | [] | '{{'
+training.optim: best | 5 | null
+training.save_strategy: sometimes | 5 | false | null
+training.eval_strategy: sometimes | steps
+training.report_to: nobody | 5 | [5] | {{}}
+training.warmup_steps: -1 | x | true
+training.weight_decay: -1 | x | .nan
+training.max_grad_norm: -1 | x | [1]
+training.logging_steps: x | true | []
+training.dataloader_num_workers: -1 | 1.5 | x | true
+training.lora_rank: -1 | 1.5 | x | true | null
+training.lora_dropout: -0.1 | 1 | x
+training.lora_alpha: 0 | -1 | x
+training.sft_loss: best | 5 | null | []
+training.muon_scale: 0 | -1 | x | true
+training.budget_probe: 1 | 0 | x | .nan
+training.retention_range: 5 | [] | [0.1] | [0.5, 0.1] | [0, 1] | [a, b] | [0.1, 2] | {{a: 1}} | [0.1, .nan]
+training.schedules: 5 | [] | text | {{tau_s: 5}} | {{tau_s: {{}}}} | {{tau_s: {{start: 1}}}}
+training.schedules: {{tau_s: {{start: a, end: 1}}}} | {{tau_s: {{start: 1, end: 0.1, shape: zigzag}}}}
+training.schedules: {{tau_s: {{start: 1, end: 0.1, begin: -1}}}} | {{tau_s: {{start: 1, end: 0.1, when: 5}}}}
+training.schedules: {{nothing: {{start: 1, end: 0.1}}}} | {{tau_s: {{start: 1, end: -1}}}}
+training.schedules: {{5: {{start: 1, end: 0}}}}
+training.distillation_weight: -1 | x | true
+training.distillation_temperature: 0 | -1 | x
+training.freeze_selector: yes | 1 | 'false' | null
+training.accelerator_config: 5 | {{nothing: 1}} | /nonexistent.json
+training.deepspeed: /nonexistent.json
+training.nothing: 5
+data.nothing: 5
+model.nothing: 5
+"""
+ODD_OVERRIDES = (
+    *(
+        "",
+        "=",
+        "x",
+        "x=1",
+        "model",
+        "model=",
+        "model=1",
+        "model.=1",
+        ".variant=1",
+        "model..n_max=1",
+        "optimizer.lr=1",
+        "=",
+    ),
+    *(
+        "training.seed",
+        "training.seed:1",
+        "training seed=1",
+        "model.variant.x=1",
+        "training.seed=[",
+        "training.seed=!!python/name:os.system",
+    ),
+    *(
+        "training.seed=*a",
+        "training.seed={{",
+        "data.train_files.0=x",
+        "МОДЕЛЬ.вариант=1",
+        "training.seed=\x00",
+        "Training.seed=1",
+    ),
+)
+
+
+def override_lines() -> list[list[str]]:
+    rows = [row.partition(": ") for row in OVERRIDES.strip().splitlines()]
+    settings = [f"{name}={value}" for name, _, values in rows for value in values.split(" | ")]
+    without_variant = ["train", "{recipe}", "--set", "model.variant=null"]
+    return [
+        *(["train", "{recipe}", "--set", setting] for setting in (*settings, *ODD_OVERRIDES)),
+        *(
+            [*without_variant, "--set", f"model.weights={folder}"]
+            for folder in ("{wrong_types}", "{foreign}", "{missing}")
+        ),
+    ]
+
+
+def train_lines() -> list[list[str]]:
+    return [
+        *(
+            ["train", path, *more]
+            for path, more in product(("{missing}", "{frames}", "{video}", "", "\x00", LONG), ([], ["--dry-run"]))
+        ),
+        ["train"],
+        ["train", "{recipe}", "--sett", "a=1"],
+        ["train", "{recipe}", "--resume=yes"],
+        ["train", "{recipe}", "extra"],
+    ]
+
+
+def command_lines() -> list[list[str]]:
+    """All of them but those that read a record file or a recipe of their own."""
+    groups = (
+        ask_lines,
+        eval_lines,
+        convert_lines,
+        publish_lines,
+        split_lines,
+        data_lines,
+        bench_lines,
+        train_lines,
+        override_lines,
+    )
+    return [line for group in groups for line in group()]
