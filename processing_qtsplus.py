@@ -5,7 +5,7 @@
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from .video_qtsplus import (
     VideoFile,
     check_frames,
     choose_frames,
+    decode_images,
     describe_frames,
     flatten_videos,
     frame_choice,
@@ -120,7 +121,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             videos, kwargs = self._read_videos(videos, kwargs)
             _require_placeholders(text, self.video_token, len(videos), "videos", kwargs)
         if images is not None:
-            images = self.image_processor.fetch_images(images)
+            images = _fetch_images(self.image_processor, images)
             flat: Any = make_flat_list_of_images(images)
             _require_placeholders(text, self.image_token, len(flat), "images", kwargs)
         if video_grid_thw is not None:
@@ -220,9 +221,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             paths = image_paths(path)
             metadata = describe_frames(paths, None, fps)
             shape = (len(paths), *load_frames(paths[:1]).shape[1:3])
-
-            def decode() -> Iterator[np.ndarray]:
-                return (load_frames([one])[0] for one in paths)
+            decode = functools.partial(decode_images, paths, shape[1:])
         else:
             bounds = {"min_frames": min_frames, "max_frames": max_frames, "temporal_patch_size": None}
             opened = open_video(path, frame_choice(self.video_processor, fps, num_frames, bounds))
@@ -373,6 +372,15 @@ class QTSplusProcessorMixin(ProcessorMixin):
             row_mask = None if attention_mask is None else torch.as_tensor(attention_mask[row])[None]
             rows.append(find_query_mask(torch.as_tensor(row_ids)[None], row_mask, **ids)[0].tolist())
         return np.array(rows) if isinstance(input_ids, np.ndarray) else rows
+
+
+def _fetch_images(image_processor: Any, images: Any) -> Any:
+    """Images by path, address or base64 as pixels; others as they are."""
+    try:
+        return image_processor.fetch_images(images)
+    except RuntimeError as error:  # torchvision's, for a text that is no path but can be read as base64
+        reason = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"Cannot read {str(images)[:500]!r} as images; expected files that exist: {reason}") from error
 
 
 def _require_placeholders(

@@ -251,6 +251,23 @@ def load_frames(folder: str | list[str]) -> np.ndarray:
     return stack_frames(frames)
 
 
+def decode_images(paths: Sequence[str], size: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """
+    A video that is stored as images, `[H, W, 3]` uint8 each.
+
+    Raises:
+        ValueError: an image of another height and width than `size`, or one that cannot be read.
+    """
+    for path in paths:
+        (frame,) = load_frames([path])
+        if frame.shape[:2] != tuple(size):
+            raise ValueError(
+                f"The frame {path!r} has {frame.shape[0]} x {frame.shape[1]} pixels, the first one {size[0]} x "
+                f"{size[1]}; expected one size for the frames of a video."
+            )
+        yield frame
+
+
 def image_paths(folder: str) -> list[str]:
     """
     The images of a folder in natural order.

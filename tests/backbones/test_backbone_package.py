@@ -79,7 +79,7 @@ def test_newlines_and_frame_texts_are_no_visual_tokens_to_the_trainer(backbone, 
 
 def test_training_from_features_is_training_from_pixels(model, processor, records, tmp_path):
     options = {"processor_kwargs": {"fps": 2}}
-    features = encode_videos(model, processor, [str(one.video) for one in records], tmp_path, **options)
+    features = encode_videos(model, processor, [(str(record.video), None) for record in records], tmp_path, **options)
     collate, batches = VideoQACollator(processor), []
     for given in (None, features):
         dataset = VideoQADataset(records, processor, features=given, **options)

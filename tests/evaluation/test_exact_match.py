@@ -99,6 +99,6 @@ def test_an_error_that_is_not_a_videos_is_raised(model, tiny_processor, tiny_mp4
     def fail(*arguments, **more):
         raise ValueError("another fault")
 
-    monkeypatch.setattr(tiny_processor, "_tokenize_query", fail)
+    monkeypatch.setattr("qtsplus.evaluation.exact_match.model_inputs", fail)
     with pytest.raises(ValueError, match="another fault"):
         exact_match(model, tiny_processor, [VideoRecord(str(tiny_mp4), "What?", "red")], progress=False)
