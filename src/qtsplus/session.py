@@ -262,7 +262,6 @@ def ask(
         raise ValueError(f"Got fps={fps:g} for a video that was encoded before; give it to `encode`.")
 
     inputs = processor.question_inputs(question, video.video_grid_thw, [video.metadata]).to(model.device)
-    choice = {} if selection is None else {"selection": selection}
     clock = _FirstTokenClock()
     started = time.perf_counter()
     output = model.generate(
@@ -271,7 +270,7 @@ def ask(
         second_per_grid_ts=video.second_per_grid_ts,
         retention=retention,
         max_visual_tokens=max_visual_tokens,
-        **choice,
+        selection=selection,
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,
         streamer=clock,

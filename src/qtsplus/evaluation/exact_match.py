@@ -71,7 +71,6 @@ def exact_match(
     order = sorted(range(len(records)), key=lengths.__getitem__)
     outcomes: dict[int, Outcome] = {}
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    per_call = {} if selection is None else {"selection": selection}
     for batch in track(batches, "Asking", console=Console(stderr=True), disable=not progress):
         inputs, unreadable = _read(processor, [records[index] for index in batch], features)
         for index, problem in zip(batch, unreadable, strict=True):
@@ -83,7 +82,7 @@ def exact_match(
         output = model.generate(
             **{name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()},
             retention=retention,
-            **per_call,
+            selection=selection,
             max_new_tokens=lengths[batch[-1]] + 2,
             do_sample=False,
             return_dict_in_generate=True,
