@@ -108,15 +108,12 @@ def test_a_model_that_computed_no_relevance(loaded, tiny_mp4, monkeypatch, relev
     assert answer.evidence and sum(interval.weight for interval in answer.evidence) == pytest.approx(1)
 
 
-def test_a_selection_is_handed_on_when_given(loaded, tiny_mp4, monkeypatch):
+def test_a_selection_is_of_one_call(loaded, tiny_mp4):
     model, processor = loaded
-    video, generate, given = session.encode(model, processor, tiny_mp4), model.generate, []
-
-    def note(selection="none", **inputs):
-        given.append(selection)
-        return generate(**inputs)
-
-    monkeypatch.setattr(model, "generate", note)
-    session.ask(model, processor, video, "What moves?", max_new_tokens=2)
-    session.ask(model, processor, video, "What moves?", max_new_tokens=2, selection="uniform")
-    assert given == ["none", "uniform"]
+    video = session.encode(model, processor, tiny_mp4)
+    kept = {}
+    for name in (None, "uniform", "all"):
+        answer = session.ask(model, processor, video, "What moves?", max_new_tokens=2, selection=name)
+        kept[name] = answer.keep_map
+    assert kept["all"].all() and not torch.equal(kept[None], kept["uniform"])
+    assert model.config.qtsplus_config.selection == "qtsplus"

@@ -68,19 +68,14 @@ def test_a_shrunk_frame_shows_the_same(tiny_processor, tmp_path):
     )
 
 
-def test_selection_is_passed_on_only_where_it_is_given(model, tiny_processor, tiny_mp4, monkeypatch):
-    given = []
-    generate = model.generate
-
-    def spy(**inputs):
-        given.append(inputs.pop("selection", "none given"))
-        return generate(**inputs)
-
-    monkeypatch.setattr(model, "generate", spy)
+def test_a_selection_is_of_one_call(model, tiny_processor, tiny_mp4):
     records = [VideoRecord(str(tiny_mp4), "What?", "red")]
-    exact_match(model, tiny_processor, records, progress=False)
-    exact_match(model, tiny_processor, records, selection="uniform", progress=False)
-    assert given == ["none given", "uniform"]
+    (own,) = exact_match(model, tiny_processor, records, retention=0.1, progress=False)
+    (uniform,) = exact_match(model, tiny_processor, records, retention=0.1, selection="uniform", progress=False)
+    (again,) = exact_match(model, tiny_processor, records, retention=0.1, progress=False)
+    m, n = uniform.visual_tokens, uniform.kept_tokens
+    assert uniform.kept_indices == tuple((2 * index + 1) * m // (2 * n) for index in range(n))
+    assert own.kept_indices == again.kept_indices != uniform.kept_indices
 
 
 def test_an_unreadable_video_is_one_wrong_answer_among_the_others(model, tiny_processor, tiny_mp4, tmp_path):
