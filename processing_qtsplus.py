@@ -14,6 +14,7 @@ from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor
 from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
+from .decoding_qtsplus import Frames
 from .encoding_qtsplus import PATCHES_PER_CHUNK
 from .prompt_qtsplus import find_query_mask
 from .video_qtsplus import (
@@ -221,7 +222,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             paths = image_paths(path)
             metadata = describe_frames(paths, None, fps)
             shape = (len(paths), *load_frames(paths[:1]).shape[1:3])
-            decode = functools.partial(decode_images, paths, shape[1:])
+            decode: Frames = functools.partial(decode_images, paths, shape[1:])
         else:
             bounds = {"min_frames": min_frames, "max_frames": max_frames, "temporal_patch_size": None}
             opened = open_video(path, frame_choice(self.video_processor, fps, num_frames, bounds))
