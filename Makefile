@@ -25,13 +25,13 @@ demo: $(VENV)/.installed  ## render a clip, build and publish the tiny model, as
 	$(BIN)/qtsplus demo --out demo
 
 test: lint  ## lint, types and all but the slow tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 test-slow: $(VENV)/.installed  ## only the slow tests
 	$(BIN)/python -m pytest -q -m slow
 
 test-oldest: $(VENV_OLDEST)/.installed  ## the tests against the oldest supported transformers
-	$(VENV_OLDEST)/bin/python -m pytest -q
+	$(VENV_OLDEST)/bin/python -m pytest -q -n auto
 
 lint: $(VENV)/.installed typecheck  ## ruff and mypy
 	$(BIN)/ruff check .
