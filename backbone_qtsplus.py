@@ -17,11 +17,13 @@ class QTSplusBackboneMixin:
     `get_input_embeddings` and `language_model`, and `config.image_token_id` and `config.video_token_id`.
 
     Its class attributes: `rope_axes`, 3 where the language model's positions are (time, height, width) and 1 where they
-    are numbers; `frames_apart`, whether text stands between the frames of a video.
+    are numbers; `frames_apart`, whether text stands between the frames of a video; `recurrent`, whether layers carry a
+    state from token to token, so that no mask can leave out what a cache has seen.
     """
 
     rope_axes = 3
     frames_apart = False
+    recurrent = False
 
     # What the class brings that this stands in front of
     config: Any

@@ -151,7 +151,7 @@ class QTSplusGenerationMixin:
         if cache is not None:
             prompt.features = {}
             # A cache with a row for every beam or copy cannot be continued with one row for every prompt.
-            whole = copies == 1 and len(cache.layers[0].keys) == len(input_ids) and inputs_embeds is None
+            whole = copies == 1 and _rows_of(cache) == len(input_ids) and inputs_embeds is None
             cache.qtsplus = CachedPrompt(rows, prompt, generated, counts) if whole else None
         if isinstance(result, torch.Tensor):
             return sequences
@@ -202,6 +202,11 @@ class QTSplusGenerationMixin:
         layout = {"sample_gate": False, "pad_left": True, "start_positions": starts}
         fresh = self.model.compress(fresh_ids, fresh_mask, **vars(visual), **vars(selection), **layout)
         attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
+        if self.model.recurrent and bool((attention_mask.diff(dim=1) < 0).any()):
+            raise ValueError(
+                "past_key_values carries a state from token to token, which cannot leave out tokens in the middle: "
+                "pass the answers as they were generated, with new turns of one length, or start with an empty cache."
+            )
         answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=device)
         before, behind = (self.model.language_axes(prompt.position_ids) for prompt in (old, fresh))
         language = torch.cat([before, answered.expand(len(before), -1, -1), behind], dim=2)
@@ -305,6 +310,12 @@ class QTSplusGenerationMixin:
         if not is_first_iteration and kwargs.get("use_cache", True):
             inputs.pop("mm_encoder_outputs", None)  # Transformers below 5.18 does not know that these belong to prefill
         return inputs
+
+
+def _rows_of(cache: Cache) -> int:
+    """Rows of a filled cache. Layers of linear attention have a state in the place of keys."""
+    keys = (getattr(layer, "keys", None) for layer in cache.layers)
+    return next(len(one) for one in keys if one is not None)
 
 
 def _count_spans(spans: list[list[VisualSpan]]) -> dict[int, list[int]]:

@@ -50,7 +50,10 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
     def build_selector(self, config) -> QTSplusSelector:
         """A selector of the language model's shape."""
         text = config.text_config
-        half = text.hidden_size // text.num_attention_heads // 2
+        heads = text.num_attention_heads
+        if text.hidden_size % heads:  # as in Qwen3.5-27B, whose heads together are wider than its hidden states
+            heads = text.hidden_size // text.head_dim
+        half = text.hidden_size // heads // 2
         section = text.rope_parameters.get("mrope_section")
         if section is None or sum(section) != half:
             time, height = half // 4, (half - half // 4) // 2  # as Qwen2.5-VL shares them out
@@ -58,7 +61,7 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
         return QTSplusSelector(
             config.qtsplus_config,
             hidden_size=text.hidden_size,
-            num_attention_heads=text.num_attention_heads,
+            num_attention_heads=heads,
             num_key_value_heads=text.num_key_value_heads,
             rms_norm_eps=text.rms_norm_eps,
             rope_theta=text.rope_parameters["rope_theta"],

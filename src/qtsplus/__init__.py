@@ -36,6 +36,12 @@ if TYPE_CHECKING:
         Qwen2VLQTSplusModel,
         Qwen2VLQTSplusProcessor,
     )
+    from .modeling_qtsplus_qwen3_5 import (
+        Qwen3_5QTSplusConfig,
+        Qwen3_5QTSplusForConditionalGeneration,
+        Qwen3_5QTSplusModel,
+        Qwen3_5QTSplusProcessor,
+    )
     from .modeling_qtsplus_qwen3_vl import (
         Qwen3VLQTSplusConfig,
         Qwen3VLQTSplusForConditionalGeneration,
@@ -66,6 +72,10 @@ _EXPORTS = {
     "Qwen2_5_VLQTSplusForConditionalGeneration": "modeling_qtsplus",
     "Qwen2_5_VLQTSplusModel": "modeling_qtsplus",
     "Qwen2_5_VLQTSplusProcessor": "processing_qtsplus",
+    "Qwen3_5QTSplusConfig": "modeling_qtsplus_qwen3_5",
+    "Qwen3_5QTSplusForConditionalGeneration": "modeling_qtsplus_qwen3_5",
+    "Qwen3_5QTSplusModel": "modeling_qtsplus_qwen3_5",
+    "Qwen3_5QTSplusProcessor": "modeling_qtsplus_qwen3_5",
     "Qwen3VLQTSplusConfig": "modeling_qtsplus_qwen3_vl",
     "Qwen3VLQTSplusForConditionalGeneration": "modeling_qtsplus_qwen3_vl",
     "Qwen3VLQTSplusModel": "modeling_qtsplus_qwen3_vl",
@@ -105,6 +115,10 @@ __all__ = [
     "Qwen2_5_VLQTSplusForConditionalGeneration",
     "Qwen2_5_VLQTSplusModel",
     "Qwen2_5_VLQTSplusProcessor",
+    "Qwen3_5QTSplusConfig",
+    "Qwen3_5QTSplusForConditionalGeneration",
+    "Qwen3_5QTSplusModel",
+    "Qwen3_5QTSplusProcessor",
     "Qwen3VLQTSplusConfig",
     "Qwen3VLQTSplusForConditionalGeneration",
     "Qwen3VLQTSplusModel",

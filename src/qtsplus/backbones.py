@@ -9,6 +9,7 @@ _MODULES = {
     "internvl": (*["modeling_qtsplus_internvl"] * 3, "InternVLQTSplus"),
     "llava_onevision": (*["modeling_qtsplus_llava_onevision"] * 3, "LlavaOnevisionQTSplus"),
     "qwen2_vl": (*["modeling_qtsplus_qwen2_vl"] * 3, "Qwen2VLQTSplus"),
+    "qwen3_5": (*["modeling_qtsplus_qwen3_5"] * 3, "Qwen3_5QTSplus"),
     "qwen3_vl": (*["modeling_qtsplus_qwen3_vl"] * 3, "Qwen3VLQTSplus"),
 }
 OURS = "_qtsplus"  # what our types have behind those of the stock models
@@ -56,6 +57,9 @@ def backbone_of(model_type: str | None) -> Backbone:
     ours = [
         getattr(import_module(f"qtsplus.{module}"), prefix + kind) for module, kind in zip(modules, kinds, strict=True)
     ]
-    library = import_module("transformers")
-    name = prefix.removesuffix("QTSplus")
-    return Backbone(*ours, *(getattr(library, name + kind) for kind in kinds))
+    return Backbone(*ours, *map(_stock, ours))
+
+
+def _stock(cls: type) -> type:
+    """The class of Transformers that one of ours derives from."""
+    return next(base for base in cls.__mro__ if base.__module__.startswith("transformers.models."))

@@ -1,12 +1,14 @@
 """Stock models get a selector and lose it again, whatever the backbone."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from qtsplus.backbones import backbone_of
 from qtsplus.hub.convert import convert
 from qtsplus.hub.names import OUTER
 from qtsplus.training.models import load_model, load_processor
@@ -48,10 +50,10 @@ def test_and_loses_it_again(saved, converted, tmp_path):
     assert mine == theirs
     kept, given = (json.loads((folder / "config.json").read_text()) for folder in (back, saved))
     assert kept["model_type"] == given["model_type"] and "qtsplus_config" not in kept
-    assert (
-        kept["architectures"][0].removesuffix("ForConditionalGeneration") + "Processor"
-        == (json.loads((back / "processor_config.json").read_text())["processor_class"])
-    )
+    stock = backbone_of(kept["model_type"])
+    assert kept["architectures"] == [stock.stock_model.__name__]
+    processor_class = json.loads((back / "processor_config.json").read_text())["processor_class"]
+    assert processor_class == stock.stock_processor.__name__
 
 
 def test_the_names_of_older_checkpoints(backbone, saved, tmp_path):
@@ -68,6 +70,17 @@ def test_the_names_of_older_checkpoints(backbone, saved, tmp_path):
     expected = load_file(saved / "model.safetensors")
     weights = model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_weights_that_the_stock_model_leaves_out_are_left_out(backbone, saved, tmp_path):
+    if backbone.name != "qwen3_5":
+        pytest.skip("its checkpoints hold what it loads")
+    copy = shutil.copytree(saved, tmp_path / "with_mtp")
+    (path,) = copy.glob("*.safetensors")
+    save_file({**load_file(path), "mtp.norm.weight": torch.ones(64)}, path, metadata={"format": "pt"})
+    model = backbone.model.from_pretrained(convert(copy, tmp_path / "hub"))
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in load_file(saved / path.name).items())
 
 
 def test_training_starts_from_a_stock_model(backbone, saved, prepare):

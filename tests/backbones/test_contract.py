@@ -141,7 +141,7 @@ class TestBackbone:
         options = {**CALL, "return_dict_in_generate": True, "output_logits": True}
 
         def answered():
-            return all_tokens.generate(**first, **options, past_key_values=DynamicCache())
+            return all_tokens.generate(**first, **options, past_key_values=DynamicCache(config=all_tokens.config))
 
         ids = torch.cat([answered().sequences, rest["input_ids"]], dim=1)
         whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -155,10 +155,30 @@ class TestBackbone:
             for one, other in zip(got.logits, expected.logits, strict=True):
                 torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
+    @pytest.mark.parametrize("names", [("text",), ("video", "text")], ids=["edited", "ragged"])
+    def test_columns_of_a_cache_are_left_out_or_refused(self, all_tokens, prepare, names):
+        """An answer that the caller tells otherwise, or new turns of several lengths."""
+        first, rest = prepare(*["text"] * len(names)), prepare(*names)
+        options = {**CALL, "return_dict_in_generate": True, "output_logits": True}
+        done = all_tokens.generate(**first, **options, past_key_values=DynamicCache(config=all_tokens.config))
+        told = done.sequences[:, :-3] if len(names) == 1 else done.sequences
+        ids = torch.cat([told, rest.pop("input_ids")], dim=1)
+        mask = torch.cat([torch.ones_like(told), rest.pop("attention_mask")], dim=1)
+        del rest["query_mask"]
+        inputs = {**rest, "input_ids": ids, "attention_mask": mask}
+        if all_tokens.model.recurrent:
+            with pytest.raises(ValueError, match="carries a state from token to token"):
+                all_tokens.generate(**inputs, **options, past_key_values=done.past_key_values)
+            return
+        expected = all_tokens.generate(**inputs, **options)
+        got = all_tokens.generate(**inputs, **options, past_key_values=done.past_key_values)
+        for one, other in zip(got.logits, expected.logits, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
     def test_the_next_turn_selects_among_what_is_new(self, model, prepare):
         first, rest = prepare("video"), prepare("two videos")
         options = {**CALL, "return_dict_in_generate": True}
-        done = model.generate(**first, **options, past_key_values=DynamicCache())
+        done = model.generate(**first, **options, past_key_values=DynamicCache(config=model.config))
         ids = torch.cat([done.sequences, rest["input_ids"]], dim=1)
         more = {**rest, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         del more["query_mask"]

@@ -24,6 +24,7 @@ STOCK = {
     "llava_onevision": LlavaOnevisionProcessor,
     "llava_video": LlavaOnevisionProcessor,
     "qwen3_vl": Qwen3VLProcessor,
+    "qwen3_5": Qwen3VLProcessor,
     "qwen2_vl": Qwen2VLProcessor,
 }
 NAMES = ("wide.png", "tall.png")

@@ -15,6 +15,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
     Qwen3VLVideoProcessor,
 )
@@ -39,6 +40,11 @@ from qtsplus.modeling_qtsplus_qwen2_vl import (
     Qwen2VLQTSplusConfig,
     Qwen2VLQTSplusForConditionalGeneration,
     Qwen2VLQTSplusProcessor,
+)
+from qtsplus.modeling_qtsplus_qwen3_5 import (
+    Qwen3_5QTSplusConfig,
+    Qwen3_5QTSplusForConditionalGeneration,
+    Qwen3_5QTSplusProcessor,
 )
 from qtsplus.modeling_qtsplus_qwen3_vl import (
     Qwen3VLQTSplusConfig,
@@ -259,11 +265,11 @@ def qwen_stock_inputs(model, inputs) -> dict:
     return {**stock, "mm_token_type_ids": model.model.token_types(inputs["input_ids"])}
 
 
-def qwen3_processor() -> Qwen3VLQTSplusProcessor:
+def qwen3_processor(cls=Qwen3VLQTSplusProcessor):
     pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     size = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 12}
     triple = "<|vision_start|><|{}_pad|><|vision_end|>"
-    return Qwen3VLQTSplusProcessor(
+    return cls(
         image_processor=Qwen2VLImageProcessor(size=size, **pixels),
         tokenizer=tiny_tokenizer(),
         # Of the whole video, where the others' are of a frame.
@@ -300,6 +306,51 @@ QWEN3_VL = Backbone(
     Qwen3VLForConditionalGeneration,
     qwen3_config,
     qwen3_processor,
+    qwen_stock_inputs,
+)
+
+
+def qwen3_5_config(processor, selector) -> Qwen3_5QTSplusConfig:
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.5,
+    }
+    linear = {"key_head_dim": 8, "value_head_dim": 16, "num_key_heads": 2, "num_value_heads": 4}
+    return Qwen3_5QTSplusConfig(
+        text_config=text_config(
+            processor,
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            head_dim=16,
+            rope_parameters=rope,
+            **{f"linear_{name}": value for name, value in linear.items()},
+        ),
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+        },
+        qtsplus_config=selector,
+        image_token_id=processor.image_token_id,
+        vision_start_token_id=processor.vision_start_token_id,
+        vision_end_token_id=processor.vision_end_token_id,
+        **processor.query_token_ids,
+    )
+
+
+QWEN3_5 = Backbone(
+    "qwen3_5",
+    Qwen3_5QTSplusForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    qwen3_5_config,
+    lambda: qwen3_processor(Qwen3_5QTSplusProcessor),
     qwen_stock_inputs,
 )
 
@@ -367,4 +418,4 @@ QWEN2_5_VL = Backbone(
     qwen2_5_stock_inputs,
 )
 
-BACKBONES = (QWEN2_5_VL, INTERNVL, LLAVA_ONEVISION, LLAVA_VIDEO, QWEN3_VL, QWEN2_VL)
+BACKBONES = (QWEN2_5_VL, INTERNVL, LLAVA_ONEVISION, LLAVA_VIDEO, QWEN3_VL, QWEN2_VL, QWEN3_5)

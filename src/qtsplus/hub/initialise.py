@@ -39,6 +39,11 @@ def initialise_selector(model: Any, method: str) -> None:
 
 
 def _copy_attention(ours: Any, source: Any) -> None:
+    if not hasattr(source, "self_attn"):
+        raise ValueError(
+            f"A {type(source).__name__} of the language model has no attention with keys to start the selector from; "
+            'use "identity".'
+        )
     pairs = [
         (ours.q_norm, source.input_layernorm),
         (ours.kv_norm, source.input_layernorm),

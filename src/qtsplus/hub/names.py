@@ -75,7 +75,14 @@ OUTER = Naming(
 
 
 # By the stock `model_type`: the names of the published checkpoints, which a stock `save_pretrained` writes too.
-PUBLISHED = {"qwen2_5_vl": OLD, "qwen2_vl": OLD, "qwen3_vl": NEW, "internvl": OUTER, "llava_onevision": OUTER}
+PUBLISHED = {
+    "qwen2_5_vl": OLD,
+    "qwen2_vl": OLD,
+    "qwen3_5": NEW,
+    "qwen3_vl": NEW,
+    "internvl": OUTER,
+    "llava_onevision": OUTER,
+}
 
 
 def naming_of(names: Iterable[str]) -> Naming:

@@ -1,5 +1,6 @@
 """A checkpoint's weights against the model that its configuration describes: exactly what is needed, or an error."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,10 @@ def check_weights(
     }
     found: dict[str, StoredTensor] = {}
     sources: dict[str, str] = {}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()  # as Qwen3.5's heads for several tokens at a time
     for key, tensor in stored.items():
+        if any(re.search(pattern, key) for pattern in ignored):
+            continue
         name = naming.ours(key)
         if name in found:
             raise ValueError(f"{folder} holds {name} twice, as {sources[name]} and as {key}.")

@@ -1,0 +1,26 @@
+"""What Qwen3.5 has that no other backbone has: layers of linear attention, and heads wider than the hidden states."""
+
+import pytest
+import torch
+
+from qtsplus.hub.initialise import initialise_selector
+from tiny_backbones import QWEN3_5
+
+
+@pytest.fixture(scope="module")
+def own_processor():
+    return QWEN3_5.processor()
+
+
+def test_the_selector_takes_no_attention_from_a_layer_without_keys(own_processor):
+    with pytest.raises(ValueError, match='no attention with keys to start the selector from; use "identity"'):
+        initialise_selector(QWEN3_5.build(own_processor), "language_model")
+
+
+def test_heads_that_do_not_divide_the_hidden_states(own_processor):
+    """As in Qwen3.5-27B: 24 heads of 256 beside 5,120."""
+    config = QWEN3_5.config(own_processor, {})
+    config.text_config.num_attention_heads, config.text_config.head_dim = 6, 16
+    with torch.device("meta"):
+        selector = QWEN3_5.model(config).model.qtsplus
+    assert selector.head_dim == 16 and 2 * sum(selector.mrope_section) == 16
