@@ -27,9 +27,8 @@ class QTSplusConfig(PreTrainedConfig):
         gate (`str`, defaults to `"straight_through"`): `"gumbel"` is the paper's sampled gate. `"straight_through"`
             keeps in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
-            `"qtsplus"` keeps the most relevant ones and `"all"` keeps everything. The others keep as many without
-            looking at the question: `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and
-            `"diversity"` (as DivPrune). `forward` and `generate` take another one for a call.
+            `"qtsplus"` keeps the most relevant ones, `"all"` everything. Without looking at the question choose
+            `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as DivPrune). `forward` and `generate` take another one for a call.
 
     > The layers
 
