@@ -28,7 +28,8 @@ class QTSplusConfig(PreTrainedConfig):
             keeps in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
             `"qtsplus"` keeps the most relevant ones, `"all"` everything. Without looking at the question choose
-            `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as DivPrune). `forward` and `generate` take another one for a call.
+            `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as
+            DivPrune). `forward` and `generate` take another one for a call.
 
     > The layers
 
@@ -135,6 +136,8 @@ def as_selector_config(given: dict | PreTrainedConfig | None) -> PreTrainedConfi
     """The `qtsplus_config` of a model's configuration, whatever it was given as."""
     if given is None:
         return QTSplusConfig()
+    if not isinstance(given, (dict, PreTrainedConfig)):
+        raise ValueError(f"qtsplus_config={given!r}: expected the selector's fields, as a dict or a QTSplusConfig.")
     return QTSplusConfig(**given) if isinstance(given, dict) else given
 
 

@@ -60,7 +60,7 @@ def with_fields(**values):
         (
             "config.json",
             with_fields(qtsplus_config=3),
-            "config.json cannot be used: TypeError: `qtsplus_config` must be",
+            "config.json cannot be used: qtsplus_config=3: expected the selector's fields",
         ),
         ("generation_config.json", cut, "generation_config.json cannot be used"),
         ("generation_config.json", written("null"), "generation_config.json cannot be used: TypeError"),
