@@ -59,6 +59,7 @@ def finished(setting):
         names = (policies.DEFAULT, "reference_positions")
         patch.setattr(policies, "VARIANTS", {name: policies.VARIANTS[name] for name in names})
         first = run(setting)
+        assert first.exit_code == 0, first.output
         made = stamps(setting)
         answers = setting / "work/seed0.jsonl"
         before = answers.read_text().splitlines()
