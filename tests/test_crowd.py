@@ -158,7 +158,7 @@ def painted(under, colour, shape, mark, side):
     frames = under.copy()
     frames[:, low : low + side, low : low + side] *= through
     frames[:, low : low + side, low : low + side] += paint
-    return frames
+    return np.floor(frames)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -110,7 +110,7 @@ def make_crowd(seed: int, seconds: int = 8, max_objects: int = 21) -> Crowd:
         objects=tuple(sorted(objects, key=lambda item: (item.appears_at, item.colour, item.shape))),
         specks=(),
         shade=int(rng.integers(90, 150)),
-        noise=int(rng.integers(0, 4)),
+        noise=0,
         drift=(int(rng.integers(-6, 7)), int(rng.integers(-6, 7))),
     )
 
@@ -195,19 +195,17 @@ def render_crowd(world: Crowd) -> np.ndarray:
     along_x, along_y = world.drift
     count = world.seconds * FPS
     frames = np.stack([np.roll(texture, (along_y * index, along_x * index), (0, 1)) for index in range(count)])
-    frames += rng.integers(-world.noise, world.noise + 1, frames.shape, dtype=np.int8)
     for item in world.objects:
         paint, through = _draw_sprite(item.colour, item.shape, item.mark, item.side)
         for seen in sightings(item):
             left, top, right, bottom = seen.box
             under = frames[round(seen.start * FPS) : round(seen.end * FPS), top:bottom, left:right]
-            under *= through
-            under += paint
-    return np.clip(frames, 0, 255).astype(np.uint8)
+            under[:] = np.minimum(under * through + paint, 255)
+    return frames
 
 
 def _draw_texture(rng: np.random.Generator, shade: int) -> np.ndarray:
-    """`[FRAME_SIZE, FRAME_SIZE, 3]` float32: coloured clouds, rough and fine, that go on across the edges."""
+    """`[FRAME_SIZE, FRAME_SIZE, 3]` uint8: coloured clouds, rough and fine, that go on across the edges."""
     rows, columns = np.fft.fftfreq(FRAME_SIZE)[:, None], np.fft.rfftfreq(FRAME_SIZE)[None]
     falloff = 1 / np.maximum(np.hypot(rows, columns), 1 / FRAME_SIZE) ** 1.5
     phases = rng.normal(size=(2, 3, *falloff.shape))
@@ -215,7 +213,7 @@ def _draw_texture(rng: np.random.Generator, shade: int) -> np.ndarray:
     clouds -= clouds.mean(axis=(1, 2), keepdims=True)
     clouds *= 26 / clouds.std(axis=(1, 2), keepdims=True)
     tint = rng.uniform(-20, 20, 3)[:, None, None]
-    return np.ascontiguousarray((clouds + shade + tint).transpose(1, 2, 0), dtype=np.float32)
+    return np.clip(clouds + shade + tint, 0, 255).astype(np.uint8).transpose(1, 2, 0)
 
 
 @functools.cache  # 960 of 12 kB
