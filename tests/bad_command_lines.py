@@ -186,14 +186,12 @@ def data_lines() -> list[list[str]]:
         *_option(data, "--split", ("dev", "", "Train", "train,test", "../train", "тест")),
         *_option(data, "--seconds", ("0", "1", "129", "500", "-8", "1.5", "nan", "8,16", "", "abc", "9" * 30)),
         *_option(data, "--max-objects", ("500", *NO_COUNTS)),
-        *_option([*data, "--crowd"], "--max-objects", ("23",)),
-        *_option([*data, "--crowd"], "--seconds", ("0", "129")),
         *_option(data, "--multiple-choice", ("-0.1", "1.1", "inf", "-inf", *NO_NUMBERS)),
         *_option(data, "--workers", NO_COUNTS),
         *(["data", "tinyworld", "--size", "1", "--out", out] for out in ("{video}", "/dev/null/x", "\x00")),
         ["data", "bigworld"],
         ["data", "tinyworld", "--out", "{out}"],
-        [*data, "--seed", "1"],
+        *([*data, *more] for more in (("--seed", "1"), ("--crowd", "--max-objects", "23"))),
     ]
 
 
