@@ -191,7 +191,7 @@ def data_lines() -> list[list[str]]:
         *(["data", "tinyworld", "--size", "1", "--out", out] for out in ("{video}", "/dev/null/x", "\x00")),
         ["data", "bigworld"],
         ["data", "tinyworld", "--out", "{out}"],
-        [*data, "--seed", "1"],
+        *([*data, *more] for more in (("--seed", "1"), ("--crowd", "--max-objects", "23"))),
     ]
 
 

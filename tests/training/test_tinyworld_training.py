@@ -48,6 +48,14 @@ def test_data_and_train(tmp_path):
     assert json.loads(answer.stdout)["visual_tokens"] == 288
 
 
+def test_crowds_by_the_command(tmp_path):
+    command = ["data", "tinyworld", "--crowd", "--out", str(tmp_path), "--size", "2", "--seconds", "1"]
+    result = CliRunner().invoke(app, [*command, "--split", "test", "--max-objects", "6"])
+    assert result.exit_code == 0, result.output
+    records = [json.loads(line) for line in (tmp_path / "test.jsonl").read_text().splitlines()]
+    assert {(record["crowd"], record["max_objects"], record["seconds"]) for record in records} == {(True, 6, 1)}
+
+
 def test_an_unknown_split_ends_in_one_line(tmp_path):
     result = CliRunner().invoke(app, ["data", "tinyworld", "--out", str(tmp_path), "--size", "1", "--split", "dev"])
     assert result.exit_code == 2

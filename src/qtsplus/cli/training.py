@@ -39,9 +39,18 @@ def tinyworld(
     split: Annotated[str, typer.Option(help="train, validation or test. No two share a video.")] = "train",
     seconds: Annotated[
         list[int] | None,
-        typer.Option(help="A length to draw from, 2 to 128 seconds. May be repeated. Without it, 8 and 16."),
+        typer.Option(
+            help="A length to draw from, 2 to 128 seconds, or 1 to 128 with --crowd. May be repeated. "
+            "Without it, 8 and 16."
+        ),
     ] = None,
-    max_objects: Annotated[int, typer.Option(help="The most objects in one video.", min=1)] = 12,
+    crowd: Annotated[
+        bool, typer.Option("--crowd", help="Many marked shapes at a time over a texture, which fill half the tokens.")
+    ] = False,
+    max_objects: Annotated[
+        int | None,
+        typer.Option(help="The most objects in one video, or at a time with --crowd. Without it, 12, or 21.", min=1),
+    ] = None,
     multiple_choice: Annotated[
         float, typer.Option(help="The share of questions that come with options.", min=0, max=1)
     ] = 0.5,
@@ -55,6 +64,6 @@ def tinyworld(
         from ..data.tinyworld import build_dataset
 
         records = build_dataset(
-            out, split, size, seconds or (8, 16), max_objects, multiple_choice, conversations, workers
+            out, split, size, seconds or (8, 16), max_objects, multiple_choice, conversations, workers, crowd=crowd
         )
     wrote(records)

@@ -20,7 +20,7 @@ from qtsplus.data.scene import (
 LETTERS = "ABCD"
 
 POINT_KINDS = ("attribute", "existence", "direction", "when", "change")
-WIDE_KINDS = ("count", "order", "summary")
+WIDE_KINDS = ("count", "order", "relation", "summary")  # "relation" in a crowded world only
 QUESTION_KINDS = POINT_KINDS + WIDE_KINDS
 
 Needle = tuple[Sighting, ...]
@@ -68,7 +68,7 @@ class Question:
 
 def questions(world: World, rng: np.random.Generator, multiple_choice: float = 0.5) -> list[Question]:
     """
-    One question of every kind that the world allows, in the order of [`QUESTION_KINDS`].
+    One question of every kind that the world allows.
 
     Args:
         world: what to ask about.
@@ -76,8 +76,8 @@ def questions(world: World, rng: np.random.Generator, multiple_choice: float = 0
         multiple_choice: share of the questions that come with options.
     """
     asked = []
-    for kind in QUESTION_KINDS:
-        possible = list(_ASK[kind](world, rng))
+    for ask in _ASK.values():
+        possible = list(ask(world, rng))
         if possible:
             question, wrong = possible[rng.integers(len(possible))]
             only_options = question.kind == "summary" and question.query == NEVER_SHOWN

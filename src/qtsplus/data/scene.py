@@ -73,10 +73,14 @@ class WorldObject:
             return self.colour
         return self.later_colour
 
+    def moved_at(self, time: float) -> float:
+        """Pixels that it has moved by a time in seconds."""
+        duration = self.vanishes_at - self.appears_at - 1 / FPS
+        return self.distance * (time - self.appears_at) / duration
+
     def box_at(self, time: float) -> tuple[int, int, int, int]:
         """(left, top, right, bottom) in pixels at a time in seconds, the last two exclusive."""
-        duration = self.vanishes_at - self.appears_at - 1 / FPS
-        moved = self.distance * (time - self.appears_at) / duration
+        moved = self.moved_at(time)
         along_x, along_y = DIRECTIONS[self.direction] if self.direction else (0, 0)
         left = round(self.start[0] + along_x * moved - self.side / 2)
         top = round(self.start[1] + along_y * moved - self.side / 2)

@@ -2,20 +2,25 @@
 
 `World = make_world(seed, seconds)`; then `render(world)`, `caption(world)`, `questions(world, rng)`, or
 `build_dataset(folder, split, size)` for all of it on disk. A question knows which visual tokens hold its answer.
+`crowd=True` builds crowded worlds instead, see `qtsplus.data.crowd`.
 """
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 from rich.progress import track
 
 from qtsplus.data.clip import write_mp4
+from qtsplus.data.crowd import Crowd, make_crowd, render_crowd
+from qtsplus.data.crowd_questions import crowd_questions
 from qtsplus.data.questions import (
     LETTERS,
     POINT_KINDS,
@@ -52,15 +57,36 @@ def split_seed(split: str, index: int) -> int:
     return SPLITS[split][index]
 
 
-def split_world(split: str, index: int, seconds: Sequence[int] = (8, 16), max_objects: int = 12) -> World:
-    """The `index`-th world of a split; its length is drawn from `seconds`."""
+def split_world(
+    split: str, index: int, seconds: Sequence[int] = (8, 16), max_objects: int | None = None, crowd: bool = False
+) -> World:
+    """The `index`-th world of a split, sparse or crowded; its length is drawn from `seconds`."""
     seed = split_seed(split, index)
-    return make_world(seed, int(np.random.default_rng([seed, 2]).choice(seconds)), max_objects)
+    length = int(np.random.default_rng([seed, 2]).choice(seconds))
+    return _maker(crowd)(seed, length, _most_objects(max_objects, crowd))
+
+
+def _maker(crowd: bool) -> Callable[[int, int, int], World]:
+    return make_crowd if crowd else make_world
+
+
+def _most_objects(max_objects: int | None, crowd: bool) -> int:
+    """What was said, or else 12 in a video, or 21 at a time in a crowd."""
+    if max_objects is not None:
+        return max_objects
+    return 21 if crowd else 12
+
+
+def draw_world(world: World) -> np.ndarray:
+    """A world's frames, `[T, FRAME_SIZE, FRAME_SIZE, 3]` uint8 RGB."""
+    return render_crowd(world) if isinstance(world, Crowd) else render(world)
 
 
 def ask_world(world: World, multiple_choice: float = 0.5) -> list[Question]:
-    """A world's caption, two of its moments and its questions; the same for the same world."""
+    """A world's caption, two of its moments and its questions (a crowd's questions); the same for the same world."""
     rng = np.random.default_rng([world.seed, world.seconds, 3])
+    if isinstance(world, Crowd):
+        return crowd_questions(world, rng, multiple_choice)
     moments = rng.permutation(world.seconds)[:2]
     return [
         caption(world),
@@ -74,11 +100,12 @@ def build_dataset(
     split: str,
     size: int,
     seconds: Sequence[int] = (8, 16),
-    max_objects: int = 12,
+    max_objects: int | None = None,
     multiple_choice: float = 0.5,
     conversations: bool = False,
     workers: int = 1,
     progress: bool = True,
+    crowd: bool = False,
 ) -> str:
     """
     Writes `size` worlds of a split as `<folder>/<split>/<index>.mp4` and their questions as `<folder>/<split>.jsonl`.
@@ -88,26 +115,32 @@ def build_dataset(
 
     Args:
         split: one of [`SPLITS`].
-        size: worlds; each gives a caption, two moments and up to eight questions.
-        seconds: lengths to draw from, each in [`SECONDS`].
-        max_objects: in one video, in [`MAX_OBJECTS`]; few in short videos are where learning can start.
+        size: worlds; each gives a caption, two moments and up to eight questions, or a crowd up to sixteen questions.
+        seconds: lengths to draw from, each in [`SECONDS`], of crowds in [`CROWD_SECONDS`].
+        max_objects: in one video, in [`MAX_OBJECTS`], or 12; of crowds at a time, in [`MAX_CROWD`], or 21. Few in
+            short videos are where learning can start.
         multiple_choice: share of the questions that come with options.
         conversations: one record per video, with all that is asked about it as the turns of one conversation.
         workers: processes that render.
         progress: show a progress bar.
+        crowd: crowded worlds, see [`make_crowd`].
 
     Returns:
         The path of the JSONL file, which training reads. A record has the fields of [`Question`] and `id`, `video`
-        (relative to `folder`), `split`, `seed`, `seconds`, `source` and `answer_text`.
+        (relative to `folder`), `split`, `seed`, `seconds`, `max_objects`, `crowd`, `source` and `answer_text`.
 
     Raises:
         ValueError: an argument out of range, or videos in the folder that other arguments made.
     """
-    _check_arguments(split, size, seconds, max_objects, multiple_choice, workers)
+    most = _most_objects(max_objects, crowd)
+    made_with = {"seconds": list(seconds), "max_objects": most, "crowd": crowd}
+    make = functools.partial(split_world, split, seconds=tuple(seconds), max_objects=most, crowd=crowd)
+    _check_arguments(split, size, seconds, most, crowd, multiple_choice, workers)
     folder = os.fspath(folder)
     os.makedirs(os.path.join(folder, split), exist_ok=True)
-    _check_videos(os.path.join(folder, split), _what_decides_videos(split, seconds, max_objects))
-    jobs = [(folder, split, index, tuple(seconds), max_objects) for index in range(size)]
+    first_video = hashlib.sha256(draw_world(make(0)).tobytes()).hexdigest()
+    _check_videos(os.path.join(folder, split), {**made_with, "first_video": first_video})
+    jobs = [(os.path.join(folder, _video_name(split, index)), index, make) for index in range(size)]
     with contextlib.ExitStack() as stack:
         done: Iterable[World] = map(_write_video, jobs)
         if workers > 1:
@@ -117,7 +150,7 @@ def build_dataset(
     path = os.path.join(folder, f"{split}.jsonl")
     with open(path + ".part", "w", encoding="utf-8") as file:
         for index, world in enumerate(worlds):
-            records = list(_records(split, index, world, multiple_choice))
+            records = list(_records(split, index, world, multiple_choice, made_with))
             if conversations:
                 records = [_conversation(records, np.random.default_rng([world.seed, 4]))]
             file.writelines(json.dumps(record) + "\n" for record in records)
@@ -126,7 +159,7 @@ def build_dataset(
 
 
 def _check_arguments(
-    split: str, size: int, seconds: Sequence[int], max_objects: int, multiple_choice: float, workers: int
+    split: str, size: int, seconds: Sequence[int], most: int, crowd: bool, multiple_choice: float, workers: int
 ) -> None:
     for name, value in (("size", size), ("workers", workers)):
         if value != int(value) or value < 1:
@@ -137,18 +170,14 @@ def _check_arguments(
         raise ValueError("seconds is empty: expected one length or more.")
     seed = split_seed(split, size - 1)
     for length in seconds:
-        make_world(seed, length, max_objects)
+        _maker(crowd)(seed, length, most)
 
 
-def _what_decides_videos(split: str, seconds: Sequence[int], max_objects: int) -> dict[str, object]:
-    """The arguments that decide a split's videos, and a digest of the frames that they give first."""
-    first = render(split_world(split, 0, seconds, max_objects))
-    digest = hashlib.sha256(first.tobytes()).hexdigest()
-    return {"seconds": list(seconds), "max_objects": max_objects, "first_video": digest}
-
-
-def _check_videos(folder: str, wanted: dict[str, object]) -> None:
-    """Refuses to go on with other videos than those in a split's folder; says in an empty one what makes its videos."""
+def _check_videos(folder: str, wanted: dict[str, Any]) -> None:
+    """
+    Refuses to go on with other videos than those in a split's folder; says in an empty one what makes its videos: the
+    arguments that decide them, and a digest of the frames that they give first.
+    """
     path = os.path.join(folder, "videos.json")
     if not any(name.endswith(".mp4") for name in os.listdir(folder)):
         with open(path, "w", encoding="utf-8") as file:
@@ -156,14 +185,14 @@ def _check_videos(folder: str, wanted: dict[str, object]) -> None:
         return
     try:
         with open(path, encoding="utf-8") as file:
-            found = dict(json.load(file))
+            found = {"crowd": False, **json.load(file)}  # folders are older than crowds
     except (FileNotFoundError, TypeError, ValueError) as error:
         raise ValueError(
             f"{folder} holds videos, but no videos.json says how they were made: remove the folder or choose another."
         ) from error
     differing = [
         f"{name}={found.get(name)}, not {wanted[name]}"
-        for name in ("seconds", "max_objects")
+        for name in ("seconds", "max_objects", "crowd")
         if found.get(name) != wanted[name]
     ]
     if not differing and found.get("first_video") != wanted["first_video"]:
@@ -179,25 +208,25 @@ def _video_name(split: str, index: int) -> str:
     return f"{split}/{index:06d}.mp4"
 
 
-def _write_video(job: tuple[str, str, int, tuple[int, ...], int]) -> World:
-    folder, split, index, seconds, max_objects = job
-    world = split_world(split, index, seconds, max_objects)
-    path = os.path.join(folder, _video_name(split, index))
+def _write_video(job: tuple[str, int, Callable[[int], World]]) -> World:
+    path, index, make = job
+    world = make(index)
     if not os.path.exists(path):
         # Written under another name first: a file that stands there is whole.
         part = path.removesuffix(".mp4") + ".part.mp4"
-        write_mp4(part, render(world), FPS)
+        write_mp4(part, draw_world(world), FPS)
         os.replace(part, path)
     return world
 
 
-def _records(split: str, index: int, world: World, multiple_choice: float) -> Iterator[dict]:
+def _records(split: str, index: int, world: World, multiple_choice: float, made_with: dict[str, Any]) -> Iterator[dict]:
     for number, question in enumerate(ask_world(world, multiple_choice)):
         yield {
             "id": f"{split}-{index:06d}-{number:02d}",
             "video": _video_name(split, index),
             "split": split,
             "seed": world.seed,
+            **made_with,
             "seconds": world.seconds,
             **asdict(question),
             "source": question.source,
@@ -228,6 +257,7 @@ __all__ = [
     "ask_world",
     "build_dataset",
     "caption",
+    "draw_world",
     "evidence_tokens",
     "make_world",
     "moment",
