@@ -34,20 +34,19 @@ def write_report(rows: Rows, details: dict[str, Any], folder: Path) -> None:
 
 
 def _table(pooled: dict, details: dict[str, Any]) -> str:
+    asked = [kind for kind in QUESTION_KINDS if any(kind in row["kinds"] for row in pooled.values())]
     lines = [
         f"{details['questions']} questions on {details['videos']} held-out videos; training seeds {details['seeds']}. "
         "Intervals: 95% Wilson over the questions of all seeds together, which are the same questions for every seed.",
         "",
         f"`{details['command']}`",
         "",
-        "| policy | retention | accuracy | 95% interval | needle recall | kept | asked | "
-        + " | ".join(QUESTION_KINDS)
-        + " |",
-        "|---|---|---|---|---|---|---|" + "---|" * len(QUESTION_KINDS),
+        "| policy | retention | accuracy | 95% interval | needle recall | kept | asked | " + " | ".join(asked) + " |",
+        "|---|---|---|---|---|---|---|" + "---|" * len(asked),
     ]
     for (policy, retention), row in sorted(pooled.items(), key=_order):
         recall = "" if row["needle_recall"] is None else f"{row['needle_recall']:.1%}"
-        kinds = [f"{row['kinds'][kind]['accuracy']:.1%}" if kind in row["kinds"] else "" for kind in QUESTION_KINDS]
+        kinds = [f"{row['kinds'][kind]['accuracy']:.1%}" if kind in row["kinds"] else "" for kind in asked]
         cells = [
             title_of(policy),
             "own" if retention is None else f"{retention:.0%}",
