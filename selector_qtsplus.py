@@ -31,6 +31,9 @@ def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tenso
     """
     What the budget head sees: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
 
+    With the reduction `"max"`, `max r` is the most that any word of the question, in any head, gives to one token. With
+    `"mean"` and `"logsumexp"` r sums to 1 and is p itself, so `max r` is the share of the first token, and smaller.
+
     Args:
         query: `[L, d]` embeddings of the question.
         relevance: `[M]` float32.
@@ -176,19 +179,20 @@ class QTSplusLayer(nn.Module):
         query: torch.Tensor,
         context: torch.Tensor | Sequence[torch.Tensor],
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-        only_relevance: bool = False,
+        relevance_reduction: str | None = None,
     ) -> torch.Tensor:
         """
         Args:
             query: `[L, d]`.
             context: `[M, d]`, in one tensor or several; the same tensor as `query` for self-attention.
             rotary: tables for self-attention.
-            only_relevance: return the `[M]` log-relevance of this layer's attention instead of the `[L, d]` output.
+            relevance_reduction: return the `[M]` log-relevance of this layer's attention, with this reduction, instead
+                of the `[L, d]` output.
         """
         query_states = self._heads(self.q_proj(self.q_norm(query)))
         key_states = self._heads(in_blocks(self._keys, context))
-        if only_relevance:
-            return log_relevance(query_states, key_states)
+        if relevance_reduction is not None:
+            return log_relevance(query_states, key_states, reduction=relevance_reduction)
         value_states = self._heads(in_blocks(self._values, context))
         if rotary is not None:
             query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
@@ -391,7 +395,7 @@ class QTSplusSelector(nn.Module):
             states = query
             for layer in self.scoring_layers[:-1]:
                 states = layer(states, visual)
-            return self.scoring_layers[-1](states, visual, only_relevance=True)
+            return self.scoring_layers[-1](states, visual, relevance_reduction=self.config.reduction)
 
         return Candidates(visual, query, positions, grids, score)
 
