@@ -27,6 +27,7 @@ class QTSplusConfig(PreTrainedConfig):
         tau_s (`float`, defaults to 0.5): temperature of the training gate.
         gate (`str`, defaults to `"straight_through"`): `"gumbel"` is the paper's sampled gate. `"straight_through"`
             keeps in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
+            `"detached"` keeps the same without a gradient, for scores that are taught by attention.
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
             `"qtsplus"` keeps the most relevant ones and `"all"` keeps everything. The others keep as many without
             looking at the question: `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and
