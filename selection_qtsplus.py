@@ -2,7 +2,8 @@
 
 A method is a function `select(candidates, n) -> kept indices` and its name in [`METHODS`]; whoever adds one adds both,
 and `selection="its_name"` works in the configuration and in every call. A gate does in training what the method
-`"qtsplus"` does at inference, with a gradient or detached from it; all share [`straight_through_gate`]'s signature and stand in [`GATES`].
+`"qtsplus"` does at inference, with a gradient or detached from it; all share [`straight_through_gate`]'s signature and
+stand in [`GATES`].
 """
 
 from collections.abc import Callable, Sequence
@@ -133,7 +134,7 @@ METHODS: dict[str, Callable[[Candidates, int], torch.Tensor]] = {
 
 
 class Gated(NamedTuple):
-    """Kept indices `[n]` ascending, their gates `[n]` (value 1, soft gradient or none), and the threshold t (scalar)."""
+    """Kept indices `[n]` ascending, their gates `[n]` (value 1; a soft gradient or none), the threshold t (scalar)."""
 
     kept_indices: torch.Tensor
     gates: torch.Tensor

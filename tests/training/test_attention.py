@@ -21,7 +21,7 @@ def labelled(*rows, pad_left=False):
     """Inputs and labels on the last 5 tokens of each row."""
     inputs = batch(*rows, pad_left=pad_left)
     labels = torch.full_like(inputs["input_ids"], -100)
-    for b, row in enumerate(rows):
+    for b in range(len(rows)):
         last = inputs["attention_mask"][b].nonzero()[-5:, 0]
         labels[b, last] = inputs["input_ids"][b, last]
     return inputs, labels

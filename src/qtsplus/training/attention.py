@@ -6,19 +6,27 @@ predict the answer. No layer's full attention matrix is ever held.
 """
 
 import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import send_to_device
+from rich.console import Console
+from rich.progress import track
 from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..inputs_qtsplus import take_inputs
-from .dataset import IGNORED
+from .collator import VideoQACollator
+from .dataset import IGNORED, SkippedRecord, VideoQADataset
 from .distillation import EVERYTHING, evaluating
+from .features import AttentionTargets, fingerprint, write_tensors
 from .lora import base_model
 
 NOTED_ATTENTION = "qtsplus_noted"
@@ -86,6 +94,57 @@ def _last_answers(labels: torch.Tensor) -> torch.Tensor:
     gaps_behind = (~supervised).flip(1).cumsum(1).flip(1)
     fewest = gaps_behind.masked_fill(~supervised, labels.shape[1] + 1).amin(1, keepdim=True)
     return supervised & (gaps_behind == fewest)
+
+
+def note_targets(
+    model: Any,
+    dataset: VideoQADataset,
+    collator: VideoQACollator,
+    folder: str | os.PathLike,
+    layers: Sequence[int] | None = None,
+    autocast_dtype: torch.dtype | None = None,
+) -> AttentionTargets:
+    """
+    [`answer_attention`] of every example that `folder` does not hold yet, for a teacher that training never changes;
+    every process of a distributed run takes its share. The dataset then gives the targets with its examples.
+
+    Args:
+        model: the teacher, used where it is.
+        dataset: with features, whose identity is the videos'.
+        folder: one that may be shared by runs; targets of another model or of other layers are never mistaken.
+        autocast_dtype: as mixed-precision training would.
+    """
+    assert dataset.features is not None
+    selector = model.config.qtsplus_config
+    settings = [
+        dataset.features.folder.name,
+        layers,
+        selector.select_images,
+        selector.position_ids,
+        str(autocast_dtype),
+    ]
+    name = fingerprint({"language_model": model.model.language_model}, settings)
+    targets = AttentionTargets(Path(folder) / f"attention-{name}", dataset.features)
+    targets.folder.mkdir(parents=True, exist_ok=True)
+    dataset.targets = targets
+    state = PartialState()
+    mine = range(state.process_index, len(dataset), state.num_processes)
+    device = next(model.parameters()).device
+    bar = track(
+        mine, "Reading with all tokens", disable=not state.is_main_process, console=Console(stderr=True), transient=True
+    )
+    with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
+        for index in bar:
+            record, example = dataset.records[index], dataset[index]
+            if isinstance(example, SkippedRecord) or record.video is None or "attention" in example:
+                continue
+            batch = collator([example])
+            given = {key: send_to_device(batch[key], device) for key in batch if key not in ("skipped", "source_ids")}
+            (attention,) = answer_attention(model, given, given.pop("labels"), layers)
+            path = targets.file(record.video, record.fps, example["input_ids"], example["labels"])
+            write_tensors(path, {"attention": attention.cpu()})
+    state.wait_for_everyone()
+    return targets
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -204,4 +263,4 @@ def noted_attention_forward(
 
 AttentionInterface.register(NOTED_ATTENTION, noted_attention_forward)
 
-__all__ = ["answer_attention", "attention_to_tokens", "relevance_divergences"]
+__all__ = ["answer_attention", "attention_to_tokens", "note_targets", "relevance_divergences"]

@@ -83,9 +83,10 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_teacher`, `loss_relevance`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft` (rho M),
-    `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M), and the current `alpha`
-    and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
+    `loss_s`, `loss_teacher`, `loss_relevance`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
+    (rho M), `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M), and the current
+    `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT
+    alone.
 
     Args:
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
@@ -173,6 +174,7 @@ class QTSplusTrainer(Trainer):
         assert counts is not None
         labels, sources = inputs.pop("labels"), _sources(inputs)
         inputs.pop("source_ids", None)
+        targets = inputs.pop("attention", None)
 
         if model.training and self._retention is not None:
             inputs["retention"] = self._retention
@@ -187,7 +189,7 @@ class QTSplusTrainer(Trainer):
             loss = loss + self.args.distillation_weight * (weights * divergences).sum()
             self.running[True].add("loss_teacher", divergences.sum(), len(divergences))
         if self.args.relevance_weight > 0 and model.training:
-            divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels)
+            divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels, targets)
             loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
             self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
         budget = self._budget(outputs.qtsplus, counts[-2])
@@ -249,10 +251,12 @@ class QTSplusTrainer(Trainer):
             taught = own_logits(self.model, inputs, labels)
         return divergence(logits, taught, self.args.distillation_temperature)
 
-    def _relevance_divergences(self, qtsplus, inputs, labels) -> torch.Tensor:
+    def _relevance_divergences(self, qtsplus, inputs, labels, targets) -> torch.Tensor:
         """Of each sample with visual tokens and an answer: how far the scores are from the attention."""
-        targets = answer_attention(self.model, inputs, labels, self.args.relevance_layers)
-        if qtsplus is None or qtsplus.log_relevance is None:
+        noted = getattr(self.train_dataset, "targets", None) is not None
+        if targets is None and not noted:
+            targets = answer_attention(self.model, inputs, labels, self.args.relevance_layers)
+        if targets is None or qtsplus is None or qtsplus.log_relevance is None:
             return torch.zeros(0, device=labels.device)
         return relevance_divergences(qtsplus.log_relevance, targets).to(labels.device)
 
