@@ -248,7 +248,7 @@ def test_what_cannot_be_taught_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             QTSplusTrainingArguments(output_dir=str(tmp_path), **arguments)
-    with pytest.raises(ValueError, match=r"relevance_layers has \[2\]: expected layers from 0 to 1"):
+    with pytest.raises(ValueError, match=r"relevance_layers has \[2\]: expected layers with attention, of \[0, 1\]"):
         make_trainer(tmp_path, relevance_weight=1.0, relevance_layers=[0, 2])
     with pytest.raises(ValueError, match="selection='all'"):
         make_trainer(tmp_path, relevance_weight=1.0, selector={"selection": "all"})

@@ -176,8 +176,10 @@ class _Row:
     def note(self, queries: torch.Tensor, keys: torch.Tensor, scaling: float, window: int | None) -> None:
         """Adds a layer: queries `[heads, S, head_dim]` and keys `[kv_heads, S, head_dim]` of the language model."""
         assert self.columns is not None
-        queries, keys = queries[:, self.columns[self.answer]], keys[:, self.columns]
-        attention = attention_to_tokens(queries, keys, self.answer, self.visual, scaling, window)
+        # Layers may lie on several devices.
+        columns, answer, visual = (places.to(keys.device) for places in (self.columns, self.answer, self.visual))
+        attention = attention_to_tokens(queries[:, columns[answer]], keys[:, columns], answer, visual, scaling, window)
+        attention = attention.to(self.visual.device)
         self.attention = attention if self.attention is None else self.attention + attention
 
     def target(self) -> torch.Tensor:
@@ -220,11 +222,24 @@ def attention_to_tokens(
     return total / (heads * count)
 
 
+def attention_modules(language_model: Any, layers: Sequence[int] | None) -> list[Any]:
+    """
+    The attention of some layers of a language model, or of all that have one (others are recurrent).
+
+    Raises:
+        ValueError: a layer that is not there, or has no attention.
+    """
+    found = {index: layer.self_attn for index, layer in enumerate(language_model.layers) if hasattr(layer, "self_attn")}
+    unknown = [layer for layer in layers or () if layer not in found]
+    if unknown:
+        raise ValueError(f"relevance_layers has {unknown}: expected layers with attention, of {list(found)}.")
+    return list(found.values()) if layers is None else [found[layer] for layer in layers]
+
+
 @contextmanager
 def _noting(language_model: Any, layers: Sequence[int] | None, rows: list[_Row]) -> Iterator[None]:
     """While it lasts, the chosen layers note their attention in `rows`."""
-    chosen = range(len(language_model.layers)) if layers is None else layers
-    modules = [language_model.layers[layer].self_attn for layer in chosen]
+    modules = attention_modules(language_model, layers)
     configs = [module.config for module in modules]
 
     def find_columns(module, args, kwargs):
@@ -263,4 +278,4 @@ def noted_attention_forward(
 
 AttentionInterface.register(NOTED_ATTENTION, noted_attention_forward)
 
-__all__ = ["answer_attention", "attention_to_tokens", "note_targets", "relevance_divergences"]
+__all__ = ["answer_attention", "attention_modules", "attention_to_tokens", "note_targets", "relevance_divergences"]

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from ..card_qtsplus import model_card
 from ..selector_qtsplus import kept_count
 from .arguments import QTSplusTrainingArguments
-from .attention import answer_attention, relevance_divergences
+from .attention import answer_attention, attention_modules, relevance_divergences
 from .dataset import IGNORED, SOURCES, SkippedRecord
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
@@ -136,10 +136,7 @@ class QTSplusTrainer(Trainer):
                 f"relevance_weight teaches the scores of selection='qtsplus', but qtsplus_config has "
                 f"selection={self.selector_config.selection!r}."
             )
-        count = base_model(self.model).config.text_config.num_hidden_layers
-        unknown = [layer for layer in self.args.relevance_layers or () if not 0 <= layer < count]
-        if unknown:
-            raise ValueError(f"relevance_layers has {unknown}: expected layers from 0 to {count - 1}.")
+        attention_modules(base_model(self.model).model.language_model, self.args.relevance_layers)
 
     # ----------------------------------------------------------------------------------------------------------------
     # The objective
