@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .encoding_qtsplus import QTSplusEncodingMixin
-from .inputs_qtsplus import SelectionInputs, take_inputs
+from .inputs_qtsplus import SelectionInputs, VisualInputs, take_inputs
 from .prompt_qtsplus import (
     IMAGE,
     MODALITIES,
@@ -76,10 +76,7 @@ class QTSplusCompressionMixin(QTSplusEncodingMixin):
             pad_left = bool(mask[:, -1].all())
         starts = [0] * len(input_ids) if start_positions is None else list(start_positions)
 
-        grids: Grids = {
-            IMAGE: self.check_grids(IMAGE, visual.pixel_values, visual.image_grid_thw),
-            VIDEO: self.check_grids(VIDEO, visual.pixel_values_videos, visual.video_grid_thw, visual.video_features),
-        }
+        grids = self._grids(visual)
         rows = self._layout(input_ids, mask, position_ids, grids, visual.second_per_grid_ts, starts)
         features: Features = {
             IMAGE: self.encode(IMAGE, visual.pixel_values, visual.image_grid_thw),
@@ -90,6 +87,20 @@ class QTSplusCompressionMixin(QTSplusEncodingMixin):
         queries = self._queries(input_ids, inputs_embeds, mask, selection)
         selected, qtsplus = self._select(rows, grids, features, queries, selection, sample_gate)
         return self._splice_rows(input_ids, inputs_embeds, rows, features, selected, qtsplus, pad_left, starts)
+
+    def candidates(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, visual: VisualInputs
+    ) -> list[torch.Tensor]:
+        """Per row `[M_b]`, where among its real tokens those stand that compete for its budget."""
+        starts = [0] * len(input_ids)
+        rows = self._layout(input_ids, attention_mask, None, self._grids(visual), visual.second_per_grid_ts, starts)
+        return [row.candidates for row in rows]
+
+    def _grids(self, visual: VisualInputs) -> Grids:
+        return {
+            IMAGE: self.check_grids(IMAGE, visual.pixel_values, visual.image_grid_thw),
+            VIDEO: self.check_grids(VIDEO, visual.pixel_values_videos, visual.video_grid_thw, visual.video_features),
+        }
 
     @property
     def _candidate_modalities(self) -> tuple[int, ...]:

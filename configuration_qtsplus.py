@@ -3,6 +3,7 @@
 from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
 
+from .relevance_qtsplus import REDUCTIONS
 from .selection_qtsplus import GATES, METHODS
 
 POSITION_IDS = ("original", "sequential")
@@ -26,6 +27,7 @@ class QTSplusConfig(PreTrainedConfig):
         tau_s (`float`, defaults to 0.5): temperature of the training gate.
         gate (`str`, defaults to `"straight_through"`): `"gumbel"` is the paper's sampled gate. `"straight_through"`
             keeps in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
+            `"detached"` keeps the same without a gradient, for scores that are taught by attention.
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
             `"qtsplus"` keeps the most relevant ones, `"all"` everything. Without looking at the question choose
             `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as
@@ -34,6 +36,9 @@ class QTSplusConfig(PreTrainedConfig):
     > The layers
 
         scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
+        reduction (`str`, defaults to `"max"`): how the relevance of a token is made of its scores over heads and words
+            of the question. `"max"` is the paper's maximum, `"mean"` the mean of the probabilities, `"logsumexp"` one
+            softmax over the log-sum-exp of the raw scores.
         reencode_layers (`int`, defaults to 2): self-attention layers over the kept tokens; 0 is the paper's nREENC.
         reencode_rope (`bool`, defaults to `True`): give the re-encoder each token's absolute (time, height, width) as
             rotary positions. `False` for the checkpoints of the reference implementation, which never had them.
@@ -66,6 +71,7 @@ class QTSplusConfig(PreTrainedConfig):
     gate: str = "straight_through"
     selection: str = "qtsplus"
     scoring_layers: int = 1
+    reduction: str = "max"
     reencode_layers: int = 2
     reencode_rope: bool = True
     dropout: float = 0.0
@@ -85,6 +91,7 @@ class QTSplusConfig(PreTrainedConfig):
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
         _require(self.scoring_layers >= 1, self, "scoring_layers", "scoring_layers >= 1")
         _require(self.reencode_layers >= 0, self, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
+        _require(self.reduction in REDUCTIONS, self, "reduction", f"one of {REDUCTIONS}")
         _require(self.gate in GATES, self, "gate", f"one of {tuple(GATES)}")
         _require(self.selection in METHODS, self, "selection", f"one of {tuple(METHODS)}")
         _require(self.position_ids in POSITION_IDS, self, "position_ids", f"one of {POSITION_IDS}")

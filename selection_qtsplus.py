@@ -2,7 +2,8 @@
 
 A method is a function `select(candidates, n) -> kept indices` and its name in [`METHODS`]; whoever adds one adds both,
 and `selection="its_name"` works in the configuration and in every call. A gate does in training what the method
-`"qtsplus"` does at inference, with a gradient; all share [`straight_through_gate`]'s signature and stand in [`GATES`].
+`"qtsplus"` does at inference, with a gradient or detached from it; all share [`straight_through_gate`]'s signature and
+stand in [`GATES`].
 """
 
 from collections.abc import Callable, Sequence
@@ -133,7 +134,7 @@ METHODS: dict[str, Callable[[Candidates, int], torch.Tensor]] = {
 
 
 class Gated(NamedTuple):
-    """Kept indices `[n]` ascending, their gates `[n]` (value 1, soft gradient), and the threshold t (scalar)."""
+    """Kept indices `[n]` ascending, their gates `[n]` (value 1; a soft gradient or none), the threshold t (scalar)."""
 
     kept_indices: torch.Tensor
     gates: torch.Tensor
@@ -223,6 +224,15 @@ def straight_through_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau
     return Gated(kept, _straight_through((log_relevance[kept] - threshold) / tau_s), threshold)
 
 
+def detached_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+    """
+    Keeps in training exactly what inference keeps, and lets no gradient through the choice: for scores that are taught
+    by attention. Arguments as for [`straight_through_gate`]; there is no threshold.
+    """
+    kept = top_n(log_relevance.detach(), n)
+    return Gated(kept, torch.ones(n, device=kept.device), torch.zeros((), device=kept.device))
+
+
 def _straight_through(logits: torch.Tensor) -> torch.Tensor:
     """Ones, with the gradient of a sigmoid."""
     soft = torch.sigmoid(logits)
@@ -232,6 +242,7 @@ def _straight_through(logits: torch.Tensor) -> torch.Tensor:
 GATES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, int, int], Gated]] = {
     "gumbel": gumbel_gate,
     "straight_through": straight_through_gate,
+    "detached": detached_gate,
 }
 
 __all__ = ["GATES", "METHODS", "Candidates", "Gated", "find_threshold"]

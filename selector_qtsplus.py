@@ -31,6 +31,9 @@ def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tenso
     """
     What the budget head sees: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
 
+    With the reduction `"max"`, `max r` is the most that any word of the question, in any head, gives to one token. With
+    `"mean"` and `"logsumexp"` r sums to 1 and is p itself, so `max r` is the share of the first token, and smaller.
+
     Args:
         query: `[L, d]` embeddings of the question.
         relevance: `[M]` float32.
@@ -176,19 +179,20 @@ class QTSplusLayer(nn.Module):
         query: torch.Tensor,
         context: torch.Tensor | Sequence[torch.Tensor],
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-        only_relevance: bool = False,
+        relevance_reduction: str | None = None,
     ) -> torch.Tensor:
         """
         Args:
             query: `[L, d]`.
             context: `[M, d]`, in one tensor or several; the same tensor as `query` for self-attention.
             rotary: tables for self-attention.
-            only_relevance: return the `[M]` log-relevance of this layer's attention instead of the `[L, d]` output.
+            relevance_reduction: return the `[M]` log-relevance of this layer's attention, with this reduction, instead
+                of the `[L, d]` output.
         """
         query_states = self._heads(self.q_proj(self.q_norm(query)))
         key_states = self._heads(in_blocks(self._keys, context))
-        if only_relevance:
-            return log_relevance(query_states, key_states)
+        if relevance_reduction is not None:
+            return log_relevance(query_states, key_states, reduction=relevance_reduction)
         value_states = self._heads(in_blocks(self._values, context))
         if rotary is not None:
             query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
@@ -239,18 +243,20 @@ class QTSplusOutput(ModelOutput):
     Args:
         relevance: tuple of `[M_b]` float32, empty in rows where nothing had to be scored; `None` where that is so of
             every row.
+        log_relevance: its logarithm, which does not run out of numbers; in training with its gradient.
         rho: `[B]` float32, the fraction aimed at; 0 in rows without visual tokens.
         num_tokens: `[B]` int64, the visual tokens that compete (M).
         n: `[B]` int64, kept tokens.
         kept_indices: tuple of `[n_b]` int64, ascending, into the row's visual tokens.
         threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r for "straight_through"); 0 where
-            there was none. `None` at inference.
+            there was none, as for "detached". `None` at inference.
         loss_t, loss_m, loss_s: scalars, the weighted compute-aware penalties.
         columns: `[B, S']` int64, the column of the caller's prompt behind each column that the language model saw;
             -1 on padding.
     """
 
     relevance: tuple[torch.Tensor, ...] | None = None
+    log_relevance: tuple[torch.Tensor, ...] | None = None
     rho: torch.Tensor | None = None
     num_tokens: torch.Tensor | None = None
     n: torch.Tensor | None = None
@@ -352,7 +358,7 @@ class QTSplusSelector(nn.Module):
         for row, retention in enumerate(retentions):
             sample = (row, visual[row], query[row], positions[row], grids[row])
             rows.append(self._select_row(self._candidates(*sample), selection, retention, cap, sample_gate))
-        features, kept_indices, relevance, rhos, threshold = (list(field) for field in zip(*rows, strict=True))
+        features, kept_indices, log_relevance, rhos, threshold = (list(field) for field in zip(*rows, strict=True))
         for row, kept in enumerate(kept_indices):
             if len(kept) and reencode:
                 features[row] = self._reencode(features[row], positions[row][:, kept])
@@ -367,8 +373,10 @@ class QTSplusSelector(nn.Module):
         num_tokens = torch.tensor([sum(map(len, parts)) for parts in visual], device=visual[0][0].device)
         rho = torch.stack(rhos)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
+        scored = any(len(scores) for scores in log_relevance)
         return features, QTSplusOutput(
-            relevance=tuple(relevance) if any(len(scores) for scores in relevance) else None,
+            relevance=tuple(scores.exp() for scores in log_relevance) if scored else None,
+            log_relevance=tuple(log_relevance) if scored else None,
             rho=rho,
             num_tokens=num_tokens,
             n=torch.tensor([len(kept) for kept in kept_indices], device=rho.device),
@@ -391,12 +399,12 @@ class QTSplusSelector(nn.Module):
             states = query
             for layer in self.scoring_layers[:-1]:
                 states = layer(states, visual)
-            return self.scoring_layers[-1](states, visual, only_relevance=True)
+            return self.scoring_layers[-1](states, visual, relevance_reduction=self.config.reduction)
 
         return Candidates(visual, query, positions, grids, score)
 
     def _select_row(self, candidates: Candidates, selection: str, retention: float | None, cap: int, sample_gate: bool):
-        """Budget and gate of one sample: (kept tokens, kept indices, relevance, rho, threshold)."""
+        """Budget and gate of one sample: (kept tokens, kept indices, log-relevance, rho, threshold)."""
         config, num_tokens, visual = self.config, candidates.num_tokens, candidates.visual
         nothing = torch.zeros((), device=candidates.device)
         unscored = torch.empty(0, device=candidates.device)
@@ -423,7 +431,7 @@ class QTSplusSelector(nn.Module):
                 )
             tokens = visual[0] if n == len(visual[0]) == num_tokens else take_rows(visual, kept)
         scored = "log_relevance" in vars(candidates)
-        return tokens, kept, candidates.log_relevance.exp() if scored else unscored, rho, threshold.detach()
+        return tokens, kept, candidates.log_relevance if scored else unscored, rho, threshold.detach()
 
     def _reencode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         rotary = None

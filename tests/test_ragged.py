@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from qtsplus import QTSplusConfig, QTSplusSelector
-from qtsplus.relevance_qtsplus import chunked_log_relevance, log_relevance
+from qtsplus.relevance_qtsplus import REDUCTIONS, chunked_log_relevance, log_relevance
 from qtsplus.selection_qtsplus import METHODS, Candidates, find_threshold, gumbel_gate, straight_through_gate
 from tiny import PAD, batch, prompt, tiny_model
 
@@ -69,9 +69,9 @@ def expected_count(rho, num_tokens, *caps):
 
 
 @examples(25)
-@given(rows=a_batch, pad_left=st.booleans(), retention=a_retention, cap=a_cap)
-def test_each_row_of_a_ragged_batch_is_as_it_is_alone(rows, pad_left, retention, cap):
-    model = model_with()
+@given(rows=a_batch, pad_left=st.booleans(), retention=a_retention, cap=a_cap, reduction=st.sampled_from(REDUCTIONS))
+def test_each_row_of_a_ragged_batch_is_as_it_is_alone(rows, pad_left, retention, cap, reduction):
+    model = model_with(reduction=reduction)
     call = {"retention": retention, "max_visual_tokens": cap}
     inputs = batch(*rows, pad_left=pad_left)
     with torch.no_grad():
@@ -220,14 +220,16 @@ def test_relevance_is_the_largest_attention_weight_over_heads_and_query_tokens(g
 
 
 @examples(30)
-@given(num_blocks=st.integers(1, 12), **a_relevance_problem)
-@example(num_blocks=12, num_tokens=12, num_queries=3, kv_heads=2, groups=2, scale=1.0, seed=0)  # blocks of one token
-def test_the_block_size_of_relevance_changes_neither_values_nor_gradients(num_blocks, **problem):
+@given(num_blocks=st.integers(1, 12), reduction=st.sampled_from(REDUCTIONS), **a_relevance_problem)
+@example(  # blocks of one token
+    num_blocks=12, reduction="max", num_tokens=12, num_queries=3, kv_heads=2, groups=2, scale=1.0, seed=0
+)
+def test_the_block_size_of_relevance_changes_neither_values_nor_gradients(num_blocks, reduction, **problem):
     queries, keys = heads_of_states(**problem)
     weights = torch.randn(keys.shape[1], generator=torch.Generator().manual_seed(problem["seed"]))
     results = []
     for size in (None, math.ceil(keys.shape[1] / num_blocks)):
-        relevance = chunked_log_relevance(queries, keys, block_size=size).exp()
+        relevance = chunked_log_relevance(queries, keys, block_size=size, reduction=reduction).exp()
         results.append((relevance, *torch.autograd.grad((relevance * weights).sum(), (queries, keys))))
     (whole, *whole_gradients), (blocks, *block_gradients) = results
     # A score of 20 has a float32 rounding error of 2e-6, which is relevance's relative error.

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qtsplus.kernels.naive import naive_log_relevance
-from qtsplus.relevance_qtsplus import chunked_log_relevance, log_relevance, relevance_kernel
+from qtsplus.relevance_qtsplus import REDUCTIONS, chunked_log_relevance, log_relevance, relevance_kernel
 from relevance_problems import a_mask, assert_equal_to_twin, states
 
 HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (12, 3), (16, 2), (28, 4)]
+each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 examples = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 
@@ -26,41 +28,52 @@ examples = settings(max_examples=30, deadline=None, derandomize=True, database=N
     masked=st.booleans(),
     scale=st.sampled_from([0.1, 1.0, 4.0]),
     seed=st.integers(0, 10_000),
+    reduction=st.sampled_from(REDUCTIONS),
 )
-@example((1, 1), 1, 1, 8, None, False, 1.0, 0)
-@example((28, 4), 1111, 60, 32, 64, True, 1.0, 0)
+@example((1, 1), 1, 1, 8, None, False, 1.0, 0, "max")
+@example((1, 1), 1, 1, 8, None, False, 1.0, 0, "mean")
+@example((1, 1), 1, 1, 8, None, False, 1.0, 0, "logsumexp")
+@example((28, 4), 1111, 60, 32, 64, True, 1.0, 0, "max")
+@example((28, 4), 1111, 60, 32, 64, True, 1.0, 0, "mean")
+@example((28, 4), 1111, 60, 32, 64, True, 4.0, 0, "logsumexp")
 def test_values_and_gradients_equal_the_twins(
-    heads, num_tokens, num_queries, head_dim, block_size, masked, scale, seed
+    heads, num_tokens, num_queries, head_dim, block_size, masked, scale, seed, reduction
 ):
     queries, keys = states(*heads, num_queries, num_tokens, head_dim, seed=seed, scale=scale)
 
     def kernel(queries, keys, token_mask):
-        return chunked_log_relevance(queries, keys, token_mask, block_size or None)
+        return chunked_log_relevance(queries, keys, token_mask, block_size or None, reduction)
 
-    assert_equal_to_twin(kernel, queries, keys, a_mask(num_tokens, seed) if masked else None)
+    mask = a_mask(num_tokens, seed) if masked else None
+    assert_equal_to_twin(kernel, queries, keys, mask, reduction=reduction)
 
 
+@each_reduction
 @pytest.mark.parametrize(("heads", "num_queries"), [((2, 1), 1), ((4, 2), 5)])
-def test_70_001_tokens(heads, num_queries):
-    assert_equal_to_twin(chunked_log_relevance, *states(*heads, num_queries, 70_001))
+def test_70_001_tokens(heads, num_queries, reduction):
+    kernel = partial(chunked_log_relevance, reduction=reduction)
+    assert_equal_to_twin(kernel, *states(*heads, num_queries, 70_001), reduction=reduction)
 
 
 @pytest.mark.slow
+@each_reduction
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("num_queries", [1, 60])
 @pytest.mark.parametrize("num_tokens", [1, 63, 1111, 70_001])
-def test_every_awkward_shape(heads, num_queries, num_tokens):
-    assert_equal_to_twin(chunked_log_relevance, *states(*heads, num_queries, num_tokens))
+def test_every_awkward_shape(heads, num_queries, num_tokens, reduction):
+    kernel = partial(chunked_log_relevance, reduction=reduction)
+    assert_equal_to_twin(kernel, *states(*heads, num_queries, num_tokens), reduction=reduction)
 
 
+@each_reduction
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("block_size", [1, 3, None])
-def test_gradients_equal_finite_differences(masked, block_size):
+def test_gradients_equal_finite_differences(masked, block_size, reduction):
     queries, keys = states(4, 2, num_queries=3, num_tokens=7, head_dim=5, dtype=torch.float64)
     mask = a_mask(7) if masked else torch.ones(7, dtype=torch.bool)
 
     def relevance(queries, keys):
-        return chunked_log_relevance(queries, keys, mask if masked else None, block_size)[mask]
+        return chunked_log_relevance(queries, keys, mask if masked else None, block_size, reduction)[mask]
 
     assert torch.autograd.gradcheck(relevance, (queries, keys))
 
@@ -85,21 +98,23 @@ def test_of_equal_maxima_the_first_takes_the_gradient(kernel):
     torch.testing.assert_close(grad_keys, expected_keys)
 
 
+@each_reduction
 @pytest.mark.parametrize("block_size", [None, 4])
-def test_a_mask_is_as_leaving_the_tokens_out(block_size):
+def test_a_mask_is_as_leaving_the_tokens_out(block_size, reduction):
     queries, keys = states(6, 2, num_queries=5, num_tokens=41)
     mask = a_mask(41)
-    log_r = chunked_log_relevance(queries, keys, mask, block_size)
-    alone = chunked_log_relevance(queries, keys[:, mask], None, block_size)
+    log_r = chunked_log_relevance(queries, keys, mask, block_size, reduction)
+    alone = chunked_log_relevance(queries, keys[:, mask], None, block_size, reduction)
     torch.testing.assert_close(log_r[mask], alone)
     assert (log_r[~mask] == -torch.inf).all()
     (grad_keys,) = torch.autograd.grad(log_r.exp().pow(2).sum(), keys)
     assert grad_keys.isfinite().all() and not grad_keys[:, ~mask].any()
 
 
-def test_nothing_but_masked_tokens_has_no_relevance_and_no_gradient():
+@each_reduction
+def test_nothing_but_masked_tokens_has_no_relevance_and_no_gradient(reduction):
     queries, keys = states(2, 1, num_queries=3, num_tokens=5)
-    log_r = chunked_log_relevance(queries, keys, torch.zeros(5, dtype=torch.bool), 2)
+    log_r = chunked_log_relevance(queries, keys, torch.zeros(5, dtype=torch.bool), 2, reduction)
     assert (log_r == -torch.inf).all()
     for gradient in torch.autograd.grad(log_r.exp().sum(), (queries, keys)):
         assert not gradient.any()
@@ -110,36 +125,45 @@ def test_nothing_but_masked_tokens_has_no_relevance_and_no_gradient():
     samples=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 50)), min_size=1, max_size=5),
     masked=st.booleans(),
     seed=st.integers(0, 10_000),
+    reduction=st.sampled_from(REDUCTIONS),
 )
-def test_packed_samples_are_as_each_alone(samples, masked, seed):
+def test_packed_samples_are_as_each_alone(samples, masked, seed, reduction):
     query_lengths, token_lengths = map(list, zip(*samples, strict=True))
     queries, keys = states(4, 2, sum(query_lengths), sum(token_lengths), seed=seed)
     mask = torch.ones(sum(token_lengths), dtype=torch.bool)
     if masked and len(mask):
         mask = a_mask(len(mask), seed)
-    packed = log_relevance(queries, keys, query_lengths, token_lengths, mask if masked else None)
+    packed = log_relevance(queries, keys, query_lengths, token_lengths, mask if masked else None, reduction)
     parts = zip(
         queries.split(query_lengths, 1), keys.split(token_lengths, 1), mask.split(token_lengths, 0), strict=True
     )
     for mine, (q, k, m) in zip(packed.split(token_lengths), parts, strict=True):
-        torch.testing.assert_close(mine[m], log_relevance(q, k[:, m]))
+        torch.testing.assert_close(mine[m], log_relevance(q, k[:, m], reduction=reduction))
         assert (mine[~m] == -torch.inf).all()
 
 
+@each_reduction
 @pytest.mark.parametrize("autocast", [False, True])
-def test_statistics_of_bfloat16_states_are_in_float32(autocast):
+def test_statistics_of_bfloat16_states_are_in_float32(autocast, reduction):
     queries, keys = states(4, 2, num_queries=6, num_tokens=3000, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        log_r = chunked_log_relevance(queries, keys)
+        log_r = chunked_log_relevance(queries, keys, reduction=reduction)
         value = (log_r.exp() * 100).sum()
         gradients = torch.autograd.grad(value, (queries, keys))
     wide = [x.detach().float().requires_grad_() for x in (queries, keys)]
-    expected = naive_log_relevance(*wide)
+    expected = naive_log_relevance(*wide, reduction=reduction)
     assert log_r.dtype == torch.float32
     torch.testing.assert_close(log_r, expected, atol=1e-5, rtol=1e-5)
     assert len(log_r.unique()) > 2900  # bfloat16 has about a hundred numbers there
     for mine, theirs in zip(gradients, torch.autograd.grad((expected.exp() * 100).sum(), wide), strict=True):
         torch.testing.assert_close(mine.float(), theirs, atol=1e-4, rtol=2**-8)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "logsumexp"])
+def test_relevance_that_sums_to_one(reduction):
+    queries, keys = states(4, 2, num_queries=6, num_tokens=300, scale=3.0)
+    assert log_relevance(queries, keys, reduction=reduction).exp().sum().item() == pytest.approx(1, abs=1e-5)
+    assert log_relevance(queries, keys).exp().sum() > 2
 
 
 def test_bad_shapes_are_refused():
@@ -148,6 +172,8 @@ def test_bad_shapes_are_refused():
         log_relevance(queries[:5], keys)
     with pytest.raises(ValueError, match=r"expected sums of 5 and 9"):
         log_relevance(queries, keys, [2, 2], [4, 5])
+    with pytest.raises(ValueError, match=r"reduction='sum': expected one of \('max', 'mean', 'logsumexp'\)"):
+        log_relevance(queries, keys, reduction="sum")
 
 
 @pytest.fixture
@@ -190,6 +216,15 @@ def test_a_gpu_without_it_takes_the_chunked_one_and_says_why(a_gpu, caplog, monk
 def test_states_or_gpus_that_do_not_fit_it_take_the_chunked_one(a_gpu, monkeypatch, dtype, head_dim, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert relevance_kernel(a_gpu, dtype, head_dim) is chunked_log_relevance
+
+
+@pytest.mark.parametrize("reduction", ["mean", "logsumexp"])
+def test_a_gpu_takes_the_chunked_one_for_other_reductions_and_says_so_once(a_gpu, caplog, reduction):
+    with caplog.at_level(logging.INFO, "qtsplus.relevance_qtsplus"):
+        kernel = relevance_kernel(a_gpu, torch.bfloat16, 128, reduction)
+        assert relevance_kernel(a_gpu, torch.bfloat16, 128, reduction) is kernel
+    assert (kernel.func, kernel.keywords) == (chunked_log_relevance, {"reduction": reduction})
+    assert caplog.text.count("chunked_log_relevance (the Triton kernel knows the maximum alone)") == 1
 
 
 def test_a_cpu_takes_the_chunked_one(caplog):

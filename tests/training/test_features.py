@@ -73,3 +73,36 @@ def test_refuses_what_needs_the_pixels(recipe_file, tmp_path, monkeypatch, overr
     monkeypatch.setattr("qtsplus.training.recipe.AutoModelForImageTextToText.from_pretrained", lambda *_, **__: None)
     with pytest.raises(ValueError, match=message):
         run(load_recipe(recipe_file, [f"data.features={tmp_path}/features", override]))
+
+
+@pytest.mark.parametrize("settings", [[], ["training.relevance_layers=[1]", "training.bf16=true"]])
+def test_a_frozen_teacher_reads_every_example_once(recipe_file, tmp_path, monkeypatch, settings):
+    settings = ["training.relevance_weight=1.0", "training.freeze_language_model=true", *settings]
+    every_time = build_trainer(load_recipe(recipe_file, settings))
+    every_time.train()
+    settings.append(f"data.features={tmp_path}/features")
+    once = build_trainer(load_recipe(recipe_file, settings))
+    monkeypatch.setattr("qtsplus.training.trainer.answer_attention", None)
+    once.train()
+    tolerance = 0.05 if every_time.args.bf16 else 1e-4
+    for line, expected in zip(steps(once), steps(every_time), strict=True):
+        assert line.keys() == expected.keys()
+        for name in {"loss", "loss_relevance", "grad_norm"} & line.keys():
+            assert line[name] == pytest.approx(expected[name], rel=tolerance), name
+
+    monkeypatch.setattr("qtsplus.training.attention.answer_attention", None)
+    build_trainer(load_recipe(recipe_file, settings))  # all is there
+    with pytest.raises(TypeError):  # it would read with other layers
+        build_trainer(load_recipe(recipe_file, [*settings, "training.relevance_layers=[0]"]))
+
+
+def test_a_teacher_that_trains_reads_every_time(recipe_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("qtsplus.training.recipe.note_targets", None)
+    settings = [f"data.features={tmp_path}/features", "training.relevance_weight=1.0"]
+    for own in (
+        ["training.freeze_language_model=false"],
+        ["training.freeze_language_model=true", "training.lora_rank=2"],
+    ):
+        trainer = build_trainer(load_recipe(recipe_file, [*settings, *own]))
+        trainer.train()
+        assert any("loss_relevance" in line for line in steps(trainer))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -22,9 +23,13 @@ def start(out: Path, settings: dict, *launcher: str) -> subprocess.CompletedProc
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_two_processes_train_as_one_with_twice_the_batch(tmp_path):
+@pytest.mark.parametrize(
+    "added",
+    [{"selector": {"target_n": 3}}, {"selector": {"gate": "detached", "reduction": "mean"}, "relevance_weight": 1.0}],
+)
+def test_two_processes_train_as_one_with_twice_the_batch(tmp_path, added):
     """In the second step (rows 4 to 7) one process has text alone: rows 6 and 7."""
-    settings = {"selector": {"target_n": 3}, "freeze_language_model": False}
+    settings = {"freeze_language_model": False, **added}
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     result = start(tmp_path, {**settings, "per_device_train_batch_size": 2, "ddp_backend": "gloo"}, *launcher)
     assert result.returncode == 0, result.stderr[-3000:]

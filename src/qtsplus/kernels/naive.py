@@ -6,10 +6,14 @@ import torch
 
 
 def naive_log_relevance(
-    query_states: torch.Tensor, key_states: torch.Tensor, token_mask: torch.Tensor | None = None
+    query_states: torch.Tensor,
+    key_states: torch.Tensor,
+    token_mask: torch.Tensor | None = None,
+    reduction: str = "max",
 ) -> torch.Tensor:
     """
-    `log r_i = max over heads and query tokens of log softmax_i(q k / sqrt(d_h))`, all scores at once.
+    Log-relevance, all scores at once: `log_softmax(q k / sqrt(d_h))` over the tokens, and over heads and query tokens
+    its maximum or the log of its mean; or, for `"logsumexp"`, first the log-sum-exp over heads and query tokens.
 
     Of equal maxima the first, in the order (head, query token), takes the gradient.
 
@@ -17,14 +21,21 @@ def naive_log_relevance(
         query_states: `[heads, L, head_dim]`.
         key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
         token_mask: `[M]` bool; tokens that are `False` take no part and get minus infinity.
+        reduction: `"max"`, `"mean"` or `"logsumexp"`.
 
     Returns:
         `[M]` float32 (float64 for float64 states).
     """
     precise = torch.promote_types(key_states.dtype, torch.float32)
+    if token_mask is not None:
+        log_r = torch.full(token_mask.shape, -math.inf, dtype=precise, device=key_states.device)
+        log_r[token_mask] = naive_log_relevance(query_states, key_states[:, token_mask], None, reduction)
+        return log_r
     keys = key_states.to(precise).repeat_interleave(len(query_states) // len(key_states), dim=0)
     scores = query_states.to(precise) @ keys.transpose(1, 2) / math.sqrt(keys.shape[-1])
-    if token_mask is not None:
-        scores = scores.masked_fill(~token_mask, -math.inf)
-    log_r = scores.log_softmax(-1).flatten(0, 1).max(0).values
-    return log_r if token_mask is None else log_r.masked_fill(~token_mask, -math.inf)
+    rows = scores.flatten(0, 1)
+    if reduction == "max":
+        return rows.log_softmax(-1).max(0).values
+    if reduction == "mean":
+        return rows.softmax(-1).mean(0).log()
+    return rows.logsumexp(0).log_softmax(-1)

@@ -20,7 +20,14 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         (
             *("learning_rate", "language_model_learning_rate", "vision_learning_rate", "weight_decay", "max_grad_norm"),
-            *("dual_learning_rate", "dual_damping", "warmup_steps", "lora_rank", "dataloader_num_workers"),
+            *(
+                "relevance_weight",
+                "dual_learning_rate",
+                "dual_damping",
+                "warmup_steps",
+                "lora_rank",
+                "dataloader_num_workers",
+            ),
         ),
         lambda value: value >= 0,
         "at least 0",
@@ -83,6 +90,14 @@ class QTSplusTrainingArguments(TrainingArguments):
         distillation_weight (`float`, defaults to 0): weight of the divergence from the teacher on the answer's tokens.
         distillation_temperature (`float`, defaults to 1): softens both distributions.
 
+    > Distillation from a teacher's attention
+
+        relevance_weight (`float`, defaults to 0): weight of the divergence between the selector's scores and what the
+            model itself, with all visual tokens, attends to while it answers. The scores then need no gradient of the
+            gate: set `gate` of `qtsplus_config` to `"detached"`.
+        relevance_layers (`list[int]`, *optional*): the layers of the language model whose attention is summed, counted
+            from 0; all if absent.
+
     Raises:
         ValueError: arguments that exclude each other or are out of range.
     """
@@ -105,6 +120,8 @@ class QTSplusTrainingArguments(TrainingArguments):
     schedules: dict[str, Any] | None = field(default=None)
     distillation_weight: float = field(default=0.0)
     distillation_temperature: float = field(default=1.0)
+    relevance_weight: float = field(default=0.0)
+    relevance_layers: list[int] | None = field(default=None)
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
 
@@ -133,6 +150,12 @@ class QTSplusTrainingArguments(TrainingArguments):
                 "lora_rank trains adapters on a frozen language model, and the selector: leave "
                 "freeze_language_model and freeze_vision_model true and freeze_selector false."
             )
+        if self.relevance_weight and self.freeze_selector:
+            raise ValueError("relevance_weight teaches the selector's scores: leave freeze_selector false.")
+        if self.relevance_layers is not None and (
+            not self.relevance_layers or len(set(self.relevance_layers)) < len(self.relevance_layers)
+        ):
+            raise ValueError(f"relevance_layers={self.relevance_layers}: expected different layers, at least one.")
         self.parsed_schedules()
 
     def parsed_schedules(self) -> dict[str, Schedule]:

@@ -38,7 +38,8 @@ class VideoQACollator:
         Returns:
             `input_ids`, `attention_mask`, `labels`, `query_mask` `[B, S]`; `query_input_ids`, `query_attention_mask`
             `[B, L]` if any row has a query of its own (the others take theirs from `query_mask`); the pixels of all
-            videos in order, or a list of their `video_features`; `source_ids` `[B]`, indices into [`SOURCES`]; and
+            videos in order, or a list of their `video_features`; a list of the rows' `attention` `[M]` if any row has
+            a target (empty for the others); `source_ids` `[B]`, indices into [`SOURCES`]; and
             `skipped`, a list of [`SkippedRecord`].
         """
         skipped = [example for example in examples if isinstance(example, SkippedRecord)]
@@ -65,6 +66,8 @@ class VideoQACollator:
         features = [row["video_features"] for row in rows if "video_features" in row]
         if features:
             batch["video_features"] = features
+        if any("attention" in row for row in rows):
+            batch["attention"] = [row.get("attention", torch.zeros(0)) for row in rows]
         batch["skipped"] = skipped
         return batch
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from ..settings import check_types, show
 from ..video_qtsplus import choose_frames, load_frames, read_video
-from .features import VideoFeatures, prompt_inputs
+from .features import AttentionTargets, VideoFeatures, prompt_inputs
 
 SOURCES = ("mcq", "vqa", "caption")
 IGNORED = -100
@@ -153,6 +153,8 @@ class VideoQADataset(Dataset):
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         features: of the videos, see [`encode_videos`]; they take the place of the pixels.
 
+    `targets`, when set, are those of attention distillation; see [`note_targets`].
+
     Raises:
         ValueError: a folder of frames whose rate neither its record nor `processor_kwargs` gives.
     """
@@ -167,6 +169,7 @@ class VideoQADataset(Dataset):
     ):
         self.records = list(records)
         self.features = features
+        self.targets: AttentionTargets | None = None
         self.processor = processor
         self.model_max_length = model_max_length
         self.processor_kwargs = dict(processor_kwargs or {})
@@ -187,7 +190,7 @@ class VideoQADataset(Dataset):
         Returns:
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
             video's `pixel_values_videos` (or its `video_features` `[k, d]`), `video_grid_thw` `[1, 3]` and
-            `second_per_grid_ts` `[1]`; and `source`.
+            `second_per_grid_ts` `[1]`; its `attention` `[M]` where there is a target; and `source`.
             [`SkippedRecord`] for a video that cannot be read, and for a prompt that leaves no room for its answer.
         """
         record = self.records[index]
@@ -218,6 +221,9 @@ class VideoQADataset(Dataset):
         for name in ("pixel_values_videos", "video_features", "video_grid_thw", "second_per_grid_ts"):
             if name in inputs:
                 example[name] = torch.as_tensor(inputs[name])
+        if self.targets is not None and record.video is not None:
+            attention = self.targets.load(record.video, record.fps, example["input_ids"], example["labels"])
+            example |= {} if attention is None else {"attention": attention}
         return {**example, "source": record.source}
 
     def _process(self, record: VideoRecord) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The language-modelling loss on the answers, and distillation from a teacher's logits."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import nn
 
 from .dataset import IGNORED
 from .lora import base_model
+
+# A model that reads every visual token and re-encodes none.
+EVERYTHING = {"selection": "all", "reencode": False, "retention": None, "max_visual_tokens": None}
 
 
 def answer_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,13 +86,19 @@ def own_logits(model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor
     [`teacher_logits`] of a model that reads every visual token and re-encodes none: with a frozen language model, of
     the model that it was made from. It is put into evaluation mode for as long.
     """
-    everything = {"selection": "all", "reencode": False, "retention": None, "max_visual_tokens": None}
+    with evaluating(model):
+        return teacher_logits(model, {**inputs, **EVERYTHING}, labels)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for as long as it lasts."""
     was_training = model.training
     model.eval()
     try:
-        return teacher_logits(model, {**inputs, **everything}, labels)
+        yield
     finally:
         model.train(was_training)
 
 
-__all__ = ["answer_logits", "divergence", "own_logits", "teacher_logits"]
+__all__ = ["EVERYTHING", "answer_logits", "divergence", "evaluating", "own_logits", "teacher_logits"]

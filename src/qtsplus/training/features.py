@@ -48,6 +48,33 @@ class VideoFeatures:
         return load_file(path) if path.exists() else None
 
 
+@dataclass(frozen=True)
+class AttentionTargets:
+    """
+    A folder with a safetensors file for every question and answer about a video: `attention` `[M]`, the target of
+    attention distillation.
+
+    Args:
+        folder: where the files are; its last part stands for the language model and the settings that made them.
+        features: the videos'.
+    """
+
+    folder: Path
+    features: VideoFeatures
+
+    def file(self, video: str, fps: float | None, input_ids: torch.Tensor, labels: torch.Tensor) -> Path:
+        """Where the target of a prompt `[S]` with its answer is kept."""
+        digest = hashlib.sha256(self.features.file(video, fps).name.encode())
+        for ids in (input_ids, labels):
+            digest.update(ids.numpy().tobytes())
+        return self.folder / f"{digest.hexdigest()[:32]}.safetensors"
+
+    def load(self, video: str, fps: float | None, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+        """A target; `None` where there is none yet."""
+        path = self.file(video, fps, input_ids, labels)
+        return load_file(path)["attention"] if path.exists() else None
+
+
 def encode_videos(
     model: Any,
     processor: Any,
@@ -83,7 +110,7 @@ def encode_videos(
             if inputs is not None:
                 given = inputs.pop("pixel_values_videos"), inputs["video_grid_thw"]
                 encoded = model.encode_videos(*given, device="cpu")
-                _write(features.file(*video), {"video_features": encoded[0].contiguous(), **inputs})
+                write_tensors(features.file(*video), {"video_features": encoded[0].contiguous(), **inputs})
     state.wait_for_everyone()
     return features
 
@@ -142,24 +169,28 @@ class _Decoded(Dataset):
 
 def _fingerprint(model, processor, processor_kwargs, autocast_dtype) -> str:
     """Of all that the features of a video depend on."""
+    settings = [processor.video_processor.to_dict(), dict(processor_kwargs or {}), str(autocast_dtype)]
+    return fingerprint(vision_modules(model), settings)
+
+
+def fingerprint(modules: Mapping[str, Any], settings: Any) -> str:
+    """Of the weights of some modules, by name, and of settings that JSON can hold."""
     digest = hashlib.sha256()
     weights = {
-        f"{part}.{name}": weight
-        for part, module in vision_modules(model).items()
-        for name, weight in module.state_dict().items()
+        f"{part}.{name}": weight for part, module in modules.items() for name, weight in module.state_dict().items()
     }
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.dtype}".encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
-    settings = [processor.video_processor.to_dict(), dict(processor_kwargs or {}), str(autocast_dtype)]
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes a safetensors file that is never seen half written."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     save_file(tensors, part)
     os.replace(part, path)  # a file that stands there is whole
 
 
-__all__ = ["VideoFeatures", "encode_videos", "prompt_inputs"]
+__all__ = ["AttentionTargets", "VideoFeatures", "encode_videos", "fingerprint", "prompt_inputs", "write_tensors"]

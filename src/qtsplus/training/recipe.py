@@ -17,6 +17,7 @@ from ..hub.card import card_data
 from ..hub.initialise import INITIALISATIONS, initialise_selector
 from ..settings import check_types, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
+from .attention import note_targets
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, VideoRecord, check_frame_settings, read_records
 from .features import VideoFeatures, encode_videos
@@ -78,7 +79,8 @@ class DataArguments:
         model_max_length: most text tokens of an example.
         processor_kwargs: for every call of the processor, such as `{fps: 1, max_frames: 64}`.
         features: a folder in which the videos' features are kept. Each video is decoded and encoded once, before
-            training, which the frozen vision tower then never enters; runs of the same tower may share a folder.
+            training, which the frozen vision tower then never enters; runs of the same tower may share a folder. With a
+            `relevance_weight` and a frozen language model its attention is kept there too, one pass for each example.
     """
 
     train_files: list[str]
@@ -217,13 +219,19 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         return VideoQADataset(records, processor, data.model_max_length, data.processor_kwargs, features)
 
     train_dataset = dataset(train)
+    collator = VideoQACollator(processor)
+    frozen = training.freeze_language_model and not training.lora_rank
+    if data.features is not None and train_dataset is not None and training.relevance_weight and frozen:
+        # Nothing of the teacher trains: it reads every example once.
+        mixed, layers = _mixed(training), training.relevance_layers
+        note_targets(model.to(training.device), train_dataset, collator, data.features, layers, mixed)
     trainer = QTSplusTrainer(
         model,
         training,
         teacher=teacher,
         train_dataset=train_dataset,
         eval_dataset=dataset(evaluation),
-        data_collator=VideoQACollator(processor),
+        data_collator=collator,
         processing_class=processor,
     )
     base = args.variant if args.weights is not None else None
@@ -267,16 +275,20 @@ def _encode(recipe: Recipe, model: Any, processor: Any, records: list[VideoRecor
         raise ValueError("A teacher looks at the videos itself: leave out data.features, or model.teacher.")
     for module in vision_modules(model).values():
         module.to(training.device)
-    mixed = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     return encode_videos(
         model,
         processor,
         [(record.video, record.fps) for record in records if record.video is not None],
         str(data.features),
         data.processor_kwargs,
-        autocast_dtype=mixed,
+        autocast_dtype=_mixed(training),
         workers=training.dataloader_num_workers,
     )
+
+
+def _mixed(training: QTSplusTrainingArguments) -> torch.dtype | None:
+    """What mixed-precision training computes in."""
+    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
 
 
 def _name(path: str) -> str:

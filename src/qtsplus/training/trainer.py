@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback
 from ..card_qtsplus import model_card
 from ..selector_qtsplus import kept_count
 from .arguments import QTSplusTrainingArguments
+from .attention import answer_attention, attention_modules, relevance_divergences
 from .dataset import IGNORED, SOURCES, SkippedRecord
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
@@ -28,11 +29,26 @@ from .schedules import ScheduleCallback
 STATE_FILE = "qtsplus_state.json"
 SKIPPED_FILE = "skipped_files.json"
 
-_LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), "loss_t", "loss_m", "loss_s", "loss_teacher")
+_LOSSES = (
+    "loss_lm",
+    *(f"loss_{source}" for source in SOURCES),
+    "loss_t",
+    "loss_m",
+    "loss_s",
+    "loss_teacher",
+    "loss_relevance",
+)
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
-_FREEZING = ("freeze_vision_model", "freeze_language_model", "freeze_selector", "sft_loss", "distillation_weight")
-_SELECTOR = ("gate", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
+_FREEZING = (
+    "freeze_vision_model",
+    "freeze_language_model",
+    "freeze_selector",
+    "sft_loss",
+    "distillation_weight",
+    "relevance_weight",
+)
+_SELECTOR = ("gate", "reduction", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
 
 
 class _StepCallback(TrainerCallback):
@@ -51,9 +67,12 @@ class QTSplusTrainer(Trainer):
 
         L_SFT + lambda_t (rho M)^2 / n_max^2 + lambda_m rho M / n_max + lambda_s (rho - rho_bar)^2
               + (alpha + damping) (rho M - target_n) + distillation_weight * KL(teacher || student)
+              + relevance_weight * KL(attention || softmax(log r))
 
-    Every term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT and
-    the divergence over the supervised tokens, the others over the samples with visual tokens. So accumulation over N
+    The last term's `attention` is the model's own to each visual token, while it answers with all of them
+    ([`answer_attention`]). Every term is a mean over a whole optimizer step, whatever its division into micro-batches
+    and processes: L_SFT and the first divergence over the supervised tokens, the others over the samples with visual
+    tokens, the last over those that have an answer too. So accumulation over N
     micro-batches, or N processes, gives the gradient of one big batch. Where `rho_prior` is `None`, rho_bar is the mean
     of rho over all earlier steps (the model's own loss includes the current batch, which no accumulation could), and
     the first step has no prior. `rho M` counts up to `n_max`, as the gate does.
@@ -64,9 +83,10 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_teacher`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft` (rho M),
-    `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M), and the current `alpha`
-    and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
+    `loss_s`, `loss_teacher`, `loss_relevance`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
+    (rho M), `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M), and the current
+    `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT
+    alone.
 
     Args:
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
@@ -90,6 +110,7 @@ class QTSplusTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
+        self._check_relevance()
         self.teacher = None if teacher is None else teacher.to(self.args.device).eval().requires_grad_(False)
         self.about: dict[str, Any] = {}
         self.alpha, self.excess = 0.0, 0.0
@@ -106,6 +127,17 @@ class QTSplusTrainer(Trainer):
         if schedules:
             self.add_callback(ScheduleCallback(self.selector_config, schedules))
 
+    def _check_relevance(self) -> None:
+        """Refuses attention distillation of a selector that is never asked, or from layers that are not there."""
+        if not self.args.relevance_weight:
+            return
+        if self.selector_config.selection != "qtsplus":
+            raise ValueError(
+                f"relevance_weight teaches the scores of selection='qtsplus', but qtsplus_config has "
+                f"selection={self.selector_config.selection!r}."
+            )
+        attention_modules(base_model(self.model).model.language_model, self.args.relevance_layers)
+
     # ----------------------------------------------------------------------------------------------------------------
     # The objective
     # ----------------------------------------------------------------------------------------------------------------
@@ -113,7 +145,7 @@ class QTSplusTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """As stock; counts what the terms of this optimizer step are means over."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = sum((self._count(batch) for batch in batches), torch.zeros(len(SOURCES) + 1, dtype=torch.int64))
+        counts = sum((self._count(batch) for batch in batches), torch.zeros(len(SOURCES) + 2, dtype=torch.int64))
         self._counts = self._sum_over_processes(counts.to(self.args.device))
         self._rho_history = self.selector.rho_history.clone()
         self._retention = self._draw_retention()
@@ -139,6 +171,7 @@ class QTSplusTrainer(Trainer):
         assert counts is not None
         labels, sources = inputs.pop("labels"), _sources(inputs)
         inputs.pop("source_ids", None)
+        targets = inputs.pop("attention", None)
 
         if model.training and self._retention is not None:
             inputs["retention"] = self._retention
@@ -152,7 +185,11 @@ class QTSplusTrainer(Trainer):
             divergences = self._divergences(logits, inputs, labels)
             loss = loss + self.args.distillation_weight * (weights * divergences).sum()
             self.running[True].add("loss_teacher", divergences.sum(), len(divergences))
-        budget = self._budget(outputs.qtsplus, counts[-1])
+        if self.args.relevance_weight > 0 and model.training:
+            divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels, targets)
+            loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
+            self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
+        budget = self._budget(outputs.qtsplus, counts[-2])
         if model.training and self.args.budget_probe is not None and self._retention is None:
             loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
         if model.training:
@@ -210,6 +247,15 @@ class QTSplusTrainer(Trainer):
         else:
             taught = own_logits(self.model, inputs, labels)
         return divergence(logits, taught, self.args.distillation_temperature)
+
+    def _relevance_divergences(self, qtsplus, inputs, labels, targets) -> torch.Tensor:
+        """Of each sample with visual tokens and an answer: how far the scores are from the attention."""
+        noted = getattr(self.train_dataset, "targets", None) is not None
+        if targets is None and not noted:
+            targets = answer_attention(self.model, inputs, labels, self.args.relevance_layers)
+        if targets is None or qtsplus is None or qtsplus.log_relevance is None:
+            return torch.zeros(0, device=labels.device)
+        return relevance_divergences(qtsplus.log_relevance, targets).to(labels.device)
 
     def _budget(self, qtsplus, samples: torch.Tensor) -> torch.Tensor | float:
         """The terms in rho: this micro-batch's sum over the step's number of samples with visual tokens."""
@@ -277,15 +323,19 @@ class QTSplusTrainer(Trainer):
         self._step_n.zero_()
 
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Supervised tokens of each source, and samples with visual tokens: `[len(SOURCES) + 1]` int64."""
+        """
+        Supervised tokens of each source, samples with visual tokens, and those with an answer too:
+        `[len(SOURCES) + 2]` int64.
+        """
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
-        counts = torch.zeros(len(SOURCES) + 1, dtype=torch.int64, device=tokens.device)
+        counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=tokens.device)
         counts.index_add_(0, _sources(batch), tokens)
         config, ids = base_model(self.model).config, batch["input_ids"]
         candidates = ids == config.video_token_id
         if self.selector_config.select_images:
             candidates |= ids == config.image_token_id
-        counts[-1] = candidates.any(1).sum()
+        with_vision = candidates.any(1)
+        counts[-2], counts[-1] = with_vision.sum(), (with_vision & (tokens > 0)).sum()
         return counts.cpu()
 
     def _sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:

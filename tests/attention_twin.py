@@ -1,0 +1,32 @@
+"""The readable twin of `answer_attention`: eager attention in full, from which the rows are picked."""
+
+import torch
+
+
+def twin_targets(model, inputs, labels, layers=None) -> list[torch.Tensor]:
+    """As `answer_attention`, from `output_attentions=True`; a row of `labels` supervises one answer."""
+    language_model = model.model.language_model
+    own = language_model.config._attn_implementation
+    language_model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(**inputs, selection="all", reencode=False, use_cache=False, output_attentions=True)
+    language_model.set_attn_implementation(own)
+    attentions = [output.attentions[layer].mean(1) for layer in layers or range(len(output.attentions))]
+    columns = output.qtsplus.columns
+    ids = inputs["input_ids"].gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
+    answers = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100) != -100
+    targets = []
+    for b, (row, answer) in enumerate(zip(ids, answers, strict=True)):
+        is_visual = row == model.config.video_token_id
+        places, num_tokens = is_visual.nonzero()[:, 0], int(output.qtsplus.num_tokens[b])
+        if len(places) > num_tokens:  # LLaVA ends every line of tokens with a newline
+            line = num_tokens // (len(places) - num_tokens)
+            is_visual[places[line :: line + 1]] = False
+        assert int(is_visual.sum()) == num_tokens
+        predicting = answer.nonzero()[:, 0] - 1
+        if not len(predicting) or not is_visual.any():
+            targets.append(torch.zeros(0))
+            continue
+        attention = sum(layer[b][predicting].mean(0)[is_visual] for layer in attentions)
+        targets.append(attention / attention.sum())
+    return targets
