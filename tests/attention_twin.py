@@ -11,7 +11,10 @@ def twin_targets(model, inputs, labels, layers=None) -> list[torch.Tensor]:
     with torch.no_grad():
         output = model(**inputs, selection="all", reencode=False, use_cache=False, output_attentions=True)
     language_model.set_attn_implementation(own)
-    attentions = [output.attentions[layer].mean(1) for layer in layers or range(len(output.attentions))]
+    with_attention = [index for index, layer in enumerate(language_model.layers) if hasattr(layer, "self_attn")]
+    recorded = [weights for weights in output.attentions if weights is not None]
+    by_layer = dict(zip(with_attention, recorded, strict=True))
+    attentions = [by_layer[layer].mean(1) for layer in layers or with_attention]
     columns = output.qtsplus.columns
     ids = inputs["input_ids"].gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
     answers = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100) != -100
