@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TYPECHECK := build/typecheck/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest lint typecheck bench gpu-wheels
+.PHONY: help demo test test-slow test-quantization test-oldest lint typecheck bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,10 @@ test: lint  ## lint, types and all but the slow tests
 
 test-slow: $(VENV)/.installed  ## only the slow tests
 	$(BIN)/python -m pytest -q -m slow
+
+test-quantization: $(VENV)/.installed  ## the snippets that need torchao and bitsandbytes, which stay outside the environment
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/quantization torchao bitsandbytes
+	PYTHONPATH=build/quantization $(BIN)/python -m pytest -q tests/test_pages.py -k recipes
 
 test-oldest: $(VENV_OLDEST)/.installed  ## the tests against the oldest supported transformers
 	$(VENV_OLDEST)/bin/python -m pytest -q -n auto

@@ -315,7 +315,7 @@ class QTSplusGenerationMixin:
 def _rows_of(cache: Cache) -> int:
     """Rows of a filled cache. Layers of linear attention have a state in the place of keys."""
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
-    return next(len(one) for one in keys if one is not None)
+    return next(len(states) for states in keys if states is not None)
 
 
 def _count_spans(spans: list[list[VisualSpan]]) -> dict[int, list[int]]:

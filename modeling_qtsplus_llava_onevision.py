@@ -85,7 +85,7 @@ class LlavaOnevisionQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Llav
         blank = [torch.empty(crops, side * side, 1, device="meta") for crops, _, _ in grid_thw.tolist()]
         aspect = self.config.vision_aspect_ratio
         packed, _ = self.pack_image_features(blank, grid_thw[:, 1:].cpu(), newline, vision_aspect_ratio=aspect)
-        return [(1, 1, len(one)) for one in packed]
+        return [(1, 1, len(image)) for image in packed]
 
     def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
         return grid_thw[:, 0].tolist()

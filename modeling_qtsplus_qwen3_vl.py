@@ -71,9 +71,9 @@ class Qwen3VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLMode
 
     def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
         encoded = self.get_image_features(pixels, grid_thw, return_dict=True)  # videos are encoded the same way
-        sizes = [len(one) for one in encoded.pooler_output]
+        sizes = [len(tokens) for tokens in encoded.pooler_output]
         # Split by image from Transformers 5.18 on, whole before.
-        deeper = [one if torch.is_tensor(one) else torch.cat(one) for one in encoded.deepstack_features]
+        deeper = [layer if torch.is_tensor(layer) else torch.cat(layer) for layer in encoded.deepstack_features]
         return list(torch.cat([torch.cat(encoded.pooler_output), *deeper], dim=1).split(sizes))
 
     def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
