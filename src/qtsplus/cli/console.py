@@ -28,8 +28,9 @@ def fail(message: str) -> NoReturn:
     if "tqdm" in sys.modules:
         for bar in list(sys.modules["tqdm"].tqdm._instances):
             bar.close()  # a Trainer's bar does not end its line by itself
-    lines = message.strip().splitlines()
-    typer.echo(f"qtsplus: {lines[0] if lines else 'failed without a message'}", err=True)
+    # A name in it may hold line breaks, and some libraries write whole paragraphs.
+    line = " ".join(message.split())
+    typer.echo(f"qtsplus: {line[:1000] or 'failed without a message'}", err=True)
     raise typer.Exit(2)
 
 
