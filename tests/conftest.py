@@ -9,8 +9,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from qtsplus.hub.files import hub_configs
+
+# A busy machine fails no test, and the same examples are drawn everywhere.
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")
