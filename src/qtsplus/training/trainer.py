@@ -110,7 +110,7 @@ class QTSplusTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
-        self._check_relevance()
+        _check_relevance(base_model(model), self.args)
         self.teacher = None if teacher is None else teacher.to(self.args.device).eval().requires_grad_(False)
         self.about: dict[str, Any] = {}
         self.alpha, self.excess = 0.0, 0.0
@@ -127,17 +127,6 @@ class QTSplusTrainer(Trainer):
         if schedules:
             self.add_callback(ScheduleCallback(self.selector_config, schedules))
 
-    def _check_relevance(self) -> None:
-        """Refuses attention distillation of a selector that is never asked, or from layers that are not there."""
-        if not self.args.relevance_weight:
-            return
-        if self.selector_config.selection != "qtsplus":
-            raise ValueError(
-                f"relevance_weight teaches the scores of selection='qtsplus', but qtsplus_config has "
-                f"selection={self.selector_config.selection!r}."
-            )
-        attention_modules(base_model(self.model).model.language_model, self.args.relevance_layers)
-
     # ----------------------------------------------------------------------------------------------------------------
     # The objective
     # ----------------------------------------------------------------------------------------------------------------
@@ -148,17 +137,8 @@ class QTSplusTrainer(Trainer):
         counts = sum((self._count(batch) for batch in batches), torch.zeros(len(SOURCES) + 2, dtype=torch.int64))
         self._counts = self._sum_over_processes(counts.to(self.args.device))
         self._rho_history = self.selector.rho_history.clone()
-        self._retention = self._draw_retention()
+        self._retention = _draw_retention(self.args, self.state.global_step)
         return batches, self._counts[: len(SOURCES)].sum()
-
-    def _draw_retention(self) -> float | None:
-        """The fraction to keep in this optimizer step, on every process; `None` leaves it to the prediction."""
-        if self.args.retention_range is None:
-            return None
-        drawn = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.state.global_step)
-        share, place = torch.rand(2, generator=drawn).tolist()
-        low, high = self.args.retention_range
-        return low * (high / low) ** place if share < self.args.retention_share else None
 
     def _get_num_items_in_batch(self, batch_samples, device):
         return None  # counted above, by source
@@ -406,26 +386,9 @@ class QTSplusTrainer(Trainer):
         if isinstance(self.model, PeftModel):
             super().create_model_card(*args, **kwargs)
             return
-        folder, settings, steps = Path(str(self.args.output_dir)), self.args, self.state.global_step
-        repository = self.hub_model_id or settings.hub_model_id
-        about = {
-            **self.model.known_front_matter(),
-            "weights": f"The weights were trained with `qtsplus train` for {steps} steps.",
-            "hyperparameters": {
-                "steps": steps,
-                "epochs": round(self.state.epoch or 0, 2),
-                "samples per step": settings.train_batch_size
-                * settings.gradient_accumulation_steps
-                * settings.world_size,
-                **{
-                    name: getattr(settings, name)
-                    for name in ("learning_rate", "lr_scheduler_type", "weight_decay", "seed")
-                },
-                **{name: getattr(settings, name) for name in _FREEZING},
-                **{name: getattr(self.selector_config, name) for name in _SELECTOR},
-            },
-            **self.about,
-        }
+        folder = Path(str(self.args.output_dir))
+        repository = self.hub_model_id or self.args.hub_model_id
+        about = {**self.model.known_front_matter(), **_hyperparameters(self), **self.about}
         card = model_card(self.model, repository or f"org/{folder.resolve().name}", about)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -442,6 +405,46 @@ class QTSplusTrainer(Trainer):
         if checkpoint is not None and os.path.exists(os.path.join(checkpoint, STATE_FILE)):
             state = json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))
             self.alpha, self.excess, self.skipped = state["alpha"], state["excess"], state["skipped"]
+
+
+def _check_relevance(model: Any, args: QTSplusTrainingArguments) -> None:
+    """Refuses attention distillation of a selector that is never asked, or from layers that are not there."""
+    selection = model.config.qtsplus_config.selection
+    if not args.relevance_weight:
+        return
+    if selection != "qtsplus":
+        raise ValueError(
+            "relevance_weight teaches the scores of selection='qtsplus', but qtsplus_config has "
+            f"selection={selection!r}."
+        )
+    attention_modules(model.model.language_model, args.relevance_layers)
+
+
+def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
+    """The fraction to keep in this optimizer step, on every process; `None` leaves it to the prediction."""
+    if args.retention_range is None:
+        return None
+    drawn = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+    share, place = torch.rand(2, generator=drawn).tolist()
+    low, high = args.retention_range
+    return low * (high / low) ** place if share < args.retention_share else None
+
+
+def _hyperparameters(trainer: QTSplusTrainer) -> dict[str, Any]:
+    """What a model card tells of a run."""
+    settings, steps = trainer.args, trainer.state.global_step
+    samples = settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size
+    general = ("learning_rate", "lr_scheduler_type", "weight_decay", "seed")
+    return {
+        "weights": f"The weights were trained with `qtsplus train` for {steps} steps.",
+        "hyperparameters": {
+            "steps": steps,
+            "epochs": round(trainer.state.epoch or 0, 2),
+            "samples per step": samples,
+            **{name: getattr(settings, name) for name in (*general, *_FREEZING)},
+            **{name: getattr(trainer.selector_config, name) for name in _SELECTOR},
+        },
+    }
 
 
 def _sources(batch: Mapping[str, Any]) -> torch.Tensor:
