@@ -30,7 +30,7 @@ def fail(message: str) -> NoReturn:
             bar.close()  # a Trainer's bar does not end its line by itself
     # A name in it may hold line breaks, and some libraries write whole paragraphs.
     line = " ".join(message.split())
-    typer.echo(f"qtsplus: {line[:1000] or 'failed without a message'}", err=True)
+    typer.echo(f"qtsplus: {line or 'failed without a message'}", err=True)
     raise typer.Exit(2)
 
 
