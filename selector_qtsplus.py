@@ -413,7 +413,10 @@ class QTSplusSelector(nn.Module):
         if selection == "all":
             rho, n = nothing + 1, num_tokens
         elif retention is None:
-            features = budget_features(candidates.query, candidates.log_relevance.exp())
+            relevance = candidates.log_relevance.exp()
+            if config.gate == "detached":  # the scores are taught, by nothing else
+                relevance = relevance.detach()
+            features = budget_features(candidates.query, relevance)
             rho = self.budget(features, config.rho_min, config.rho_max)
             n = kept_count(float(rho.detach()), num_tokens, cap)
         else:

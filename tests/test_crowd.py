@@ -17,7 +17,7 @@ from qtsplus.data.crowd import (
     LABEL_WORDS,
     MARKS,
     MAX_CROWD,
-    UNLABELLED,
+    UNNAMED,
     make_crowd,
     record_world,
     render_crowd,
@@ -194,10 +194,10 @@ def test_labels_of_a_coarse_grid_leave_out_tokens_that_show_several_objects():
     for place in np.ndindex(4, 3, 3):
         there = {tuple(words) for words in parts[place] if words[0] != LABEL_WORDS.index("nothing")}
         if len(there) > 1:
-            assert (coarse[place] == UNLABELLED).all()
+            assert (coarse[place] == UNNAMED).all()
         else:
             assert tuple(coarse[place]) == (there.pop() if there else (LABEL_WORDS.index("nothing"),) * 3)
-    assert (coarse == UNLABELLED).any()
+    assert (coarse == UNNAMED).any()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from qtsplus.data.scene import (
     sighting_tokens,
     sightings,
 )
+from qtsplus.data.token_words import UNNAMED
 
 # All words here are one token each of qtsplus-tiny's tokenizer.
 CROWD_COLOURS = {**COLOURS, "black": (15, 15, 15), "white": (245, 245, 245)}
@@ -41,8 +42,7 @@ MOVING = 0.25
 
 # What a visual token can be said to show: its colour, shape and mark, or "nothing".
 LABEL_WORDS = ("nothing", *CROWD_COLOURS, *OBJECT_SHAPES, *MARKS)
-# Of a token that shows several objects; PyTorch's losses leave it out.
-UNLABELLED = -100
+ASPECTS = tuple(("nothing", *words) for words in (CROWD_COLOURS, OBJECT_SHAPES, MARKS))
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def token_labels(world: Crowd, grid: tuple[int, int, int], seconds_per_grid: flo
 
     Returns:
         `[T, H, W, 3]` int64, indices in [`LABEL_WORDS`] of a token's colour, shape and mark; three times that of
-        "nothing" where there is none, [`UNLABELLED`] where a coarse grid puts several objects in one token.
+        "nothing" where there is none, [`UNNAMED`] where a coarse grid puts several objects in one token.
     """
     labels = np.full((grid[0] * grid[1] * grid[2], 3), LABEL_WORDS.index("nothing"), dtype=np.int64)
     shown = np.zeros(len(labels), dtype=np.int64)
@@ -275,7 +275,7 @@ def token_labels(world: Crowd, grid: tuple[int, int, int], seconds_per_grid: flo
         tokens = sighting_tokens(sightings(item), grid, seconds_per_grid)
         labels[tokens] = [LABEL_WORDS.index(word) for word in (item.colour, item.shape, item.mark)]
         shown[tokens] += 1
-    labels[shown > 1] = UNLABELLED
+    labels[shown > 1] = UNNAMED
     return labels.reshape(*grid, 3)
 
 
@@ -296,12 +296,12 @@ def record_world(record: Mapping[str, object]) -> Crowd:
 
 
 __all__ = [
+    "ASPECTS",
     "CROWD_COLOURS",
     "Crowd",
     "CrowdObject",
     "LABEL_WORDS",
     "MARKS",
-    "UNLABELLED",
     "make_crowd",
     "record_world",
     "render_crowd",

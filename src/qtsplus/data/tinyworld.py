@@ -19,7 +19,7 @@ import numpy as np
 from rich.progress import track
 
 from qtsplus.data.clip import write_mp4
-from qtsplus.data.crowd import Crowd, make_crowd, render_crowd
+from qtsplus.data.crowd import ASPECTS, LABEL_WORDS, Crowd, make_crowd, render_crowd, token_labels
 from qtsplus.data.crowd_questions import crowd_questions
 from qtsplus.data.questions import (
     LETTERS,
@@ -34,6 +34,7 @@ from qtsplus.data.questions import (
     questions,
 )
 from qtsplus.data.scene import CELL, FPS, FRAME_SIZE, GRID, Sighting, World, WorldObject, make_world, render
+from qtsplus.data.token_words import NamedTokens, write_token_words
 
 # The seeds of one split are never those of another.
 SPLITS = {
@@ -208,6 +209,10 @@ def _video_name(split: str, index: int) -> str:
     return f"{split}/{index:06d}.mp4"
 
 
+def _words_name(video: str) -> str:
+    return video.removesuffix(".mp4") + ".safetensors"
+
+
 def _write_video(job: tuple[str, int, Callable[[int], World]]) -> World:
     path, index, make = job
     world = make(index)
@@ -215,6 +220,9 @@ def _write_video(job: tuple[str, int, Callable[[int], World]]) -> World:
         # Written under another name first: a file that stands there is whole.
         part = path.removesuffix(".mp4") + ".part.mp4"
         write_mp4(part, draw_world(world), FPS)
+        if isinstance(world, Crowd):
+            labels = token_labels(world, (world.seconds, GRID, GRID))
+            write_token_words(_words_name(path), NamedTokens(labels, LABEL_WORDS, ASPECTS))
         os.replace(part, path)
     return world
 
@@ -224,6 +232,7 @@ def _records(split: str, index: int, world: World, multiple_choice: float, made_
         yield {
             "id": f"{split}-{index:06d}-{number:02d}",
             "video": _video_name(split, index),
+            **({"token_words": _words_name(_video_name(split, index))} if isinstance(world, Crowd) else {}),
             "split": split,
             "seed": world.seed,
             **made_with,

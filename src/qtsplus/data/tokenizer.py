@@ -194,7 +194,7 @@ TURNS = ("user\n", "assistant\n", "system\nYou are a helpful assistant.", "\n\n"
 
 
 def write_sentences(count: int = 6000) -> list[str]:
-    """Writes `count` sentences about objects, colours, times, counts and order, always the same."""
+    """Writes `count` sentences about objects, colours, times, counts and order, and single words; always the same."""
     # Cycles of different lengths meet in ever new combinations; every use of a field takes its next word.
     fields = {name: itertools.cycle(values) for name, values in WORDS.items()}
     sentences = []
@@ -205,7 +205,8 @@ def write_sentences(count: int = 6000) -> list[str]:
         if number % 11 == 0:
             next(fields["colour"]), next(fields["thing"])
         sentences.append(template)
-    return sentences
+    # An answer may be a word alone, which is then one token as it is inside a sentence.
+    return sentences + [word for word in ("nothing", *itertools.chain(*WORDS.values())) for _ in range(10)]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> Tokenizer:

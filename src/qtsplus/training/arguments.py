@@ -22,6 +22,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
             *("learning_rate", "language_model_learning_rate", "vision_learning_rate", "weight_decay", "max_grad_norm"),
             *(
                 "relevance_weight",
+                "naming_weight",
                 "dual_learning_rate",
                 "dual_damping",
                 "warmup_steps",
@@ -74,7 +75,8 @@ class QTSplusTrainingArguments(TrainingArguments):
 
         retention_range (`list[float]`, *optional*): lowest and highest fraction of the visual tokens. In a share of the
             steps the fraction is drawn from here, evenly on a logarithmic scale, instead of predicted, so that the
-            model also serves whoever asks for a `retention`.
+            model also serves whoever asks for a `retention`. With `selection: all` that fraction is kept at random, so
+            that a base learns to read with gaps.
         retention_share (`float`, defaults to 0.5): that share; the prediction learns in the other steps.
         budget_probe (`float`, *optional*): a factor above 1. In steps whose budget is predicted, the supervised loss of
             every sample is also measured with so many times more and fewer tokens, without gradients, and its slope is
@@ -97,6 +99,11 @@ class QTSplusTrainingArguments(TrainingArguments):
             gate: set `gate` of `qtsplus_config` to `"detached"`.
         relevance_layers (`list[int]`, *optional*): the layers of the language model whose attention is summed, counted
             from 0; all if absent.
+
+    > Dense supervision of a small base
+
+        naming_weight (`float`, defaults to 0): weight of the cross-entropy of what every visual token shows, for
+            records with `token_words`. Leave the vision tower trainable.
 
     Raises:
         ValueError: arguments that exclude each other or are out of range.
@@ -122,6 +129,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     distillation_temperature: float = field(default=1.0)
     relevance_weight: float = field(default=0.0)
     relevance_layers: list[int] | None = field(default=None)
+    naming_weight: float = field(default=0.0)
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
 
@@ -152,6 +160,8 @@ class QTSplusTrainingArguments(TrainingArguments):
             )
         if self.relevance_weight and self.freeze_selector:
             raise ValueError("relevance_weight teaches the selector's scores: leave freeze_selector false.")
+        if self.naming_weight and self.freeze_vision_model:
+            raise ValueError("naming_weight teaches the vision tower: set freeze_vision_model to false.")
         if self.relevance_layers is not None and (
             not self.relevance_layers or len(set(self.relevance_layers)) < len(self.relevance_layers)
         ):

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from ..settings import check_types, show
 from ..video_qtsplus import choose_frames, load_frames, read_video
 from .features import AttentionTargets, VideoFeatures, prompt_inputs
+from .naming import load_token_words
 
 SOURCES = ("mcq", "vqa", "caption")
 IGNORED = -100
@@ -34,6 +35,7 @@ class VideoRecord:
         earlier: turns of the same conversation before this one, as (question, answer); the video stands in the first,
             and every answer is supervised. Many questions about a video then cost one pass over it.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
+        token_words: a safetensors file that names what each visual token shows, see [`NamedTokens`].
 
     Raises:
         ValueError: a value of another type, an empty video or question, an unknown source, an `fps` that is not above
@@ -49,6 +51,7 @@ class VideoRecord:
     options: tuple[str, ...] | None = None
     earlier: tuple[tuple[str, str], ...] = ()
     fps: float | None = None
+    token_words: str | None = None
 
     def __post_init__(self) -> None:
         check_types("", VideoRecord, vars(self))
@@ -98,6 +101,8 @@ def _parse_record(line: bytes, folder: Path) -> VideoRecord:
     for text in _texts(known):
         text.encode("utf-8")  # JSON can hold halves of surrogate pairs, which no tokenizer takes
     record = VideoRecord(**known)
+    if record.token_words is not None:
+        record = replace(record, token_words=str(folder / record.token_words))
     if record.video is None or "://" in record.video:
         return record
     return replace(record, video=str(folder / record.video))
@@ -152,6 +157,7 @@ class VideoQADataset(Dataset):
             since most of them never reach the language model. What is longer is cut at its end.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         features: of the videos, see [`encode_videos`]; they take the place of the pixels.
+        name_tokens: give the `token_words` of records that have them.
 
     `targets`, when set, are those of attention distillation; see [`note_targets`].
 
@@ -166,7 +172,9 @@ class VideoQADataset(Dataset):
         model_max_length: int | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
         features: VideoFeatures | None = None,
+        name_tokens: bool = False,
     ):
+        self.name_tokens = name_tokens
         self.records = list(records)
         self.features = features
         self.targets: AttentionTargets | None = None
@@ -190,7 +198,8 @@ class VideoQADataset(Dataset):
         Returns:
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
             video's `pixel_values_videos` (or its `video_features` `[k, d]`), `video_grid_thw` `[1, 3]` and
-            `second_per_grid_ts` `[1]`; its `attention` `[M]` where there is a target; and `source`.
+            `second_per_grid_ts` `[1]`; its `attention` `[M]` where there is a target; its `token_words`, a
+            [`TokenWords`], where they are wanted; and `source`.
             [`SkippedRecord`] for a video that cannot be read, and for a prompt that leaves no room for its answer.
         """
         record = self.records[index]
@@ -224,6 +233,8 @@ class VideoQADataset(Dataset):
         if self.targets is not None and record.video is not None:
             attention = self.targets.load(record.video, record.fps, example["input_ids"], example["labels"])
             example |= {} if attention is None else {"attention": attention}
+        if self.name_tokens and record.token_words is not None:
+            example["token_words"] = load_token_words(record.token_words, self.processor.tokenizer)
         return {**example, "source": record.source}
 
     def _process(self, record: VideoRecord) -> dict[str, Any]:

@@ -216,7 +216,8 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     def dataset(records: list[VideoRecord]) -> VideoQADataset | None:
         if not records:
             return None
-        return VideoQADataset(records, processor, data.model_max_length, data.processor_kwargs, features)
+        named = training.naming_weight > 0
+        return VideoQADataset(records, processor, data.model_max_length, data.processor_kwargs, features, named)
 
     train_dataset = dataset(train)
     collator = VideoQACollator(processor)

@@ -23,6 +23,7 @@ from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
 from .muon import MuonBeside, matrix_names
+from .naming import naming_losses, with_features
 from .running_means import RunningMeans
 from .schedules import ScheduleCallback
 
@@ -37,6 +38,7 @@ _LOSSES = (
     "loss_s",
     "loss_teacher",
     "loss_relevance",
+    "loss_naming",
 )
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
@@ -67,15 +69,16 @@ class QTSplusTrainer(Trainer):
 
         L_SFT + lambda_t (rho M)^2 / n_max^2 + lambda_m rho M / n_max + lambda_s (rho - rho_bar)^2
               + (alpha + damping) (rho M - target_n) + distillation_weight * KL(teacher || student)
-              + relevance_weight * KL(attention || softmax(log r))
+              + relevance_weight * KL(attention || softmax(log r)) + naming_weight * naming
 
-    The last term's `attention` is the model's own to each visual token, while it answers with all of them
-    ([`answer_attention`]). Every term is a mean over a whole optimizer step, whatever its division into micro-batches
-    and processes: L_SFT and the first divergence over the supervised tokens, the others over the samples with visual
-    tokens, the last over those that have an answer too. So accumulation over N
-    micro-batches, or N processes, gives the gradient of one big batch. Where `rho_prior` is `None`, rho_bar is the mean
-    of rho over all earlier steps (the model's own loss includes the current batch, which no accumulation could), and
-    the first step has no prior. `rho M` counts up to `n_max`, as the gate does.
+    The last but one's `attention` is the model's own to each visual token, while it answers with all of them
+    ([`answer_attention`]); `naming` is dense supervision of a base ([`naming_losses`]). Every term is a mean over a
+    whole optimizer step, whatever its division into micro-batches and processes: L_SFT and the first divergence over
+    the supervised tokens, the others over the samples with visual tokens, the attention's over those that have an
+    answer too. So accumulation over N micro-batches, or N processes, gives the gradient of one big batch. Where
+    `rho_prior` is `None`, rho_bar is the mean of rho over all earlier steps (the model's own loss includes the current
+    batch, which no accumulation could), and the first step has no prior. `rho M` counts up to `n_max`, as the gate
+    does.
 
     alpha >= 0 holds the mean count that is asked for, `n = min(ceil(rho M), n_max)`, at `target_n`. After each step,
     with `excess = mean n / target_n - 1` (at most 1), `alpha += dual_learning_rate * excess / target_n`; and
@@ -83,10 +86,10 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_teacher`, `loss_relevance`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
-    (rho M), `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M), and the current
-    `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT
-    alone.
+    `loss_s`, `loss_teacher`, `loss_relevance`, `loss_naming`, `rho`, `n` (kept), `n_asked` (what the budget head asks
+    for), `n_soft` (rho M), `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M),
+    and the current `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its
+    loss is L_SFT alone.
 
     Args:
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
@@ -151,10 +154,12 @@ class QTSplusTrainer(Trainer):
         assert counts is not None
         labels, sources = inputs.pop("labels"), _sources(inputs)
         inputs.pop("source_ids", None)
-        targets = inputs.pop("attention", None)
-
-        if model.training and self._retention is not None:
-            inputs["retention"] = self._retention
+        targets, token_words = inputs.pop("attention", None), inputs.pop("token_words", None)
+        if model.training:
+            inputs |= self._gaps()
+        named = token_words is not None and model.training and self.args.naming_weight > 0
+        if named:
+            inputs = with_features(base_model(self.model), inputs)
         outputs, logits, token_losses, rows = self._answer(model, inputs, labels)
         token_source = sources[rows]
         weights = self._token_weights(counts[: len(SOURCES)])[token_source]
@@ -169,6 +174,10 @@ class QTSplusTrainer(Trainer):
             divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels, targets)
             loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
             self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
+        if named:
+            losses = naming_losses(base_model(self.model), inputs, outputs, token_words)
+            loss = loss + self.args.naming_weight * losses.sum() / counts[-2].clamp(min=1)
+            self.running[True].add("loss_naming", losses.sum(), len(losses))
         budget = self._budget(outputs.qtsplus, counts[-2])
         if model.training and self.args.budget_probe is not None and self._retention is None:
             loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
@@ -177,6 +186,13 @@ class QTSplusTrainer(Trainer):
             loss = (loss + budget) * self.accelerator.num_processes
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
+
+    def _gaps(self) -> dict[str, Any]:
+        """The fraction to keep in this step, where it is drawn; a model that keeps everything drops at random."""
+        if self._retention is None:
+            return {}
+        at_random = {"selection": "random"} if self.selector_config.selection == "all" else {}
+        return {"retention": self._retention, **at_random}
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """As stock; the labels are those of the shortened prompt, column for column beside the logits."""

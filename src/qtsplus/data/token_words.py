@@ -1,0 +1,52 @@
+"""Files that name what every visual token of a video shows, for `token_words` of a record."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+UNNAMED = -100  # as PyTorch's losses leave out
+
+
+class NamedTokens(NamedTuple):
+    """
+    What the visual tokens of a video show.
+
+    Attributes:
+        labels: `[T, H, W, k]` int64, of each of k aspects (such as colour and shape) an index into `words`, or -100.
+        words: all of them.
+        aspects: per aspect the words that it can be.
+    """
+
+    labels: np.ndarray
+    words: Sequence[str]
+    aspects: Sequence[Sequence[str]]
+
+
+def write_token_words(path: str | os.PathLike, named: NamedTokens) -> None:
+    """Writes a safetensors file, whole or not at all."""
+    part = f"{os.fspath(path)}.part"
+    content = {"words": list(named.words), "aspects": [list(aspect) for aspect in named.aspects]}
+    labels = np.ascontiguousarray(named.labels.astype(np.int16))
+    save_file({"labels": labels}, part, metadata={"token_words": json.dumps(content)})
+    os.replace(part, path)
+
+
+def read_token_words(path: str | os.PathLike) -> NamedTokens:
+    """
+    Raises:
+        ValueError: no such file, or another one.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            content = json.loads((file.metadata() or {})["token_words"])
+            return NamedTokens(file.get_tensor("labels").astype(np.int64), content["words"], content["aspects"])
+    except (OSError, KeyError, SafetensorError) as error:
+        raise ValueError(f"{path} does not name the tokens of a video: {error}.") from error
+
+
+__all__ = ["UNNAMED", "NamedTokens", "read_token_words", "write_token_words"]

@@ -1,0 +1,201 @@
+"""Dense supervision: what every visual token shows, and the second it stands in."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qtsplus.data.tinyworld import build_dataset
+from qtsplus.data.token_words import UNNAMED, NamedTokens, read_token_words, write_token_words
+from qtsplus.hub.files import hub_configs
+from qtsplus.training import naming
+from qtsplus.training.collator import VideoQACollator
+from qtsplus.training.dataset import VideoQADataset, read_records
+from qtsplus.training.models import load_config, load_model, load_processor
+from training_examples import assert_same_training, collate, examples, make_trainer, steps
+
+WORDS = ("nothing", "red", "blue", "circle", "star")
+ASPECTS = (("nothing", "red", "blue"), ("nothing", "circle", "star"))
+
+
+def some_labels(grid: tuple[int, int, int], seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    labels = np.stack([rng.choice([0, 1, 2, UNNAMED], grid), rng.choice([0, 3, 4, UNNAMED], grid)], axis=-1)
+    return labels.astype(np.int64)
+
+
+def words_of(grid: tuple[int, int, int], seed: int = 0) -> naming.TokenWords:
+    """As for a vocabulary in which these words have the ids 10 to 14, and the digits 20 to 29."""
+    aspects = torch.tensor([[word in aspect for word in WORDS] for aspect in ASPECTS])
+    return naming.TokenWords(
+        torch.from_numpy(some_labels(grid, seed)), torch.arange(10, 15), aspects, torch.arange(20, 30)
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_processor("qtsplus-tiny", None, load_config("qtsplus-tiny", None)).tokenizer
+
+
+def test_the_loss_is_that_of_every_token_by_itself():
+    torch.manual_seed(0)
+    features, embeddings = torch.randn(12, 8, requires_grad=True), torch.randn(32, 8, requires_grad=True)
+    named = words_of((3, 2, 2))
+    loss = naming.naming_loss(features, named, embeddings)
+
+    means = []
+    for aspect, words in enumerate(ASPECTS):
+        ids = [10 + WORDS.index(word) for word in words]
+        parts = []
+        for token, labels in zip(features, named.labels.reshape(-1, 2).tolist(), strict=True):
+            if labels[aspect] != UNNAMED:
+                scores = embeddings[ids] @ (token / (token.square().mean() + torch.finfo(torch.float32).eps).sqrt())
+                parts.append(-scores.log_softmax(0)[ids.index(10 + labels[aspect])])
+        means.append(torch.stack(parts).mean())
+    twin = torch.stack(means).mean()
+    torch.testing.assert_close(loss, twin)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, (features, embeddings)),
+        torch.autograd.grad(twin, (features, embeddings)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_tokens_without_any_word_add_nothing():
+    named = words_of((1, 1, 2))
+    silent = naming.TokenWords(torch.full_like(named.labels, UNNAMED), named.words, named.aspects, named.digits)
+    assert naming.naming_loss(torch.randn(2, 8), silent, torch.randn(32, 8)) == 0
+
+
+def test_a_file_comes_back_as_it_was_written(tmp_path, tokenizer):
+    written = NamedTokens(some_labels((3, 2, 2)), WORDS, ASPECTS)
+    write_token_words(tmp_path / "words.safetensors", written)
+    assert [path.name for path in tmp_path.iterdir()] == ["words.safetensors"]
+    found = read_token_words(tmp_path / "words.safetensors")
+    np.testing.assert_array_equal(found.labels, written.labels)
+    loaded = naming.load_token_words(tmp_path / "words.safetensors", tokenizer)
+    assert tokenizer.convert_ids_to_tokens(loaded.words.tolist()) == [f"\u0120{word}" for word in WORDS]
+    assert tokenizer.decode(loaded.digits) == "0123456789"
+    assert [[WORDS[index] for index in aspect.nonzero()] for aspect in loaded.aspects] == list(map(list, ASPECTS))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a safetensors file", "other"])
+def test_another_file_is_refused(tmp_path, tokenizer, content):
+    path = tmp_path / "words.safetensors"
+    if content == "other":
+        path = hub_configs() / "qtsplus-tiny" / "model.safetensors"
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match="does not name the tokens of a video"):
+        naming.load_token_words(path, tokenizer)
+
+
+def test_words_of_several_tokens_are_refused(tmp_path, tokenizer):
+    words = ("nothing", "hippopotamus")
+    write_token_words(tmp_path / "words", NamedTokens(np.zeros((1, 1, 1, 1), np.int64), words, (words,)))
+    with pytest.raises(ValueError, match="hippopotamus.*one token each"):
+        naming.load_token_words(tmp_path / "words", tokenizer)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In training
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def collate_with_words(rows: list) -> dict:
+    """Every row with a video says what its tokens show."""
+    words = [words_of((t, h // 2, w // 2), seed=len(row.ids)) for row in rows for t, h, w in row.videos or [(0, 0, 0)]]
+    named = [word if row.videos else None for row, word in zip(rows, words, strict=True)]
+    return {**collate(rows), **({"token_words": named} if any(row.videos for row in rows) else {})}
+
+
+def train(folder, **settings):
+    trainer = make_trainer(folder, **{"freeze_vision_model": False, "freeze_language_model": False, **settings})
+    trainer.data_collator = collate_with_words
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("selection", ["all", "qtsplus"])
+def test_the_loss_gains_its_weighted_mean(tmp_path, selection):
+    selector = {"selection": selection, "rho_prior": 0.3}
+    plain = steps(train(tmp_path, selector=selector, max_steps=1))[0]
+    named = steps(train(tmp_path, selector=selector, max_steps=1, naming_weight=0.5))[0]
+    assert named["loss_naming"] > 0 and "loss_naming" not in plain
+    assert named["loss"] == pytest.approx(plain["loss"] + 0.5 * named["loss_naming"], rel=1e-5)
+    assert named["loss_lm"] == pytest.approx(plain["loss_lm"], rel=1e-6)
+
+
+def test_micro_batches_add_up_to_one_big_batch(tmp_path):
+    settings = {"selector": {"selection": "all"}, "naming_weight": 2.0}
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    assert_same_training(train(tmp_path, **settings), train(tmp_path, **settings, **split))
+
+
+@pytest.mark.parametrize("keep", [{}, {"selection": "random", "retention": 0.5}])
+def test_seconds_are_told_by_the_tokens_that_are_left(keep):
+    model = make_trainer("nowhere").model
+    rows = examples(5)[1:]
+    inputs = collate_with_words(rows)
+    labels, words = inputs.pop("labels"), inputs.pop("token_words")
+    inputs.pop("source_ids")
+    inputs = naming.with_features(model, {**inputs, **keep})
+    torch.manual_seed(0)
+    outputs = model(**inputs)
+    losses = naming.naming_losses(model, inputs, outputs, words)
+
+    embeddings = model.get_input_embeddings().weight
+    for row, (loss, word) in enumerate(zip(losses, words, strict=True)):
+        t, h, w, _ = word.labels.shape
+        columns = outputs.qtsplus.columns[row]
+        visual = (inputs["input_ids"][row] == model.config.video_token_id).nonzero()[:, 0].tolist()
+        states = outputs.hidden_states[-2][row]
+        parts = []
+        for place, column in enumerate(columns.tolist()):
+            if column in visual:
+                second = visual.index(column) // (h * w)
+                scores = embeddings[20:30] @ F.rms_norm(states[place], states[place].shape)
+                parts.append(-scores.log_softmax(0)[second])
+        assert len(parts) == len(outputs.qtsplus.kept_indices[row]) and (not keep or len(parts) < t * h * w)
+        shown = naming.naming_loss(inputs["video_features"][row], word, embeddings)
+        torch.testing.assert_close(loss, shown + naming.SECOND_WEIGHT * torch.stack(parts).mean())
+    assert labels.shape == inputs["input_ids"].shape
+
+
+def test_a_base_learns_with_gaps(tmp_path):
+    """In the steps that draw a fraction, a model that keeps everything keeps that fraction at random."""
+    selector = {"selection": "all"}
+    trainer = train(tmp_path, selector=selector, retention_range=[0.4, 0.5], retention_share=0.5, max_steps=8)
+    kept = [line["kept_fraction"] for line in steps(trainer)]
+    assert 1.0 in kept and all(share == 1.0 or 0.35 < share < 0.7 for share in kept) and min(kept) < 0.7
+
+
+def test_labels_of_another_grid_and_a_frozen_vision_tower_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path, naming_weight=1.0, freeze_vision_model=False)
+    trainer.data_collator = lambda rows: {
+        **collate_with_words(rows),
+        "token_words": [words_of((1, 1, 1)) if row.videos else None for row in rows],
+    }
+    with pytest.raises(ValueError, match=r"token_words name a grid of \(1, 1, 1\) tokens; the model has"):
+        trainer.train()
+    with pytest.raises(ValueError, match="naming_weight teaches the vision tower"):
+        make_trainer(tmp_path, naming_weight=1.0)
+
+
+def test_a_crowd_names_its_tokens_and_a_batch_of_it_trains(tmp_path):
+    path = build_dataset(tmp_path, "train", 2, seconds=(2,), multiple_choice=0, crowd=True, progress=False)
+    processor = load_processor("qtsplus-tiny", None, load_config("qtsplus-tiny", None))
+    records = read_records(path)[::8]
+    assert "token_words" not in VideoQADataset(records, processor)[0]
+    dataset = VideoQADataset(records, processor, name_tokens=True)
+    batch = VideoQACollator(processor)([dataset[index] for index in range(len(dataset))])
+    labels, words = batch.pop("labels"), batch.pop("token_words")
+    for name in ("source_ids", "skipped"):
+        batch.pop(name)
+    model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
+    inputs = naming.with_features(model, batch)
+    loss = naming.naming_losses(model, inputs, model(**inputs), words).sum()
+    loss.backward()
+    assert len(words) == len(labels) and all(word.labels.shape == (2, 6, 6, 3) for word in words)
+    assert model.model.visual.patch_embed.proj.weight.grad.abs().max() > 0
