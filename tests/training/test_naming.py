@@ -179,7 +179,7 @@ def test_labels_of_another_grid_and_a_frozen_vision_tower_are_refused(tmp_path):
     }
     with pytest.raises(ValueError, match=r"token_words name a grid of \(1, 1, 1\) tokens; the model has"):
         trainer.train()
-    with pytest.raises(ValueError, match="naming_weight teaches the vision tower"):
+    with pytest.raises(ValueError, match="naming_weight teaches the vision tower and the language model"):
         make_trainer(tmp_path, naming_weight=1.0)
 
 

@@ -103,7 +103,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     > Dense supervision of a small base
 
         naming_weight (`float`, defaults to 0): weight of the cross-entropy of what every visual token shows, for
-            records with `token_words`. Leave the vision tower trainable.
+            records with `token_words`, and of the second that it stands in.
 
     Raises:
         ValueError: arguments that exclude each other or are out of range.
@@ -160,8 +160,11 @@ class QTSplusTrainingArguments(TrainingArguments):
             )
         if self.relevance_weight and self.freeze_selector:
             raise ValueError("relevance_weight teaches the selector's scores: leave freeze_selector false.")
-        if self.naming_weight and self.freeze_vision_model:
-            raise ValueError("naming_weight teaches the vision tower: set freeze_vision_model to false.")
+        if self.naming_weight and self.freeze_vision_model and self.freeze_language_model:
+            raise ValueError(
+                "naming_weight teaches the vision tower and the language model: set freeze_vision_model or "
+                "freeze_language_model to false."
+            )
         if self.relevance_layers is not None and (
             not self.relevance_layers or len(set(self.relevance_layers)) < len(self.relevance_layers)
         ):

@@ -67,8 +67,10 @@ def _only_token(tokenizer: Any, text: str) -> int:
 def with_features(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """A model's inputs with the videos encoded, with gradients, and with the states of all layers asked for."""
     inputs = {**inputs, "output_hidden_states": True}
-    pixels = inputs.pop("pixel_values_videos")
-    return {**inputs, "video_features": model.model.encode(VIDEO, pixels, inputs["video_grid_thw"])}
+    if "video_features" not in inputs:
+        pixels = inputs.pop("pixel_values_videos")
+        inputs["video_features"] = model.model.encode(VIDEO, pixels, inputs["video_grid_thw"])
+    return inputs
 
 
 def naming_losses(
