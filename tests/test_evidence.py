@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtsplus.evidence import evidence_intervals, keep_maps, token_grids
+from qtsplus.evidence import STRONG, evidence_intervals, keep_maps, token_grids, token_maps
 
 MERGE = 2
 
@@ -16,8 +16,17 @@ def test_neighbouring_steps_form_one_interval():
     relevance = torch.zeros(16)
     relevance[kept] = torch.tensor([0.1, 0.3, 0.2, 0.4])
     first, second = evidence_intervals(kept, relevance, grid, [0.5], MERGE)
-    assert (first.start, first.end, second.start, second.end) == (0.0, 1.0, 1.5, 2.0)
-    assert [first.weight, second.weight] == pytest.approx([0.4, 0.6])
+    assert (first.start, first.end, second.start, second.end) == (1.5, 2.0, 0.0, 1.0)
+    assert [first.weight, second.weight] == pytest.approx([0.6, 0.4])
+    assert (first.box, second.box) == ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 1.0, 0.5))
+
+
+def test_what_was_kept_since_there_was_room_is_no_evidence():
+    relevance = torch.full((16,), 0.01)
+    relevance[[5, 9]] = torch.tensor([0.4, 0.1])  # a quarter of the highest is enough
+    (interval,) = evidence_intervals(torch.arange(16), relevance, torch.tensor([[4, 4, 4]]), [1.0], MERGE)
+    assert (interval.start, interval.end, interval.box) == (1.0, 3.0, (0.5, 0.0, 1.0, 0.5))
+    assert interval.weight == pytest.approx(0.56 / relevance.sum().item())
 
 
 def test_tokens_weigh_the_same_where_the_selection_did_not_look():
@@ -66,17 +75,26 @@ def samples(draw):
 
 
 @given(samples())
-def test_intervals_cover_exactly_the_steps_with_kept_tokens(sample):
+def test_intervals_cover_exactly_the_steps_with_strong_tokens(sample):
     kept_indices, relevance, grid_thw, seconds = sample
     intervals = evidence_intervals(kept_indices, relevance, grid_thw, seconds, MERGE)
-    assert sum(interval.weight for interval in intervals) == pytest.approx(1)
+    weights = [interval.weight for interval in intervals]
+    assert 0 < sum(weights) < 1 + 1e-6 and weights == sorted(weights, reverse=True)
 
     maps = keep_maps(kept_indices, grid_thw, MERGE)
     assert [tuple(kept.shape) for kept in maps] == token_grids(grid_thw, MERGE)
     assert torch.equal(torch.cat([kept.flatten() for kept in maps]).nonzero()[:, 0], kept_indices)
-    for video, kept in enumerate(maps):
-        own = [interval for interval in intervals if interval.video == video]
+    highest = relevance[kept_indices].max()
+    strong = (relevance >= STRONG * highest) & (relevance > 0) if highest > 0 else torch.ones_like(relevance).bool()
+    for video, (kept, is_strong) in enumerate(zip(maps, token_maps(strong, token_grids(grid_thw, MERGE)), strict=True)):
+        own = sorted((interval for interval in intervals if interval.video == video), key=lambda one: one.start)
         middles = [(step + 0.5) * seconds[video] for step in range(len(kept))]
         covered = [any(i.start < middle < i.end for i in own) for middle in middles]
-        assert covered == kept.any(2).any(1).tolist()
+        assert covered == (kept & is_strong).any(2).any(1).tolist()
         assert all(a.end < b.start for a, b in zip(own, own[1:], strict=False)), "neighbours were not merged"
+        _, height, width = kept.shape
+        for interval in own:
+            first, last = (round(second / seconds[video]) for second in (interval.start, interval.end))
+            cells = ((kept & is_strong)[first:last].any(0).nonzero() + 0.5) / torch.tensor([height, width])
+            left, top, right, bottom = interval.box
+            assert (cells > torch.tensor([top, left])).all() and (cells < torch.tensor([bottom, right])).all()

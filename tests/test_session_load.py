@@ -105,7 +105,7 @@ def test_a_model_that_computed_no_relevance(loaded, tiny_mp4, monkeypatch, relev
 
     monkeypatch.setattr(model, "generate", without_relevance)
     answer = session.ask(model, processor, tiny_mp4, "What moves?", max_new_tokens=2)
-    assert answer.evidence and sum(interval.weight for interval in answer.evidence) == pytest.approx(1)
+    assert 0 < sum(interval.weight for interval in answer.evidence) < 1 + 1e-6
 
 
 def test_a_selection_is_of_one_call(loaded, tiny_mp4):

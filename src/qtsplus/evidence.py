@@ -5,21 +5,27 @@ from dataclasses import dataclass
 
 import torch
 
+# Of the highest relevance, what a kept token needs to count as evidence. The others are kept too, since the budget has
+# room for them.
+STRONG = 0.25
+
 
 @dataclass(frozen=True)
 class Interval:
-    """A stretch of a video that kept tokens came from.
+    """A stretch of a video that shows what the question asks for, as far as the selection can tell.
 
     Args:
         start, end: seconds from the video's beginning.
-        weight: share of the sample's kept relevance that lies in it; the weights of one sample sum to 1.
+        weight: share of the sample's kept relevance that lies in it.
         video: which of the sample's videos, in prompt order.
+        box: (left, top, right, bottom) of the region in the frame, as fractions of its width and height.
     """
 
     start: float
     end: float
     weight: float
     video: int = 0
+    box: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
 
 
 def token_grids(video_grid_thw: torch.Tensor, merge_size: int) -> list[tuple[int, int, int]]:
@@ -76,17 +82,18 @@ def evidence_intervals(
     merge_size: int,
 ) -> list[Interval]:
     """
-    The stretches of the videos that kept tokens came from; neighbouring grid steps form one stretch.
+    The stretches of the videos that hold strong tokens: kept ones with a quarter of the highest relevance at least.
+    Neighbouring grid steps form one stretch.
 
     Args:
         kept_indices: `[n]`, indices among the sample's video tokens.
-        relevance: `[M]`; `None` or empty where the selection did not look (every kept token then weighs the same).
+        relevance: `[M]`; `None` or empty where the selection did not look (every kept token is then as strong).
         video_grid_thw: `[N, 3]`, patches before the spatial merge, of the sample's videos.
         second_per_grid_ts: seconds that one grid step of each video lasts.
         merge_size: patches merged into one token, per side.
 
     Returns:
-        intervals in order of video and time; none if nothing was kept.
+        intervals, the one with the most relevance first; none if nothing was kept.
 
     Raises:
         ValueError: an index beyond the last token, or grids that do not fit the relevance.
@@ -101,17 +108,34 @@ def evidence_intervals(
         weights[kept_indices] = relevance.detach().cpu().double()[kept_indices]
     if weights.sum() == 0:
         weights[kept_indices] = 1.0
-    kept_weight = weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+    if len(kept_indices) == 0:
+        return []
+    weights = weights / weights.sum()
+    strong = (weights > 0) & (weights >= STRONG * weights.max())
 
     intervals = []
-    kept_maps = keep_maps(kept_indices, video_grid_thw, merge_size)
-    for video, (kept, weight) in enumerate(zip(kept_maps, token_maps(weights / kept_weight, grids), strict=True)):
+    for video, (is_strong, weight) in enumerate(
+        zip(token_maps(strong, grids), token_maps(weights, grids), strict=True)
+    ):
         seconds = float(second_per_grid_ts[video])
-        step_weights = weight.sum((1, 2)).tolist()
-        for first, last in _runs(kept.any(2).any(1).tolist()):
-            share = sum(step_weights[first : last + 1])
-            intervals.append(Interval(first * seconds, (last + 1) * seconds, share, video))
-    return intervals
+        for first, last in _runs(is_strong.any(2).any(1).tolist()):
+            steps = slice(first, last + 1)
+            share = float(weight[steps].sum())
+            box = _bounding_box(is_strong[steps].any(0))
+            intervals.append(Interval(first * seconds, (last + 1) * seconds, share, video, box))
+    return sorted(intervals, key=lambda interval: -interval.weight)
+
+
+def _bounding_box(cells: torch.Tensor) -> tuple[float, float, float, float]:
+    """(left, top, right, bottom) of the true cells `[H, W]`, as fractions of the whole."""
+    rows, columns = cells.any(1).nonzero()[:, 0], cells.any(0).nonzero()[:, 0]
+    height, width = cells.shape
+    return (
+        int(columns[0]) / width,
+        int(rows[0]) / height,
+        (int(columns[-1]) + 1) / width,
+        (int(rows[-1]) + 1) / height,
+    )
 
 
 def _runs(flags: list[bool]) -> list[tuple[int, int]]:

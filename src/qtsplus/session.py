@@ -4,7 +4,7 @@ import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,7 +58,7 @@ class Answer:
         visual_tokens: M, the video's tokens before the selection.
         kept_tokens: n, those that the language model read.
         rho: the fraction that the selection aimed at.
-        evidence: stretches of the video that the kept tokens came from.
+        evidence: stretches of the video that show what was asked for, see [`Interval`]; the surest first.
         timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
             `first_token` and `generate` both count from the call of `generate`.
         keep_map: bool `[T, H, W]`, the kept tokens in the video's grid of tokens.
@@ -294,7 +294,7 @@ def ask(
         kept_tokens=len(kept_indices),
         rho=float(output.qtsplus.rho[0]),
         # The last grid step is padded where the frames are odd in number.
-        evidence=[Interval(i.start, min(i.end, seconds_of_video), i.weight) for i in intervals],
+        evidence=[replace(interval, end=min(interval.end, seconds_of_video)) for interval in intervals],
         timings=timings,
         keep_map=keep_map,
         warnings=video.warnings,

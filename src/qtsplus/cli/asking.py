@@ -169,6 +169,16 @@ def _print_summary(summary: dict[str, Any]) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
+def _place(box: tuple[float, float, float, float]) -> str:
+    """A region of the frame in words."""
+    left, top, right, bottom = box
+    if (right - left) * (bottom - top) > 0.5:
+        return "all over the frame"
+    row = ("top", "middle", "bottom")[min(int((top + bottom) / 2 * 3), 2)]
+    column = ("left", "centre", "right")[min(int((left + right) / 2 * 3), 2)]
+    return f"{row} {column}" if (row, column) != ("middle", "centre") else "centre"
+
+
 def _print_answer(answer: "Answer") -> None:
     console.print(answer.answer or "(an empty answer)", style="bold", markup=False, highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -176,7 +186,8 @@ def _print_answer(answer: "Answer") -> None:
     table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
     table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at")
     for number, interval in enumerate(answer.evidence):
-        span = f"{interval.start:.1f} to {interval.end:.1f} s  ({interval.weight:.0%} of the relevance)"
+        span = f"{interval.start:.1f} to {interval.end:.1f} s, {_place(interval.box)}"
+        span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
     stages = [stage for stage in ("load", "encode", "first_token", "generate") if stage in answer.timings]
     timings = ", ".join(f"{stage.replace('_', ' ')} {answer.timings[stage]:.2f} s" for stage in stages)
