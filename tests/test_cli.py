@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from qtsplus import session
 from qtsplus.cli import app
+from qtsplus.demo import run_demo
 
 QUESTION = "What moves?"
 
@@ -235,12 +237,20 @@ def test_help_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_demo_draws_the_kept_tokens(tmp_path):
+def test_the_demo_answers_two_questions_rightly_from_different_tokens(tmp_path):
+    answers = run_demo(tmp_path, lambda line: None)
+    assert [answer.answer for _, answer in answers] == [question.answer for question, _ in answers]
+    one, other = (answer.keep_map for _, answer in answers)
+    assert (one & other).sum() < 0.5 * one.sum()
+    with Image.open(tmp_path / "kept_tokens.png") as picture:
+        assert picture.width > 400
+
+
+def test_the_demo_prints_what_is_true_beside_what_was_answered(tmp_path):
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo")])
     assert result.exit_code == 0, result.output
-    assert "(In truth: red)\nred\n" in result.stdout
-    with Image.open(tmp_path / "demo" / "kept_tokens.png") as picture:
-        assert picture.width > 400
+    told = re.findall(r"\(In truth: (\w+)\)\n(\w+)\n", result.stdout)
+    assert len(told) == 2 and all(truth == answer for truth, answer in told)
 
 
 def test_eval_counts_matching_answers_from_real_videos(tmp_path):

@@ -5,17 +5,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 from filelock import FileLock
 
 from . import session
 from .data.clip import write_mp4
-from .data.tinyworld import FPS, Question, questions, render, split_world
+from .data.tinyworld import FPS, Question, ask_world, draw_world, split_world
 from .hub.files import hub_configs
 from .hub.publish import assemble, code_files, load_variant
 
 TINY = "qtsplus-tiny"
-_WORLD = 0  # of the test split, which training never sees
+_WORLD = 2  # of the test split, which training never sees
 
 
 def cached_tiny() -> Path:
@@ -52,51 +51,45 @@ def publish_tiny(folder: Path) -> Path:
     return assemble(built.model, built.processor, folder, variant=TINY, random_seed=built.random_seed)
 
 
-def run_demo(out: Path, say: Callable[[str], None]) -> tuple[session.Answer, Question]:
+def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, session.Answer]]:
     """
-    Renders a clip, publishes the tiny model, loads it back as remote code, asks, and draws what was kept.
+    Renders a clip, publishes the tiny model, loads it back as remote code, asks two questions, and draws what they kept.
 
     Args:
         out: folder for `clip.mp4`, `qtsplus-tiny/` and `kept_tokens.png`.
         say: takes one line per step.
 
     Returns:
-        what the model answered, and the question with the true answer.
+        both questions, with the true answers, and what the model answered.
     """
     # Matplotlib wants a folder in the user's home; who only asks the tiny model does without.
     from .picture import draw_kept_tokens, frames_from_patches
 
     out.mkdir(parents=True, exist_ok=True)
     video = out / "clip.mp4"
-    world = split_world("test", _WORLD, seconds=(8,), max_objects=4)
-    write_mp4(video, render(world), FPS)
-    possible = questions(world, np.random.default_rng(0), multiple_choice=0.0)
-    asked = next(question for question in possible if question.kind == "attribute")
+    world = split_world("test", _WORLD, seconds=(8,), crowd=True)
+    write_mp4(video, draw_world(world), FPS)
+    asked = [question for question in ask_world(world, multiple_choice=0.0) if question.kind == "attribute"][:2]
     say(f"Rendered {video}, an {world.seconds} s H.264 clip that the model has never seen.")
     folder = publish_tiny(out / TINY)
     say(f"Published {TINY} to {folder}.")
 
     model, processor = session.load(folder)
     say(f"Loaded it back as remote code: {type(model).__name__} from {type(model).__module__.split('.')[0]}.")
-    answer = session.ask(model, processor, video, asked.question, max_new_tokens=16)
+    encoded = session.encode(model, processor, video)
+    answers = [session.ask(model, processor, encoded, question.question, max_new_tokens=16) for question in asked]
 
-    video_processor = processor.video_processor
     seen = processor(videos=str(video), return_tensors="pt")
-    frames = frames_from_patches(
-        seen["pixel_values_videos"],
-        seen["video_grid_thw"][0].tolist(),
-        patch_size=video_processor.patch_size,
-        temporal_patch_size=video_processor.temporal_patch_size,
-        merge_size=video_processor.merge_size,
-        image_mean=video_processor.image_mean,
-        image_std=video_processor.image_std,
-    )
-    picture = draw_kept_tokens(
-        frames,
-        answer.keep_map,
-        float(seen["second_per_grid_ts"][0]),
-        out / "kept_tokens.png",
-        title=f"“{asked.question}” {answer.answer}: {answer.kept_tokens} of {answer.visual_tokens} visual tokens kept",
-    )
+    names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+    sizes = {name: getattr(processor.video_processor, name) for name in names}
+    frames = frames_from_patches(seen["pixel_values_videos"], seen["video_grid_thw"][0].tolist(), **sizes)
+    kept = [
+        (
+            f"“{question.question}” {answer.answer}: {answer.kept_tokens} of {answer.visual_tokens} visual tokens kept",
+            answer.keep_map,
+        )
+        for question, answer in zip(asked, answers, strict=True)
+    ]
+    picture = draw_kept_tokens(frames, kept, float(seen["second_per_grid_ts"][0]), out / "kept_tokens.png")
     say(f"Drew the kept tokens to {picture}.")
-    return answer, asked
+    return list(zip(asked, answers, strict=True))

@@ -49,19 +49,18 @@ def frames_from_patches(
 
 def draw_kept_tokens(
     frames: np.ndarray,
-    keep_map: torch.Tensor,
+    kept: Sequence[tuple[str, torch.Tensor]],
     seconds_per_step: float,
     path: str | Path,
     *,
-    title: str,
-    max_frames: int = 12,
+    max_frames: int = 8,
 ) -> Path:
     """
-    Saves a picture of the frames in which only the kept tokens are lit, above the count of kept tokens over time.
+    Saves a picture with a row of frames for every answer, in which only the tokens that it kept are lit.
 
     Args:
         frames: `[T, H', W', 3]` uint8, one frame per grid step.
-        keep_map: bool `[T, H, W]`, in tokens; H' and W' are multiples of H and W.
+        kept: per answer a title and the keep map, bool `[T, H, W]`, in tokens; H' and W' are multiples of H and W.
         seconds_per_step: what one grid step lasts.
         path: where the PNG goes.
         max_frames: most frames to show, spread evenly over the video.
@@ -71,27 +70,17 @@ def draw_kept_tokens(
     """
     steps = len(frames)
     shown = np.unique(np.linspace(0, steps - 1, min(steps, max_frames)).round().astype(int))
-    columns = -(-len(shown) // -(-len(shown) // 6))  # equally long rows of at most 6
-    rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(2 * columns, 2.2 * rows + 1.9), layout="constrained")
+    figure = Figure(figsize=(1.5 * len(shown), 2.0 * len(kept)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title)
-    grid = figure.add_gridspec(rows + 1, columns, height_ratios=[2.0] * rows + [1.1])
-    for place, step in enumerate(shown):
-        axes = figure.add_subplot(grid[place // columns, place % columns])
-        axes.imshow(_lit(frames[step], keep_map[step].numpy()))
-        axes.set_title(f"{step * seconds_per_step:.1f} s", fontsize=9)
-        axes.axis("off")
-    axes = figure.add_subplot(grid[rows, :])
-    counts = keep_map.sum((1, 2)).numpy()
-    axes.bar(np.arange(steps) * seconds_per_step, counts, width=seconds_per_step * 0.9, align="edge", color="#d9822b")
-    axes.set_xlim(0, steps * seconds_per_step)
-    axes.set_ylim(0, keep_map[0].numel())
-    axes.set_xlabel("seconds")
-    axes.set_ylabel(f"kept of {keep_map[0].numel()}")
+    for row, (title, keep_map) in zip(figure.subfigures(len(kept), squeeze=False)[:, 0], kept, strict=True):
+        row.suptitle(title, fontsize=10)
+        for axes, step in zip(row.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+            axes.imshow(_lit(frames[step], keep_map[step].numpy()))
+            axes.set_title(f"{step * seconds_per_step:.0f} s", fontsize=8)
+            axes.axis("off")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
     return path
 
 

@@ -114,13 +114,14 @@ def evaluate(
 def demo(
     out: Annotated[Path, typer.Option(help="The folder for the clip, the model and the picture.")] = Path("demo"),
 ) -> None:
-    """Ask the bundled tiny model about a rendered clip, and draw the tokens that it kept."""
+    """Ask the bundled tiny model two questions about a rendered clip, and draw the tokens that it kept for each."""
     with one_line_errors():
         from ..demo import run_demo
 
-        answer, asked = run_demo(out, lambda line: console.print(line, soft_wrap=True, highlight=False))
-    console.print(f"\nQuestion: {asked.question} (In truth: {asked.answer})", highlight=False)
-    _print_answer(answer)
+        answers = run_demo(out, lambda line: console.print(line, soft_wrap=True, highlight=False))
+    for question, answer in answers:
+        console.print(f"\nQuestion: {question.question} (In truth: {question.answer})", highlight=False)
+        _print_answer(answer)
 
 
 def _check_question(video: str, question: str, fps: float | None) -> None:
