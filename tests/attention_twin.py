@@ -3,8 +3,11 @@
 import torch
 
 
-def twin_targets(model, inputs, labels, layers=None) -> list[torch.Tensor]:
-    """As `answer_attention`, from `output_attentions=True`; a row of `labels` supervises one answer."""
+def twin_targets(model, inputs, labels, layers=None, query_mask=None) -> list[torch.Tensor]:
+    """
+    As `answer_attention`, from `output_attentions=True`; a row of `labels` supervises one answer. With a `query_mask`
+    `[B, S]` the question looks, not the answer.
+    """
     language_model = model.model.language_model
     own = language_model.config._attn_implementation
     language_model.set_attn_implementation("eager")
@@ -18,18 +21,20 @@ def twin_targets(model, inputs, labels, layers=None) -> list[torch.Tensor]:
     columns = output.qtsplus.columns
     ids = inputs["input_ids"].gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
     answers = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100) != -100
+    looking = answers.roll(-1, 1)
+    if query_mask is not None:
+        looking = query_mask.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0) == 1
     targets = []
-    for b, (row, answer) in enumerate(zip(ids, answers, strict=True)):
+    for b, (row, answer, look) in enumerate(zip(ids, answers, looking, strict=True)):
         is_visual = row == model.config.video_token_id
         places, num_tokens = is_visual.nonzero()[:, 0], int(output.qtsplus.num_tokens[b])
         if len(places) > num_tokens:  # LLaVA ends every line of tokens with a newline
             line = num_tokens // (len(places) - num_tokens)
             is_visual[places[line :: line + 1]] = False
         assert int(is_visual.sum()) == num_tokens
-        predicting = answer.nonzero()[:, 0] - 1
-        if not len(predicting) or not is_visual.any():
+        if not answer.any() or not is_visual.any():
             targets.append(torch.zeros(0))
             continue
-        attention = sum(layer[b][predicting].mean(0)[is_visual] for layer in attentions)
+        attention = sum(layer[b][look].mean(0)[is_visual] for layer in attentions)
         targets.append(attention / attention.sum())
     return targets

@@ -10,6 +10,7 @@ from ..settings import check_types, show
 from .schedules import Schedule
 
 SFT_LOSSES = ("token_mean", "sum_of_sources")
+RELEVANCE_FROM = ("answer", "question")
 # What Transformers takes without a word, or with an error from deep inside a run.
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
@@ -93,10 +94,13 @@ class QTSplusTrainingArguments(TrainingArguments):
     > Distillation from a teacher's attention
 
         relevance_weight (`float`, defaults to 0): weight of the divergence between the selector's scores and what the
-            model itself, with all visual tokens, attends to while it answers. The scores then need no gradient of the
-            gate: set `gate` of `qtsplus_config` to `"detached"`.
+            teacher (the model itself, if the recipe names no `relevance_teacher`), with all visual tokens, attends to
+            while it answers. The scores then need no gradient of the gate: set `gate` of `qtsplus_config` to
+            `"detached"`.
         relevance_layers (`list[int]`, *optional*): the layers of the language model whose attention is summed, counted
             from 0; all if absent.
+        relevance_from (`str`, defaults to `"answer"`): `"answer"` takes the attention at the positions that predict the
+            answer, `"question"` at those of the last question.
 
     Raises:
         ValueError: arguments that exclude each other or are out of range.
@@ -122,14 +126,16 @@ class QTSplusTrainingArguments(TrainingArguments):
     distillation_temperature: float = field(default=1.0)
     relevance_weight: float = field(default=0.0)
     relevance_layers: list[int] | None = field(default=None)
+    relevance_from: str = field(default="answer", metadata={"choices": RELEVANCE_FROM})
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_ranges()
-        if self.sft_loss not in SFT_LOSSES:
-            raise ValueError(f"sft_loss={self.sft_loss!r}: expected one of {SFT_LOSSES}.")
+        for name, known in (("sft_loss", SFT_LOSSES), ("relevance_from", RELEVANCE_FROM)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}.")
         if self.distillation_weight < 0 or self.distillation_temperature <= 0:
             raise ValueError(
                 f"distillation_weight={self.distillation_weight}, distillation_temperature="
@@ -186,4 +192,4 @@ def _schedule(name: str, arguments: Any) -> Schedule:
         raise ValueError(f"schedules.{name}: {error}") from error
 
 
-__all__ = ["SFT_LOSSES", "QTSplusTrainingArguments"]
+__all__ = ["RELEVANCE_FROM", "SFT_LOSSES", "QTSplusTrainingArguments"]
