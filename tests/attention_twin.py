@@ -3,10 +3,10 @@
 import torch
 
 
-def twin_targets(model, inputs, labels, layers=None, query_mask=None) -> list[torch.Tensor]:
+def twin_targets(model, inputs, labels, layers=None, query_mask=None, heads=None) -> list[torch.Tensor]:
     """
     As `answer_attention`, from `output_attentions=True`; a row of `labels` supervises one answer. With a `query_mask`
-    `[B, S]` the question looks, not the answer.
+    `[B, S]` the question looks, not the answer. With `heads`, pairs of a layer and a head, nobody else does.
     """
     language_model = model.model.language_model
     own = language_model.config._attn_implementation
@@ -18,6 +18,8 @@ def twin_targets(model, inputs, labels, layers=None, query_mask=None) -> list[to
     recorded = [weights for weights in output.attentions if weights is not None]
     by_layer = dict(zip(with_attention, recorded, strict=True))
     attentions = [by_layer[layer].mean(1) for layer in layers or with_attention]
+    if heads is not None:
+        attentions = [by_layer[layer][:, head] for layer, head in heads]
     columns = output.qtsplus.columns
     ids = inputs["input_ids"].gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
     answers = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100) != -100

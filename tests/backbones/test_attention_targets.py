@@ -21,7 +21,7 @@ def test_targets_equal_eager_attention(model, prepare, which, positions):
     inputs = prepare("video", "two videos", "text", "earlier turns")
     labels = last_words(inputs, 4)
     before = [model.model.language_model.layers[index].self_attn.config for index in with_attention]
-    targets = answer_attention(model, inputs, labels, AttentionChoice(layers, positions))
+    targets = answer_attention(model, inputs, labels, AttentionChoice(layers, positions=positions))
     after = [model.model.language_model.layers[index].self_attn.config for index in with_attention]
     assert after == before
     query_mask = inputs["query_mask"] if positions == "question" else None

@@ -99,6 +99,8 @@ class QTSplusTrainingArguments(TrainingArguments):
             `"detached"`.
         relevance_layers (`list[int]`, *optional*): the layers of the language model whose attention is summed, counted
             from 0; all if absent.
+        relevance_heads (`list[tuple[int, int]]`, *optional*): (layer, head) pairs in the place of whole layers;
+            `qtsplus calibrate` finds those that look at what an answer rests on.
         relevance_from (`str`, defaults to `"answer"`): `"answer"` takes the attention at the positions that predict the
             answer, `"question"` at those of the last question.
 
@@ -126,6 +128,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     distillation_temperature: float = field(default=1.0)
     relevance_weight: float = field(default=0.0)
     relevance_layers: list[int] | None = field(default=None)
+    relevance_heads: list[tuple[int, int]] | None = field(default=None)
     relevance_from: str = field(default="answer", metadata={"choices": RELEVANCE_FROM})
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
@@ -156,13 +159,19 @@ class QTSplusTrainingArguments(TrainingArguments):
                 "lora_rank trains adapters on a frozen language model, and the selector: leave "
                 "freeze_language_model and freeze_vision_model true and freeze_selector false."
             )
+        self._check_relevance()
+        self.parsed_schedules()
+
+    def _check_relevance(self) -> None:
         if self.relevance_weight and self.freeze_selector:
             raise ValueError("relevance_weight teaches the selector's scores: leave freeze_selector false.")
-        if self.relevance_layers is not None and (
-            not self.relevance_layers or len(set(self.relevance_layers)) < len(self.relevance_layers)
-        ):
-            raise ValueError(f"relevance_layers={self.relevance_layers}: expected different layers, at least one.")
-        self.parsed_schedules()
+        layers, heads = self.relevance_layers, self.relevance_heads
+        if layers is not None and heads is not None:
+            raise ValueError("relevance_layers and relevance_heads exclude each other: leave one of them out.")
+        if layers is not None and (not layers or len(set(layers)) < len(layers)):
+            raise ValueError(f"relevance_layers={layers}: expected different layers, at least one.")
+        if heads is not None and (not heads or len(set(map(tuple, heads))) < len(heads)):
+            raise ValueError(f"relevance_heads={heads}: expected different (layer, head) pairs, at least one.")
 
     def parsed_schedules(self) -> dict[str, Schedule]:
         """`schedules`, checked, by the name of the field that each one moves."""

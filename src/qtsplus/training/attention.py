@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,28 @@ class AttentionChoice:
     Which attention of a language model is a target.
 
     Args:
-        layers: whose attention is summed, counted from 0; all if `None`.
+        layers: whose attention is summed over all heads, counted from 0; all if `None`.
+        heads: (layer, head) pairs, in the place of whole layers.
         positions: `"answer"` looks from the positions that predict the answer, `"question"` from the question's own.
     """
 
     layers: tuple[int, ...] | None = None
+    heads: tuple[tuple[int, int], ...] | None = None
     positions: str = "answer"
 
     @classmethod
     def of(cls, args: QTSplusTrainingArguments) -> "AttentionChoice":
         """As a recipe has it."""
-        layers = args.relevance_layers
-        return cls(None if layers is None else tuple(layers), args.relevance_from)
+        layers, heads = args.relevance_layers, args.relevance_heads
+        return cls(
+            None if layers is None else tuple(layers),
+            None if heads is None else tuple((layer, head) for layer, head in heads),
+            args.relevance_from,
+        )
+
+    def of_layer(self, layer: int) -> list[int] | None:
+        """The heads of a chosen layer that count; `None` for all of them."""
+        return None if self.heads is None else [head for place, head in self.heads if place == layer]
 
 
 EVERY_LAYER = AttentionChoice()
@@ -65,7 +76,7 @@ def answer_attention(
     """
     How the model with all visual tokens shares its attention out among them while it answers.
 
-    The mean over heads and positions, summed over the layers, of the softmax over all that a position sees; of it the
+    The mean over positions, summed over heads and layers, of the softmax over all that a position sees; of it the
     visual tokens' part, which is made to sum to 1. A row with earlier turns counts its last answer and question alone.
 
     Args:
@@ -248,26 +259,41 @@ class _Row:
         places: `[n]`, the tokens that are looked from.
         visual: `[M]`.
         columns: `[S_b]`, where the language model has the row's real tokens.
-        attention: `[M]`, summed over the layers so far.
+        attention: `[M]`, summed over heads and layers so far.
+        by_head: per layer `[heads, M]`, where that is asked for.
     """
 
     places: torch.Tensor
     visual: torch.Tensor
     columns: torch.Tensor | None = None
     attention: torch.Tensor | None = None
+    by_head: dict[int, torch.Tensor] | None = None
 
     @property
     def taught(self) -> bool:
         return len(self.places) > 0 and len(self.visual) > 0
 
-    def note(self, queries: torch.Tensor, keys: torch.Tensor, scaling: float, window: int | None) -> None:
+    def note(
+        self,
+        layer: int,
+        heads: list[int] | None,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> None:
         """Adds a layer: queries `[heads, S, head_dim]` and keys `[kv_heads, S, head_dim]` of the language model."""
         assert self.columns is not None
         # Layers may lie on several devices.
         columns, places, visual = (part.to(keys.device) for part in (self.columns, self.places, self.visual))
-        attention = attention_to_tokens(queries[:, columns[places]], keys[:, columns], places, visual, scaling, window)
-        attention = attention.to(self.visual.device)
-        self.attention = attention if self.attention is None else self.attention + attention
+        if heads is not None:
+            share = len(queries) // len(keys)
+            queries, keys = queries[heads], keys[[head // share for head in heads]]
+        found = attention_to_tokens(queries[:, columns[places]], keys[:, columns], places, visual, scaling, window)
+        found = found.to(self.visual.device)
+        self.attention = found.sum(0) if self.attention is None else self.attention + found.sum(0)
+        if self.by_head is not None:
+            self.by_head[layer] = found
 
     def target(self) -> torch.Tensor:
         if self.attention is None:
@@ -284,7 +310,7 @@ def attention_to_tokens(
     window: int | None = None,
 ) -> torch.Tensor:
     """
-    Causal attention from some places of a sequence to some of its tokens: the mean over heads and places, `[M]`.
+    Causal attention from some places of a sequence to some of its tokens, `[heads, M]`: the mean over the places.
 
     Args:
         queries: `[heads, n, head_dim]`, those of `places` alone.
@@ -299,28 +325,36 @@ def attention_to_tokens(
     grouped = queries.to(precise).unflatten(0, (kv_heads, -1)) * scaling
     keys = keys.to(precise).transpose(1, 2)[:, None]
     order = torch.arange(length, device=keys.device)
-    total = torch.zeros(len(tokens), dtype=precise, device=keys.device)
+    total = torch.zeros(heads, len(tokens), dtype=precise, device=keys.device)
     with torch.autocast(keys.device.type, enabled=False):
         for block in torch.arange(count, device=keys.device).split(max(1, 2**24 // (heads * length))):
             distance = places[block, None] - order
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
             scores = (grouped[:, :, block] @ keys).masked_fill(hidden, -torch.inf)
-            total += scores.softmax(-1)[..., tokens].sum((0, 1, 2))
-    return total / (heads * count)
+            total += scores.softmax(-1)[..., tokens].sum(2).flatten(0, 1)
+    return total / count
 
 
-def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER) -> list[Any]:
+def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER) -> dict[int, Any]:
     """
-    The attention of the chosen layers of a language model, or of all that have one (others are recurrent).
+    By layer the attention of the chosen layers of a language model, or of all that have one (others are recurrent).
 
     Raises:
-        ValueError: a layer that is not there, or has no attention.
+        ValueError: a layer that is not there or has no attention, or a head that is not there.
     """
     found = {index: layer.self_attn for index, layer in enumerate(language_model.layers) if hasattr(layer, "self_attn")}
     unknown = [layer for layer in choice.layers or () if layer not in found]
     if unknown:
         raise ValueError(f"relevance_layers has {unknown}: expected layers with attention, of {list(found)}.")
-    return list(found.values()) if choice.layers is None else [found[layer] for layer in choice.layers]
+    for layer, head in choice.heads or ():
+        if layer not in found or not 0 <= head < found[layer].config.num_attention_heads:
+            heads = language_model.config.num_attention_heads
+            raise ValueError(
+                f"relevance_heads has [{layer}, {head}]: expected pairs of a layer with attention, of {list(found)}, "
+                f"and of a head from 0 to {heads - 1}."
+            )
+    chosen = choice.layers if choice.heads is None else sorted({layer for layer, _ in choice.heads})
+    return found if chosen is None else {layer: found[layer] for layer in chosen}
 
 
 def _places(base: Any, inputs: Mapping[str, Any], mask: torch.Tensor, labels: torch.Tensor, positions: str) -> list:
@@ -339,19 +373,31 @@ def _places(base: Any, inputs: Mapping[str, Any], mask: torch.Tensor, labels: to
 
 @contextmanager
 def noting_attention(
-    model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, choice: AttentionChoice = EVERY_LAYER
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    labels: torch.Tensor,
+    choice: AttentionChoice = EVERY_LAYER,
+    by_head: bool = False,
 ) -> Iterator[list[_Row]]:
-    """While it lasts, a pass over these inputs with all tokens notes in the rows what [`answer_attention`] needs."""
+    """
+    While it lasts, a pass over these inputs with all tokens notes in the rows what [`answer_attention`] needs.
+
+    Args:
+        by_head: keep the attention of every chosen head apart too, as the rows' `by_head`.
+    """
     base = base_model(model)
     ids = inputs["input_ids"]
     mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
     visual, _ = take_inputs(dict(inputs))
     candidates = base.model.candidates(ids, mask, visual)
     places = _places(base, inputs, mask.bool(), labels, choice.positions)
-    rows = [_Row(seen_from, tokens) for seen_from, tokens in zip(places, candidates, strict=True)]
+    rows = [
+        _Row(seen_from, tokens, by_head={} if by_head else None)
+        for seen_from, tokens in zip(places, candidates, strict=True)
+    ]
     language_model = base.model.language_model
     modules = attention_modules(language_model, choice)
-    configs = [module.config for module in modules]
+    configs = {layer: module.config for layer, module in modules.items()}
 
     def find_columns(module, args, kwargs):
         mask, embeds = kwargs["attention_mask"], kwargs["inputs_embeds"]
@@ -361,26 +407,26 @@ def noting_attention(
 
     hook = language_model.register_forward_pre_hook(find_columns, with_kwargs=True)
     try:
-        for module, config in zip(modules, configs, strict=True):
+        for layer, module in modules.items():
             # A copy, since all layers share one; the mask is still made for the model's own attention function.
-            module.config = copy.copy(config)
+            module.config = copy.copy(configs[layer])
             module.config._attn_implementation = NOTED_ATTENTION
-            module.config.noted_rows = rows
-            module.config.own_attention = config._attn_implementation
+            module.config.noted = [partial(row.note, layer, choice.of_layer(layer)) for row in rows if row.taught]
+            module.config.noted_rows = [index for index, row in enumerate(rows) if row.taught]
+            module.config.own_attention = configs[layer]._attn_implementation
         yield rows
     finally:
         hook.remove()
-        for module, config in zip(modules, configs, strict=True):
-            module.config = config
+        for layer, module in modules.items():
+            module.config = configs[layer]
 
 
 def noted_attention_forward(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The model's own attention function, after the rows have noted what they need; see [`answer_attention`]."""
-    for row, queries, keys in zip(module.config.noted_rows, query, key, strict=True):
-        if row.taught:
-            row.note(queries, keys, kwargs["scaling"], kwargs.get("sliding_window"))
+    for note, row in zip(module.config.noted, module.config.noted_rows, strict=True):
+        note(query[row], key[row], kwargs["scaling"], kwargs.get("sliding_window"))
     own = module.config.own_attention
     # Every model file has an "eager" of its own; the others compute the same from the same mask.
     function = ALL_ATTENTION_FUNCTIONS["sdpa" if own == "eager" else own]
