@@ -3,8 +3,11 @@
 import torch
 
 
-def twin_targets(model, inputs, labels, layers=None) -> list[torch.Tensor]:
-    """As `answer_attention`, from `output_attentions=True`; a row of `labels` supervises one answer."""
+def twin_targets(model, inputs, labels, layers=None, query_mask=None, heads=None) -> list[torch.Tensor]:
+    """
+    As `answer_attention`, from `output_attentions=True`; a row of `labels` supervises one answer. With a `query_mask`
+    `[B, S]` the question looks, not the answer. With `heads`, pairs of a layer and a head, nobody else does.
+    """
     language_model = model.model.language_model
     own = language_model.config._attn_implementation
     language_model.set_attn_implementation("eager")
@@ -15,21 +18,25 @@ def twin_targets(model, inputs, labels, layers=None) -> list[torch.Tensor]:
     recorded = [weights for weights in output.attentions if weights is not None]
     by_layer = dict(zip(with_attention, recorded, strict=True))
     attentions = [by_layer[layer].mean(1) for layer in layers or with_attention]
+    if heads is not None:
+        attentions = [by_layer[layer][:, head] for layer, head in heads]
     columns = output.qtsplus.columns
     ids = inputs["input_ids"].gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
     answers = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100) != -100
+    looking = answers.roll(-1, 1)
+    if query_mask is not None:
+        looking = query_mask.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0) == 1
     targets = []
-    for b, (row, answer) in enumerate(zip(ids, answers, strict=True)):
+    for b, (row, answer, look) in enumerate(zip(ids, answers, looking, strict=True)):
         is_visual = row == model.config.video_token_id
         places, num_tokens = is_visual.nonzero()[:, 0], int(output.qtsplus.num_tokens[b])
         if len(places) > num_tokens:  # LLaVA ends every line of tokens with a newline
             line = num_tokens // (len(places) - num_tokens)
             is_visual[places[line :: line + 1]] = False
         assert int(is_visual.sum()) == num_tokens
-        predicting = answer.nonzero()[:, 0] - 1
-        if not len(predicting) or not is_visual.any():
+        if not answer.any() or not is_visual.any():
             targets.append(torch.zeros(0))
             continue
-        attention = sum(layer[b][predicting].mean(0)[is_visual] for layer in attentions)
+        attention = sum(layer[b][look].mean(0)[is_visual] for layer in attentions)
         targets.append(attention / attention.sum())
     return targets

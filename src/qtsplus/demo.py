@@ -53,7 +53,7 @@ def publish_tiny(folder: Path) -> Path:
 
 def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, session.Answer]]:
     """
-    Renders a clip, publishes the tiny model, loads it back as remote code, asks two questions, and draws what they kept.
+    Renders a clip, publishes the tiny model, loads it back as remote code, asks two questions, and draws what it kept.
 
     Args:
         out: folder for `clip.mp4`, `qtsplus-tiny/` and `kept_tokens.png`.

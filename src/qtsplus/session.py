@@ -103,13 +103,7 @@ def load(
         ValueError: no such folder; one without a QTSplus model or its processor, or with a broken file of weights; a
             device that cannot be used.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"The device {device!r} cannot be used: {_first_line(error)}") from error
-    if torch.device(device).type == "meta":
-        raise ValueError("The device 'meta' holds no values and cannot answer; expected one such as 'cpu' or 'cuda'.")
+    device = find_device(device)
     _check_model(model, revision)
     try:
         processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
@@ -127,6 +121,23 @@ def load(
     except SafetensorError as error:
         raise ValueError(f"The weights of {str(model)!r} are broken or incomplete: {_first_line(error)}") from error
     return loaded.to(device).eval(), processor
+
+
+def find_device(device: str | None) -> str:
+    """
+    The device that was asked for, or else a GPU where there is one.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"The device {device!r} cannot be used: {_first_line(error)}") from error
+    if torch.device(device).type == "meta":
+        raise ValueError("The device 'meta' holds no values and cannot answer; expected one such as 'cpu' or 'cuda'.")
+    return device
 
 
 def _check_model(model: str | Path, revision: str | None) -> None:

@@ -1,5 +1,6 @@
 """Settings that a person writes: YAML read strictly, and values checked against the types that a dataclass declares."""
 
+import json
 import math
 import re
 import reprlib
@@ -66,6 +67,57 @@ def parse_yaml(text: str, name: str) -> Any:
     except (yaml.YAMLError, RecursionError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{name} is not YAML that can be read: {reason}.") from error
+
+
+def set_yaml_fields(text: str, name: str, section: str, values: Mapping[str, Any]) -> str:
+    """
+    The same YAML with some fields of a section set; comments and layout stay as they are.
+
+    Args:
+        text, name: the YAML, and what it is called in an error.
+        section: of the top level, with a field on each line.
+        values: such as JSON can hold. `None` is written only over a field that is there.
+
+    Raises:
+        ValueError: there is no such section, or it is laid out otherwise.
+    """
+    expected, edited = parse_yaml(text, name), text
+    found = expected.get(section) if isinstance(expected, dict) else None
+    content: dict[str, Any] = found if isinstance(found, dict) else {}
+    in_lines = bool(content) and not _section(text, section).flow_style
+    for field, value in values.items() if in_lines else ():
+        if value is not None or field in content:
+            content[field] = value
+            edited = _set_field(edited, section, field, json.dumps(value))
+    if not in_lines or parse_yaml(edited, name) != expected:
+        raise ValueError(
+            f"{name} has no section {section!r} with a field on each line: write {json.dumps(values)} there."
+        )
+    return edited
+
+
+def _section(text: str, name: str) -> Any:
+    whole: Any = yaml.compose(text, Loader=_Loader)
+    return next(node for key, node in whole.value if key.value == name)
+
+
+def _set_field(text: str, section: str, field: str, value: str) -> str:
+    fields = _section(text, section).value
+    for key, node in fields:
+        if key.value == field:
+            return f"{text[: key.start_mark.index]}{field}: {value}{text[_end(node) :]}"
+    first, last = fields[0][0], fields[-1][1]
+    end = text.find("\n", _end(last))  # behind a comment
+    end = len(text) if end < 0 else end
+    return f"{text[:end]}\n{' ' * first.start_mark.column}{field}: {value}{text[end:]}"
+
+
+def _end(node: Any) -> int:
+    """Where a value ends in the text; a block's own mark stands behind the comments that follow it."""
+    while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return node.end_mark.index
 
 
 def check_types(where: str, kind: Any, values: Mapping[str, Any]) -> None:
@@ -138,4 +190,4 @@ def _describe(expected: Any) -> str:
     return _NAMES.get(origin or expected, getattr(expected, "__name__", str(expected)))
 
 
-__all__ = ["check_types", "parse_yaml", "show"]
+__all__ = ["check_types", "parse_yaml", "set_yaml_fields", "show"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention_twin import twin_targets
-from qtsplus.training.attention import answer_attention
+from qtsplus.training.attention import AttentionChoice, answer_attention
 
 
 def last_words(inputs, count: int) -> torch.Tensor:
@@ -14,17 +14,18 @@ def last_words(inputs, count: int) -> torch.Tensor:
     return labels
 
 
-@pytest.mark.parametrize("which", ["all", "last"])
-def test_targets_equal_eager_attention(model, prepare, which):
+@pytest.mark.parametrize(("which", "positions"), [("all", "answer"), ("last", "answer"), ("all", "question")])
+def test_targets_equal_eager_attention(model, prepare, which, positions):
     with_attention = [i for i, layer in enumerate(model.model.language_model.layers) if hasattr(layer, "self_attn")]
-    layers = None if which == "all" else with_attention[-1:]
+    layers = None if which == "all" else tuple(with_attention[-1:])
     inputs = prepare("video", "two videos", "text", "earlier turns")
     labels = last_words(inputs, 4)
     before = [model.model.language_model.layers[index].self_attn.config for index in with_attention]
-    targets = answer_attention(model, inputs, labels, layers)
+    targets = answer_attention(model, inputs, labels, AttentionChoice(layers, positions=positions))
     after = [model.model.language_model.layers[index].self_attn.config for index in with_attention]
     assert after == before
-    expected = twin_targets(model, inputs, labels, layers)
+    query_mask = inputs["query_mask"] if positions == "question" else None
+    expected = twin_targets(model, inputs, labels, layers, query_mask)
     assert [len(target) > 0 for target in targets] == [True, True, False, True]
     for mine, theirs in zip(targets, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)

@@ -9,7 +9,13 @@ from qtsplus.configuration_qtsplus import GATES
 from qtsplus.kernels.naive import naive_log_relevance
 from qtsplus.relevance_qtsplus import REDUCTIONS, log_relevance
 from qtsplus.training import QTSplusTrainingArguments
-from qtsplus.training.attention import answer_attention, attention_to_tokens, relevance_divergences
+from qtsplus.training.attention import (
+    AttentionChoice,
+    answer_attention,
+    attention_to_tokens,
+    noting_attention,
+    relevance_divergences,
+)
 from qtsplus.training.lora import add_lora, base_model, lora_config
 from tiny import batch, prompt, tiny_model
 from training_examples import assert_same_training, collate, examples, make_trainer, steps
@@ -59,6 +65,43 @@ def test_targets_of_a_row_are_as_it_is_alone(rows):
             torch.testing.assert_close(target, answer_attention(model, *labelled(row))[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [((1, 3),), ((0, 2), (0, 1), (1, 0)), ((0, 0), (0, 1), (0, 2), (0, 3))])
+def test_targets_of_chosen_heads_equal_eager_attention(rows, heads):
+    model = tiny_model()
+    inputs, labels = labelled(*rows)
+    targets = answer_attention(model, inputs, labels, AttentionChoice(heads=heads))
+    for mine, theirs in zip(targets, twin_targets(model, inputs, labels, heads=heads), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    if len(heads) == 4:  # a whole layer
+        for mine, theirs in zip(targets, answer_attention(model, inputs, labels, AttentionChoice((0,))), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_the_rows_of_chosen_heads_alone_are_computed(rows, monkeypatch):
+    computed = []
+
+    def count(queries, *arguments):
+        computed.append(len(queries))
+        return attention_to_tokens(queries, *arguments)
+
+    monkeypatch.setattr("qtsplus.training.attention.attention_to_tokens", count)
+    inputs, labels = labelled(rows[0], rows[3])
+    answer_attention(tiny_model(), inputs, labels, AttentionChoice(heads=((1, 0), (1, 2), (1, 3))))
+    assert computed == [3, 3]
+
+
+def test_heads_kept_apart_are_those_of_the_twin(rows):
+    model = tiny_model()
+    inputs, labels = labelled(*rows)
+    with torch.no_grad(), noting_attention(model, inputs, labels, by_head=True) as noted:
+        model(**inputs, selection="all", reencode=False, use_cache=False)
+    for layer, head in ((0, 1), (1, 3)):
+        for row, expected in zip(noted, twin_targets(model, inputs, labels, heads=[(layer, head)]), strict=True):
+            if len(expected):
+                mine = row.by_head[layer][head]
+                torch.testing.assert_close(mine / mine.sum(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_adapters_take_part_in_the_teaching(rows):
     model = tiny_model()
     inputs, labels = labelled(*rows)
@@ -90,9 +133,9 @@ def test_attention_to_tokens_is_causal_and_may_have_a_window(window):
     scores = queries @ keys.repeat_interleave(2, 0).transpose(1, 2) * 0.3
     distance = torch.arange(20)[:, None] - torch.arange(20)
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    full = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean(0)
+    full = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     found = attention_to_tokens(queries[:, places], keys, places, tokens, 0.3, window)
-    torch.testing.assert_close(found, full[places][:, tokens].mean(0))
+    torch.testing.assert_close(found, full[:, places][:, :, tokens].mean(1))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -162,7 +205,7 @@ def test_with_the_detached_gate_answers_teach_the_scores_nothing():
 def test_the_loss_gains_its_weighted_mean(tmp_path):
     plain = make_trainer(tmp_path, max_steps=1)
     plain.train()
-    taught = make_trainer(tmp_path, max_steps=1, relevance_weight=0.5, relevance_layers=[1])
+    taught = make_trainer(tmp_path, max_steps=1, relevance_weight=0.5, relevance_heads=[(1, 0), (0, 3)])
     taught.train()
     line, without = steps(taught)[0], steps(plain)[0]
     assert line["loss_relevance"] > 0 and "loss_relevance" not in without
@@ -244,11 +287,17 @@ def test_what_cannot_be_taught_is_refused(tmp_path):
         ({"relevance_weight": -1.0}, "relevance_weight=-1.0: expected at least 0"),
         ({"relevance_weight": 1.0, "freeze_selector": True}, "leave freeze_selector false"),
         ({"relevance_layers": []}, r"relevance_layers=\[\]: expected different layers"),
+        ({"relevance_heads": []}, r"relevance_heads=\[\]: expected different \(layer, head\) pairs"),
+        ({"relevance_heads": [(1, 1), [1, 1]]}, "expected different"),
+        ({"relevance_heads": [(1, 1)], "relevance_layers": [0]}, "exclude each other"),
         ({"relevance_layers": [1, 1]}, r"relevance_layers=\[1, 1\]: expected different layers"),
     ):
         with pytest.raises(ValueError, match=message):
             QTSplusTrainingArguments(output_dir=str(tmp_path), **arguments)
     with pytest.raises(ValueError, match=r"relevance_layers has \[2\]: expected layers with attention, of \[0, 1\]"):
         make_trainer(tmp_path, relevance_weight=1.0, relevance_layers=[0, 2])
+    for pair in ((2, 0), (0, 4), (0, -1)):
+        with pytest.raises(ValueError, match=r"relevance_heads has .*of \[0, 1\], and of a head from 0 to 3"):
+            make_trainer(tmp_path, relevance_weight=1.0, relevance_heads=[pair])
     with pytest.raises(ValueError, match="selection='all'"):
         make_trainer(tmp_path, relevance_weight=1.0, selector={"selection": "all"})

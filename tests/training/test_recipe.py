@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
-from qtsplus.training.models import load_model
-from qtsplus.training.recipe import last_checkpoint, load_recipe, run
+from qtsplus.training.models import load_config, load_model
+from qtsplus.training.recipe import dry_run, last_checkpoint, load_recipe, run
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 # The paper's table: hyperparameter, QTSplus-3B-FT, QTSplus-3B
@@ -73,6 +73,49 @@ def test_dry_run_counts_as_the_paper_does(name):
     result = CliRunner().invoke(app, ["train", str(RECIPES / f"{name}.yaml"), "--dry-run"])
     assert result.exit_code == 0, result.output
     assert COUNTS[name] in result.output and "a gradient reaches" in result.output
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_dry_run(path, tmp_path, monkeypatch):
+    """What starts from another recipe's result is counted from the bundled configuration of its model."""
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(path, ["training.use_cpu=true"])
+    if recipe.model.variant is None:
+        with pytest.raises(ValueError, match="There is no folder runs/"):
+            dry_run(recipe)
+        recipe = load_recipe(path, ["training.use_cpu=true", "model.weights=null", "model.variant=qtsplus-tiny"])
+    assert "trainable parameters" in dry_run(recipe)
+
+
+FIRST_STAGES = sorted(path.stem for path in RECIPES.glob("*-relevance.yaml"))
+
+
+def test_every_real_model_has_a_first_stage():
+    real = {path.stem for path in RECIPES.glob("*.yaml")} - {"qtsplus-3b-ft"}
+    real = {name for name in real if not name.startswith(("qtsplus-tiny", "tinyworld-")) and name not in FIRST_STAGES}
+    assert {name.removesuffix("-relevance") for name in FIRST_STAGES} == real
+
+
+@pytest.mark.parametrize("name", FIRST_STAGES)
+def test_the_second_stage_starts_from_the_first(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = load_recipe(RECIPES / f"{name}.yaml", ["training.use_cpu=true"])
+    training, output = first.training, first.training.output_dir
+    assert training.relevance_weight > 0 and first.model.selector["gate"] == "detached"
+    assert training.freeze_vision_model and training.freeze_language_model and first.model.relevance_teacher is None
+    second = RECIPES / f"{name.removesuffix('-relevance')}.yaml"
+    command = f"qtsplus train recipes/{second.name} --set model.variant=null --set model.weights={output}\n"
+    assert command in (RECIPES / f"{name}.yaml").read_text()
+    overrides = ["training.use_cpu=true", "model.variant=null", f"model.weights={output}"]
+    with pytest.raises(ValueError, match=rf"Another recipe makes it: run `qtsplus train .*{name}.yaml` first"):
+        dry_run(load_recipe(second, overrides))
+    # What the first stage writes has its configuration; the second changes the gate and keeps the reduction.
+    config = load_config(first.model.variant, None, first.model.selector)
+    config.save_pretrained(output)
+    recipe = load_recipe(second, overrides)
+    assert "trainable parameters" in dry_run(recipe)
+    selector = load_config(None, output, recipe.model.selector).qtsplus_config
+    assert (selector.gate, selector.reduction) == ("gumbel", "logsumexp")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import typer
 from .asking import ask, demo, evaluate
 from .bench import bench_app
 from .hub import convert, publish, split
-from .training import data_app, train
+from .training import calibrate, data_app, train
 
 app = typer.Typer(
     help="Query-aware visual-token selection for long videos.",
@@ -20,6 +20,7 @@ app.command()(convert)
 app.command()(split)
 app.command()(publish)
 app.command()(train)
+app.command()(calibrate)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 

@@ -1,12 +1,17 @@
-"""`qtsplus train` and `qtsplus data`: training, and what it reads."""
+"""`qtsplus train`, `qtsplus calibrate` and `qtsplus data`: training, and what it reads."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
-from .console import console, one_line_errors, wrote
-from .options import Overrides, RecipeFile
+from .console import console, one_line_errors, require_text, wrote
+from .options import Device, Dtype, Overrides, RecipeFile
+
+if TYPE_CHECKING:
+    from ..evaluation.calibration import Calibration
 
 data_app = typer.Typer(help="Make training data.", no_args_is_help=True)
 
@@ -28,6 +33,80 @@ def train(
             return
         folder = recipes.run(recipes.load_recipe(recipe, overrides or ()), resume)
     wrote(folder)
+
+
+def calibrate(
+    model: Annotated[
+        str,
+        typer.Argument(help="A folder or a Hub id: the model whose attention is to teach.", show_default=False),
+    ],
+    records: Annotated[
+        Path,
+        typer.Argument(
+            help="A JSONL file of questions with evidence, made by `qtsplus data tinyworld`. A few dozen will do.",
+            show_default=False,
+        ),
+    ],
+    recipe: Annotated[
+        Path | None, typer.Option(help="Read videos as this recipe does, and write the best choice into it.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file for all figures.")] = Path("calibration.json"),
+    layers: Annotated[int, typer.Option(help="How many of the best layers are summed.", min=1)] = 4,
+    heads: Annotated[int, typer.Option(help="How many of the best heads are summed.", min=1)] = 20,
+    skip_kind: Annotated[
+        list[str] | None, typer.Option(help="Leave out the questions of this kind. May be repeated.")
+    ] = None,
+    device: Device = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="The type of the weights. auto is bfloat16 on a GPU and float32 elsewhere.")
+    ] = Dtype.auto,
+) -> None:
+    """Find the layers and heads whose attention finds what an answer rests on, for attention distillation."""
+    require_text(model=model, device=device)
+    with one_line_errors():
+        from ..evaluation import calibration
+        from ..session import find_device
+        from ..settings import set_yaml_fields
+        from ..training.models import load_model, load_processor
+        from ..training.recipe import load_recipe
+
+        questions = calibration.read_labelled(records, skip_kind or ())
+        settings = None if recipe is None else load_recipe(recipe, ["training.use_cpu=true"])
+        where = find_device(device)
+        automatic = "bfloat16" if where.startswith("cuda") else "float32"
+        loaded = load_model(None, model, {}, automatic if dtype is Dtype.auto else dtype.value).to(where)
+        found = calibration.calibrate(
+            loaded,
+            load_processor(None, model, loaded.config),
+            questions,
+            positions="answer" if settings is None else settings.training.relevance_from,
+            layers=layers,
+            heads=heads,
+            processor_kwargs=None if settings is None else settings.data.processor_kwargs,
+        )
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
+        _print_calibration(found)
+        wrote(out)
+        if recipe is not None:
+            text = recipe.read_text(encoding="utf-8")
+            recipe.write_text(set_yaml_fields(text, str(recipe), "training", found.fields()), encoding="utf-8")
+            wrote(recipe)
+
+
+def _print_calibration(found: "Calibration") -> None:
+    table = Table("layer", "needle tokens", "needles", "best head", "its needle tokens")
+    heads = found.measured.heads
+    for layer, recall in found.measured.layers.items():
+        best = max((pair for pair in heads if pair[0] == layer), key=lambda pair: heads[pair].tokens)
+        shares = (f"{share:.1%}" for share in (recall.tokens, recall.needles))
+        table.add_row(str(layer), *shares, str(best[1]), f"{heads[best].tokens:.1%}")
+    console.print(table)
+    console.print(f"{found.measured.questions} questions. The choices on {found.checked} about other videos:")
+    for name, recall in found.found.items():
+        console.print(f"{name}: {recall.tokens:.1%} of the needle tokens, {recall.needles:.1%} of the needles")
+    lines = [f"  {name}: {json.dumps(value)}" for name, value in found.fields().items() if value is not None]
+    console.print("\n".join(["training:", *lines] if lines else ["All layers are best: a recipe needs no line."]))
 
 
 @data_app.command()

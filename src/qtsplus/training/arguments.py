@@ -10,6 +10,7 @@ from ..settings import check_types, show
 from .schedules import Schedule
 
 SFT_LOSSES = ("token_mean", "sum_of_sources")
+RELEVANCE_FROM = ("answer", "question")
 # What Transformers takes without a word, or with an error from deep inside a run.
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
@@ -95,10 +96,15 @@ class QTSplusTrainingArguments(TrainingArguments):
     > Distillation from a teacher's attention
 
         relevance_weight (`float`, defaults to 0): weight of the divergence between the selector's scores and what the
-            model itself, with all visual tokens, attends to while it answers. The scores then need no gradient of the
-            gate: set `gate` of `qtsplus_config` to `"detached"`.
+            teacher (the model itself, if the recipe names no `relevance_teacher`), with all visual tokens, attends to
+            while it answers. The scores then need no gradient of the gate: set `gate` of `qtsplus_config` to
+            `"detached"`.
         relevance_layers (`list[int]`, *optional*): the layers of the language model whose attention is summed, counted
             from 0; all if absent.
+        relevance_heads (`list[tuple[int, int]]`, *optional*): (layer, head) pairs in the place of whole layers;
+            `qtsplus calibrate` finds those that look at what an answer rests on.
+        relevance_from (`str`, defaults to `"answer"`): `"answer"` takes the attention at the positions that predict the
+            answer, `"question"` at those of the last question.
 
     > Dense supervision of a small base
 
@@ -129,6 +135,8 @@ class QTSplusTrainingArguments(TrainingArguments):
     distillation_temperature: float = field(default=1.0)
     relevance_weight: float = field(default=0.0)
     relevance_layers: list[int] | None = field(default=None)
+    relevance_heads: list[tuple[int, int]] | None = field(default=None)
+    relevance_from: str = field(default="answer", metadata={"choices": RELEVANCE_FROM})
     naming_weight: float = field(default=0.0)
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
@@ -136,8 +144,9 @@ class QTSplusTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_ranges()
-        if self.sft_loss not in SFT_LOSSES:
-            raise ValueError(f"sft_loss={self.sft_loss!r}: expected one of {SFT_LOSSES}.")
+        for name, known in (("sft_loss", SFT_LOSSES), ("relevance_from", RELEVANCE_FROM)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}.")
         if self.distillation_weight < 0 or self.distillation_temperature <= 0:
             raise ValueError(
                 f"distillation_weight={self.distillation_weight}, distillation_temperature="
@@ -158,18 +167,24 @@ class QTSplusTrainingArguments(TrainingArguments):
                 "lora_rank trains adapters on a frozen language model, and the selector: leave "
                 "freeze_language_model and freeze_vision_model true and freeze_selector false."
             )
-        if self.relevance_weight and self.freeze_selector:
-            raise ValueError("relevance_weight teaches the selector's scores: leave freeze_selector false.")
         if self.naming_weight and self.freeze_vision_model and self.freeze_language_model:
             raise ValueError(
                 "naming_weight teaches the vision tower and the language model: set freeze_vision_model or "
                 "freeze_language_model to false."
             )
-        if self.relevance_layers is not None and (
-            not self.relevance_layers or len(set(self.relevance_layers)) < len(self.relevance_layers)
-        ):
-            raise ValueError(f"relevance_layers={self.relevance_layers}: expected different layers, at least one.")
+        self._check_relevance()
         self.parsed_schedules()
+
+    def _check_relevance(self) -> None:
+        if self.relevance_weight and self.freeze_selector:
+            raise ValueError("relevance_weight teaches the selector's scores: leave freeze_selector false.")
+        layers, heads = self.relevance_layers, self.relevance_heads
+        if layers is not None and heads is not None:
+            raise ValueError("relevance_layers and relevance_heads exclude each other: leave one of them out.")
+        if layers is not None and (not layers or len(set(layers)) < len(layers)):
+            raise ValueError(f"relevance_layers={layers}: expected different layers, at least one.")
+        if heads is not None and (not heads or len(set(map(tuple, heads))) < len(heads)):
+            raise ValueError(f"relevance_heads={heads}: expected different (layer, head) pairs, at least one.")
 
     def parsed_schedules(self) -> dict[str, Schedule]:
         """`schedules`, checked, by the name of the field that each one moves."""
@@ -199,4 +214,4 @@ def _schedule(name: str, arguments: Any) -> Schedule:
         raise ValueError(f"schedules.{name}: {error}") from error
 
 
-__all__ = ["SFT_LOSSES", "QTSplusTrainingArguments"]
+__all__ = ["RELEVANCE_FROM", "SFT_LOSSES", "QTSplusTrainingArguments"]

@@ -1,15 +1,17 @@
 """Attention distillation: the selector's scores learn from what the model attends to when it reads every visual token.
 
-The teacher is the model itself, with all visual tokens and without re-encoding. Its language model runs as it always
-does; in the chosen layers an attention function of our own notes a few rows beside it: those of the positions that
-predict the answer. No layer's full attention matrix is ever held.
+The teacher is the model itself, or another one, with all visual tokens and without re-encoding. Its language model runs
+as it always does; in the chosen layers an attention function of our own notes a few rows beside it: those of the
+positions that predict the answer, or of the question's. No layer's full attention matrix is ever held.
 """
 
 import copy
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,45 +25,81 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..inputs_qtsplus import take_inputs
+from ..prompt_qtsplus import find_query_mask
+from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import IGNORED, SkippedRecord, VideoQADataset
-from .distillation import EVERYTHING, evaluating
+from .distillation import EVERYTHING, evaluating, own_logits
 from .features import AttentionTargets, fingerprint, write_tensors
 from .lora import base_model
 
 NOTED_ATTENTION = "qtsplus_noted"
 
 
+@dataclass(frozen=True)
+class AttentionChoice:
+    """
+    Which attention of a language model is a target.
+
+    Args:
+        layers: whose attention is summed over all heads, counted from 0; all if `None`.
+        heads: (layer, head) pairs, in the place of whole layers.
+        positions: `"answer"` looks from the positions that predict the answer, `"question"` from the question's own.
+    """
+
+    layers: tuple[int, ...] | None = None
+    heads: tuple[tuple[int, int], ...] | None = None
+    positions: str = "answer"
+
+    @classmethod
+    def of(cls, args: QTSplusTrainingArguments) -> "AttentionChoice":
+        """As a recipe has it."""
+        layers, heads = args.relevance_layers, args.relevance_heads
+        return cls(
+            None if layers is None else tuple(layers),
+            None if heads is None else tuple((layer, head) for layer, head in heads),
+            args.relevance_from,
+        )
+
+    def of_layer(self, layer: int) -> list[int] | None:
+        """The heads of a chosen layer that count; `None` for all of them."""
+        return None if self.heads is None else [head for place, head in self.heads if place == layer]
+
+
+EVERY_LAYER = AttentionChoice()
+
+
 @torch.no_grad()
 def answer_attention(
-    model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, layers: Sequence[int] | None = None
+    model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, choice: AttentionChoice = EVERY_LAYER
 ) -> list[torch.Tensor]:
     """
     How the model with all visual tokens shares its attention out among them while it answers.
 
-    The mean over heads and over the positions that predict the answer, summed over the layers, of the softmax over all
-    that a position sees; of it the visual tokens' part, which is made to sum to 1. A row with earlier turns counts its
-    last answer alone: the others answer other questions.
+    The mean over positions, summed over heads and layers, of the softmax over all that a position sees; of it the
+    visual tokens' part, which is made to sum to 1. A row with earlier turns counts its last answer and question alone.
 
     Args:
         model: a QTSplus model, or a `PeftModel` of one; put into evaluation mode for as long.
         inputs: the model's, with `input_ids` `[B, S]`.
         labels: `[B, S]` of the full prompt.
-        layers: of the language model, counted from 0; all if `None`.
 
     Returns:
         per row `[M_b]` float32, empty in rows without visual tokens or without an answer.
     """
-    base = base_model(model)
-    ids = inputs["input_ids"]
-    mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
-    visual, _ = take_inputs(dict(inputs))
-    candidates = base.model.candidates(ids, mask, visual)
-    answers = [row[real][1:].nonzero()[:, 0] for row, real in zip(_last_answers(labels), mask.bool(), strict=True)]
-    rows = [_Row(answer, tokens) for answer, tokens in zip(answers, candidates, strict=True)]
-    with evaluating(model), _noting(base.model.language_model, layers, rows):
+    with evaluating(model), noting_attention(model, inputs, labels, choice) as rows:
         model(**{**inputs, **EVERYTHING}, use_cache=False, logits_to_keep=1)
     return [row.target() for row in rows]
+
+
+@torch.no_grad()
+def own_teaching(
+    model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, choice: AttentionChoice = EVERY_LAYER
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """[`own_logits`] and [`answer_attention`] of one pass."""
+    with noting_attention(model, inputs, labels, choice) as rows:
+        logits = own_logits(model, inputs, labels)
+    return logits, [row.target() for row in rows]
 
 
 def relevance_divergences(log_relevance: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -101,7 +139,7 @@ def note_targets(
     dataset: VideoQADataset,
     collator: VideoQACollator,
     folder: str | os.PathLike,
-    layers: Sequence[int] | None = None,
+    choice: AttentionChoice = EVERY_LAYER,
     autocast_dtype: torch.dtype | None = None,
 ) -> AttentionTargets:
     """
@@ -110,15 +148,15 @@ def note_targets(
 
     Args:
         model: the teacher, used where it is.
-        dataset: with features, whose identity is the videos'.
-        folder: one that may be shared by runs; targets of another model or of other layers are never mistaken.
+        dataset: with the teacher's features, whose identity is the videos'.
+        folder: one that may be shared by runs; targets of another model or of another choice are never mistaken.
         autocast_dtype: as mixed-precision training would.
     """
     assert dataset.features is not None
     selector = model.config.qtsplus_config
     settings = [
         dataset.features.folder.name,
-        layers,
+        asdict(choice),
         selector.select_images,
         selector.position_ids,
         str(autocast_dtype),
@@ -140,11 +178,71 @@ def note_targets(
                 continue
             batch = collator([example])
             given = {key: send_to_device(batch[key], device) for key in batch if key not in ("skipped", "source_ids")}
-            (attention,) = answer_attention(model, given, given.pop("labels"), layers)
+            (attention,) = answer_attention(model, given, given.pop("labels"), choice)
             path = targets.file(record.video, record.fps, example["input_ids"], example["labels"])
             write_tensors(path, {"attention": attention.cpu()})
     state.wait_for_everyone()
     return targets
+
+
+def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = None) -> None:
+    """
+    Refuses attention distillation that cannot work.
+
+    Args:
+        teacher: whose layers are read; not looked at if `None`.
+
+    Raises:
+        ValueError: a selector that is never asked, or layers that are not there.
+    """
+    selection = model.config.qtsplus_config.selection
+    if not args.relevance_weight:
+        return
+    if selection != "qtsplus":
+        raise ValueError(
+            "relevance_weight teaches the scores of selection='qtsplus', but qtsplus_config has "
+            f"selection={selection!r}."
+        )
+    if teacher is not None:
+        attention_modules(teacher.model.language_model, AttentionChoice.of(args))
+
+
+def require_same_backbone(teacher: Any, student: Any) -> None:
+    """Raises `ValueError` for configurations of a teacher of attention and a student that read other prompts."""
+    for name in ("model_type", "image_token_id", "video_token_id"):
+        other, own = getattr(teacher, name), getattr(student, name)
+        if other != own:
+            raise ValueError(
+                f"relevance_teacher has {name}={other!r} and the model {own!r}: expected a teacher of the same "
+                "backbone and tokenizer."
+            )
+    for name in ("patch_size", "temporal_patch_size"):
+        other, own = (getattr(config.vision_config, name, None) for config in (teacher, student))
+        if other != own:
+            raise ValueError(
+                f"relevance_teacher cuts videos with {name}={other} and the model with {own}: expected a teacher with "
+                "the same visual tokens."
+            )
+
+
+def require_same_tokens(teacher: Any, student: Any, video_grid_thw: torch.Tensor | None) -> None:
+    """
+    Raises `ValueError` for a teacher of attention to which videos are other tokens than to the student.
+
+    Args:
+        video_grid_thw: `[videos, 3]`, as the student's processor gives it.
+    """
+    theirs, ours = base_model(teacher), base_model(student)
+    require_same_backbone(theirs.config, ours.config)
+    if video_grid_thw is None:
+        return
+    grids = zip(theirs.model.merged_grid(video_grid_thw), ours.model.merged_grid(video_grid_thw), strict=True)
+    for video, (other, own) in enumerate(grids):
+        if other != own:
+            raise ValueError(
+                f"Video {video} is {math.prod(other)} visual tokens {tuple(other)} to relevance_teacher and "
+                f"{math.prod(own)} {tuple(own)} to the model: expected a teacher with the same visual tokens."
+            )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -158,29 +256,44 @@ class _Row:
     One row of the batch, in places among its real tokens.
 
     Args:
-        answer: `[n]`, the tokens that predict the answer's.
+        places: `[n]`, the tokens that are looked from.
         visual: `[M]`.
         columns: `[S_b]`, where the language model has the row's real tokens.
-        attention: `[M]`, summed over the layers so far.
+        attention: `[M]`, summed over heads and layers so far.
+        by_head: per layer `[heads, M]`, where that is asked for.
     """
 
-    answer: torch.Tensor
+    places: torch.Tensor
     visual: torch.Tensor
     columns: torch.Tensor | None = None
     attention: torch.Tensor | None = None
+    by_head: dict[int, torch.Tensor] | None = None
 
     @property
     def taught(self) -> bool:
-        return len(self.answer) > 0 and len(self.visual) > 0
+        return len(self.places) > 0 and len(self.visual) > 0
 
-    def note(self, queries: torch.Tensor, keys: torch.Tensor, scaling: float, window: int | None) -> None:
+    def note(
+        self,
+        layer: int,
+        heads: list[int] | None,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> None:
         """Adds a layer: queries `[heads, S, head_dim]` and keys `[kv_heads, S, head_dim]` of the language model."""
         assert self.columns is not None
         # Layers may lie on several devices.
-        columns, answer, visual = (places.to(keys.device) for places in (self.columns, self.answer, self.visual))
-        attention = attention_to_tokens(queries[:, columns[answer]], keys[:, columns], answer, visual, scaling, window)
-        attention = attention.to(self.visual.device)
-        self.attention = attention if self.attention is None else self.attention + attention
+        columns, places, visual = (part.to(keys.device) for part in (self.columns, self.places, self.visual))
+        if heads is not None:
+            share = len(queries) // len(keys)
+            queries, keys = queries[heads], keys[[head // share for head in heads]]
+        found = attention_to_tokens(queries[:, columns[places]], keys[:, columns], places, visual, scaling, window)
+        found = found.to(self.visual.device)
+        self.attention = found.sum(0) if self.attention is None else self.attention + found.sum(0)
+        if self.by_head is not None:
+            self.by_head[layer] = found
 
     def target(self) -> torch.Tensor:
         if self.attention is None:
@@ -197,7 +310,7 @@ def attention_to_tokens(
     window: int | None = None,
 ) -> torch.Tensor:
     """
-    Causal attention from some places of a sequence to some of its tokens: the mean over heads and places, `[M]`.
+    Causal attention from some places of a sequence to some of its tokens, `[heads, M]`: the mean over the places.
 
     Args:
         queries: `[heads, n, head_dim]`, those of `places` alone.
@@ -212,35 +325,79 @@ def attention_to_tokens(
     grouped = queries.to(precise).unflatten(0, (kv_heads, -1)) * scaling
     keys = keys.to(precise).transpose(1, 2)[:, None]
     order = torch.arange(length, device=keys.device)
-    total = torch.zeros(len(tokens), dtype=precise, device=keys.device)
+    total = torch.zeros(heads, len(tokens), dtype=precise, device=keys.device)
     with torch.autocast(keys.device.type, enabled=False):
         for block in torch.arange(count, device=keys.device).split(max(1, 2**24 // (heads * length))):
             distance = places[block, None] - order
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
             scores = (grouped[:, :, block] @ keys).masked_fill(hidden, -torch.inf)
-            total += scores.softmax(-1)[..., tokens].sum((0, 1, 2))
-    return total / (heads * count)
+            total += scores.softmax(-1)[..., tokens].sum(2).flatten(0, 1)
+    return total / count
 
 
-def attention_modules(language_model: Any, layers: Sequence[int] | None) -> list[Any]:
+def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER) -> dict[int, Any]:
     """
-    The attention of some layers of a language model, or of all that have one (others are recurrent).
+    By layer the attention of the chosen layers of a language model, or of all that have one (others are recurrent).
 
     Raises:
-        ValueError: a layer that is not there, or has no attention.
+        ValueError: a layer that is not there or has no attention, or a head that is not there.
     """
     found = {index: layer.self_attn for index, layer in enumerate(language_model.layers) if hasattr(layer, "self_attn")}
-    unknown = [layer for layer in layers or () if layer not in found]
+    unknown = [layer for layer in choice.layers or () if layer not in found]
     if unknown:
         raise ValueError(f"relevance_layers has {unknown}: expected layers with attention, of {list(found)}.")
-    return list(found.values()) if layers is None else [found[layer] for layer in layers]
+    for layer, head in choice.heads or ():
+        if layer not in found or not 0 <= head < found[layer].config.num_attention_heads:
+            heads = language_model.config.num_attention_heads
+            raise ValueError(
+                f"relevance_heads has [{layer}, {head}]: expected pairs of a layer with attention, of {list(found)}, "
+                f"and of a head from 0 to {heads - 1}."
+            )
+    chosen = choice.layers if choice.heads is None else sorted({layer for layer, _ in choice.heads})
+    return found if chosen is None else {layer: found[layer] for layer in chosen}
+
+
+def _places(base: Any, inputs: Mapping[str, Any], mask: torch.Tensor, labels: torch.Tensor, positions: str) -> list:
+    """Per row, the places among its real tokens that are looked from; none in a row without an answer."""
+    answers = [row[real][1:].nonzero()[:, 0] for row, real in zip(_last_answers(labels), mask, strict=True)]
+    if positions == "answer":
+        return answers
+    config, query_mask = base.config, inputs.get("query_mask")
+    if query_mask is None:
+        turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
+        frames = config.video_token_id, getattr(config, "frame_text_token_ids", ())
+        query_mask = find_query_mask(inputs["input_ids"], mask, *turns, *frames)
+    questions = [row[real].nonzero()[:, 0] for row, real in zip(query_mask, mask, strict=True)]
+    return [question[: len(question) * bool(len(answer))] for question, answer in zip(questions, answers, strict=True)]
 
 
 @contextmanager
-def _noting(language_model: Any, layers: Sequence[int] | None, rows: list[_Row]) -> Iterator[None]:
-    """While it lasts, the chosen layers note their attention in `rows`."""
-    modules = attention_modules(language_model, layers)
-    configs = [module.config for module in modules]
+def noting_attention(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    labels: torch.Tensor,
+    choice: AttentionChoice = EVERY_LAYER,
+    by_head: bool = False,
+) -> Iterator[list[_Row]]:
+    """
+    While it lasts, a pass over these inputs with all tokens notes in the rows what [`answer_attention`] needs.
+
+    Args:
+        by_head: keep the attention of every chosen head apart too, as the rows' `by_head`.
+    """
+    base = base_model(model)
+    ids = inputs["input_ids"]
+    mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
+    visual, _ = take_inputs(dict(inputs))
+    candidates = base.model.candidates(ids, mask, visual)
+    places = _places(base, inputs, mask.bool(), labels, choice.positions)
+    rows = [
+        _Row(seen_from, tokens, by_head={} if by_head else None)
+        for seen_from, tokens in zip(places, candidates, strict=True)
+    ]
+    language_model = base.model.language_model
+    modules = attention_modules(language_model, choice)
+    configs = {layer: module.config for layer, module in modules.items()}
 
     def find_columns(module, args, kwargs):
         mask, embeds = kwargs["attention_mask"], kwargs["inputs_embeds"]
@@ -250,26 +407,26 @@ def _noting(language_model: Any, layers: Sequence[int] | None, rows: list[_Row])
 
     hook = language_model.register_forward_pre_hook(find_columns, with_kwargs=True)
     try:
-        for module, config in zip(modules, configs, strict=True):
+        for layer, module in modules.items():
             # A copy, since all layers share one; the mask is still made for the model's own attention function.
-            module.config = copy.copy(config)
+            module.config = copy.copy(configs[layer])
             module.config._attn_implementation = NOTED_ATTENTION
-            module.config.noted_rows = rows
-            module.config.own_attention = config._attn_implementation
-        yield
+            module.config.noted = [partial(row.note, layer, choice.of_layer(layer)) for row in rows if row.taught]
+            module.config.noted_rows = [index for index, row in enumerate(rows) if row.taught]
+            module.config.own_attention = configs[layer]._attn_implementation
+        yield rows
     finally:
         hook.remove()
-        for module, config in zip(modules, configs, strict=True):
-            module.config = config
+        for layer, module in modules.items():
+            module.config = configs[layer]
 
 
 def noted_attention_forward(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The model's own attention function, after the rows have noted what they need; see [`answer_attention`]."""
-    for row, queries, keys in zip(module.config.noted_rows, query, key, strict=True):
-        if row.taught:
-            row.note(queries, keys, kwargs["scaling"], kwargs.get("sliding_window"))
+    for note, row in zip(module.config.noted, module.config.noted_rows, strict=True):
+        note(query[row], key[row], kwargs["scaling"], kwargs.get("sliding_window"))
     own = module.config.own_attention
     # Every model file has an "eager" of its own; the others compute the same from the same mask.
     function = ALL_ATTENTION_FUNCTIONS["sdpa" if own == "eager" else own]
@@ -278,4 +435,16 @@ def noted_attention_forward(
 
 AttentionInterface.register(NOTED_ATTENTION, noted_attention_forward)
 
-__all__ = ["answer_attention", "attention_modules", "attention_to_tokens", "note_targets", "relevance_divergences"]
+__all__ = [
+    "AttentionChoice",
+    "answer_attention",
+    "attention_modules",
+    "attention_to_tokens",
+    "check_relevance",
+    "note_targets",
+    "noting_attention",
+    "own_teaching",
+    "relevance_divergences",
+    "require_same_backbone",
+    "require_same_tokens",
+]

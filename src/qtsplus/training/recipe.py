@@ -17,10 +17,10 @@ from ..hub.card import card_data
 from ..hub.initialise import INITIALISATIONS, initialise_selector
 from ..settings import check_types, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
-from .attention import note_targets
+from .attention import AttentionChoice, check_relevance, note_targets, require_same_backbone, require_same_tokens
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, VideoRecord, check_frame_settings, read_records
-from .features import VideoFeatures, encode_videos
+from .features import AttentionTargets, VideoFeatures, encode_videos
 from .freezing import count_parameters, freeze, vision_modules
 from .lora import add_lora, lora_config
 from .models import load_config, load_model, load_processor
@@ -44,6 +44,8 @@ class ModelArguments:
             need.
         attn_implementation: as for `from_pretrained`.
         teacher: a folder or Hub id; for `distillation_weight`, the model itself with all visual tokens when absent.
+        relevance_teacher: the same for `relevance_weight`: a model of the same backbone with the same tokenizer and the
+            same visual tokens, with a selector or without.
     """
 
     variant: str | None = None
@@ -53,11 +55,12 @@ class ModelArguments:
     dtype: str = "float32"
     attn_implementation: str | None = None
     teacher: str | None = None
+    relevance_teacher: str | None = None
 
     def __post_init__(self) -> None:
         if self.variant is None and self.weights is None:
             raise ValueError("model names neither a variant nor weights; expected at least one of them.")
-        for name in ("variant", "weights", "attn_implementation", "teacher"):
+        for name in ("variant", "weights", "attn_implementation", "teacher", "relevance_teacher"):
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise ValueError(f"model.{name} is empty; give a value, or leave it out.")
@@ -80,7 +83,8 @@ class DataArguments:
         processor_kwargs: for every call of the processor, such as `{fps: 1, max_frames: 64}`.
         features: a folder in which the videos' features are kept. Each video is decoded and encoded once, before
             training, which the frozen vision tower then never enters; runs of the same tower may share a folder. With a
-            `relevance_weight` and a frozen language model its attention is kept there too, one pass for each example.
+            `relevance_weight` and a teacher that does not train (a `relevance_teacher`, or a frozen language model) its
+            attention is kept there too, one pass for each example.
     """
 
     train_files: list[str]
@@ -209,6 +213,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     if args.teacher is not None:
         teacher = AutoModelForImageTextToText.from_pretrained(args.teacher, dtype=args.dtype)
 
+    relevance_teacher = _load_relevance_teacher(recipe, model, processor)
     features = None
     if data.features is not None:
         features = _encode(recipe, model, processor, train + evaluation)
@@ -221,15 +226,16 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
 
     train_dataset = dataset(train)
     collator = VideoQACollator(processor)
-    frozen = training.freeze_language_model and not training.lora_rank
+    frozen = relevance_teacher is not None or (training.freeze_language_model and not training.lora_rank)
     if data.features is not None and train_dataset is not None and training.relevance_weight and frozen:
         # Nothing of the teacher trains: it reads every example once.
-        mixed, layers = _mixed(training), training.relevance_layers
-        note_targets(model.to(training.device), train_dataset, collator, data.features, layers, mixed)
+        train_dataset.targets = _note(recipe, model, relevance_teacher, train_dataset, collator)
+        relevance_teacher = None
     trainer = QTSplusTrainer(
         model,
         training,
         teacher=teacher,
+        relevance_teacher=relevance_teacher,
         train_dataset=train_dataset,
         eval_dataset=dataset(evaluation),
         data_collator=collator,
@@ -248,7 +254,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
 
 def _require_weights(recipe: Recipe) -> None:
     """Raises `ValueError` for weights that another recipe makes and that are not there yet."""
-    for weights in (recipe.model.weights, recipe.model.teacher):
+    for weights in (recipe.model.weights, recipe.model.teacher, recipe.model.relevance_teacher):
         if weights is None or Path(weights).exists():
             continue
         for other in sorted(recipe.path.parent.glob("*.yaml")):
@@ -266,6 +272,39 @@ def _output_dir(path: Path) -> Path | None:
     except ValueError:
         return None
     return Path(folder) if isinstance(folder, str) else None
+
+
+def _load_relevance_teacher(recipe: Recipe, model: Any, processor: Any) -> Any:
+    """The model whose attention is the target; `None` where that is the model itself."""
+    args, training = recipe.model, recipe.training
+    if args.relevance_teacher is None or not training.relevance_weight:
+        return None
+    weights, same = args.relevance_teacher, {"select_images": model.config.qtsplus_config.select_images}
+    config = load_config(None, weights, same)
+    require_same_backbone(config, model.config)
+    if load_processor(None, weights, config).tokenizer.get_vocab() != processor.tokenizer.get_vocab():
+        raise ValueError(
+            f"model.relevance_teacher is {weights}, whose tokenizer has other tokens than the model's; expected a "
+            "teacher with the same tokenizer."
+        )
+    return load_model(None, weights, same, args.dtype, args.attn_implementation)
+
+
+def _note(
+    recipe: Recipe, model: Any, relevance_teacher: Any, dataset: VideoQADataset, collator: VideoQACollator
+) -> AttentionTargets:
+    """The teacher's attention in every example. Another teacher sees the videos with its own vision tower."""
+    data, training = recipe.data, recipe.training
+    choice, mixed, folder = AttentionChoice.of(training), _mixed(training), str(data.features)
+    if relevance_teacher is not None:
+        features = _encode(recipe, relevance_teacher, dataset.processor, dataset.records)
+        for record in dataset.records:
+            stored = None if record.video is None else features.load(record.video, record.fps)
+            if stored is not None:
+                require_same_tokens(relevance_teacher, model, stored["video_grid_thw"])
+        model, settings = relevance_teacher, (data.model_max_length, data.processor_kwargs)
+        dataset = VideoQADataset(dataset.records, dataset.processor, *settings, features)
+    return note_targets(model.to(training.device), dataset, collator, folder, choice, mixed)
 
 
 def _encode(recipe: Recipe, model: Any, processor: Any, records: list[VideoRecord]) -> VideoFeatures:
@@ -338,6 +377,7 @@ def dry_run(recipe: Recipe) -> str:
     training = recipe.training
     with torch.device("meta"):
         model: nn.Module = backbone_of(config.model_type).model(config)
+        check_relevance(model, training, model if recipe.model.relevance_teacher is None else None)
         if training.lora_rank:
             model = add_lora(model, lora_config(training.lora_rank, training.lora_alpha, training.lora_dropout))
         else:

@@ -17,7 +17,14 @@ from transformers import Trainer, TrainerCallback
 from ..card_qtsplus import model_card
 from ..selector_qtsplus import kept_count
 from .arguments import QTSplusTrainingArguments
-from .attention import answer_attention, attention_modules, relevance_divergences
+from .attention import (
+    AttentionChoice,
+    answer_attention,
+    check_relevance,
+    own_teaching,
+    relevance_divergences,
+    require_same_tokens,
+)
 from .dataset import IGNORED, SOURCES, SkippedRecord
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
@@ -95,6 +102,7 @@ class QTSplusTrainer(Trainer):
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
         args: see [`QTSplusTrainingArguments`]; decides what is frozen, and puts adapters on the model.
         teacher: for `distillation_weight`; without one the model itself teaches, with all visual tokens.
+        relevance_teacher: for `relevance_weight`, a QTSplus model with the same visual tokens; likewise.
         kwargs: as for [`Trainer`].
     """
 
@@ -102,7 +110,13 @@ class QTSplusTrainer(Trainer):
     model: Any  # a model or a PeftModel, never None here
 
     def __init__(
-        self, model: nn.Module, args: QTSplusTrainingArguments, *, teacher: nn.Module | None = None, **kwargs: Any
+        self,
+        model: nn.Module,
+        args: QTSplusTrainingArguments,
+        *,
+        teacher: nn.Module | None = None,
+        relevance_teacher: nn.Module | None = None,
+        **kwargs: Any,
     ):
         if args.lora_rank:
             model = add_lora(model, lora_config(args.lora_rank, args.lora_alpha, args.lora_dropout))
@@ -113,8 +127,12 @@ class QTSplusTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
-        _check_relevance(base_model(model), self.args)
-        self.teacher = None if teacher is None else teacher.to(self.args.device).eval().requires_grad_(False)
+        reads = None if self._targets_are_kept else base_model(relevance_teacher or model)
+        check_relevance(base_model(model), self.args, reads)
+        self.teacher, self.relevance_teacher = (
+            None if given is None else given.to(self.args.device).eval().requires_grad_(False)
+            for given in (teacher, relevance_teacher)
+        )
         self.about: dict[str, Any] = {}
         self.alpha, self.excess = 0.0, 0.0
         self.skipped: dict[str, str] = {}
@@ -166,12 +184,13 @@ class QTSplusTrainer(Trainer):
         loss = (weights * token_losses).sum()
         self._note_tokens(token_losses, token_source)
 
-        if self.args.distillation_weight > 0 and model.training:
-            divergences = self._divergences(logits, inputs, labels)
+        taught, targets = self._ask_teachers(inputs, labels, targets) if model.training else (None, None)
+        if taught is not None:
+            divergences = divergence(logits, taught, self.args.distillation_temperature)
             loss = loss + self.args.distillation_weight * (weights * divergences).sum()
             self.running[True].add("loss_teacher", divergences.sum(), len(divergences))
         if self.args.relevance_weight > 0 and model.training:
-            divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels, targets)
+            divergences = self._relevance_divergences(outputs.qtsplus, labels, targets)
             loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
             self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
         if named:
@@ -237,18 +256,30 @@ class QTSplusTrainer(Trainer):
             tokens = tokens.sum().expand(len(tokens))
         return 1.0 / tokens.clamp(min=1)
 
-    def _divergences(self, logits, inputs, labels):
-        if self.teacher is not None:
-            taught = teacher_logits(self.teacher, inputs, labels)
-        else:
-            taught = own_logits(self.model, inputs, labels)
-        return divergence(logits, taught, self.args.distillation_temperature)
+    def _ask_teachers(self, inputs, labels, targets):
+        """What the weights ask of teachers with all tokens: the answers' logits, and attention that is not kept yet."""
+        choice, taught = AttentionChoice.of(self.args), None
+        attend = self.args.relevance_weight > 0 and targets is None and not self._targets_are_kept
+        if self.args.distillation_weight > 0:
+            if self.teacher is not None:
+                taught = teacher_logits(self.teacher, inputs, labels)
+            elif attend and self.relevance_teacher is None:
+                return own_teaching(self.model, inputs, labels, choice)
+            else:
+                taught = own_logits(self.model, inputs, labels)
+        if attend:
+            if self.relevance_teacher is not None:
+                require_same_tokens(self.relevance_teacher, self.model, inputs.get("video_grid_thw"))
+            targets = answer_attention(self.relevance_teacher or self.model, inputs, labels, choice)
+        return taught, targets
 
-    def _relevance_divergences(self, qtsplus, inputs, labels, targets) -> torch.Tensor:
+    @property
+    def _targets_are_kept(self) -> bool:
+        """Whether the dataset gives the attention: then no teacher is asked."""
+        return getattr(self.train_dataset, "targets", None) is not None
+
+    def _relevance_divergences(self, qtsplus, labels, targets) -> torch.Tensor:
         """Of each sample with visual tokens and an answer: how far the scores are from the attention."""
-        noted = getattr(self.train_dataset, "targets", None) is not None
-        if targets is None and not noted:
-            targets = answer_attention(self.model, inputs, labels, self.args.relevance_layers)
         if targets is None or qtsplus is None or qtsplus.log_relevance is None:
             return torch.zeros(0, device=labels.device)
         return relevance_divergences(qtsplus.log_relevance, targets).to(labels.device)
@@ -421,19 +452,6 @@ class QTSplusTrainer(Trainer):
         if checkpoint is not None and os.path.exists(os.path.join(checkpoint, STATE_FILE)):
             state = json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))
             self.alpha, self.excess, self.skipped = state["alpha"], state["excess"], state["skipped"]
-
-
-def _check_relevance(model: Any, args: QTSplusTrainingArguments) -> None:
-    """Refuses attention distillation of a selector that is never asked, or from layers that are not there."""
-    selection = model.config.qtsplus_config.selection
-    if not args.relevance_weight:
-        return
-    if selection != "qtsplus":
-        raise ValueError(
-            "relevance_weight teaches the scores of selection='qtsplus', but qtsplus_config has "
-            f"selection={selection!r}."
-        )
-    attention_modules(model.model.language_model, args.relevance_layers)
 
 
 def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:

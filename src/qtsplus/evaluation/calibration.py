@@ -1,0 +1,302 @@
+"""Which layers and heads look at what an answer rests on: needle recall of each, over questions with their evidence."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from rich.console import Console
+from rich.progress import track
+
+from ..data.scene import Sighting, sighting_tokens
+from ..selector_qtsplus import kept_count
+from ..training.attention import AttentionChoice, noting_attention
+from ..training.collator import VideoQACollator
+from ..training.dataset import SkippedRecord, VideoQADataset, VideoRecord, read_records
+from ..training.distillation import EVERYTHING, evaluating
+from ..training.features import encode_videos
+
+SHARE = 0.1  # of the visual tokens that a layer or a head may keep
+
+ALL_LAYERS, BEST_LAYERS, BEST_HEADS = "all layers", "best layers", "best heads"
+
+
+@dataclass(frozen=True)
+class LabelledQuestion:
+    """
+    A question, and where its answer can be seen.
+
+    Args:
+        record: with a video.
+        needles: what must be found, each a list of [`Sighting`], any one of which will do; at least one.
+    """
+
+    record: VideoRecord
+    needles: list[list[Sighting]]
+
+
+@dataclass(frozen=True)
+class Recall:
+    """
+    Means over questions.
+
+    Args:
+        tokens: share of a question's needle tokens that are kept.
+        needles: share of its needles of which a token is kept.
+    """
+
+    tokens: float
+    needles: float
+
+
+@dataclass(frozen=True)
+class HeadRecalls:
+    """
+    What is found by each layer (the mean over its heads) and by each head alone.
+
+    Args:
+        questions: how many were asked.
+        layers, heads: by layer, and by (layer, head).
+    """
+
+    questions: int
+    layers: dict[int, Recall]
+    heads: dict[tuple[int, int], Recall]
+
+    def best_layers(self, count: int) -> tuple[int, ...]:
+        """Those with the highest recall of tokens, at most half of all, in ascending order."""
+        return tuple(sorted(_best(self.layers)[: min(count, max(1, len(self.layers) // 2))]))
+
+    def best_heads(self, count: int) -> tuple[tuple[int, int], ...]:
+        """Those with the highest recall of tokens, at most half of all, in ascending order."""
+        return tuple(sorted(_best(self.heads)[: min(count, max(1, len(self.heads) // 2))]))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """
+    Args:
+        measured: over the questions about half of the videos.
+        choices: what they suggest, by name.
+        found: what the sum over each choice finds in the other videos.
+        checked: questions about those.
+    """
+
+    measured: HeadRecalls
+    choices: dict[str, AttentionChoice]
+    found: dict[str, Recall]
+    checked: int
+
+    @property
+    def best(self) -> str:
+        """The choice with the highest recall of tokens; of equals the one with the most layers."""
+        return max(self.choices, key=lambda name: self.found[name].tokens)
+
+    def fields(self) -> dict[str, Any]:
+        """What the best choice is in a recipe's `training` section."""
+        choice = self.choices[self.best]
+        return {
+            "relevance_layers": None if choice.layers is None else list(choice.layers),
+            "relevance_heads": None if choice.heads is None else [list(pair) for pair in choice.heads],
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        heads = [{"layer": layer, "head": head, **asdict(got)} for (layer, head), got in self.measured.heads.items()]
+        choices = [
+            {"choice": name, **asdict(self.choices[name]), **asdict(recall)} for name, recall in self.found.items()
+        ]
+        return {
+            "share": SHARE,
+            "questions": {"measured": self.measured.questions, "checked": self.checked},
+            "best": self.best,
+            "choices": choices,
+            "layers": [{"layer": layer, **asdict(got)} for layer, got in self.measured.layers.items()],
+            "heads": heads,
+        }
+
+
+def read_labelled(path: Path, skip_kinds: Sequence[str] = ()) -> list[LabelledQuestion]:
+    """
+    The questions of a JSONL file of records that have a video and `evidence`, as `qtsplus data tinyworld` writes them.
+
+    Args:
+        skip_kinds: kinds that are left out.
+
+    Raises:
+        ValueError: a line that is no record, evidence of another form, or no such question.
+    """
+    records = read_records(path)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = []
+    for record, line in zip(records, lines, strict=True):
+        evidence = line.get("evidence")
+        if evidence and record.video is not None and record.kind not in skip_kinds:
+            try:
+                needles = [[Sighting(**seen) for seen in needle] for needle in evidence]
+            except TypeError as error:
+                raise ValueError(
+                    f"{path}: the evidence of {record.question!r} is not a list of needles, each a list of sightings "
+                    "with start, end and box."
+                ) from error
+            found.append(LabelledQuestion(record, needles))
+    if not found:
+        raise ValueError(
+            f"{path} holds no question about a video with evidence; expected records such as those of "
+            "`qtsplus data tinyworld`."
+        )
+    return found
+
+
+def calibrate(
+    model: Any,
+    processor: Any,
+    questions: Sequence[LabelledQuestion],
+    *,
+    positions: str = "answer",
+    layers: int = 4,
+    heads: int = 20,
+    processor_kwargs: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> Calibration:
+    """
+    Measures every layer and head on one half of the videos, and the sums over the best of them on the other half.
+
+    The model reads all visual tokens of a question and its true answer; the tokens that get most attention, a tenth of
+    them, count as kept.
+
+    Args:
+        model, processor: a QTSplus model; its selector takes no part.
+        positions: as in [`AttentionChoice`].
+        layers, heads: how many of the best are summed.
+        processor_kwargs: for every call of the processor, such as `{"fps": 1}`.
+
+    Raises:
+        ValueError: questions about fewer than two videos, or a video that cannot be read.
+    """
+    videos = list(dict.fromkeys(str(question.record.video) for question in questions))
+    if len(videos) < 2:
+        raise ValueError("The questions are about one video; expected at least two, to measure with and to check with.")
+    halves = [[q for q in questions if str(q.record.video) in set(videos[part::2])] for part in (0, 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        named = list(dict.fromkeys((str(q.record.video), q.record.fps) for q in questions))
+        features = encode_videos(model, processor, named, folder, processor_kwargs)
+        datasets = [
+            VideoQADataset([q.record for q in half], processor, None, processor_kwargs, features) for half in halves
+        ]
+        measured = measure_heads(model, datasets[0], halves[0], positions, progress)
+        choices = {
+            ALL_LAYERS: AttentionChoice(positions=positions),
+            BEST_LAYERS: AttentionChoice(layers=measured.best_layers(layers), positions=positions),
+            BEST_HEADS: AttentionChoice(heads=measured.best_heads(heads), positions=positions),
+        }
+        found = measure_choices(model, datasets[1], halves[1], choices, positions, progress)
+    return Calibration(measured, choices, found, len(halves[1]))
+
+
+def measure_heads(
+    model: Any,
+    dataset: VideoQADataset,
+    questions: Sequence[LabelledQuestion],
+    positions: str = "answer",
+    progress: bool = True,
+) -> HeadRecalls:
+    """
+    The needle recall of every layer and every head.
+
+    Args:
+        dataset: of the questions' records, in order.
+    """
+    layers: dict[int, list[Recall]] = {}
+    heads: dict[tuple[int, int], list[Recall]] = {}
+    for attention, needles in _attention_by_head(model, dataset, questions, positions, progress):
+        for layer, weights in attention.items():
+            whole, *single = _recalls(torch.cat([weights.mean(0, keepdim=True), weights]), needles)
+            layers.setdefault(layer, []).append(whole)
+            for head, recall in enumerate(single):
+                heads.setdefault((layer, head), []).append(recall)
+    return HeadRecalls(len(questions), _means(layers), _means(heads))
+
+
+def measure_choices(
+    model: Any,
+    dataset: VideoQADataset,
+    questions: Sequence[LabelledQuestion],
+    choices: Mapping[str, AttentionChoice],
+    positions: str = "answer",
+    progress: bool = True,
+) -> dict[str, Recall]:
+    """The needle recall of the attention summed over each choice, by its name; see [`measure_heads`]."""
+    found: dict[str, list[Recall]] = {}
+    for attention, needles in _attention_by_head(model, dataset, questions, positions, progress):
+        for name, choice in choices.items():
+            chosen = choice.layers if choice.heads is None else sorted({layer for layer, _ in choice.heads})
+            parts = [
+                attention[layer] if choice.heads is None else attention[layer][choice.of_layer(layer)]
+                for layer in (attention if chosen is None else chosen)
+            ]
+            found.setdefault(name, []).extend(_recalls(torch.cat(parts).sum(0, keepdim=True), needles))
+    return _means(found)
+
+
+@torch.no_grad()
+def _attention_by_head(
+    model: Any, dataset: VideoQADataset, questions: Sequence[LabelledQuestion], positions: str, progress: bool
+) -> Iterator[tuple[dict[int, torch.Tensor], list[np.ndarray]]]:
+    """Of every question the attention `[heads, M]` of each layer, and its needles' tokens."""
+    collate, choice = VideoQACollator(dataset.processor), AttentionChoice(positions=positions)
+    bar = track(questions, "Reading with all tokens", console=Console(stderr=True), disable=not progress)
+    for index, question in enumerate(bar):
+        example = dataset[index]
+        if isinstance(example, SkippedRecord):
+            raise ValueError(f"{example.name} cannot be used: {example.reason}")
+        (grid,) = model.model.merged_grid(example["video_grid_thw"])
+        seconds = float(example["second_per_grid_ts"][0])
+        needles = [sighting_tokens(needle, grid, seconds) for needle in question.needles]
+        batch = collate([example])
+        inputs = {name: send_to_device(batch[name], model.device) for name in batch.keys() - {"skipped", "source_ids"}}
+        labels = inputs.pop("labels")
+        with evaluating(model), noting_attention(model, inputs, labels, choice, by_head=True) as (row,):
+            model(**{**inputs, **EVERYTHING}, use_cache=False, logits_to_keep=1)
+        yield row.by_head or {}, needles
+
+
+def _recalls(scores: torch.Tensor, needles: Sequence[np.ndarray]) -> list[Recall]:
+    """What the tokens with the highest `scores` `[K, M]` find, for each row of them."""
+    num_tokens = scores.shape[1]
+    kept = torch.zeros(scores.shape, dtype=torch.bool)
+    kept.scatter_(1, scores.topk(kept_count(SHARE, num_tokens, num_tokens)).indices.cpu(), True)
+    by_needle = [kept[:, torch.from_numpy(needle)] for needle in needles]
+    wanted = kept[:, torch.from_numpy(np.unique(np.concatenate(list(needles))))]
+    tokens = wanted.float().mean(1).tolist()
+    hit = torch.stack([found.any(1).float() for found in by_needle]).mean(0).tolist()
+    return [Recall(*pair) for pair in zip(tokens, hit, strict=True)]
+
+
+def _means(recalls: Mapping[Any, list[Recall]]) -> dict[Any, Recall]:
+    return {
+        key: Recall(float(np.mean([one.tokens for one in row])), float(np.mean([one.needles for one in row])))
+        for key, row in recalls.items()
+    }
+
+
+def _best(recalls: Mapping[Any, Recall]) -> list[Any]:
+    """Highest recall of tokens first."""
+    return sorted(recalls, key=lambda key: -recalls[key].tokens)
+
+
+__all__ = [
+    "Calibration",
+    "HeadRecalls",
+    "LabelledQuestion",
+    "Recall",
+    "calibrate",
+    "measure_choices",
+    "measure_heads",
+    "read_labelled",
+]

@@ -1,0 +1,184 @@
+"""Needle recall of layers and heads, and what `qtsplus calibrate` makes of it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attention_twin import twin_targets
+from qtsplus.cli import app
+from qtsplus.data.tinyworld import build_dataset
+from qtsplus.evaluation import calibration
+from qtsplus.evaluation.calibration import Recall, calibrate, measure_heads, read_labelled
+from qtsplus.settings import set_yaml_fields
+from qtsplus.training.collator import VideoQACollator
+from qtsplus.training.dataset import VideoQADataset
+from qtsplus.training.models import load_model
+from qtsplus.training.recipe import load_recipe
+
+NEEDLES = [np.array([3, 4]), np.array([7])]
+LAYERS, HEADS, TOKENS = 4, 4, 20  # two tokens are a tenth
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Questions about two short videos."""
+    folder = tmp_path_factory.mktemp("world")
+    path = build_dataset(folder, "test", size=2, seconds=[2], max_objects=2, multiple_choice=0, progress=False)
+    return folder / path.rpartition("/")[2]
+
+
+@pytest.fixture(scope="module")
+def questions(records):
+    return read_labelled(records, ("caption", "moment", "summary"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_published):
+    return load_model(None, str(tiny_published)).eval()
+
+
+def planted(finders):
+    """Attention in which the heads of `finders` look at the needles and all others at nothing in particular."""
+
+    def by_head(model, dataset, questions, positions, progress):
+        generator = torch.Generator().manual_seed(0)
+        for _ in questions:
+            attention = {layer: torch.rand(HEADS, TOKENS, generator=generator) / 100 for layer in range(LAYERS)}
+            for layer, head in finders:
+                attention[layer][head, [3, 7]] = 1.0
+            yield attention, NEEDLES
+
+    return by_head
+
+
+def test_recall_counts_tokens_and_needles():
+    scores = torch.zeros(3, TOKENS)
+    scores[0, [3, 4]] = scores[1, [3, 7]] = scores[2, [0, 1]] = 1.0
+    found = calibration._recalls(scores, NEEDLES)
+    assert found == [Recall(pytest.approx(2 / 3), 0.5), Recall(pytest.approx(2 / 3), 1.0), Recall(0.0, 0.0)]
+
+
+def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, tiny, tiny_processor, questions):
+    monkeypatch.setattr(calibration, "_attention_by_head", planted([(2, 1), (0, 3)]))
+    found = calibrate(tiny, tiny_processor, questions, layers=1, heads=2, progress=False)
+    assert found.choices["best heads"].heads == ((0, 3), (2, 1))
+    assert found.measured.heads[2, 1] == Recall(pytest.approx(2 / 3), 1.0)
+    assert found.found["best heads"] == Recall(pytest.approx(2 / 3), 1.0)
+    assert found.measured.questions + found.checked == len(questions)
+    # All layers find as much as the two heads, and are the simpler choice.
+    assert found.best == "all layers"
+    assert found.fields() == {"relevance_layers": None, "relevance_heads": None}
+
+
+def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(monkeypatch, tiny, tiny_processor, questions):
+    plant = planted([(2, 1)])
+
+    def with_a_sink(*arguments):
+        for attention, needles in plant(*arguments):
+            attention[1][:, [0, 1]] = 5.0
+            attention[2][0, [0, 1]] = 5.0
+            yield attention, needles
+
+    monkeypatch.setattr(calibration, "_attention_by_head", with_a_sink)
+    found = calibrate(tiny, tiny_processor, questions, layers=1, heads=1, progress=False)
+    assert found.best == "best heads"
+    assert found.fields() == {"relevance_layers": None, "relevance_heads": [[2, 1]]}
+    assert found.as_dict()["choices"][2] == {
+        **{"choice": "best heads", "layers": None, "heads": ((2, 1),), "positions": "answer"},
+        **{"tokens": pytest.approx(2 / 3), "needles": 1.0},
+    }
+
+
+def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questions):
+    question = questions[0]
+    dataset = VideoQADataset([question.record], tiny_processor)
+    measured = measure_heads(tiny, dataset, [question], progress=False)
+    batch = VideoQACollator(tiny_processor)([dataset[0]])
+    labels = batch.pop("labels")
+    inputs = {name: value for name, value in batch.items() if name not in ("skipped", "source_ids")}
+    (grid,) = tiny.model.merged_grid(inputs["video_grid_thw"])
+    needles = [calibration.sighting_tokens(needle, grid, 1.0) for needle in question.needles]
+    for pair in ((1, 0), (3, 2)):
+        (target,) = twin_targets(tiny, inputs, labels, heads=[pair])
+        assert len(target) == 72
+        kept = set(target.topk(8).indices.tolist())
+        wanted = set(np.concatenate(needles).tolist())
+        assert measured.heads[pair].tokens == pytest.approx(len(kept & wanted) / len(wanted))
+        assert measured.heads[pair].needles == np.mean([bool(kept & set(needle.tolist())) for needle in needles])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------------------------------------
+
+RECIPE = """# A recipe
+model: {variant: qtsplus-tiny}
+data: {train_files: [train.jsonl]}
+training:
+  output_dir: run  # kept
+  relevance_layers: [1]  # kept too
+  use_cpu: true
+  relevance_weight: 1.0  # the last
+# the end
+"""
+
+
+def test_the_command_prints_a_table_and_writes_json_and_recipe(records, tiny_published, tmp_path, monkeypatch):
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "new" / "found.json"
+    recipe.write_text(RECIPE)
+    best = {"relevance_layers": None, "relevance_heads": [[0, 3], [2, 1]]}
+    monkeypatch.setattr(calibration.Calibration, "fields", lambda self: best)
+    command = ["calibrate", str(tiny_published), str(records), "--recipe", str(recipe), "--out", str(out)]
+    result = CliRunner().invoke(app, [*command, "--device", "cpu", "--skip-kind", "caption", "--heads", "3"])
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text())
+    assert len(content["layers"]) == 4 and len(content["heads"]) == 16 and len(content["choices"]) == 3
+    assert len(content["choices"][2]["heads"]) == 3
+    assert all(0 <= row["tokens"] <= 1 and 0 <= row["needles"] <= 1 for row in content["heads"])
+    for words in ("needle tokens", "all layers: ", "best heads: ", "relevance_heads: [[0, 3], [2, 1]]"):
+        assert words in result.stdout
+    assert recipe.read_text() == RECIPE.replace("relevance_layers: [1]", "relevance_layers: null").replace(
+        "# the last\n", "# the last\n  relevance_heads: [[0, 3], [2, 1]]\n"
+    )
+    assert load_recipe(recipe).training.relevance_heads == best["relevance_heads"]
+
+
+def test_fields_of_other_layouts_are_set_or_refused():
+    block = "training:\n  relevance_heads:\n    - [1, 2]\n    # inside\n    - [3, 4]  # behind\n  seed: 1\ndata: {}"
+    assert set_yaml_fields(block, "it", "training", {"relevance_heads": [[5, 6]], "seed": None}) == (
+        "training:\n  relevance_heads: [[5, 6]]  # behind\n  seed: null\ndata: {}"
+    )
+    assert set_yaml_fields("training:\n  seed: 1", "it", "training", {"a": None}) == "training:\n  seed: 1"
+    for text in ("training: {seed: 1}\ndata: 5", "training:\ndata: 5", "data: 5", "[1]"):
+        with pytest.raises(ValueError, match="it has no section 'training' with a field on each line"):
+            set_yaml_fields(text, "it", "training", {"seed": 2})
+
+
+def test_what_cannot_be_measured_is_refused(records, tiny_published, tmp_path):
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    labelled = [{**line, "video": str(records.parent / line["video"])} for line in lines if line["evidence"]]
+    cases = {
+        "none": ([{**line, "evidence": []} for line in labelled], "no question about a video with evidence"),
+        "one": ([line for line in labelled if line["video"].endswith("000000.mp4")], "expected at least two"),
+        "other": ([{**labelled[0], "evidence": [[{"start": 1}]]}], "is not a list of needles"),
+        "unread": ([labelled[0], {**labelled[-1], "video": "gone.mp4"}], "gone.mp4 cannot be used"),
+    }
+    for name, (content, message) in cases.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
+        command = ["calibrate", str(tiny_published), str(tmp_path / f"{name}.jsonl"), "--device", "cpu"]
+        result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out.json")])
+        assert result.exit_code == 2, result.output
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")]
+        assert message in line
+    for file, more, message in (
+        ("missing.jsonl", [], "There is no file"),
+        ("one.jsonl", ["--device", ""], "--device is empty"),
+        ("one.jsonl", ["--device", "toaster"], "'toaster' cannot be used"),
+        ("one.jsonl", ["--recipe", str(tmp_path / "none.yaml")], "expected a recipe in YAML"),
+    ):
+        result = CliRunner().invoke(app, ["calibrate", str(tiny_published), str(tmp_path / file), *more])
+        assert result.exit_code == 2 and message in result.stderr, result.stderr
+    assert not (tmp_path / "out.json").exists()

@@ -1,0 +1,257 @@
+"""Whose attention the selector's scores learn from: the model's own in one pass, or another checkpoint's."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from qtsplus.prompt_qtsplus import find_query_mask
+from qtsplus.training import QTSplusTrainingArguments
+from qtsplus.training.attention import (
+    AttentionChoice,
+    answer_attention,
+    own_teaching,
+    relevance_divergences,
+    require_same_tokens,
+)
+from qtsplus.training.distillation import own_logits
+from qtsplus.training.recipe import build_trainer, load_recipe
+from tiny import tiny_model
+from training_examples import InOrder, collate, examples, make_trainer, steps
+
+
+@pytest.fixture
+def inputs():
+    batch = collate(examples(4))
+    batch.pop("source_ids")
+    return batch
+
+
+def passes_with_all_tokens(model, work) -> int:
+    """How often `work` lets the model read every visual token."""
+    counted = []
+
+    def note(module, args, kwargs):
+        counted.append(kwargs.get("selection") == "all")
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    work()
+    hook.remove()
+    return sum(counted)
+
+
+def test_one_pass_gives_logits_and_attention(inputs):
+    model, labels = tiny_model().train(), inputs.pop("labels")
+    logits, attention = own_teaching(model, inputs, labels)
+    torch.testing.assert_close(logits, own_logits(model, inputs, labels), atol=0, rtol=0)
+    for mine, expected in zip(attention, answer_attention(model, inputs, labels), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-6, rtol=1e-5)
+    assert model.training and not logits.requires_grad
+
+
+def test_a_model_that_teaches_itself_both_reads_everything_once(tmp_path):
+    weights = {"distillation_weight": 0.5, "relevance_weight": 2.0, "max_steps": 1}
+    both = make_trainer(tmp_path, **weights)
+    assert passes_with_all_tokens(both.model, both.train) == 1
+    plain, logits, attention = (
+        make_trainer(tmp_path, **{**weights, **more})
+        for more in (dict.fromkeys(list(weights)[:2], 0.0), {"relevance_weight": 0.0}, {"distillation_weight": 0.0})
+    )
+    for trainer in (plain, logits, attention):
+        trainer.train()
+    line = steps(both)[0]
+    assert line["loss_teacher"] == pytest.approx(steps(logits)[0]["loss_teacher"], rel=1e-5)
+    assert line["loss_relevance"] == pytest.approx(steps(attention)[0]["loss_relevance"], rel=1e-5)
+    added = 0.5 * line["loss_teacher"] + 2.0 * line["loss_relevance"]
+    assert line["loss"] == pytest.approx(steps(plain)[0]["loss"] + added, rel=1e-5)
+
+
+def deeper_model():
+    """A teacher with a third layer."""
+    model = tiny_model(seed=5)
+    layers = model.model.language_model.layers
+    layers.append(copy.deepcopy(layers[0]))
+    layers[2].self_attn.layer_idx = 2
+    model.config.text_config.num_hidden_layers = 3
+    model.config.text_config.layer_types = ["full_attention"] * 3
+    return model
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_another_model_s_attention_is_the_target(tmp_path, freeze):
+    """Its layers are the ones that are chosen, also those that the student lacks."""
+    student = make_trainer(tmp_path, max_steps=1, relevance_weight=1.0)
+    arguments = copy.copy(student.args)
+    arguments.relevance_layers, arguments.freeze_language_model = [2], freeze
+    teacher = deeper_model()
+    trainer = InOrder(
+        tiny_model(rho_min=0.1, rho_max=0.9, n_max=10),
+        arguments,
+        relevance_teacher=teacher,
+        train_dataset=examples(4),
+        data_collator=collate,
+    )
+    batch = collate(examples(4))
+    labels = batch.pop("labels")
+    batch.pop("source_ids")
+    targets = answer_attention(teacher, batch, labels, AttentionChoice((2,)))
+    expected = relevance_divergences(trainer.model.train()(**batch).qtsplus.log_relevance, targets).mean().detach()
+    before = {name: weight.clone() for name, weight in teacher.named_parameters()}
+    trainer.train()
+    assert steps(trainer)[0]["loss_relevance"] == pytest.approx(float(expected), rel=1e-5)
+    for name, weight in teacher.named_parameters():
+        assert torch.equal(weight, before[name]) and weight.grad is None, name
+    student.train()
+    assert steps(student)[0]["loss_relevance"] != pytest.approx(float(expected), rel=1e-2)
+
+
+def test_a_chosen_layer_has_to_be_the_teachers(tmp_path):
+    with pytest.raises(ValueError, match=r"relevance_layers has \[2\]: expected layers with attention, of \[0, 1\]"):
+        make_trainer(tmp_path, relevance_weight=1.0, relevance_layers=[2])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Other tokens
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def merging(model, size):
+    model.config.vision_config.spatial_merge_size = size
+    model.model.visual.spatial_merge_size = size
+    return model
+
+
+def test_a_teacher_with_other_visual_tokens_is_refused():
+    student, grid = tiny_model(), torch.tensor([[2, 4, 4], [2, 4, 8]])
+    require_same_tokens(tiny_model(seed=1), student, grid)
+    other = tiny_model(seed=1)
+    other.config.video_token_id = 499
+    with pytest.raises(ValueError, match="relevance_teacher has video_token_id=499 and the model 500"):
+        require_same_tokens(other, student, None)
+    other = tiny_model(seed=1)
+    other.config.vision_config.patch_size = 8
+    with pytest.raises(ValueError, match="patch_size=8 and the model with 4"):
+        require_same_tokens(other, student, None)
+    with pytest.raises(ValueError, match=r"Video 0 is 2 visual tokens \(2, 1, 1\) .* and 8 \(2, 2, 2\) to the model"):
+        require_same_tokens(merging(tiny_model(seed=1), 4), student, grid)
+
+
+def test_a_teacher_with_other_visual_tokens_is_refused_in_training(tmp_path):
+    trainer = make_trainer(tmp_path, relevance_weight=1.0, max_steps=1)
+    trainer.relevance_teacher = merging(tiny_model(seed=1), 4)
+    with pytest.raises(ValueError, match="Video 0 is 4 visual tokens"):
+        trainer.train()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# From the question
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_question_may_look_instead_of_the_answer(inputs):
+    model, labels = tiny_model(), inputs.pop("labels")
+    config = model.config
+    mask = find_query_mask(
+        inputs["input_ids"],
+        inputs["attention_mask"],
+        config.user_turn_token_ids,
+        config.turn_end_token_id,
+        config.special_token_ids,
+    )
+    choice = AttentionChoice(positions="question")
+    found = answer_attention(model, inputs, labels, choice)
+    for given, expected in zip(
+        answer_attention(model, {**inputs, "query_mask": mask}, labels, choice), found, strict=True
+    ):
+        assert torch.equal(given, expected)
+    from_answer = answer_attention(model, inputs, labels)
+    assert [len(target) for target in found] == [len(target) for target in from_answer]
+    assert (found[1] - from_answer[1]).abs().max() > 1e-4
+    # Padding moves no question, and a row without an answer is not taught.
+    wider = {name: value.clone() for name, value in inputs.items()}
+    for name, value in (("input_ids", 0), ("attention_mask", 0)):
+        wider[name] = torch.nn.functional.pad(wider[name], (3, 0), value=value)
+    labels = torch.nn.functional.pad(labels, (3, 0), value=-100)
+    labels[2] = -100
+    for row, (target, expected) in enumerate(zip(answer_attention(model, wider, labels, choice), found, strict=True)):
+        if row == 2:
+            assert not len(target) and len(expected)
+        else:
+            torch.testing.assert_close(target, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_nobody_else_may_look(tmp_path):
+    with pytest.raises(ValueError, match=r"relevance_from='caption': expected one of \('answer', 'question'\)"):
+        QTSplusTrainingArguments(output_dir=str(tmp_path), relevance_from="caption")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# By a recipe
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe_file(tmp_path, tiny_mp4, tiny_published):
+    record = {"video": str(tiny_mp4), "question": "What?", "answer": "A circle."}
+    records = [record, {**record, "answer": "Two.", "earlier": [["How many?", "One."]]}, {**record, "video": None}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    path = tmp_path / "tiny.yaml"
+    path.write_text(f"""
+model: {{variant: qtsplus-tiny, selector: {{n_max: 20}}, relevance_teacher: {tiny_published}}}
+data: {{train_files: [{tmp_path}/train.jsonl]}}
+training:
+  {{output_dir: {tmp_path}/run, max_steps: 3, per_device_train_batch_size: 2, learning_rate: 1e-3, use_cpu: true,
+    freeze_language_model: false, relevance_weight: 1.0, save_strategy: "no", logging_steps: 1, report_to: none}}
+""")
+    return path
+
+
+@pytest.mark.parametrize("settings", [[], ["training.relevance_from=question", "training.relevance_layers=[1, 3]"]])
+def test_another_teacher_reads_every_example_once(recipe_file, tmp_path, monkeypatch, settings):
+    """Although the language model trains: it is not the teacher. Each has its own vision tower's features."""
+    every_time = build_trainer(load_recipe(recipe_file, settings))
+    every_time.train()
+    settings = [*settings, f"data.features={tmp_path}/features"]
+    once = build_trainer(load_recipe(recipe_file, settings))
+    assert once.relevance_teacher is None
+    monkeypatch.setattr("qtsplus.training.trainer.answer_attention", None)
+    once.train()
+    assert len(list((tmp_path / "features").iterdir())) == 3
+    for line, expected in zip(steps(once), steps(every_time), strict=True):
+        assert line.keys() == expected.keys()
+        for name in {"loss", "loss_relevance", "grad_norm"} & line.keys():
+            assert line[name] == pytest.approx(expected[name], rel=1e-4), name
+
+    monkeypatch.setattr("qtsplus.training.attention.answer_attention", None)
+    build_trainer(load_recipe(recipe_file, settings))  # all is there
+    with pytest.raises(TypeError):  # it would look from elsewhere
+        build_trainer(
+            load_recipe(recipe_file, [*settings, "training.relevance_from=answer", "training.relevance_layers=[0]"])
+        )
+
+
+def test_a_teacher_with_other_videos_or_words_is_refused_by_a_recipe(
+    recipe_file, tmp_path, tiny_published, monkeypatch
+):
+    def teacher(change, file="config.json"):
+        folder = tmp_path / "other"
+        folder.mkdir(exist_ok=True)
+        for path in tiny_published.iterdir():
+            if path.is_file():
+                (folder / path.name).write_bytes(path.read_bytes())
+        content = json.loads((folder / file).read_text())
+        change(content)
+        (folder / file).write_text(json.dumps(content))
+        return load_recipe(recipe_file, [f"model.relevance_teacher={folder}"])
+
+    with pytest.raises(ValueError, match="temporal_patch_size"):
+        build_trainer(teacher(lambda config: config["vision_config"].update(temporal_patch_size=1)))
+
+    def another_word(content):
+        content["model"]["vocab"]["another"] = 1000
+
+    with pytest.raises(ValueError, match="whose tokenizer has other tokens"):
+        build_trainer(teacher(another_word, "tokenizer.json"))
+    with pytest.raises(ValueError, match="model.relevance_teacher is empty"):
+        load_recipe(recipe_file, ["model.relevance_teacher=''"])
