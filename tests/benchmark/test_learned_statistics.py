@@ -125,6 +125,7 @@ def shares(own, wrong, uniform, overlap, videos=VIDEOS):
     found = [
         outcome(policies.DEFAULT, 0, own),
         outcome("uniform", 0, uniform),
+        outcome(policies.SALIENCE, 0, uniform),
         {"policy": wrong_policy, "seed": 0, "correct": wrong, "jaccard": overlap},
     ]
     return {row["group"]: row for row in question_driven(found, records, crowd=True)}

@@ -11,6 +11,8 @@ from ...training.recipe import Recipe, load_recipe
 from . import policies
 from .policies import DEFAULT
 
+_SELECTOR = ("gate", "reduction", "scoring_layers", "query_states", "reencode_layers")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -19,11 +21,13 @@ class Plan:
         variants: by name what each changes of the recipe, [`DEFAULT`] first.
         own_budget: whether the recipe teaches a model how many tokens to ask for.
         adapted: whether it changes how kept tokens are read.
+        selector: what the variants are about, as the recipe has it.
     """
 
     variants: dict[str, tuple[str, ...]]
     own_budget: bool
     adapted: bool
+    selector: dict[str, Any]
 
 
 def make_plan(recipe: Path, overrides: Sequence[str], base: Path, wanted: Sequence[str] = ()) -> Plan:
@@ -55,6 +59,7 @@ def make_plan(recipe: Path, overrides: Sequence[str], base: Path, wanted: Sequen
         own_budget=_predicts_budget(read)
         and (selector.target_n is not None or any((selector.lambda_t, selector.lambda_m, selector.lambda_s))),
         adapted=not training.freeze_language_model or training.lora_rank > 0 or selector.reencode_layers > 0,
+        selector={name: getattr(selector, name) for name in _SELECTOR if hasattr(selector, name)},
     )
 
 

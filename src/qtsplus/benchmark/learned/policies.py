@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 RETENTIONS = (0.025, 0.05, 0.1, 0.25)
+# At which the other variants are asked by wrong questions too.
+CONTROLLED = (0.05, 0.1)
 # A trained model that reads all tokens; that with a random selector; that trained by the recipe as it is.
 BASE, FRESH, DEFAULT = "base", "fresh", "qtsplus"
 # What is trained, and how each differs from the recipe; one that does not differ is not trained twice.
@@ -106,9 +108,10 @@ def policies_of(model: str, own_budget: bool, adapted: bool) -> list[Policy]:
     if model != BASE:
         chosen = [Policy(model, model, retention) for retention in RETENTIONS]
         chosen += [Policy(model, model, None)] if own_budget else []
+        controlled = [share for share in RETENTIONS if model == DEFAULT or share in CONTROLLED]
         for wrong in WRONG_QUESTIONS:
             name = name_of(wrong, model)
-            chosen += [Policy(name, model, retention, wrong_question=wrong) for retention in RETENTIONS]
+            chosen += [Policy(name, model, retention, wrong_question=wrong) for retention in controlled]
     if model == BASE or (model == DEFAULT and adapted):
         chosen.append(Policy(name_of("all", model), model, 1.0, "all"))
     if model == DEFAULT or (model == BASE and adapted):

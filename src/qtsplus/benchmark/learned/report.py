@@ -84,7 +84,9 @@ def _heading(details: dict[str, Any]) -> list[str]:
     bases = "one base" if details["bases"] == 1 else "a base for each seed"
     lines = [
         f"{details['questions']} questions on {details['videos']} held-out videos of the {world} world; training seeds "
-        f"{details['seeds']}, {bases}. Point questions ask for an attribute, existence or a direction.",
+        f"{details['seeds']}, {bases}. Point questions ask for an attribute, existence or a direction. The recipe has "
+        + ", ".join(f"{name} {value}" for name, value in details["selector"].items())
+        + ".",
         "",
         f"`{details['command']}`",
     ]
@@ -100,22 +102,17 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def _accuracy_by_tokens(pooled: Pooled) -> list[str]:
     """Accuracy for each policy and retention, a table for each group."""
-    retentions = sorted({share for _, share in pooled if share is not None and share < 1})
+    names = sorted({name for name, _ in pooled if not _is_control_of_variant(name)}, key=_place)
+    shares = sorted({share for _, share in pooled}, key=lambda share: share or 2.0)
     lines = ["## Right answers by tokens kept"]
     for group in _asked_groups(pooled):
-        rows = []
-        for name in sorted({name for name, _ in pooled}, key=_place):
-            whole = pooled.get((name, 1.0))
-            cells = [pooled.get((name, share)) for share in (*retentions, None)]
-            rows.append([title_of(name), *(_accuracy(row, group) for row in (*cells, whole))])
-        columns = [
-            "",
-            *(f"{share:.3g}%" for share in (100 * share for share in retentions)),
-            "own budget",
-            "all tokens",
-        ]
-        lines += ["", f"{_GROUPS[group].capitalize()}:", "", *_table(columns, rows)]
+        rows = [[title_of(name), *(_accuracy(pooled.get((name, share)), group) for share in shares)] for name in names]
+        lines += ["", f"{_GROUPS[group].capitalize()}:", "", *_table(["", *map(_kept, shares)], rows)]
     return lines
+
+
+def _kept(share: float | None) -> str:
+    return "own budget" if share is None else f"{100 * share:.3g}%"
 
 
 def _asked_groups(pooled: Pooled) -> list[str]:
@@ -127,26 +124,41 @@ def _accuracy(row: dict[str, Any] | None, group: str) -> str:
 
 
 def _shares(found: Rows) -> list[str]:
-    """What selecting by a wrong question costs."""
+    """What selecting by a wrong question costs, a table for each of the two."""
     lines = [
         "## What the choice owes to the question",
         "",
         "The share is (own - wrong) / (own - uniform) in right answers, with a 95% interval over videos. It stays "
         "empty where the model is not certain to beat uniform tokens. Another choice: 1 - Jaccard of the kept tokens.",
-        "",
     ]
-    rows = []
-    for row in sorted(found, key=lambda row: (list(VARIANTS).index(row["model"]), row["retention"])):
-        if row["group"] not in ("all", "point"):
-            continue
-        share = row["share"]
-        cells = [f"{row[name]:.1%}" for name in ("own", "wrong", "uniform")]
-        cells += [f"{share['mean']:.0%} ({share['low']:.0%} to {share['high']:.0%})" if share else ""]
-        what = "another video's" if row["wrong_question"] == OTHER_VIDEO else "another of the same video"
-        head = [TITLES[row["model"]], f"{row['retention']:.3g}", _GROUPS[row["group"]], what]
-        rows.append([*head, *cells, f"{row['disagreement']:.1%}"])
-    columns = ["", "kept", "questions", "wrong question", "own", "wrong", "uniform", "share", "another choice"]
-    return lines + _table(columns, rows)
+    for wrong in WRONG_QUESTIONS:
+        by_place = {
+            (row["model"], row["retention"], row["group"]): row for row in found if row["wrong_question"] == wrong
+        }
+        groups = [group for group in ("point", "all") if any(place[2] == group for place in by_place)]
+        heads = sorted({place[:2] for place in by_place}, key=lambda head: (list(VARIANTS).index(head[0]), head[1]))
+        rows = [
+            [
+                TITLES[model],
+                _kept(share),
+                *(cell for group in groups for cell in _share_cells(by_place, model, share, group)),
+            ]
+            for model, share in heads
+        ]
+        names = ("own", "wrong", "uniform", "any object", "share", "another choice")
+        columns = ["", "kept", *(f"{name}, {group}" for group in groups for name in names)]
+        lines += ["", f"{title_of(wrong).capitalize()}:", "", *_table(columns, rows)]
+    return lines
+
+
+def _share_cells(by_place: dict[tuple, dict[str, Any]], model: str, share: float, group: str) -> list[str]:
+    row = by_place.get((model, share, group))
+    if row is None:
+        return [""] * 6
+    ratio = row["share"]
+    cells = [f"{row[name]:.1%}" for name in ("own", "wrong", "uniform", "salience")]
+    cells.append(f"{ratio['mean']:.0%} ({ratio['low']:.0%} to {ratio['high']:.0%})" if ratio else "")
+    return [*cells, f"{row['disagreement']:.1%}"]
 
 
 def _variants(pooled: Pooled) -> list[str]:
@@ -174,8 +186,9 @@ def _gains(differences: Rows) -> list[str]:
     groups = [group for group in _GROUPS if any(row["gain"].get(group) for row in differences)]
     rows = []
     for row in sorted(differences, key=lambda row: (_place(row["policy"]), row["default_retention"] or 2.0)):
-        share = "own" if row["default_retention"] is None else f"{row['default_retention']:.3g}"
-        rows.append([title_of(row["policy"]), share, *(_points(row["gain"].get(group)) for group in groups)])
+        if not _is_control_of_variant(row["policy"]):
+            gains = [_points(row["gain"].get(group)) for group in groups]
+            rows.append([title_of(row["policy"]), _kept(row["default_retention"]), *gains])
     head = "What the recipe as it is gains on the same questions, in points of accuracy (95% interval over videos):"
     return ["## Gains", "", head, "", *_table(["over", "kept", *(_GROUPS[group] for group in groups)], rows)]
 
@@ -192,7 +205,7 @@ def _everything(pooled: Pooled) -> list[str]:
         recalls = [row[name] for name in ("needle_recall", "token_recall", "distractor_recall")]
         cells = [
             title_of(policy),
-            "own" if retention is None else f"{retention:.3g}",
+            _kept(retention),
             f"{row['accuracy']:.1%}",
             f"{row['low']:.1%} to {row['high']:.1%}",
             *("" if recall is None else f"{recall:.1%}" for recall in recalls),
@@ -250,8 +263,12 @@ def _interval(value: dict[str, float]) -> str:
 def _place(name: str) -> tuple:
     """Where a policy stands in a table: the default's first, then the base's, then those of the other variants."""
     policy, model = parts_of(name)
-    is_control_of_variant = model not in (DEFAULT, BASE) and policy != model
-    return is_control_of_variant, model == BASE, list(TITLES).index(policy), model
+    return _is_control_of_variant(name), model == BASE, list(TITLES).index(policy), model
+
+
+def _is_control_of_variant(name: str) -> bool:
+    policy, model = parts_of(name)
+    return model not in (DEFAULT, BASE) and policy != model
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ def run_learned(
         "recipe": recipe.read_text(encoding="utf-8"),
         "overrides": list(overrides),
         "variants": {name: list(changes) for name, changes in plans[0].variants.items()},
+        "selector": plans[0].selector,
         "crowd": questions.crowd,
         "questions": len(kinds),
         "videos": len(questions.videos),

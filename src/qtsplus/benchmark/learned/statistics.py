@@ -8,7 +8,7 @@ import numpy as np
 from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS, WIDE_KINDS
 from ...evaluation.exact_match import accuracy
 from ...training.dataset import VideoRecord
-from .policies import DEFAULT, Policy
+from .policies import DEFAULT, SALIENCE, Policy
 from .questions import DESCRIPTION
 
 # The outcomes of one policy with one seed: "policy", "seed", and a value for every question by name, `None` where a
@@ -139,7 +139,8 @@ def question_driven(results: list[Outcomes], records: list[VideoRecord], crowd: 
     """
     What a model's choice owes to the question, for every retention, group and wrong question: `share` is
     (own - wrong) / (own - uniform) in accuracy, with an interval over videos; `disagreement` is 1 - Jaccard of what is
-    kept for the own question and for the wrong one. Only questions that have a wrong one count.
+    kept for the own question and for the wrong one; `salience` is the accuracy of the oracle that knows the objects.
+    Only questions that have a wrong one count.
     """
     correct, overlap = _means(results, "correct"), _means(results, "jaccard")
     videos = np.array([str(record.video) for record in records])
@@ -150,15 +151,15 @@ def question_driven(results: list[Outcomes], records: list[VideoRecord], crowd: 
     rows = []
     for key, policy in wrong_policies.items():
         own = correct[policy.model, policy.retention]
-        # A language model that the recipe trains reads uniform tokens as the default's does.
-        uniform = correct["uniform", policy.retention]
         wrong = correct[key]
+        # Of the default, for other variants too.
+        uniform, salience = (correct[name, policy.retention] for name in ("uniform", SALIENCE))
         for label, mask in masks.items():
             chosen = mask & ~np.isnan(wrong)
             if not chosen.any():
                 continue
             row = {"model": policy.model, "retention": policy.retention, "group": label}
-            values = {"own": own, "wrong": wrong, "uniform": uniform}
+            values = {"own": own, "wrong": wrong, "uniform": uniform, "salience": salience}
             rows.append(
                 {
                     **row,
