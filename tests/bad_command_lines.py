@@ -219,8 +219,9 @@ def bench_lines() -> list[list[str]]:
     lines += [
         [*learned, *base, *recipe, "--test", path] for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "")
     ]
-    lines += [[*learned, *base, *test, *recipe, f"--seed={seed}"] for seed in NO_SEEDS]
-    lines += [[*learned, *base, *test, *recipe, f"--batch-size={size}"] for size in ("0", "-1", "x", "1.5")]
+    wrong = [f"--seed={seed}" for seed in NO_SEEDS] + [f"--batch-size={size}" for size in ("0", "-1", "x", "1.5")]
+    wrong += ["--variant=", "--variant=best", "--base={model}"]  # the last: two bases for three seeds
+    lines += [[*learned, *base, *test, *recipe, option] for option in wrong]
     lines += [[*learned, *base, *test, "--recipe", path] for path in ("{missing}", "{video}", "{records}", "{frames}")]
     return lines
 
