@@ -213,14 +213,13 @@ def bench_lines() -> list[list[str]]:
     ]
     learned = ["bench", "learned", "--out", "{out}", "--work", "{out}/work"]
     base, test, recipe = ["--base", "{model}"], ["--test", "{records}"], ["--recipe", "{recipe}"]
-    lines += [
-        [*learned, "--base", model, *test, *recipe] for model in ("{missing}", "{empty_folder}", "{video}", "\x00")
-    ]
+    lines += _option([*learned, *test, *recipe], "--base", ("{missing}", "{empty_folder}", "{video}", "\x00"))
     lines += [
         [*learned, *base, *recipe, "--test", path] for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "")
     ]
-    lines += [[*learned, *base, *test, *recipe, f"--seed={seed}"] for seed in NO_SEEDS]
-    lines += [[*learned, *base, *test, *recipe, f"--batch-size={size}"] for size in ("0", "-1", "x", "1.5")]
+    wrong = [f"--seed={seed}" for seed in NO_SEEDS] + [f"--batch-size={size}" for size in ("0", "-1", "x", "1.5")]
+    wrong += ["--variant=", "--variant=best", "--base={model}"]  # the last: two bases for three seeds
+    lines += [[*learned, *base, *test, *recipe, one] for one in wrong]
     lines += [[*learned, *base, *test, "--recipe", path] for path in ("{missing}", "{video}", "{records}", "{frames}")]
     return lines
 

@@ -124,8 +124,7 @@ def save(backbone, folder):
 )
 def test_the_learned_benchmark(backbone, world, tmp_path, monkeypatch):
     monkeypatch.setattr(policies, "RETENTIONS", (0.1,))
-    names = (policies.DEFAULT, "no_rope", "sequential")
-    monkeypatch.setattr(policies, "VARIANTS", {name: policies.VARIANTS[name] for name in names})
+    names = (policies.DEFAULT, "gumbel", "no_reencoder")
     processor = save(backbone, tmp_path / "base")
     (tmp_path / "recipe.yaml").write_text(f"""
 model: {{weights: nothing, selector: {{selection: qtsplus, rho_min: 0.1, rho_max: 0.5}}}}
@@ -136,6 +135,7 @@ training:
 """)
     paths = {"base": "base", "recipe": "recipe.yaml", "out": "out", "work": "work"}
     options = [f"--{name}={tmp_path / path}" for name, path in paths.items()]
+    options += [f"--variant={name}" for name in names]
     result = CliRunner().invoke(app, ["bench", "learned", *options, f"--test={world}/test.jsonl", "--seed=0"])
     assert result.exit_code == 0, result.output
 
@@ -143,7 +143,7 @@ training:
     tokens = len(model.encode_videos(**pixels_of(processor, str(world / "test/000000.mp4")))[0])
     rows = json.loads((tmp_path / "out/learned.json").read_text())
     pooled = {(row["policy"], row["retention"]): row for row in rows if row["seed"] is None}
-    for policy in (*names, "uniform", "base_random", "untrained_selector", "shuffled_question"):
+    for policy in (*names, "uniform", "base_random", "untrained_selector", "needle_oracle", "gumbel_shuffled_question"):
         assert pooled[policy, 0.1]["kept"] == pooled[policy, 0.1]["asked"] == math.ceil(tokens / 10), policy
     for policy in ("all", "base_all"):
         assert pooled[policy, 1.0]["kept"] == tokens and pooled[policy, 1.0]["needle_recall"] == 1

@@ -1,188 +1,250 @@
 """The learned benchmark at toy size: what it writes, and that nothing is done twice."""
 
 import json
-import statistics
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from qtsplus.benchmark.learned import policies
-from qtsplus.benchmark.learned.questions import QuestionSet, with_questions_of_others
-from qtsplus.benchmark.learned.report import write_report
-from qtsplus.benchmark.learned.statistics import differences
+from qtsplus.benchmark.learned.plan import make_plan
 from qtsplus.cli import app
 from qtsplus.data.tinyworld import build_dataset
-from qtsplus.training.dataset import VideoRecord
 from qtsplus.training.models import load_model
+from qtsplus.training.recipe import load_recipe
+
+TRAINING = """
+  {output_dir: nothing, max_steps: 1, per_device_train_batch_size: 2, learning_rate: 1e-3, logging_steps: 1,
+   report_to: none, use_cpu: true, disable_tqdm: true"""
+# The recipe's own: scores that the frozen model's attention teaches, and no budget.
+TAUGHT = f"""
+model: {{{{weights: nothing, selector: {{{{gate: detached, reduction: mean, reencode_layers: 0}}}}}}}}
+data: {{{{train_files: [{{folder}}/crowd/train.jsonl]}}}}
+training: {TRAINING.replace("{", "{{")},
+   relevance_weight: 1.0, retention_range: [0.05, 0.3], retention_share: 1.0}}}}
+"""
+# A language model that adapts, with its own budget.
+ADAPTED = f"""
+model: {{{{weights: nothing, selector: {{{{selection: qtsplus, rho_min: 0.05, rho_max: 0.5, target_n: 9}}}}}}}}
+data: {{{{train_files: [{{folder}}/sparse/train.jsonl]}}}}
+training: {TRAINING.replace("{", "{{")}, freeze_language_model: false}}}}
+"""
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory, tiny_processor):
-    """A random base, and the command that benchmarks it with one seed, one retention and two variants."""
+    """Two random bases, two recipes, and questions about both worlds."""
     folder = tmp_path_factory.mktemp("learned")
     for split in ("train", "test"):
-        build_dataset(folder / "data", split, 2, seconds=(3,), max_objects=2, progress=False)
-    load_model("qtsplus-tiny", None).save_pretrained(folder / "base")
-    tiny_processor.save_pretrained(folder / "base")
-    (folder / "recipe.yaml").write_text(f"""
-model: {{weights: nothing, selector: {{selection: qtsplus, rho_min: 0.05, rho_max: 0.5, target_n: 9}}}}
-data: {{train_files: [{folder}/data/train.jsonl]}}
-training:
-  {{output_dir: nothing, freeze_language_model: false, max_steps: 1, per_device_train_batch_size: 2,
-    learning_rate: 1e-3, logging_steps: 1, report_to: none, use_cpu: true, disable_tqdm: true}}
-""")
+        build_dataset(folder / "crowd", split, 2, seconds=(2,), max_objects=20, progress=False, crowd=True)
+        build_dataset(folder / "sparse", split, 2, seconds=(3,), max_objects=2, progress=False)
+    for seed in (0, 1):
+        load_model("qtsplus-tiny", None, seed=seed).save_pretrained(folder / f"base{seed}")
+        tiny_processor.save_pretrained(folder / f"base{seed}")
+    for name, recipe in (("taught", TAUGHT), ("adapted", ADAPTED)):
+        (folder / f"{name}.yaml").write_text(recipe.format(folder=folder))
     return folder
 
 
-def run(folder, *more):
-    arguments = [
-        "--base",
-        "base",
-        "--test",
-        "data/test.jsonl",
-        "--recipe",
-        "recipe.yaml",
-        "--out",
-        "out",
-        "--work",
-        "work",
-    ]
-    paths = [word if word.startswith("--") else str(folder / word) for word in arguments]
-    return CliRunner().invoke(app, ["bench", "learned", *paths, "--seed", "0", *more])
+def run(folder, recipe, world, bases, seeds, *more):
+    paths = {"test": f"{world}/test.jsonl", "recipe": f"{recipe}.yaml", "out": f"{recipe}-out", "work": recipe}
+    options = [f"--{name}={folder / path}" for name, path in paths.items()]
+    options += [f"--base={folder / f'base{number}'}" for number in bases] + [f"--seed={seed}" for seed in seeds]
+    return CliRunner().invoke(app, ["bench", "learned", *options, *more])
+
+
+def stamps(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def results(folder, recipe):
+    names = ("learned", "learned-details")
+    rows, details = (json.loads((folder / f"{recipe}-out/{name}.json").read_text()) for name in names)
+    return rows, {(row["policy"], row["retention"]): row for row in rows if row["seed"] is None}, details
 
 
 @pytest.fixture(scope="module")
-def finished(setting):
+def crowded(setting):
+    """A base for each of two seeds; then the same again, with one answer forgotten."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policies, "RETENTIONS", (0.1,))
-        names = (policies.DEFAULT, "reference_positions")
-        patch.setattr(policies, "VARIANTS", {name: policies.VARIANTS[name] for name in names})
-        first = run(setting)
+        call = (setting, "taught", "crowd", (0, 1), (3, 5), "--variant=gumbel", "--variant=mean")
+        first = run(*call)
         assert first.exit_code == 0, first.output
-        made = stamps(setting)
-        answers = setting / "work/seed0.jsonl"
+        made = stamps(setting / "taught")
+        (answers,) = (setting / "taught").glob("answers-*/seed5.jsonl")
         before = answers.read_text().splitlines()
-        forgotten = [line for line in before if line.startswith('{"key": "uniform-0.1"')]
+        forgotten = [line for line in before if line.startswith('{"key": "needle_oracle-0.1"')]
         answers.write_text("".join(line + "\n" for line in before if line not in forgotten))
-        second = run(setting)
+        second = run(*call)
         assert len(forgotten) == 1 and sorted(answers.read_text().splitlines()) == sorted(before)
     return first, made, second
 
 
-def stamps(folder):
-    return {path: path.stat().st_mtime_ns for path in (folder / "work").rglob("*") if path.is_file()}
+@pytest.fixture(scope="module")
+def sparse(setting):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "RETENTIONS", (0.1,))
+        result = run(setting, "adapted", "sparse", (0,), (0,), "--variant=no_reencoder")
+    assert result.exit_code == 0, result.output
+    return result
 
 
-def test_rows_for_every_policy(setting, finished):
-    assert finished[0].exit_code == 0, finished[0].output
-    rows = json.loads((setting / "out/learned.json").read_text())
-    questions = {row["questions"] for row in rows}
-    assert len(questions) == 1
-    pooled = {(row["policy"], row["retention"]): row for row in rows if row["seed"] is None}
-    for policy in ("all", "base_all"):
-        assert pooled[policy, 1.0]["needle_recall"] == 1.0
-        assert pooled[policy, 1.0]["kept"] == pooled[policy, 1.0]["asked"] == 108
-    asked = ("straight_through", "reference_positions", "untrained_selector", "shuffled_question", "base_random")
-    query_free = ("temporal_redundancy", "base_temporal_redundancy", "diversity", "base_diversity")
-    for policy in (*asked, *query_free):
-        row = pooled[policy, 0.1]
-        assert row["kept"] == row["asked"] == 11
-        assert 0 <= row["low"] <= row["accuracy"] <= row["high"] <= 1 and 0 < row["needle_recall"] <= 1
-        assert sum(kind["questions"] for kind in row["kinds"].values()) == row["questions"]
-    assert pooled["fewer_frames", 0.1]["kept"] == 36 and pooled["lower_resolution", 0.1]["kept"] == 12
-    own = pooled["straight_through", None]
+def test_rows_for_every_policy_in_the_crowd(setting, crowded):
+    rows, pooled, details = results(setting, "taught")
+    assert details["crowd"] is True and all(row["crowd"] for row in rows)
+    models = {policies.DEFAULT, "gumbel"}  # the recipe's reduction is the mean already
+    assert set(details["variants"]) == models and details["bases"] == 2
+    plain = {*models, *policies.BASELINES, *policies.ORACLES, *policies.WRONG_QUESTIONS, "untrained_selector"}
+    controls = {f"gumbel_{name}" for name in policies.WRONG_QUESTIONS}
+    # A frozen language model without a re-encoder reads all tokens as its base does, and knows no budget.
+    assert set(pooled) == {("base_all", 1.0), *((name, 0.1) for name in plain | controls)}
+    for name in plain | controls:
+        assert {row["seed"] for row in rows if row["policy"] == name} == {None, 3, 5}
+        row = pooled[name, 0.1]
+        assert 0 <= row["low"] <= row["accuracy"] <= row["high"] <= 1
+        assert row["model"] == ("gumbel" if "gumbel" in name else "fresh" if "untrained" in name else "qtsplus")
+        if name not in ("fewer_frames", "lower_resolution"):
+            assert row["kept"] == row["asked"] == 8  # of 72
+            assert all(0 <= row[f"{what}_recall"] <= 1 for what in ("needle", "token", "distractor"))
+        questions = {part: sum(found["questions"] for found in row[part].values()) for part in ("kinds", "groups")}
+        assert questions["kinds"] == row["questions"] == row["groups"]["all"]["questions"]
+        assert set(row["groups"]) >= {"all", "point", "two_word", "relation"}
+    assert pooled["base_all", 1.0]["needle_recall"] == pooled["base_all", 1.0]["distractor_recall"] == 1.0
+
+
+def test_oracles_keep_what_they_know(setting, crowded):
+    _, pooled, _ = results(setting, "taught")
+    needles, salience, random = (pooled[name, 0.1] for name in ("needle_oracle", "salience_oracle", "random"))
+    # 8 tokens are enough for most needles, and a salience oracle wastes none on the background.
+    assert needles["needle_recall"] == 1.0 and needles["token_recall"] > 0.9
+    assert needles["distractor_recall"] < random["distractor_recall"] < salience["distractor_recall"]
+    assert salience["token_recall"] < 0.5
+
+
+def test_what_the_choice_owes_to_the_question(setting, crowded):
+    _, _, details = results(setting, "taught")
+    found = {(row["model"], row["wrong_question"], row["group"]): row for row in details["question_driven"]}
+    for model in (policies.DEFAULT, "gumbel"):
+        for wrong in policies.WRONG_QUESTIONS:
+            row = found[model, wrong, "all"]
+            assert row["questions"] > 0 and 0 <= row["disagreement"] <= 1
+            assert row["share"] == {}  # random models do not beat uniform tokens
+
+
+def test_several_bases_each_have_their_seed(setting, crowded):
+    bases = [json.loads((setting / f"taught/seed{seed}/setup.json").read_text())["base"] for seed in (3, 5)]
+    assert bases[0] != bases[1]
+    same_seed = run(setting, "taught", "crowd", (1,), (3,))
+    assert same_seed.exit_code == 2 and "seed3 was made with another base" in same_seed.output
+    too_many = run(setting, "taught", "crowd", (0, 1), (3,))
+    assert too_many.exit_code == 2 and "2 bases for 1 seeds" in too_many.output
+
+
+def test_nothing_is_done_twice(setting, crowded):
+    _, made, second = crowded
+    assert second.exit_code == 0, second.output
+    changed = {path.name for path, stamp in stamps(setting / "taught").items() if made.get(path) != stamp}
+    assert changed == {"seed5.jsonl"}
+    assert "trained" not in second.output
+
+
+def test_other_questions_are_asked_of_the_same_models(setting, crowded, monkeypatch):
+    monkeypatch.setattr(policies, "RETENTIONS", (0.1,))
+    before = stamps(setting / "taught/seed3")
+    result = run(setting, "taught", "sparse", (0,), (3,), "--variant=qtsplus", f"--out={setting / 'other'}")
+    assert result.exit_code == 0, result.output
+    assert stamps(setting / "taught/seed3") == before
+    assert json.loads((setting / "other/learned-details.json").read_text())["crowd"] is False
+
+
+def test_another_recipe_does_not_mix_with_what_is_there(setting, crowded):
+    result = run(setting, "taught", "crowd", (0, 1), (3, 5), "--set", "training.max_steps=2")
+    assert result.exit_code == 2 and "another overrides" in result.output
+
+
+def test_a_trained_vision_tower_and_an_unknown_variant_are_refused(setting):
+    result = run(setting, "taught", "crowd", (0,), (0,), "--set", "training.freeze_vision_model=false")
+    assert result.exit_code == 2 and "vision tower" in result.output
+    result = run(setting, "taught", "crowd", (0,), (0,), "--variant=best")
+    assert result.exit_code == 2 and "no variant 'best'; expected one of qtsplus, straight_through" in result.output
+
+
+def test_own_budgets_in_the_sparse_world(setting, sparse):
+    _, pooled, details = results(setting, "adapted")
+    assert details["crowd"] is False and details["bases"] == 1
+    assert set(details["variants"]) == {policies.DEFAULT, "no_reencoder"}
+    own = pooled[policies.DEFAULT, None]
     assert own["kept"] == own["asked"]
-    seeds = {(row["policy"], row["retention"]) for row in rows if row["seed"] == 0}
-    assert seeds == {key for key in pooled if not key[0].startswith("base_")}
-
-
-def test_details_and_report(setting, finished):
-    details = json.loads((setting / "out/learned-details.json").read_text())
-    assert details["command"] and details["seeds"] == [0]
-    assert {"processor", "threads", "torch", "transformers", "qtsplus"} <= set(details["environment"])
-    default = details["agreement"][0]
-    assert default["policy"] == "straight_through" and default["jaccard"] == 1.0
-    assert default["kept_in_training"] == default["asked"]
+    assert {"all", "base_all"} == {name for name, share in pooled if share == 1.0}
+    assert {f"base_{name}" for name in policies.BASELINES} < {name for name, _ in pooled}
+    assert pooled["fewer_frames", 0.1]["kept"] == 36 and pooled["lower_resolution", 0.1]["kept"] == 12
+    assert "two_word" not in own["groups"]
     assert set(details["adaptive"]["rho"]) >= {"summary", "existence", "caption"}
     assert set(details["adaptive"]["wide_minus_point"]) >= {"summary", "caption"}
     (landed,) = details["dual"]
     assert landed["target"] == 9 and landed["target_fraction"] == pytest.approx(9 / 108)
     assert landed["off"] == pytest.approx(landed["reached"] / 9 - 1)
+    assert landed["test_fraction"] == pytest.approx(own["asked"] / 108)
+
+
+def test_gates_in_training(setting, crowded):
+    _, _, details = results(setting, "taught")
+    gates = {row["policy"]: row for row in details["agreement"]}
+    detached, gumbel = gates[policies.DEFAULT], gates["gumbel"]
+    assert detached["jaccard"] == 1.0 and detached["kept_in_training"] == detached["asked"] == 8
+    assert gumbel["asked"] == 8 and gumbel["jaccard"] < 0.9
+
+
+def test_report(setting, crowded, sparse):
+    _, _, details = results(setting, "taught")
+    assert details["command"] and details["seeds"] == [3, 5]
+    assert {"processor", "threads", "torch", "transformers", "qtsplus"} <= set(details["environment"])
     gains = {(row["policy"], row["default_retention"]): row["gain"] for row in details["differences"]}
-    assert {("uniform", 0.1), ("base_all", 0.1), ("reference_positions", None)} <= set(gains)
     assert gains["uniform", 0.1]["all"]["mean"] == 0  # a random model is never right
-    table = (setting / "out/learned.md").read_text()
-    assert "straight-through gate (default)" in table and "uniform (UNIF), base model" in table
-    assert "diversity (as in DivPrune), base model" in table and "temporal redundancy (as in EVS)" in table
-    for name in ("learned.png", "learned.svg", "learned-adaptive.png", "learned-adaptive.svg"):
-        assert (setting / "out" / name).stat().st_size > 1000
+    table = (setting / "taught-out/learned.md").read_text()
+    for words in (
+        "of the crowded world; training seeds [3, 5], a base for each seed.",
+        "The recipe has gate detached, reduction mean, scoring_layers 1",
+        "## Right answers by tokens kept",
+        "Two-word names:",
+        "Relations:",
+        "Control: another question of the same video:",
+        "| oracle: the needles |",
+    ):
+        assert words in table, words
+    assert "control: another question of the same video; the paper's gate, no teacher" in table
+    for name in ("taught-out/learned", "adapted-out/learned", "adapted-out/learned-adaptive"):
+        assert all((setting / f"{name}.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+    assert not (setting / "taught-out/learned-adaptive.png").exists()
+    assert details["adaptive"] is None and "own budget by kind" not in table
 
 
-def test_nothing_is_done_twice(setting, finished):
-    _, made, second = finished
-    assert second.exit_code == 0, second.output
-    changed = {path.name for path, stamp in stamps(setting).items() if made.get(path) != stamp}
-    assert changed == {"seed0.jsonl"}
-    assert "trained" not in second.output
+def test_variants_are_what_differs_from_the_recipe(setting):
+    def variants(name, *overrides):
+        return set(make_plan(setting / f"{name}.yaml", overrides, setting / "base0").variants)
 
-
-def test_another_recipe_does_not_mix_with_what_is_there(setting, finished):
-    result = run(setting, "--set", "training.max_steps=2")
-    assert result.exit_code == 2 and "another overrides" in result.output
-
-
-def test_a_trained_vision_tower_and_training_videos_are_refused(setting, tmp_path):
-    result = run(setting, "--set", "training.freeze_vision_model=false")
-    assert result.exit_code == 2 and "vision tower" in result.output
-    with pytest.raises(ValueError, match="training split"):
-        QuestionSet.read(setting / "data/train.jsonl")
-
-
-def test_gains_are_over_the_same_questions_and_their_interval_over_videos():
-    def outcome(name, seed, correct):
-        return {"policy": policies.Policy(name, name, 0.1), "seed": seed, "correct": correct}
-
-    videos = ["a", "a", "b", "b", "c", "c"]
-    records = [VideoRecord(video, "?", "!", kind="when") for video in videos]
-    results = [
-        outcome(policies.DEFAULT, 0, [1, 1, 1, 1, 0, 1]),
-        outcome(policies.DEFAULT, 1, [1, 1, 0, 1, 0, 1]),
-        outcome("random", 0, [0, 0, 1, 1, 0, 1]),
-        outcome("random", 1, [0, 0, 0, 1, 0, 1]),
-    ]
-    (row,) = differences(results, records)
-    gain = row["gain"]["when_and_order"]
-    per_video = [1.0, 0.0, 0.0]  # with as many questions in each video, the interval is that of the videos' means
-    half = 1.96 * statistics.stdev(per_video) / 3**0.5
-    assert gain["mean"] == pytest.approx(1 / 3)
-    assert gain["high"] - gain["mean"] == pytest.approx(half)
-
-
-def test_a_shuffled_question_is_about_another_video(setting):
-    records = QuestionSet.read(setting / "data/test.jsonl").records
-    shuffled = with_questions_of_others(records, seed=0)
-    asked = {(record.video, record.query or record.question) for record in records}
-    for own, other in zip(records, shuffled, strict=True):
-        assert (own.question, own.answer, own.video) == (other.question, other.answer, other.video)
-        assert any(query == other.query and video != own.video for video, query in asked)
+    teacherless = {"straight_through", "gumbel"}
+    taught = variants("taught")
+    assert {policies.DEFAULT, *teacherless, "max", "logsumexp", "two_layers"} <= taught
+    assert not {"mean", "one_layer", "no_reencoder"} & taught
+    assert "mean" in variants("taught", "model.selector.reduction=max")
+    assert "no_reencoder" in variants("taught", "model.selector.reencode_layers=1")
+    assert "straight_through" not in variants("adapted") and "gumbel" in variants("adapted")
+    for name in teacherless:
+        recipe = load_recipe(setting / "taught.yaml", policies.VARIANTS[name])
+        assert recipe.training.relevance_weight == 0 and recipe.training.freeze_language_model
+        assert recipe.model.selector["gate"] == name and recipe.training.max_steps == 1
 
 
 def test_every_policy_has_a_title_and_each_model_its_own():
-    names = {model: [policy.name for policy in policies.policies_of(model)] for model in ("base", "fresh", "gumbel")}
-    asked = policies.policies_of(policies.DEFAULT)
-    labels = [policy.label for policy in asked]
-    assert len(set(labels)) == len(labels)
-    for name in (*sum(names.values(), []), *(policy.name for policy in asked)):
-        assert policies.title_of(name)
-    assert set(names["base"]) == {"base_all", *(f"base_{name}" for name in policies.BASELINES)}
-    for name in policies.BASELINES:
-        assert {policy.retention for policy in asked if policy.name == name} == set(policies.RETENTIONS)
-
-
-def test_earlier_results_can_be_read(tmp_path):
-    """The committed ones, of before some policies were added."""
-    committed = Path(__file__).parents[2] / "benchmarks/results"
-    rows, details = (json.loads((committed / f"{name}.json").read_text()) for name in ("learned", "learned-details"))
-    write_report(rows, details, tmp_path)
-    assert (tmp_path / "learned.md").read_text() == (committed / "learned.md").read_text()
+    models = (policies.BASE, policies.FRESH, *policies.VARIANTS)
+    for adapted in (True, False):
+        asked = [policy for model in models for policy in policies.policies_of(model, True, adapted)]
+        labels = [policy.label for policy in asked]
+        assert len(set(labels)) == len(labels)
+        assert len({policies.title_of(policy.name) for policy in asked}) == len({policy.name for policy in asked})
+        for policy in asked:
+            model = policies.DEFAULT if policy.model == policies.FRESH else policy.model
+            assert policies.parts_of(policy.name)[1] == model
+        for name in policies.BASELINES:
+            assert {policy.retention for policy in asked if policy.name == name} == set(policies.RETENTIONS)

@@ -40,7 +40,12 @@ _RESULTS = Path("benchmarks/results")
 
 @bench_app.command()
 def learned(
-    base: Annotated[Path, typer.Option(help="A trained model that reads all tokens.", show_default=False)],
+    base: Annotated[
+        list[Path],
+        typer.Option(
+            help="A trained model that reads all tokens. May be repeated, once for each seed.", show_default=False
+        ),
+    ],
     test: Annotated[Path, typer.Option(help="Test questions, made by `qtsplus data tinyworld`.", show_default=False)],
     recipe: Annotated[Path, typer.Option(help="The recipe that trains each variant from the base.")] = Path(
         "recipes/qtsplus-tiny.yaml"
@@ -50,6 +55,13 @@ def learned(
     seed: Annotated[
         list[int] | None,
         typer.Option(help="A seed of training. May be repeated. Without it, 0, 1 and 2."),
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to train beside the recipe as it is, such as gumbel or mean. May be repeated. Without it, every "
+            "variant that differs from the recipe; with qtsplus, nothing else."
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="How many questions are asked at a time.", min=1)] = 64,
     overrides: Overrides = None,
@@ -66,6 +78,7 @@ def learned(
             recipe=recipe,
             overrides=overrides or (),
             seeds=seed or (0, 1, 2),
+            variants=variant or (),
             work=work,
             batch_size=batch_size,
             command=shlex.join(["qtsplus", *sys.argv[1:]]),

@@ -3,15 +3,18 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
 
 from ..training.dataset import SkippedRecord, VideoRecord, require_rates
 from ..training.features import prompt_inputs
+from .oracle import given_order
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ def exact_match(
     batch_size: int = 16,
     progress: bool = True,
     features: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    orders: Sequence[np.ndarray] | None = None,
 ) -> list[Outcome]:
     """
     Greedy answers to records with a video, compared with the records' own, letter for letter.
@@ -58,6 +62,8 @@ def exact_match(
         batch_size: questions at a time; those with answers of like length are asked together.
         features: by video `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`, which
             take the place of its pixels: a video that is asked about often is encoded once.
+        orders: per record `[M]`, its visual tokens in the order in which they are to be kept, in place of a selection;
+            for a model of this package.
 
     Returns:
         one outcome per record, in order.
@@ -79,14 +85,16 @@ def exact_match(
         asked = [index for index in batch if index not in outcomes]
         if not asked:
             continue
-        output = model.generate(
-            **{name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()},
-            retention=retention,
-            selection=selection,
-            max_new_tokens=lengths[batch[-1]] + 2,
-            do_sample=False,
-            return_dict_in_generate=True,
-        )
+        given = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+        with nullcontext(selection) if orders is None else given_order([orders[index] for index in asked]) as method:
+            output = model.generate(
+                **given,
+                retention=retention,
+                selection=method,
+                max_new_tokens=lengths[batch[-1]] + 2,
+                do_sample=False,
+                return_dict_in_generate=True,
+            )
         answers = processor.batch_decode(output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         visual_tokens = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
         chosen = output.qtsplus
@@ -162,7 +170,7 @@ def accuracy(correct: Sequence[bool]) -> tuple[float, float, float]:
     share = sum(correct) / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return share, centre - half, centre + half
+    return share, max(0.0, centre - half), min(1.0, centre + half)
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -1,14 +1,16 @@
-"""What is asked: questions about TinyWorld's held-out videos."""
+"""What is asked: questions about TinyWorld's held-out videos, and the wrong questions to select by."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ...data.scene import Sighting
+from ...data.crowd import record_world
+from ...data.scene import Sighting, World, make_world
 from ...data.tinyworld import QUESTION_KINDS
 from ...training.dataset import VideoRecord, read_records
 
@@ -24,12 +26,16 @@ class QuestionSet:
     Args:
         records: of the kinds in [`QUESTION_KINDS`].
         needles: per record its evidence, see [`Question`].
+        worlds: by video what it shows.
+        crowd: whether they are crowded.
         descriptions: the requests to describe a video, whose budget is looked at.
         digest: of the file.
     """
 
     records: list[VideoRecord]
     needles: list[list[list[Sighting]]]
+    worlds: dict[str, World]
+    crowd: bool
     descriptions: list[VideoRecord]
     digest: str
 
@@ -37,7 +43,8 @@ class QuestionSet:
     def read(cls, path: Path) -> "QuestionSet":
         """
         Raises:
-            ValueError: no question of a known kind, or a split that models are trained on.
+            ValueError: no question of a known kind, a split that models are trained on, or crowded and sparse videos in
+                one file.
         """
         content = path.read_bytes()
         lines = [json.loads(line) for line in content.decode().splitlines() if line.strip()]
@@ -52,25 +59,78 @@ class QuestionSet:
         chosen = [(record, line) for record, line in found if line.get("kind") in QUESTION_KINDS]
         if not chosen:
             raise ValueError(f"{path} holds no question of TinyWorld; expected records of `qtsplus data tinyworld`.")
+        crowds = {line.get("crowd") is True for _, line in chosen}
+        if len(crowds) > 1:
+            raise ValueError(f"{path} holds crowded and sparse videos: ask about each in a file of its own.")
         return cls(
-            [record for record, _ in chosen],
-            [[[Sighting(**seen) for seen in needle] for needle in line["evidence"]] for _, line in chosen],
-            [record for record, line in found if line.get("kind") == DESCRIPTION],
-            hashlib.sha256(content).hexdigest(),
+            records=[record for record, _ in chosen],
+            needles=[[[Sighting(**seen) for seen in needle] for needle in line["evidence"]] for _, line in chosen],
+            worlds={
+                video: _world(line) for video, line in {str(record.video): line for record, line in chosen}.items()
+            },
+            crowd=crowds.pop(),
+            descriptions=[record for record, line in found if line.get("kind") == DESCRIPTION],
+            digest=hashlib.sha256(content).hexdigest(),
         )
 
     @property
     def videos(self) -> list[str]:
-        return sorted({str(record.video) for record in self.records})
+        return sorted(self.worlds)
 
 
-def with_questions_of_others(records: Sequence[VideoRecord], seed: int) -> list[VideoRecord]:
-    """Every record with the query of a question about another video; the prompt stays its own."""
+def _world(line: Mapping[str, Any]) -> World:
+    """What a record's video shows, made again from its seed."""
+    if line.get("crowd") is True:
+        return record_world(line)
+    try:
+        return make_world(line["seed"], line["seconds"], line["max_objects"])
+    except KeyError as error:
+        raise ValueError(
+            f"record {line.get('id')!r} lacks {error}, from which its video was made; write the file again with "
+            "`qtsplus data tinyworld`."
+        ) from error
+
+
+def with_questions_of_others(records: Sequence[VideoRecord], seed: int) -> list[VideoRecord | None]:
+    """
+    Every record with the query of a question about another video; the prompt stays its own. `None` without such a one.
+    """
     order = np.random.default_rng(seed).permutation(len(records))
-    shuffled = list(records)
+    shuffled: list[VideoRecord | None] = [None] * len(records)
     for place, index in enumerate(order):
         record = records[index]
         others = (records[order[(place + step) % len(order)]] for step in range(1, len(order)))
-        other = next((candidate for candidate in others if candidate.video != record.video), record)
-        shuffled[index] = replace(record, query=other.query or other.question)
+        shuffled[index] = _with_query(record, (other for other in others if other.video != record.video))
     return shuffled
+
+
+def with_other_questions(
+    records: Sequence[VideoRecord], needles: Sequence[Sequence[np.ndarray]], seed: int
+) -> list[VideoRecord | None]:
+    """
+    Every record with the query of another question about its video, that looks at other tokens; the prompt stays its
+    own. `None` without such a one.
+
+    Args:
+        needles: per record the tokens of each of its needles. Another question has some, and none of the record's own.
+    """
+    by_video: dict[str, list[int]] = {}
+    for index in np.random.default_rng(seed).permutation(len(records)):
+        by_video.setdefault(str(records[index].video), []).append(int(index))
+    joined = [{int(token) for needle in found for token in needle} for found in needles]
+    return [
+        _with_query(
+            record,
+            (
+                records[other]
+                for other in by_video[str(record.video)]
+                if other != index and joined[other] and not joined[other] & joined[index]
+            ),
+        )
+        for index, record in enumerate(records)
+    ]
+
+
+def _with_query(record: VideoRecord, others: Any) -> VideoRecord | None:
+    other = next(others, None)
+    return None if other is None else replace(record, query=other.query or other.question)

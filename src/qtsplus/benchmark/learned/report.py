@@ -1,16 +1,33 @@
-"""The learned benchmark's table and plots."""
+"""The learned benchmark's tables and plots."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS
 from ..plots import save_figure
-from .policies import OF_BASE, TITLES, title_of
+from .policies import (
+    BASE,
+    DEFAULT,
+    NEEDLES,
+    ORACLES,
+    OTHER_VIDEO,
+    SALIENCE,
+    SAME_VIDEO,
+    TITLES,
+    VARIANTS,
+    WRONG_QUESTIONS,
+    name_of,
+    parts_of,
+    title_of,
+)
 
 _CURVES = {
-    "straight_through": "#0b6e99",
+    DEFAULT: "#0b6e99",
+    "straight_through": "#e49444",
     "gumbel": "#d1615d",
     "uniform": "#8c8c8c",
     "random": "#c9a227",
@@ -18,142 +35,282 @@ _CURVES = {
     "diversity": "#2a9d8f",
     "fewer_frames": "#6a9f58",
     "lower_resolution": "#a3789b",
+    OTHER_VIDEO: "#6fb3d2",
+    SAME_VIDEO: "#94c9e0",
+    "untrained_selector": "#b0b0b0",
+    SALIENCE: "#7a5230",
+    NEEDLES: "#444444",
 }
-_TIME_VARIANTS = ("straight_through", "no_rope", "sequential", "reference_positions", "no_reencoder")
-_TIME_RETENTION = 0.1
+_DASHED = (*WRONG_QUESTIONS, "untrained_selector", *ORACLES)  # no ways to spend tokens that anyone could choose
+_GROUPS = {
+    "all": "all questions",
+    "point": "point questions",
+    "two_word": "two-word names",
+    "relation": "relations",
+    "when_and_order": "when and order",
+}
 
 Rows = list[dict[str, Any]]
+Pooled = dict[tuple[str, float | None], dict[str, Any]]
 
 
 def write_report(rows: Rows, details: dict[str, Any], folder: Path) -> None:
-    """`learned.md`, `learned.png` and `.svg`, `learned-adaptive.png` and `.svg`."""
+    """`learned.md`, `learned.png` and `.svg`; with an own budget `learned-adaptive.png` and `.svg`."""
     pooled = {(row["policy"], row["retention"]): row for row in rows if row["seed"] is None}
-    (folder / "learned.md").write_text(_table(pooled, details), encoding="utf-8")
+    sections = [
+        _heading(details),
+        _accuracy_by_tokens(pooled),
+        _shares(details["question_driven"]),
+        _variants(pooled),
+        _gains(details["differences"]),
+        _everything(pooled),
+        _gates(details["agreement"]),
+        _budgets(details),
+    ]
+    lines = [line for section in sections if section for line in [*section, ""]]
+    (folder / "learned.md").write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
     save_figure(_draw_accuracy(pooled), folder / "learned")
-    save_figure(_draw_adaptive(details["adaptive"]), folder / "learned-adaptive")
+    if details["adaptive"]:
+        save_figure(_draw_adaptive(details["adaptive"]), folder / "learned-adaptive")
 
 
-def _table(pooled: dict, details: dict[str, Any]) -> str:
-    asked = [kind for kind in QUESTION_KINDS if any(kind in row["kinds"] for row in pooled.values())]
+# --------------------------------------------------------------------------------------------------------------------
+# Tables
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _heading(details: dict[str, Any]) -> list[str]:
+    world = "crowded" if details["crowd"] else "sparse"
+    bases = "one base" if details["bases"] == 1 else "a base for each seed"
     lines = [
-        f"{details['questions']} questions on {details['videos']} held-out videos; training seeds {details['seeds']}. "
-        "Intervals: 95% Wilson over the questions of all seeds together, which are the same questions for every seed.",
+        f"{details['questions']} questions on {details['videos']} held-out videos of the {world} world; training seeds "
+        f"{details['seeds']}, {bases}. Point questions ask for an attribute, existence or a direction. The recipe has "
+        + ", ".join(f"{name} {value}" for name, value in details["selector"].items())
+        + ".",
         "",
         f"`{details['command']}`",
-        "",
-        "| policy | retention | accuracy | 95% interval | needle recall | kept | asked | " + " | ".join(asked) + " |",
-        "|---|---|---|---|---|---|---|" + "---|" * len(asked),
     ]
-    for (policy, retention), row in sorted(pooled.items(), key=_order):
-        recall = "" if row["needle_recall"] is None else f"{row['needle_recall']:.1%}"
-        kinds = [f"{row['kinds'][kind]['accuracy']:.1%}" if kind in row["kinds"] else "" for kind in asked]
-        cells = [
-            title_of(policy),
-            "own" if retention is None else f"{retention:.0%}",
-            f"{row['accuracy']:.1%}",
-            f"{row['low']:.1%} to {row['high']:.1%}",
-            recall,
-            f"{row['kept']:.1f} ({row['kept_fraction']:.1%})",
-            f"{row['asked']:.1f}",
-            *kinds,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
     for layout, reason in details["left_out"].items():
         lines += ["", f"{title_of(layout).capitalize()}: left out, {reason}."]
-    lines += _gains(details["differences"])
-    lines += [
+    return lines
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    return lines + ["| " + " | ".join(cells) + " |" for cells in rows]
+
+
+def _accuracy_by_tokens(pooled: Pooled) -> list[str]:
+    """Accuracy for each policy and retention, a table for each group."""
+    names = sorted({name for name, _ in pooled if not _is_control_of_variant(name)}, key=_place)
+    shares = sorted({share for _, share in pooled}, key=lambda share: share or 2.0)
+    lines = ["## Right answers by tokens kept"]
+    for group in _asked_groups(pooled):
+        rows = [[title_of(name), *(_accuracy(pooled.get((name, share)), group) for share in shares)] for name in names]
+        lines += ["", f"{_GROUPS[group].capitalize()}:", "", *_table(["", *map(_kept, shares)], rows)]
+    return lines
+
+
+def _kept(share: float | None) -> str:
+    return "own budget" if share is None else f"{100 * share:.3g}%"
+
+
+def _asked_groups(pooled: Pooled) -> list[str]:
+    return [group for group in _GROUPS if any(group in row["groups"] for row in pooled.values())]
+
+
+def _accuracy(row: dict[str, Any] | None, group: str) -> str:
+    return f"{row['groups'][group]['accuracy']:.1%}" if row is not None and group in row["groups"] else ""
+
+
+def _shares(found: Rows) -> list[str]:
+    """What selecting by a wrong question costs, a table for each of the two."""
+    lines = [
+        "## What the choice owes to the question",
         "",
-        "| gate in training, own budget | seed | asked | kept | off by | same tokens (Jaccard) |",
-        "|---|---|---|---|---|---|",
+        "The share is (own - wrong) / (own - uniform) in right answers, with a 95% interval over videos. It stays "
+        "empty where the model is not certain to beat uniform tokens. Another choice: 1 - Jaccard of the kept tokens.",
     ]
-    for gate in details["agreement"]:
+    for wrong in WRONG_QUESTIONS:
+        by_place = {
+            (row["model"], row["retention"], row["group"]): row for row in found if row["wrong_question"] == wrong
+        }
+        groups = [group for group in ("point", "all") if any(place[2] == group for place in by_place)]
+        heads = sorted({place[:2] for place in by_place}, key=lambda head: (list(VARIANTS).index(head[0]), head[1]))
+        rows = [
+            [
+                TITLES[model],
+                _kept(share),
+                *(cell for group in groups for cell in _share_cells(by_place, model, share, group)),
+            ]
+            for model, share in heads
+        ]
+        names = ("own", "wrong", "uniform", "any object", "share", "another choice")
+        columns = ["", "kept", *(f"{name}, {group}" for group in groups for name in names)]
+        lines += ["", f"{title_of(wrong).capitalize()}:", "", *_table(columns, rows)]
+    return lines
+
+
+def _share_cells(by_place: dict[tuple, dict[str, Any]], model: str, share: float, group: str) -> list[str]:
+    row = by_place.get((model, share, group))
+    if row is None:
+        return [""] * 6
+    ratio = row["share"]
+    cells = [f"{row[name]:.1%}" for name in ("own", "wrong", "uniform", "salience")]
+    cells.append(f"{ratio['mean']:.0%} ({ratio['low']:.0%} to {ratio['high']:.0%})" if ratio else "")
+    return [*cells, f"{row['disagreement']:.1%}"]
+
+
+def _variants(pooled: Pooled) -> list[str]:
+    """Reductions, layers and query states, where they should differ."""
+    groups = [group for group in ("point", "two_word", "relation") if group in _asked_groups(pooled)]
+    shares = [share for share in (0.05, 0.1) if (DEFAULT, share) in pooled]
+    names = [name for name in VARIANTS if any((name, share) in pooled for share in shares)]
+    if not groups or len(names) < 2:
+        return []
+    columns = [
+        "",
+        *(f"{_GROUPS[group]}, {share:.0%}" for group in groups for share in shares),
+        "needle tokens kept, 10%",
+    ]
+    rows = []
+    for name in names:
+        cells = [_accuracy(pooled.get((name, share)), group) for group in groups for share in shares]
+        recall = pooled.get((name, 0.1), {}).get("token_recall")
+        rows.append([title_of(name), *cells, "" if recall is None else f"{recall:.1%}"])
+    return ["## Variants", "", *_table(columns, rows)]
+
+
+def _gains(differences: Rows) -> list[str]:
+    """What the default gains over the others, on the same questions."""
+    groups = [group for group in _GROUPS if any(row["gain"].get(group) for row in differences)]
+    rows = []
+    for row in sorted(differences, key=lambda row: (_place(row["policy"]), row["default_retention"] or 2.0)):
+        if not _is_control_of_variant(row["policy"]):
+            gains = [_points(row["gain"].get(group)) for group in groups]
+            rows.append([title_of(row["policy"]), _kept(row["default_retention"]), *gains])
+    head = "What the recipe as it is gains on the same questions, in points of accuracy (95% interval over videos):"
+    return ["## Gains", "", head, "", *_table(["over", "kept", *(_GROUPS[group] for group in groups)], rows)]
+
+
+def _points(gain: dict[str, float] | None) -> str:
+    return "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * gain[end] for end in ("mean", "low", "high"))) if gain else ""
+
+
+def _everything(pooled: Pooled) -> list[str]:
+    kinds = [kind for kind in QUESTION_KINDS if any(kind in row["kinds"] for row in pooled.values())]
+    columns = ["", "kept", "accuracy", "95% interval", "needles kept", "of their tokens", "of other objects", "tokens"]
+    rows = []
+    for (policy, retention), row in sorted(pooled.items(), key=lambda item: (_place(item[0][0]), item[0][1] or 2.0)):
+        recalls = [row[name] for name in ("needle_recall", "token_recall", "distractor_recall")]
+        cells = [
+            title_of(policy),
+            _kept(retention),
+            f"{row['accuracy']:.1%}",
+            f"{row['low']:.1%} to {row['high']:.1%}",
+            *("" if recall is None else f"{recall:.1%}" for recall in recalls),
+            f"{row['kept']:.1f} of {row['asked']:.1f}",
+        ]
+        rows.append(
+            [*cells, *(f"{row['kinds'][kind]['accuracy']:.1%}" if kind in row["kinds"] else "" for kind in kinds)]
+        )
+    head = (
+        "Intervals: 95% Wilson over the questions of all seeds together, which are the same questions for every seed."
+    )
+    return ["## Everything", "", head, "", *_table([*columns, *kinds], rows)]
+
+
+def _gates(agreement: Rows) -> list[str]:
+    rows = []
+    for gate in agreement:
+        counts = [f"{gate[name]:.2f}" for name in ("asked", "kept_in_training")]
         off = gate["kept_in_training"] / gate["asked"] - 1
-        cells = [title_of(gate["policy"]), str(gate["seed"]), f"{gate['asked']:.2f}", f"{gate['kept_in_training']:.2f}"]
-        lines.append("| " + " | ".join([*cells, f"{off:+.1%}", f"{gate['jaccard']:.3f}"]) + " |")
-    lines += [
-        "",
-        "| dataset-level budget (tokens) | seed | reached in training | off by | asked for on the test set |",
-        "|---|---|---|---|---|",
-    ]
-    for run in details["dual"]:
-        share = f"{run['test_fraction']:.2%} for {run['target_fraction']:.2%}"
-        lines.append(f"| {run['target']:g} | {run['seed']} | {run['reached']:.2f} | {run['off']:+.1%} | {share} |")
-    lines += [
-        "",
-        "| rho with the default's own budget | mean (95% interval) | more than for point questions on the same video |",
-        "|---|---|---|",
-    ]
-    for kind, rho in details["adaptive"]["rho"].items():
-        gap = details["adaptive"]["wide_minus_point"].get(kind)
-        lines.append(f"| {kind} | {_interval(rho)} | {_interval(gap) if gap else ''} |")
-    return "\n".join(lines) + "\n"
+        rows.append([title_of(gate["policy"]), str(gate["seed"]), *counts, f"{off:+.1%}", f"{gate['jaccard']:.3f}"])
+    columns = ["gate in training, a tenth asked for", "seed", "asked", "kept", "off by", "same tokens (Jaccard)"]
+    return ["## Gates and budgets", "", *_table(columns, rows)]
+
+
+def _budgets(details: dict[str, Any]) -> list[str]:
+    """Where own budgets land, if the recipe teaches them."""
+    lines: list[str] = []
+    if details["dual"]:
+        rows = []
+        for run in details["dual"]:
+            share = f"{run['test_fraction']:.2%} for {run['target_fraction']:.2%}"
+            rows.append([f"{run['target']:g}", str(run["seed"]), f"{run['reached']:.2f}", f"{run['off']:+.1%}", share])
+        columns = [
+            "dataset-level budget (tokens)",
+            "seed",
+            "reached in training",
+            "off by",
+            "asked for on the test set",
+        ]
+        lines += [*_table(columns, rows), ""]
+    if details["adaptive"]:
+        rows = []
+        for kind, rho in details["adaptive"]["rho"].items():
+            gap = details["adaptive"]["wide_minus_point"].get(kind)
+            rows.append([kind, _interval(rho), _interval(gap) if gap else ""])
+        columns = ["rho with the own budget", "mean (95% interval)", "more than for point questions on the same video"]
+        lines += _table(columns, rows)
+    return lines
 
 
 def _interval(value: dict[str, float]) -> str:
     return f"{value['mean']:.4f} ({value['low']:.4f} to {value['high']:.4f})"
 
 
-def _gains(differences: Rows) -> list[str]:
-    """What the default gains over the others, on the same questions."""
-    lines = [
-        "",
-        "What the default gains on the same questions, in points of accuracy (95% interval over videos):",
-        "",
-        "| over | retention | all questions | when and order |",
-        "|---|---|---|---|",
-    ]
-    for row in sorted(differences, key=lambda row: _order(((row["policy"], row["default_retention"]), row))):
-        cells = []
-        for label in ("all", "when_and_order"):
-            gain = row["gain"][label]
-            bounds = [f"{100 * gain[bound]:+.1f}" for bound in ("mean", "low", "high")] if gain else []
-            cells.append(f"{bounds[0]} ({bounds[1]} to {bounds[2]})" if bounds else "")
-        share = "own" if row["default_retention"] is None else f"{row['default_retention']:.0%}"
-        lines.append(f"| {title_of(row['policy'])} | {share} | {cells[0]} | {cells[1]} |")
-    return lines
+def _place(name: str) -> tuple:
+    """Where a policy stands in a table: the default's first, then the base's, then those of the other variants."""
+    policy, model = parts_of(name)
+    return _is_control_of_variant(name), model == BASE, list(TITLES).index(policy), model
 
 
-def _order(item: tuple) -> tuple:
-    (policy, retention), _ = item
-    own = policy.removeprefix(OF_BASE)
-    return own != policy, list(TITLES).index(own), retention or 2.0
+def _is_control_of_variant(name: str) -> bool:
+    policy, model = parts_of(name)
+    return model not in (DEFAULT, BASE) and policy != model
 
 
-def _draw_accuracy(pooled: dict) -> Figure:
-    """Left, accuracy over retention; right, what positions buy on questions about time."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for policy, colour in _CURVES.items():
-        points = [(row["kept_fraction"], row) for (name, share), row in pooled.items() if name == policy and share]
-        if not points:
-            continue
-        points.sort(key=lambda point: point[0])
-        _with_intervals(left, [x for x, _ in points], [row for _, row in points], colour, title_of(policy), "-o")
-    for policy, style in (("all", "--"), ("base_all", ":")):
-        left.axhline(pooled[policy, 1.0]["accuracy"], color="black", linestyle=style, label=title_of(policy))
-    left.set_xlabel("fraction of the visual tokens kept")
-    left.set_ylabel("accuracy")
-    left.legend(frameon=False, fontsize=7)
-    for place, kind in enumerate(("when", "order")):
-        for step, policy in enumerate(_TIME_VARIANTS):
-            row = pooled.get((policy, _TIME_RETENTION), {"kinds": {}})["kinds"].get(kind)
-            if row is not None:
-                colour = f"C{step}"
-                _with_intervals(
-                    right, [place + 0.12 * (step - 2)], [row], colour, title_of(policy) if place == 0 else None, "o"
-                )
-    right.set_xticks([0, 1], [f'"{kind}" questions' for kind in ("when", "order")])
-    right.set_xlim(-0.5, 1.5)
-    right.set_title(f"at {_TIME_RETENTION:.0%} of the tokens", fontsize=9)
-    right.legend(frameon=False, fontsize=7)
+# --------------------------------------------------------------------------------------------------------------------
+# Plots
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _draw_accuracy(pooled: Pooled) -> Figure:
+    """Right answers by tokens kept: all questions, and point questions."""
+    groups = [group for group in ("all", "point") if group in _asked_groups(pooled)]
+    figure = Figure(figsize=(5 * len(groups) + 3, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
+    for axes, group in zip(panels, groups, strict=True):
+        for policy, colour in _CURVES.items():
+            rows = [row for (name, share), row in pooled.items() if name == policy and share and group in row["groups"]]
+            rows.sort(key=lambda row: row["kept_fraction"])
+            if rows:
+                _draw_line(axes, rows, group, colour, policy)
+        for policy, style in (("all", "--"), (name_of("all", BASE), ":")):
+            if (policy, 1.0) in pooled:
+                height = pooled[policy, 1.0]["groups"][group]["accuracy"]
+                axes.axhline(height, color="black", linestyle=style, label=title_of(policy))
+        axes.set_xscale("log")
+        axes.set_xticks([0.025, 0.05, 0.1, 0.25], ["2.5%", "5%", "10%", "25%"])
+        axes.minorticks_off()
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_xlabel("visual tokens kept")
+        axes.set_title(_GROUPS[group], fontsize=10)
+    panels[0].set_ylabel("right answers")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=7)
     return figure
 
 
-def _with_intervals(axes: Any, x: list[float], rows: Rows, colour: str, label: str | None, style: str) -> None:
-    y = [row["accuracy"] for row in rows]
-    below = [row["accuracy"] - row["low"] for row in rows]
-    above = [row["high"] - row["accuracy"] for row in rows]
-    axes.errorbar(x, y, yerr=[below, above], fmt=style, color=colour, label=label, capsize=2, markersize=4)
+def _draw_line(axes: Any, rows: Rows, group: str, colour: str, policy: str) -> None:
+    found = [row["groups"][group] for row in rows]
+    y = [row["accuracy"] for row in found]
+    spread = [[row["accuracy"] - row["low"] for row in found], [row["high"] - row["accuracy"] for row in found]]
+    style = "--o" if policy in _DASHED else "-o"
+    x = [row["kept_fraction"] for row in rows]
+    axes.errorbar(x, y, yerr=spread, fmt=style, color=colour, label=title_of(policy), capsize=2, markersize=4)
 
 
 def _draw_adaptive(adaptive: dict[str, Any]) -> Figure:

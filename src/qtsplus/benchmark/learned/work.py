@@ -1,144 +1,59 @@
-"""The work folder: trained models and finished answers, made when they are asked for and not there."""
+"""What is asked of the models of one base, and the answers that are kept."""
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...data.scene import sighting_tokens
-from ...data.tinyworld import needle_recall
 from ...evaluation.baselines import fewer_frames, full_video, lower_resolution
 from ...evaluation.exact_match import exact_match, model_inputs
 from ...selector_qtsplus import kept_count
 from ...training.dataset import VideoRecord
-from ...training.models import load_model, load_processor
-from ...training.recipe import load_recipe, run
-from ..results import Journal, read_json, write_json
-from . import policies
-from .policies import BASE, DEFAULT, FRESH, Policy
-from .questions import QuestionSet, with_questions_of_others
+from ...training.models import load_model
+from ..results import Journal
+from .models import Models
+from .policies import DEFAULT, ORACLES, OTHER_VIDEO, Policy
+from .questions import QuestionSet, with_other_questions, with_questions_of_others
+from .tokens import object_tokens, oracle_order, recalls
+
+# At which a gate's choice in training is compared with that at inference.
+GATE_RETENTION = 0.1
 
 
 class Work:
     """
-    What the benchmark has done, in a folder: `SEED/MODEL` holds a trained model, `SEED.jsonl` the answers.
+    Answers of the models of one base to one set of questions, each asked for once.
 
     Args:
-        base: a trained model that reads all tokens.
-        recipe, overrides: by which variants are trained from it.
+        models: of the base.
         test: what they are asked.
-        work: the folder.
         batch_size: questions at a time.
-        say: hears of each thing that is done.
-
-    Raises:
-        ValueError: the folder holds the work of another base, recipe or test set.
     """
 
-    def __init__(
-        self,
-        base: Path,
-        recipe: Path,
-        overrides: Sequence[str],
-        test: QuestionSet,
-        work: Path,
-        batch_size: int,
-        say: Callable[[str], None],
-    ):
-        self.base, self.recipe, self.overrides, self.test = base, recipe, list(overrides), test
-        self.work, self.batch_size, self.say = work, batch_size, say
-        base_model: Any = load_model(None, str(base)).eval()
-        self.processor = load_processor(None, str(base), base_model.config)
-        self.base_model = base_model
+    def __init__(self, models: Models, test: QuestionSet, batch_size: int):
+        self.models, self.test, self.batch_size = models, test, batch_size
+        self.base_model, self.processor, self.say = models.base_model, models.processor, models.say
         self._features: dict[tuple[str, float], dict[str, dict[str, torch.Tensor]]] = {}
         self._journals: dict[int | None, Journal] = {}
-        self.setup = self._keep_setup()
-
-    def _keep_setup(self) -> dict[str, Any]:
-        """Refuses to mix what was made from other weights, another recipe or another test set."""
-        files = sorted(self.base.glob("*.safetensors"))
-        weights = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
-        setup = {
-            "base": hashlib.sha256(weights).hexdigest(),
-            "recipe": self.recipe.read_text(encoding="utf-8"),
-            "overrides": self.overrides,
-            "test": self.test.digest,
-        }
-        path = self.work / "setup.json"
-        earlier = read_json(path)
-        if earlier is None:
-            write_json(path, setup)
-        else:
-            changed = [name for name in setup if setup[name] != earlier[name]]
-            if changed:
-                raise ValueError(f"{self.work} was made with another {' and '.join(changed)}: choose another folder.")
-        return setup
 
     def _once(self, seed: int | None, key: str, make: Callable[[], Any]) -> Any:
         """A finished measurement from the journal of a seed (`None`: of the base); made and kept if it is not there."""
         if seed not in self._journals:
-            name = BASE if seed is None else f"seed{seed}"
-            self._journals[seed] = Journal(self.work / f"{name}.jsonl", self.setup)
+            setup = {**self.models.setup, "test": self.test.digest}
+            name = f"base-{setup['base'][:12]}" if seed is None else f"seed{seed}"
+            folder = self.models.work / f"answers-{self.test.digest[:12]}"
+            self._journals[seed] = Journal(folder / f"{name}.jsonl", setup)
         journal = self._journals[seed]
         if key not in journal.done:
             journal.add(key, make())
         return journal.done[key]
 
     # ----------------------------------------------------------------------------------------------------------------
-    # Models
-    # ----------------------------------------------------------------------------------------------------------------
-
-    def folder(self, seed: int, model: str) -> Path:
-        return self.work / f"seed{seed}" / model
-
-    def fresh(self, seed: int) -> Path:
-        """The base with a selector drawn from this seed, where training starts."""
-        folder = self.folder(seed, FRESH)
-        if not (folder / "processor_config.json").exists():
-            model: Any = load_model(None, str(self.base))
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                drawn: Any = type(model)(model.config)
-            model.model.qtsplus.load_state_dict(drawn.model.qtsplus.state_dict())
-            model.save_pretrained(folder)
-            self.processor.save_pretrained(folder)
-        return folder
-
-    def train(self, seed: int, name: str) -> Path:
-        """Trains a variant by the recipe; its folder."""
-        folder = self.folder(seed, name)
-        if not (folder / "trainer_state.json").exists():  # the last file that a run writes
-            settings = {
-                "model.weights": self.fresh(seed),
-                "training.output_dir": folder,
-                "training.seed": seed,
-                "data.features": self.work / "features",
-            }
-            fixed = [
-                f"{key}={json.dumps(str(value) if isinstance(value, Path) else value)}"
-                for key, value in settings.items()
-            ]
-            recipe = load_recipe(self.recipe, [*self.overrides, *fixed, *policies.VARIANTS[name]])
-            started = time.perf_counter()
-            run(recipe, resume=True)
-            self.say(f"seed {seed}: trained {name} in {time.perf_counter() - started:.0f} s")
-        return folder
-
-    def load(self, seed: int | None, name: str) -> Any:
-        if name == BASE or seed is None:
-            return self.base_model
-        if name == FRESH:
-            return load_model(None, str(self.fresh(seed))).eval()
-        return load_model(None, str(self.train(seed, name))).eval()
-
-    # ----------------------------------------------------------------------------------------------------------------
-    # Answers
+    # What is asked about
     # ----------------------------------------------------------------------------------------------------------------
 
     def features(self, layout: str = "full", retention: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
@@ -165,103 +80,161 @@ class Work:
             return {}
         return {"lower_resolution": "this backbone makes as many tokens of a frame whatever its size"}
 
+    @cached_property
+    def _needles(self) -> list[list[np.ndarray]]:
+        """Per question and needle, the visual tokens that show it."""
+        grids = [self._grids[str(record.video)] for record in self.test.records]
+        return [
+            [sighting_tokens(seen, *grid) for seen in needles]
+            for grid, needles in zip(grids, self.test.needles, strict=True)
+        ]
+
+    @cached_property
+    def _objects(self) -> list[np.ndarray]:
+        """Per question, the visual tokens of its video that show any object."""
+        found = {video: object_tokens(world, *self._grids[video]) for video, world in self.test.worlds.items()}
+        return [found[str(record.video)] for record in self.test.records]
+
+    @cached_property
+    def _grids(self) -> dict[str, tuple[tuple[int, int, int], float]]:
+        """Per video its grid of visual tokens, and the seconds of a step."""
+        grids = {}
+        for name, video in self.features().items():
+            (grid,) = self.base_model.model.merged_grid(video["video_grid_thw"])
+            grids[name] = grid, float(video["second_per_grid_ts"][0])
+        return grids
+
+    @cached_property
+    def _totals(self) -> list[int]:
+        """Per question, the visual tokens of its video."""
+        features = self.features()
+        return [len(features[str(record.video)]["video_features"]) for record in self.test.records]
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # Answers
+    # ----------------------------------------------------------------------------------------------------------------
+
     def ask(self, seed: int | None, chosen: Sequence[Policy], seed_of_chance: int) -> list[dict[str, Any]]:
-        """The outcomes of a model's policies: policy, seed, and a value for each question by name."""
+        """
+        The outcomes of a model's policies: policy, seed, and a value for each question by name, `None` where it was not
+        asked.
+        """
         models: dict[str, Any] = {}  # loaded if there is something to ask
 
         def answer(policy: Policy) -> dict[str, list]:
             if policy.model not in models:
-                models[policy.model] = self.load(seed, policy.model)
+                models[policy.model] = self.models.load(seed_of_chance, policy.model)
             started = time.perf_counter()
             outcomes = self._outcomes(models[policy.model], policy, seed_of_chance)
             self.say(f"seed {seed}: asked {policy.label} in {time.perf_counter() - started:.0f} s")
             return outcomes
 
-        return [
+        results = [
             {"policy": policy, "seed": seed, **self._once(seed, policy.label, partial(answer, policy))}
             for policy in chosen
             if policy.layout not in self.left_out
         ]
+        return [outcomes for outcomes in results if "correct" in outcomes]  # videos of one question have no wrong one
 
     def _outcomes(self, model: Any, policy: Policy, seed: int) -> dict[str, list]:
-        records = self.test.records
-        if policy.shuffled:
-            records = with_questions_of_others(records, seed)
+        records = self._records(policy, seed)
+        asked = [index for index, record in enumerate(records) if record is not None]
         features = self.features() if policy.layout == "full" else self.features(policy.layout, policy.retention or 1.0)
+        is_oracle = policy.selection in ORACLES
         torch.manual_seed(seed)  # of selection="random"
         outcomes = exact_match(
             model,
             self.processor,
-            records,
-            selection=policy.selection,
+            [record for record in records if record is not None],
+            selection=None if is_oracle else policy.selection,
             retention=None if policy.selection == "all" else policy.retention,
             batch_size=self.batch_size,
             progress=False,
             features=features,
+            orders=self._orders(policy.selection, seed) if is_oracle else None,
         )
-        totals = [len(video["video_features"]) for video in self._asked_videos()]
-        shares = [outcome.rho if policy.retention is None else policy.retention for outcome in outcomes]
         n_max = model.config.qtsplus_config.n_max
-        return {
-            "correct": [outcome.correct for outcome in outcomes],
-            "kept": [outcome.kept_tokens for outcome in outcomes],
-            "asked": [kept_count(share, m, n_max) for share, m in zip(shares, totals, strict=True)],
-            "visual": totals,
-            "rho": [outcome.rho for outcome in outcomes],
+        own: list[set[int]] = []
+        if policy.wrong_question is not None:
+            own = self._selected(model, [self.test.records[index] for index in asked], retention=policy.retention)
+        found: dict[str, list] = {}
+        for place, (index, outcome) in enumerate(zip(asked, outcomes, strict=True)):
+            share, total = outcome.rho if policy.retention is None else policy.retention, self._totals[index]
+            measured: dict[str, Any] = {
+                "correct": outcome.correct,
+                "kept": outcome.kept_tokens,
+                "asked": kept_count(share, total, n_max),
+                "visual": total,
+                "rho": outcome.rho,
+            }
             # Of a frame that was left out or shrunk, no token can be said to be kept.
-            "recall": [
-                needle_recall(outcome.kept_indices, needles) if policy.layout == "full" else None
-                for outcome, needles in zip(outcomes, self._needle_tokens, strict=True)
-            ],
-        }
-
-    @cached_property
-    def _needle_tokens(self) -> list[list[np.ndarray]]:
-        """Per question and needle, the visual tokens that show it."""
-        found = []
-        for video, needles in zip(self._asked_videos(), self.test.needles, strict=True):
-            (grid,) = self.base_model.model.merged_grid(video["video_grid_thw"])
-            seconds = float(video["second_per_grid_ts"][0])
-            found.append([sighting_tokens(seen, grid, seconds) for seen in needles])
+            if policy.layout == "full":
+                measured |= recalls(outcome.kept_indices, self._needles[index], self._objects[index])
+            if own:
+                measured["jaccard"] = _jaccard(own[place], set(outcome.kept_indices))
+            for name, value in measured.items():
+                found.setdefault(name, [None] * len(records))[index] = value
         return found
 
-    def _asked_videos(self) -> list[dict[str, torch.Tensor]]:
-        """The video of each question."""
-        return [self.features()[str(record.video)] for record in self.test.records]
+    def _records(self, policy: Policy, seed: int) -> Sequence[VideoRecord | None]:
+        """The questions with what a policy selects by."""
+        if policy.wrong_question is None:
+            return self.test.records
+        if policy.wrong_question == OTHER_VIDEO:
+            return with_questions_of_others(self.test.records, seed)
+        return with_other_questions(self.test.records, self._needles, seed)
 
-    def agreement(self, seed: int, name: str) -> dict[str, float]:
-        """What a trained model's training gate keeps, beside what it keeps at inference, with its own budget."""
-        return self._once(seed, f"{name}-agreement", partial(self._compare_gates, seed, name))
+    def _orders(self, oracle: str, seed: int) -> list[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        known = zip(self._needles, self._objects, self._totals, strict=True)
+        return [oracle_order(oracle, needles, objects, total, rng) for needles, objects, total in known]
 
-    def _compare_gates(self, seed: int, name: str) -> dict[str, float]:
-        model: Any = load_model(None, str(self.train(seed, name)))
-        counts, overlaps = [], []
-        torch.manual_seed(seed)
-        for inputs in self._batches(self.test.records):
-            with torch.no_grad():
-                inferred = model.eval().model.compress(**inputs, sample_gate=False).qtsplus.kept_indices
-                trained = model.train().model.compress(**inputs, sample_gate=True).qtsplus.kept_indices
-            for at_inference, in_training in zip(inferred, trained, strict=True):
-                a, b = set(at_inference.tolist()), set(in_training.tolist())
-                counts.append((len(a), len(b)))
-                overlaps.append(len(a & b) / len(a | b))
-        asked, kept = (float(np.mean(column)) for column in zip(*counts, strict=True))
-        return {"asked": asked, "kept_in_training": kept, "jaccard": float(np.mean(overlaps))}
+    def _selected(self, model: Any, records: Sequence[VideoRecord], sample_gate: bool = False, **call: Any) -> list:
+        """Per question the set of the tokens that the model keeps for it."""
+        kept: list[set[int]] = []
+        with torch.no_grad():
+            for inputs in self._batches(records):
+                chosen = model.model.compress(**inputs, sample_gate=sample_gate, **call).qtsplus.kept_indices
+                kept += [set(indices.tolist()) for indices in chosen]
+        return kept
 
     def _batches(self, records: Sequence[VideoRecord]) -> Iterator[dict[str, Any]]:
         """Inputs of the model, some questions at a time."""
         for start in range(0, len(records), self.batch_size):
             yield model_inputs(self.processor, records[start : start + self.batch_size], self.features())
 
-    def landed(self, seed: int) -> list[dict[str, float]]:
-        """Where the default's dataset-level budget, if the recipe has one, landed in training and on the test set."""
-        target = self.load(seed, DEFAULT).config.qtsplus_config.target_n
+    # ----------------------------------------------------------------------------------------------------------------
+    # Gates and budgets
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def agreement(self, seed: int, name: str) -> dict[str, float]:
+        """What a trained model's training gate keeps of a tenth of the tokens, beside what it keeps at inference."""
+        return self._once(seed, f"{name}-agreement", partial(self._compare_gates, seed, name))
+
+    def _compare_gates(self, seed: int, name: str) -> dict[str, float]:
+        model: Any = load_model(None, str(self.models.train(seed, name)))
+        torch.manual_seed(seed)
+        inferred = self._selected(model.eval(), self.test.records, retention=GATE_RETENTION)
+        trained = self._selected(model.train(), self.test.records, sample_gate=True, retention=GATE_RETENTION)
+        return {
+            "asked": float(np.mean([len(kept) for kept in inferred])),
+            "kept_in_training": float(np.mean([len(kept) for kept in trained])),
+            "jaccard": float(np.mean([_jaccard(one, other) for one, other in zip(inferred, trained, strict=True)])),
+        }
+
+    def landed(self, seed: int, own_budget: dict[str, Any]) -> list[dict[str, float]]:
+        """
+        Where the default's dataset-level budget, if the recipe has one, landed in training and on the test set.
+
+        Args:
+            own_budget: the outcomes of the default with its own budget.
+        """
+        target = self.models.load(seed, DEFAULT).config.qtsplus_config.target_n
         if target is None:
             return []
-        folder = self.folder(seed, DEFAULT)
-        tokens, reached, alpha = (_last_logged(folder, name) for name in ("visual_tokens", "n_asked", "alpha"))
-        asked = self.agreement(seed, DEFAULT)["asked"]
-        on_test = asked / float(np.mean([len(video["video_features"]) for video in self._asked_videos()]))
+        names = ("visual_tokens", "n_asked", "alpha")
+        tokens, reached, alpha = (self.models.last_logged(seed, DEFAULT, name) for name in names)
+        on_test = sum(own_budget["asked"]) / sum(own_budget["visual"])
         row = {"seed": seed, "target": target, "reached": reached, "off": reached / target - 1, "alpha": alpha}
         return [{**row, "target_fraction": target / tokens, "test_fraction": on_test}]
 
@@ -270,7 +243,7 @@ class Work:
         records = [*self.test.records, *self.test.descriptions]
 
         def ask() -> list[float]:
-            model = self.load(seed, DEFAULT)
+            model = self.models.load(seed, DEFAULT)
             with torch.no_grad():
                 found = [model.model.compress(**inputs).qtsplus.rho for inputs in self._batches(records)]
             return torch.cat(found).tolist()
@@ -279,8 +252,5 @@ class Work:
         return [(record.kind, str(record.video), rho) for record, rho in zip(records, asked, strict=True)]
 
 
-def _last_logged(folder: Path, name: str) -> float:
-    """The mean of a quantity over the last fifth of a training's log."""
-    history = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    values = [line[name] for line in history if name in line]
-    return float(np.mean(values[-max(1, len(values) // 5) :]))
+def _jaccard(one: set[int], other: set[int]) -> float:
+    return len(one & other) / len(one | other)
