@@ -30,7 +30,7 @@ def test_micro_batches_add_up_to_one_big_batch(tmp_path, gate):
     split = make_trainer(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, **settings)
     split.train()
     assert_same_training(whole, split)
-    assert whole.alpha == pytest.approx(split.alpha, rel=1e-5) and whole.alpha > 0
+    assert whole.budget.alpha == pytest.approx(split.budget.alpha, rel=1e-5) and whole.budget.alpha > 0
     assert whole.selector.rho_history[1] == split.selector.rho_history[1] == 9
 
 
@@ -98,10 +98,10 @@ def test_dual_variable_rises_above_the_target_and_never_falls_below_zero(tmp_pat
     tight = make_trainer(tmp_path, selector={"target_n": 1}, max_steps=1, dual_learning_rate=2.0)
     tight.train()
     assert steps(tight)[0]["n_asked"] > 2  # an excess of more than 100% counts as 100%
-    assert tight.alpha == 2.0
+    assert tight.budget.alpha == 2.0
     loose = make_trainer(tmp_path, selector={"target_n": 100}, max_steps=1)
     loose.train()
-    assert loose.alpha == 0
+    assert loose.budget.alpha == 0
 
 
 @pytest.mark.parametrize(("logit", "target"), [(2.0, 5), (-3.0, 6)])
@@ -124,7 +124,7 @@ def test_dual_variable_lands_on_its_target_from_both_sides(tmp_path, logit, targ
     asked = [line["n_asked"] for line in steps(trainer)]
     assert abs(sum(asked[:3]) / 3 / target - 1) > 0.4
     assert sum(asked[-12:]) / 12 == pytest.approx(target, rel=0.05)
-    assert trainer.alpha > 0
+    assert trainer.budget.alpha > 0
 
 
 def test_dual_variable_is_saved_and_restored(tmp_path):
@@ -132,10 +132,10 @@ def test_dual_variable_is_saved_and_restored(tmp_path):
     whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
     saved = json.loads((tmp_path / "whole/checkpoint-2" / STATE_FILE).read_text())
-    assert 0 < saved["alpha"] < whole.alpha
+    assert 0 < saved["alpha"] < whole.budget.alpha
     resumed = make_trainer(tmp_path / "resumed", **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
-    assert (resumed.alpha, resumed.excess) == (whole.alpha, whole.excess)
+    assert (resumed.budget.alpha, resumed.budget.excess) == (whole.budget.alpha, whole.budget.excess)
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):

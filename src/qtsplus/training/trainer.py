@@ -15,7 +15,6 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ..card_qtsplus import model_card
-from ..selector_qtsplus import kept_count
 from .arguments import QTSplusTrainingArguments
 from .attention import (
     AttentionChoice,
@@ -25,6 +24,7 @@ from .attention import (
     relevance_divergences,
     require_same_tokens,
 )
+from .budget import Budget
 from .dataset import IGNORED, SOURCES, SkippedRecord
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
@@ -67,7 +67,7 @@ class _StepCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.finish_step()
+        self.trainer.budget.finish_step(self.trainer.sum_over_processes)
 
 
 class QTSplusTrainer(Trainer):
@@ -134,15 +134,11 @@ class QTSplusTrainer(Trainer):
             for given in (teacher, relevance_teacher)
         )
         self.about: dict[str, Any] = {}
-        self.alpha, self.excess = 0.0, 0.0
         self.skipped: dict[str, str] = {}
         self.running = {training: RunningMeans(_LOSSES + _BUDGET, self.args.device) for training in (True, False)}
         self._counts: torch.Tensor | None = None
         self._retention: float | None = None
-        # Sums over the current step: rho (in the units of rho_history), samples, and tokens asked for
-        self._step_rho = torch.zeros(2, dtype=torch.int64, device=self.args.device)
-        self._step_n = torch.zeros((), dtype=torch.int64, device=self.args.device)
-        self._rho_history = self.selector.rho_history.clone()
+        self.budget = Budget(self.selector, self.args, self.running)
         self.add_callback(_StepCallback(self))
         schedules = self.args.parsed_schedules()
         if schedules:
@@ -156,8 +152,8 @@ class QTSplusTrainer(Trainer):
         """As stock; counts what the terms of this optimizer step are means over."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = sum((self._count(batch) for batch in batches), torch.zeros(len(SOURCES) + 2, dtype=torch.int64))
-        self._counts = self._sum_over_processes(counts.to(self.args.device))
-        self._rho_history = self.selector.rho_history.clone()
+        self._counts = self.sum_over_processes(counts.to(self.args.device))
+        self.budget.start_step()
         self._retention = _draw_retention(self.args, self.state.global_step)
         return batches, self._counts[: len(SOURCES)].sum()
 
@@ -197,7 +193,7 @@ class QTSplusTrainer(Trainer):
             losses = naming_losses(base_model(self.model), inputs, outputs, token_words)
             loss = loss + self.args.naming_weight * losses.sum() / counts[-2].clamp(min=1)
             self.running[True].add("loss_naming", losses.sum(), len(losses))
-        budget = self._budget(outputs.qtsplus, counts[-2])
+        budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training)
         if model.training and self.args.budget_probe is not None and self._retention is None:
             loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
         if model.training:
@@ -284,71 +280,6 @@ class QTSplusTrainer(Trainer):
             return torch.zeros(0, device=labels.device)
         return relevance_divergences(qtsplus.log_relevance, targets).to(labels.device)
 
-    def _budget(self, qtsplus, samples: torch.Tensor) -> torch.Tensor | float:
-        """The terms in rho: this micro-batch's sum over the step's number of samples with visual tokens."""
-        if qtsplus is None:
-            return 0.0
-        config, training = self.selector_config, self.model.training
-        num_tokens = qtsplus.num_tokens
-        with_vision = num_tokens > 0
-        count = with_vision.sum()
-        rho, kept, num_tokens = qtsplus.rho[with_vision], qtsplus.n[with_vision], num_tokens[with_vision]
-        soft_n = rho * num_tokens
-        soft_n = soft_n - (soft_n - config.n_max).clamp(min=0).detach()  # the count of the gate, the gradient of rho M
-        pairs = zip(rho.tolist(), num_tokens.tolist(), strict=True)
-        asked = torch.tensor([kept_count(share, m, config.n_max) for share, m in pairs], device=rho.device)
-        running = self.running[training]
-        for name, values in (
-            ("rho", rho),
-            ("n", kept),
-            ("n_soft", soft_n),
-            ("kept_fraction", kept / num_tokens),
-            ("hard_over_soft", kept / soft_n),
-            ("visual_tokens", num_tokens),
-        ):
-            running.add(name, values.sum(), count)
-        if not training or rho.requires_grad:
-            running.add("n_asked", asked.sum(), count)  # by the model itself
-        if not training or not rho.requires_grad:
-            return 0.0  # there is no budget to learn where everything is kept
-
-        loss_s = (config.lambda_s * (rho - self._prior(rho)).pow(2)).sum()
-        for name, total in (
-            ("loss_t", qtsplus.loss_t * count),
-            ("loss_m", qtsplus.loss_m * count),
-            ("loss_s", loss_s),
-            ("threshold", qtsplus.threshold[with_vision].sum()),
-        ):
-            running.add(name, total, count)
-        self._step_rho += torch.stack([(rho.detach().double() * 2.0**32).round().long().sum(), count])
-        self._step_n += asked.sum()
-        total = (qtsplus.loss_t + qtsplus.loss_m) * count + loss_s
-        if config.target_n is not None:
-            damping = self.args.dual_damping * self.excess / config.target_n
-            total = total + (self.alpha + damping) * (soft_n - config.target_n).sum()
-        return total / samples.clamp(min=1)
-
-    def _prior(self, rho: torch.Tensor) -> torch.Tensor | float:
-        """rho_bar: fixed, or the running mean over all earlier steps; rho itself while there are none."""
-        if self.selector_config.rho_prior is not None:
-            return self.selector_config.rho_prior
-        total, count = self._rho_history
-        return (total / count / 2.0**32).float() if count > 0 else rho.detach()
-
-    def finish_step(self) -> None:
-        """Moves the running mean of rho and the dual variable by what all processes saw in this optimizer step."""
-        rho = self._sum_over_processes(self._step_rho)
-        n = self._sum_over_processes(self._step_n)
-        if self.selector_config.rho_prior is None:
-            self.selector.rho_history.copy_(self._rho_history + rho)
-        target = self.selector_config.target_n
-        if target is not None and rho[1] > 0:
-            # A start far above the target must not wind alpha up further than one far below could unwind it.
-            self.excess = min(float(n / rho[1]) / target - 1, 1.0)
-            self.alpha = max(0.0, self.alpha + self.args.dual_learning_rate * self.excess / target)
-        self._step_rho.zero_()
-        self._step_n.zero_()
-
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """
         Supervised tokens of each source, samples with visual tokens, and those with an answer too:
@@ -365,7 +296,7 @@ class QTSplusTrainer(Trainer):
         counts[-2], counts[-1] = with_vision.sum(), (with_vision & (tokens > 0)).sum()
         return counts.cpu()
 
-    def _sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values.clone(), reduction="sum")
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -385,13 +316,13 @@ class QTSplusTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As stock, with the means since the last line added to the lines of training and of evaluation."""
         if "loss" in logs:
-            logs.update(self.running[True].pop(self._sum_over_processes))
+            logs.update(self.running[True].pop(self.sum_over_processes))
             if self.selector_config.target_n is not None:
-                logs["alpha"] = self.alpha
+                logs["alpha"] = self.budget.alpha
             if self._gather_skipped():
                 logs["skipped_files"] = len(self.skipped)
         for name in [name for name in logs if name.startswith("eval") and name.endswith("_loss")]:
-            means = self.running[False].pop(self._sum_over_processes)
+            means = self.running[False].pop(self.sum_over_processes)
             logs.update({name.removesuffix("loss") + mean: value for mean, value in means.items()})
         super().log(logs, start_time)
 
@@ -443,7 +374,7 @@ class QTSplusTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         skipped = self._gather_skipped()
         if self.args.should_save:
-            state = {"alpha": self.alpha, "excess": self.excess, "skipped": skipped}
+            state = {"alpha": self.budget.alpha, "excess": self.budget.excess, "skipped": skipped}
             _write_json(Path(output_dir, STATE_FILE), state)
             _write_json(Path(str(self.args.output_dir), SKIPPED_FILE), skipped)
 
@@ -451,7 +382,7 @@ class QTSplusTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and os.path.exists(os.path.join(checkpoint, STATE_FILE)):
             state = json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))
-            self.alpha, self.excess, self.skipped = state["alpha"], state["excess"], state["skipped"]
+            self.budget.alpha, self.budget.excess, self.skipped = state["alpha"], state["excess"], state["skipped"]
 
 
 def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
