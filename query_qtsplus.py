@@ -117,8 +117,8 @@ class QTSplusQueryMixin(QTSplusBackboneMixin):
             output_hidden_states=False,
             output_attentions=False,
         )
-        # Not torch.no_grad: autocast keeps the weights that it casts, and the model's own run would get these, which
-        # have no gradient.
+        # Not torch.no_grad: in older releases of PyTorch autocast keeps the weights that it casts there, and the model
+        # itself would run with these, which have no gradient (pytorch issue 112583).
         return states.last_hidden_state.detach()
 
 

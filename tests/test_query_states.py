@@ -1,16 +1,25 @@
 """What stands for the words of a question: their embeddings, their states in its text, or those behind a layer."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 import qtsplus.relevance_qtsplus as relevance
 from model_checks import mixed_inputs, mixed_rows
-from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus import QTSplusConfig, QTSplusSelector, Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.configuration_qtsplus import QUERY_STATES
+from qtsplus.hub.convert import convert, convert_reference_config
 from qtsplus.hub.files import hub_configs
+from qtsplus.hub.split import split
 from qtsplus.inputs_qtsplus import SelectionInputs
 from qtsplus.training import initialise_selector
+from reference import GOLDEN
 from tiny import IM_END, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
 
 EACH = pytest.mark.parametrize("kind", QUERY_STATES)
@@ -332,6 +341,86 @@ def test_saved_and_loaded_it_gives_the_same_bits(kind, tmp_path):
     assert loaded.config.qtsplus_config.query_states == kind and loaded.config.qtsplus_config.query_layers == 1
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
     assert (tmp_path / "query_qtsplus.py").exists()
+
+
+FRESH_PROCESS = """
+import sys
+
+sys.modules["qtsplus"] = None  # any import of the package fails from here on
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+for folder in sys.argv[1:]:
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        save_file({"logits": model(**load_file(f"{folder}.inputs")).logits}, f"{folder}.outputs")
+"""
+
+
+def test_a_process_without_the_package_gives_the_same_bits(tmp_path):
+    expected = {}
+    for kind in QUERY_STATES:
+        model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO], turns=1))
+        model.save_pretrained(tmp_path / kind)
+        save_file(inputs, tmp_path / f"{kind}.inputs")
+        with torch.no_grad():
+            expected[kind] = model(**inputs).logits
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
+    folders = [str(tmp_path / kind) for kind in QUERY_STATES]
+    command = [sys.executable, "-I", "-c", FRESH_PROCESS, *folders]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for kind in QUERY_STATES:
+        assert torch.equal(load_file(tmp_path / f"{kind}.outputs")["logits"], expected[kind]), kind
+
+
+@pytest.fixture(scope="module")
+def stock_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stock") / "model"
+    stock_twin(tiny_model()).save_pretrained(folder)
+    return folder
+
+
+@EACH
+@pytest.mark.parametrize("start", ["identity", "lm"])
+def test_a_stock_model_is_converted_with_them(kind, start, stock_folder, tmp_path):
+    settings = {"query_states": kind, "reencode_layers": 0}
+    folder = convert(stock_folder, tmp_path / "ours", initialise=start, selector=settings)
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder)
+    assert model.config.qtsplus_config.query_states == kind
+    (states,), output = seen(model, batch(prompt(videos=[VIDEO])))
+    assert torch.isfinite(output.logits).all() and len(states) == 5
+    for layer in model.model.qtsplus.question_layers:
+        assert layer.o_proj.weight.any() == (start == "lm") and not layer.ffn[-1].weight.any()
+    back = convert(folder, tmp_path / "back")
+    assert "qtsplus_config" not in (back / "config.json").read_text()
+
+
+def test_a_stock_model_with_too_few_layers_is_not_converted(stock_folder, tmp_path):
+    settings = {"query_states": "language_model", "query_layers": 3}
+    with pytest.raises(ValueError, match="query_layers=3; expected at most 2"):
+        convert(stock_folder, tmp_path / "ours", selector=settings)
+
+
+def test_a_reference_checkpoint_keeps_the_papers_embeddings():
+    stated, vision = (
+        json.loads((GOLDEN / "case1" / "e2e" / part / "config.json").read_text()) for part in ("checkpoint", "vision")
+    )
+    assert convert_reference_config(stated, vision).qtsplus_config.query_states == "embeddings"
+
+
+@EACH
+def test_split_keeps_the_selector_whole(kind, tmp_path):
+    model = tiny_model(query_states=kind)
+    model.save_pretrained(tmp_path / "whole")
+    *_, folder = split(tmp_path / "whole")
+    selector = QTSplusSelector(
+        QTSplusConfig.from_pretrained(folder), 64, num_attention_heads=4, num_key_value_heads=2, mrope_section=[2, 3, 3]
+    )
+    selector.load_state_dict(load_file(folder / "model.safetensors"))
+    assert all(map(torch.equal, selector.parameters(), model.model.qtsplus.parameters()))
 
 
 @pytest.mark.parametrize(
