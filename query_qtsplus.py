@@ -73,15 +73,16 @@ class QTSplusQueryMixin(QTSplusBackboneMixin):
                 text = embeds(b, columns[: place[-1] + 1])
             else:  # where the prompt has no question of its own, there is no telling what stands in front of one
                 front = embeds(b, columns[: place[0] if place else 0])
-                text, place = torch.cat([front, queries[b]]), range(len(front), len(front) + len(queries[b]))
+                text, place = torch.cat([front, queries[b]]), [len(front) + at for at in range(len(queries[b]))]
             if earlier is not None:
                 before = embed(earlier[b][self.token_types(earlier[b]) == TEXT])
                 text, place = torch.cat([before, text]), [len(before) + at for at in place]
             texts.append(text)
             places.append(place)
-        states = self._first_states(texts, config.query_layers) if needed else []
-        for b, place, state in zip(needed, places, states, strict=True):
-            queries[b] = state[list(place)]
+        if needed:
+            states = self._first_states(texts, config.query_layers)
+            for b, place, state in zip(needed, places, states, strict=True):
+                queries[b] = state[place]
         return queries
 
     def _query_mask(self, input_ids: torch.Tensor, mask: torch.Tensor, selection: SelectionInputs) -> torch.Tensor:
