@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from accelerate import disk_offload
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
@@ -341,6 +342,16 @@ def test_saved_and_loaded_it_gives_the_same_bits(kind, tmp_path):
     assert loaded.config.qtsplus_config.query_states == kind and loaded.config.qtsplus_config.query_layers == 1
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
     assert (tmp_path / "query_qtsplus.py").exists()
+
+
+@EACH
+def test_weights_that_wait_on_disk(kind, tmp_path):
+    """What brings them in stands in the place of every module's forward."""
+    model, inputs = tiny_model(query_states=kind), mixed_inputs()
+    states, expected = seen(model, inputs)
+    disk_offload(model, tmp_path, "cpu")
+    again, output = seen(model, inputs)
+    assert torch.equal(output.logits, expected.logits) and all(map(torch.equal, again, states))
 
 
 FRESH_PROCESS = """
