@@ -55,6 +55,7 @@ were kept (`kept_indices`), how relevant each was (`relevance`) and which fracti
 | fraction of tokens kept | {rho_min:g} to {rho_max:g}, decided per question |
 | most tokens kept per sample | {n_max:,} |
 | selector | {scoring_layers} scoring, {reencode_layers} re-encoding layers; gate `{gate}`; positions `{position_ids}` |
+| words of the question | `{query_states}` |
 
 ## Training
 

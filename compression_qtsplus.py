@@ -14,19 +14,19 @@ from .prompt_qtsplus import (
     CompactPrompt,
     PromptRow,
     VisualSpan,
-    find_query_mask,
     find_separators,
     find_spans,
     pad_rows,
     text_positions,
 )
+from .query_qtsplus import QTSplusQueryMixin
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector, take_rows
 
 Grids = dict[int, list[tuple[int, int, int]]]
 Features = dict[int, list[torch.Tensor]]
 
 
-class QTSplusCompressionMixin(QTSplusEncodingMixin):
+class QTSplusCompressionMixin(QTSplusQueryMixin, QTSplusEncodingMixin):
     """Shortens a prompt by what the [`QTSplusSelector`] at `self.qtsplus` keeps of its visual tokens."""
 
     qtsplus: QTSplusSelector
@@ -41,6 +41,7 @@ class QTSplusCompressionMixin(QTSplusEncodingMixin):
         sample_gate: bool | None = None,
         pad_left: bool | None = None,
         start_positions: Sequence[int] | None = None,
+        earlier: Sequence[torch.Tensor] | None = None,
         **inputs: Any,
     ) -> CompactPrompt:
         """
@@ -52,6 +53,7 @@ class QTSplusCompressionMixin(QTSplusEncodingMixin):
             sample_gate: as for [`QTSplusSelector`].
             pad_left: pad the result on the left; `None` pads where the caller did, left if nowhere.
             start_positions: per row, the position of its first token (0 if `None`).
+            earlier: per row, the ids of the conversation in front of its first token, such as a cache holds.
             inputs: the fields of [`VisualInputs`] and [`SelectionInputs`].
 
         Raises:
@@ -84,7 +86,7 @@ class QTSplusCompressionMixin(QTSplusEncodingMixin):
             if visual.video_features is None
             else self.check_features(VIDEO, visual.video_features, grids[VIDEO]),
         }
-        queries = self._queries(input_ids, inputs_embeds, mask, selection)
+        queries = self.query_states(rows, input_ids, inputs_embeds, mask, selection, earlier)
         selected, qtsplus = self._select(rows, grids, features, queries, selection, sample_gate)
         return self._splice_rows(input_ids, inputs_embeds, rows, features, selected, qtsplus, pad_left, starts)
 
@@ -134,43 +136,6 @@ class QTSplusCompressionMixin(QTSplusEncodingMixin):
                 )
             )
         return rows
-
-    def _queries(self, input_ids, inputs_embeds, mask: torch.Tensor, selection: SelectionInputs) -> list[torch.Tensor]:
-        """Per row `[L_b, d]`: the raw embeddings of the question."""
-        query_input_ids, query_attention_mask = selection.query_input_ids, selection.query_attention_mask
-        query_mask = selection.query_mask
-        embed = self.get_input_embeddings()
-        if query_input_ids is not None:
-            if len(query_input_ids) != len(input_ids):
-                raise ValueError(
-                    f"{len(query_input_ids)} rows of query_input_ids: expected one per prompt ({len(input_ids)})."
-                )
-            if query_attention_mask is not None and query_attention_mask.shape != query_input_ids.shape:
-                raise ValueError(
-                    f"query_attention_mask {tuple(query_attention_mask.shape)}: expected query_input_ids' shape, "
-                    f"{tuple(query_input_ids.shape)}."
-                )
-            keep = torch.ones_like(query_input_ids) if query_attention_mask is None else query_attention_mask
-            return [embed(ids[kept.bool()]) for ids, kept in zip(query_input_ids, keep, strict=True)]
-        if query_mask is None:
-            config = self.config
-            query_mask = find_query_mask(
-                input_ids,
-                mask,
-                config.user_turn_token_ids,
-                config.turn_end_token_id,
-                config.special_token_ids,
-                config.video_token_id,
-                getattr(config, "frame_text_token_ids", ()),
-            )
-        elif query_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"query_mask {tuple(query_mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}."
-            )
-        query_mask = query_mask.bool() & mask.bool()
-        if inputs_embeds is not None:
-            return [row[kept] for row, kept in zip(inputs_embeds, query_mask, strict=True)]
-        return [embed(row[kept]) for row, kept in zip(input_ids, query_mask, strict=True)]
 
     def _select(
         self,

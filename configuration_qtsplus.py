@@ -7,6 +7,7 @@ from .relevance_qtsplus import REDUCTIONS
 from .selection_qtsplus import GATES, METHODS
 
 POSITION_IDS = ("original", "sequential")
+QUERY_STATES = ("embeddings", "language_model", "layer")
 
 
 class QTSplusConfig(PreTrainedConfig):
@@ -32,6 +33,15 @@ class QTSplusConfig(PreTrainedConfig):
             `"qtsplus"` keeps the most relevant ones, `"all"` everything. Without looking at the question choose
             `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as
             DivPrune). `forward` and `generate` take another one for a call.
+
+    > The question
+
+        query_states (`str`, defaults to `"embeddings"`): what stands for the words of the question, in the scores and
+            for the budget. `"embeddings"` is the paper's: every word by itself. `"language_model"` lets the first
+            layers of the language model read the conversation's text up to the question's end, so that words know each
+            other and "it" its meaning; no parameter more. `"layer"` has one self-attention layer of the selector over
+            the question; one layer's parameters more (43,010,560 in qtsplus-3b, 132,153,856 in qtsplus-7b).
+        query_layers (`int`, defaults to 2): how many layers of the language model, for `"language_model"`.
 
     > The layers
 
@@ -70,6 +80,8 @@ class QTSplusConfig(PreTrainedConfig):
     tau_s: float = 0.5
     gate: str = "straight_through"
     selection: str = "qtsplus"
+    query_states: str = "embeddings"
+    query_layers: int = 2
     scoring_layers: int = 1
     reduction: str = "max"
     reencode_layers: int = 2
@@ -89,6 +101,8 @@ class QTSplusConfig(PreTrainedConfig):
         _require(self.n_max >= 1, self, "n_max", "n_max >= 1")
         _require(self.tau_s > 0, self, "tau_s", "tau_s > 0")
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
+        _require(self.query_states in QUERY_STATES, self, "query_states", f"one of {QUERY_STATES}")
+        _require(self.query_layers >= 1, self, "query_layers", "query_layers >= 1")
         _require(self.scoring_layers >= 1, self, "scoring_layers", "scoring_layers >= 1")
         _require(self.reencode_layers >= 0, self, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
         _require(self.reduction in REDUCTIONS, self, "reduction", f"one of {REDUCTIONS}")

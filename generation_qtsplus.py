@@ -180,7 +180,7 @@ class QTSplusGenerationMixin:
         device = old.input_ids.device
         answer = state.generated[:, : cache.get_seq_length() - old.input_ids.shape[1]].to(device)
         answer_mask = torch.zeros_like(answer)
-        fresh_rows, starts = [], []
+        fresh_rows, earlier, starts = [], [], []
         for b, (known, ids) in enumerate(zip(state.rows, rows, strict=True)):
             if len(ids) <= len(known) or not torch.equal(ids[: len(known)].to(known.device), known):
                 raise ValueError(
@@ -195,11 +195,12 @@ class QTSplusGenerationMixin:
             answer_mask[b, :same] = 1
             starts.append(int(old.next_position[b]) + same)
             fresh_rows.append(rest[same:])
+            earlier.append(ids[: len(ids) - len(rest) + same].to(device))
 
         fresh_ids = pad_rows(fresh_rows, 0, left=True)
         fresh_mask = pad_rows([torch.ones_like(row) for row in fresh_rows], 0, left=True)
         counts, visual = self._uncached_visual(visual, state.counts, fresh_ids * fresh_mask)
-        layout = {"sample_gate": False, "pad_left": True, "start_positions": starts}
+        layout = {"sample_gate": False, "pad_left": True, "start_positions": starts, "earlier": earlier}
         fresh = self.model.compress(fresh_ids, fresh_mask, **vars(visual), **vars(selection), **layout)
         attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
         if self.model.recurrent and bool((attention_mask.diff(dim=1) < 0).any()):

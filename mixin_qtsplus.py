@@ -44,12 +44,16 @@ class QTSplusCausalLMOutputWithPast(CausalLMOutputWithPast):
 class QTSplusModelMixin(QTSplusCompressionMixin):
     """A backbone's model without a head, whose language model reads the shortened prompt."""
 
-    language_model: Any
     rope_deltas: Any = None  # [B, 1]: how far decoding stands from the count of the tokens
 
     def build_selector(self, config) -> QTSplusSelector:
         """A selector of the language model's shape."""
-        text = config.text_config
+        text, selector = config.text_config, config.qtsplus_config
+        if selector.query_states == "language_model" and selector.query_layers > text.num_hidden_layers:
+            raise ValueError(
+                f"QTSplusConfig got query_layers={selector.query_layers}; expected at most {text.num_hidden_layers}, "
+                "the layers of the language model."
+            )
         heads = text.num_attention_heads
         if text.hidden_size % heads:  # as in Qwen3.5-27B, whose heads together are wider than its hidden states
             heads = text.hidden_size // text.head_dim
@@ -59,7 +63,7 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
             time, height = half // 4, (half - half // 4) // 2  # as Qwen2.5-VL shares them out
             section = (time, height, half - time - height)
         return QTSplusSelector(
-            config.qtsplus_config,
+            selector,
             hidden_size=text.hidden_size,
             num_attention_heads=heads,
             num_key_value_heads=text.num_key_value_heads,
@@ -196,8 +200,9 @@ class QTSplusPreTrainedMixin(QTSplusSavingMixin):
     def _init_weights(self, module):
         super()._init_weights(module)
         if isinstance(module, QTSplusSelector):
-            # A fresh re-encoder changes nothing, so that it does not wreck a trained language model.
-            layers: Any = module.reencode_layers
+            # A fresh re-encoder changes nothing, so that it does not wreck a trained language model; nor does a fresh
+            # layer over the question.
+            layers: Any = [*module.reencode_layers, *module.question_layers]
             for layer in layers:
                 for weight in (layer.o_proj.weight, layer.ffn[-1].weight, layer.ffn[-1].bias):
                     init.zeros_(weight)

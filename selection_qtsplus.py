@@ -23,7 +23,7 @@ class Candidates:
 
     Args:
         visual: `[k, d]` of each video (or image) in turn; `k` sum to `M`.
-        query: `[L, d]`, the question; empty where a prompt has none.
+        query: `[L, d]`, the states of the question's words; empty where a prompt has none.
         positions: `[3, M]`, absolute (time, height, width) in the prompt.
         grids: (time, height, width) of each video in tokens; row by row, frame by frame, they are its `k` tokens.
         score: computes the log-relevance, once and only for a method that looks at it.

@@ -35,7 +35,7 @@ def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tenso
     `"mean"` and `"logsumexp"` r sums to 1 and is p itself, so `max r` is the share of the first token, and smaller.
 
     Args:
-        query: `[L, d]` embeddings of the question.
+        query: `[L, d]`, the states of the question's words.
         relevance: `[M]` float32.
     """
     p = relevance / (relevance.sum() + EPSILON)
@@ -300,6 +300,7 @@ class QTSplusSelector(nn.Module):
         self.scoring_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.scoring_layers))
         self.budget = QTSplusBudgetHead(hidden_size, config.budget_hidden_size)
         self.reencode_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.reencode_layers))
+        self.question_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.query_states == "layer"))
         self.register_buffer("rho_history", torch.zeros(2, dtype=torch.int64))
         self.freeze_unused()
 
@@ -329,7 +330,7 @@ class QTSplusSelector(nn.Module):
         Args:
             visual: per row `[M_b, d]`, all visual tokens that compete for the row's budget; `[0, d]` for none. In one
                 tensor or several, such as those of several videos, which inference never joins.
-            query: per row `[L_b, d]`, embeddings of the question.
+            query: per row `[L_b, d]`, embeddings of the question, or its states in the language model.
             positions: per row `[3, M_b]`, absolute (time, height, width) of the visual tokens.
             grids: per row (time, height, width) of each of its tensors, in tokens; for methods that look at
                 neighbours. A tensor is one line of one frame if `None`.
@@ -361,7 +362,8 @@ class QTSplusSelector(nn.Module):
         features, kept_indices, log_relevance, rhos, threshold = (list(field) for field in zip(*rows, strict=True))
         for row, kept in enumerate(kept_indices):
             if len(kept) and reencode:
-                features[row] = self._reencode(features[row], positions[row][:, kept])
+                places = positions[row][:, kept] if self.config.reencode_rope else None
+                features[row] = self._encode(self.reencode_layers, features[row], places)
 
         if self.training and torch.is_grad_enabled():
             # A batch without visual tokens must still reach every parameter, or distributed training waits for ever.
@@ -389,6 +391,9 @@ class QTSplusSelector(nn.Module):
 
     def _candidates(self, row, visual, query, positions, grids) -> Candidates:
         """One sample, with lines 1 and 2 for whoever asks for them."""
+        if len(query):
+            order = torch.arange(len(query), device=query.device).expand(3, -1)
+            query = self._encode(self.question_layers, query, order)
 
         def score() -> torch.Tensor:
             if len(query) == 0:
@@ -436,11 +441,12 @@ class QTSplusSelector(nn.Module):
         scored = "log_relevance" in vars(candidates)
         return tokens, kept, candidates.log_relevance if scored else unscored, rho, threshold.detach()
 
-    def _reencode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _encode(self, layers: nn.ModuleList, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """`[n, d]` tokens that have seen each other, where `[3, n]` says they stand; none stands anywhere if `None`."""
         rotary = None
-        if self.config.reencode_rope and len(self.reencode_layers):
+        if positions is not None and len(layers):
             rotary = rotary_tables(positions, self.head_dim, self.rope_theta, self.mrope_section)
-        for layer in self.reencode_layers:
+        for layer in layers:
             tokens = layer(tokens, tokens, rotary)
         return tokens
 

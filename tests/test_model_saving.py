@@ -262,8 +262,8 @@ def test_loading_does_not_initialise_what_the_checkpoint_holds(tmp_path):
 def test_a_fresh_re_encoder_is_the_identity():
     torch.manual_seed(0)
     model = BACKBONE(tiny_config()).eval()
-    tokens = torch.randn(9, 64)
-    assert torch.equal(model.qtsplus._reencode(tokens, torch.arange(9).expand(3, -1)), tokens)
+    tokens, selector = torch.randn(9, 64), model.qtsplus
+    assert torch.equal(selector._encode(selector.reencode_layers, tokens, torch.arange(9).expand(3, -1)), tokens)
 
 
 def test_a_fresh_re_encoder_still_learns():

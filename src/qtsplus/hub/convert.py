@@ -266,7 +266,8 @@ def _fresh_selector(
 ) -> dict[str, StoredTensor]:
     """A new selector's tensors in the dtype of the embeddings, started from the language model's where asked to."""
     settings = config.to_dict()
-    layers = max(config.qtsplus_config.scoring_layers, config.qtsplus_config.reencode_layers)
+    selector_config = config.qtsplus_config
+    layers = max(selector_config.scoring_layers, selector_config.reencode_layers, selector_config.query_layers)
     available = config.text_config.num_hidden_layers
     # As small as a model with this selector can be: the layers to start from, and nothing of size.
     depth = min(layers, available)

@@ -14,22 +14,23 @@ def initialise_selector(model: Any, method: str) -> None:
 
     Args:
         model: a QTSplus model.
-        method: `"identity"` zeroes what the re-encoder adds to its tokens, so that it hands them on unchanged, as a
-            fresh model does. `"language_model"` is the paper's: each layer takes the attention and the norms of a layer
-            of the language model (the i-th of both the scoring and the re-encoding layers those of the i-th layer),
-            where the shapes match. The feed-forward blocks have other shapes; theirs stay.
+        method: `"identity"` zeroes what the re-encoder adds to its tokens, and a layer over the question to its words,
+            so that they are handed on unchanged, as in a fresh model. `"language_model"` is the paper's: each layer
+            takes the attention and the norms of a layer of the language model (the i-th of the scoring, the re-encoding
+            and the question's layers those of the i-th layer), where the shapes match. The feed-forward blocks have
+            other shapes; theirs stay.
 
     Raises:
         ValueError: an unknown method, or a language model of another shape or with too few layers.
     """
     selector: Any = model.model.qtsplus
     if method == "identity":
-        for layer in selector.reencode_layers:
+        for layer in [*selector.reencode_layers, *selector.question_layers]:
             for weight in (layer.o_proj.weight, layer.ffn[-1].weight, layer.ffn[-1].bias):
                 weight.zero_()
     elif method == "language_model":
         layers = model.model.language_model.layers
-        for group in (selector.scoring_layers, selector.reencode_layers):
+        for group in (selector.scoring_layers, selector.reencode_layers, selector.question_layers):
             if len(group) > len(layers):
                 raise ValueError(f"{len(group)} selector layers cannot start from {len(layers)} language model layers.")
             for ours, source in zip(group, layers, strict=False):

@@ -57,7 +57,7 @@ _FREEZING = (
     "distillation_weight",
     "relevance_weight",
 )
-_SELECTOR = ("gate", "reduction", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
+_SELECTOR = ("gate", "query_states", "reduction", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
 
 
 class _StepCallback(TrainerCallback):

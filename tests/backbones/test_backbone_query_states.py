@@ -1,0 +1,82 @@
+"""Every backbone gives a question its states in context, the one with recurrent layers too."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from qtsplus.prompt_qtsplus import TEXT
+
+NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
+CALL = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+
+
+@pytest.fixture(scope="session", params=["language_model", "layer"])
+def in_context(request, backbone, processor):
+    return backbone.build(processor, query_states=request.param, query_layers=2)
+
+
+def seen(model, call):
+    """What the selector is given for the questions of a call, per row `[L, d]`, and the call's result."""
+    given = []
+    hook = model.model.qtsplus.register_forward_pre_hook(lambda _, args: given.append(args[1]))
+    with torch.no_grad():
+        result = call()
+    hook.remove()
+    return given, result
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_batch_is_single(in_context, prepare, padding_side):
+    together = in_context(**prepare(*NAMES, processor_kwargs={"padding_side": padding_side}))
+    for row, name in enumerate(NAMES):
+        alone = in_context(**prepare(name))
+        real = together.qtsplus.columns[row] >= 0
+        torch.testing.assert_close(together.logits[row][real], alone.logits[0], atol=1e-4, rtol=1e-4)
+        if alone.qtsplus is not None:
+            assert torch.equal(together.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_states_are_those_of_stock_over_the_text_alone(backbone, processor, prepare, layers):
+    model = backbone.build(processor, query_states="language_model", query_layers=layers)
+    stock, noted = backbone.stock_twin(model).model.language_model, []
+    stock.layers[layers - 1].register_forward_hook(lambda _, __, out: noted.append(out))
+    for name in ("video", "two videos", "earlier turns"):
+        inputs = prepare(name)
+        ((states,),), _ = seen(model, lambda inputs=inputs: model(**inputs))
+        ids, asked = inputs["input_ids"][0], inputs["query_mask"][0].bool()
+        text = model.model.token_types(ids) == TEXT
+        with torch.no_grad():
+            stock(input_ids=ids[text][None], use_cache=False)
+        expected = noted[-1][0] if isinstance(noted[-1], tuple) else noted[-1]
+        torch.testing.assert_close(states, expected[0][asked[text]], atol=1e-5, rtol=1e-5)
+
+
+def test_the_next_turn_asks_as_a_full_run_does(in_context, prepare):
+    first, rest = prepare("video"), prepare("two videos")
+    done = in_context.generate(**first, **CALL, past_key_values=DynamicCache(config=in_context.config))
+    ids = torch.cat([done.sequences, rest["input_ids"]], dim=1)
+    whole = {**rest, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    del whole["query_mask"]
+    both = dict(whole)
+    for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
+        both[name] = torch.cat([first[name], rest[name]])
+    given, _ = seen(in_context, lambda: in_context.generate(**whole, **CALL, past_key_values=done.past_key_values))
+    again, _ = seen(in_context, lambda: in_context.generate(**both, **CALL))
+    torch.testing.assert_close(given[0][0], again[0][0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_training_step_reaches_the_selector_alone(in_context, backbone, processor, prepare):
+    model = backbone.build(processor, **{name: getattr(in_context.config.qtsplus_config, name) for name in FIELDS})
+    model.train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".qtsplus." in name)
+    model.model.qtsplus.freeze_unused()
+    inputs = prepare(*NAMES)
+    model(**inputs, labels=inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+        assert parameter.grad is None or (torch.isfinite(parameter.grad).all() and parameter.grad.any()), name
+
+
+FIELDS = ("query_states", "query_layers")

@@ -1,0 +1,453 @@
+"""What stands for the words of a question: their embeddings, their states in its text, or those behind a layer."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
+
+import qtsplus.relevance_qtsplus as relevance
+from model_checks import mixed_inputs, mixed_rows
+from qtsplus import QTSplusConfig, QTSplusSelector, Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.configuration_qtsplus import QUERY_STATES
+from qtsplus.hub.convert import convert, convert_reference_config
+from qtsplus.hub.files import hub_configs
+from qtsplus.hub.split import split
+from qtsplus.inputs_qtsplus import SelectionInputs
+from qtsplus.training import initialise_selector
+from reference import GOLDEN
+from tiny import IM_END, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
+
+EACH = pytest.mark.parametrize("kind", QUERY_STATES)
+VIDEO = (2, 4, 8)
+
+
+def seen(model, inputs, **call):
+    """The questions that the selector is given, per row `[L, d]`, and what the model makes of the call."""
+    given = []
+    hook = model.model.qtsplus.register_forward_pre_hook(lambda _, args: given.append(args[1]))
+    with torch.no_grad():
+        output = model(**inputs, **call)
+    hook.remove()
+    return given[0], output
+
+
+def stock_states(model, ids, layers):
+    """`[S, d]` behind the first layers of stock Qwen2.5-VL, which reads this text and nothing else."""
+    stock, noted = stock_twin(model), []
+    stock.model.language_model.layers[layers - 1].register_forward_hook(lambda _, __, out: noted.append(out))
+    with torch.no_grad():
+        stock(input_ids=torch.tensor([ids]))
+    states = noted[0][0] if isinstance(noted[0], tuple) else noted[0]
+    return states[0]
+
+
+def text_of(row):
+    """The row's ids without its visual tokens, up to the question's end."""
+    return [one for one in row.ids[:-5] if one != VIDEO_PAD]
+
+
+def question_mask(model, inputs):
+    return model.model._query_mask(inputs["input_ids"], inputs["attention_mask"], SelectionInputs()).long()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the states are
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("turns", [0, 2])
+def test_the_language_models_states_are_those_of_stock_over_the_text_alone(layers, turns):
+    model = tiny_model(query_states="language_model", query_layers=layers)
+    row = prompt(videos=[VIDEO, (1, 4, 4)], turns=turns, question=6)
+    (states,), _ = seen(model, batch(row))
+    torch.testing.assert_close(states, stock_states(model, text_of(row), layers)[-6:], atol=1e-5, rtol=1e-5)
+
+
+@EACH
+def test_only_the_language_model_knows_what_it_means(kind):
+    """Two conversations that differ in an earlier answer; the last question is the same."""
+    model = tiny_model(query_states=kind)
+    row, other = (prompt(videos=[VIDEO], turns=1) for _ in range(2))
+    at = row.ids.index(IM_END, row.ids.index(VIDEO_PAD))  # behind the first question
+    other.ids[at + 6] += 1
+    (first,), one = seen(model, batch(row))
+    (second,), changed = seen(model, batch(other))
+    known = kind == "language_model"
+    assert torch.equal(first, second) != known
+    assert torch.equal(one.qtsplus.relevance[0], changed.qtsplus.relevance[0]) != known
+
+
+def test_words_of_a_layer_see_each_other_and_their_order():
+    model = tiny_model(query_states="layer")
+    row = batch(prompt(videos=[VIDEO], question=4))
+    plain, layer = row["input_ids"], model.model.qtsplus.question_layers[0]
+    swapped = plain.clone()
+    last = int((plain[0] == IM_END).nonzero()[-1])
+    swapped[0, [last - 1, last - 2]] = plain[0, [last - 2, last - 1]]
+    given = []
+    layer.register_forward_hook(lambda _, __, states: given.append(states))
+    with torch.no_grad():
+        for ids in (plain, swapped):
+            model(**{**row, "input_ids": ids})
+    assert (given[0][[0, 1, 3, 2]] - given[1]).abs().max() > 1e-3  # else each word would take its state along
+    assert (given[0][0] - given[1][0]).abs().max() > 1e-3
+
+
+def test_the_budget_goes_by_the_same_states():
+    """The budget head sees their mean."""
+    inputs = batch(prompt(videos=[VIDEO]))
+    for kind in QUERY_STATES:
+        model, noted = tiny_model(query_states=kind), []
+        model.model.qtsplus.budget.register_forward_pre_hook(lambda _, args, noted=noted: noted.append(args[0]))
+        (states,), _ = seen(model, inputs)
+        if kind == "layer":
+            order = torch.arange(len(states)).expand(3, -1)
+            states = model.model.qtsplus._encode(model.model.qtsplus.question_layers, states, order)
+        torch.testing.assert_close(noted[0][:64], states.mean(0))
+
+
+def test_what_asks_nothing_runs_no_layer_for_it():
+    model, calls = tiny_model(query_states="language_model"), []
+    model.model.language_model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        model(**batch(prompt(videos=[VIDEO])), selection="all")
+        model(**batch(prompt()))
+        assert len(calls) == 2
+        model(**batch(prompt(videos=[VIDEO])))
+    assert len(calls) == 4
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The contracts
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize("pad_left", [True, False])
+@pytest.mark.parametrize("mask", ["found", "given", "apart"])
+def test_batch_is_single(kind, pad_left, mask):
+    """However the question is told: found in the prompt, marked there, or apart from it."""
+    model, rows = tiny_model(query_states=kind), [*mixed_rows(), prompt(videos=[VIDEO], turns=2, seed=7)]
+
+    def inputs(rows, indices):
+        made = batch(*rows, pad_left=pad_left)
+        if mask == "given":
+            made["query_mask"] = question_mask(model, made)
+        if mask == "apart":
+            width = 3 + max(indices)
+            made["query_input_ids"] = torch.tensor([[40 + i + at for at in range(width)] for i in indices])
+            made["query_attention_mask"] = torch.tensor([[1] * (3 + i) + [0] * (width - 3 - i) for i in indices])
+        return made
+
+    states, together = seen(model, inputs(rows, range(len(rows))))
+    for index, row in enumerate(rows):
+        (own,), alone = seen(model, inputs([row], [index])) if row.videos else ((None,), None)
+        if alone is None:
+            continue
+        torch.testing.assert_close(states[index], own, atol=1e-5, rtol=1e-5)
+        real = together.qtsplus.columns[index] >= 0
+        torch.testing.assert_close(together.logits[index][real], alone.logits[0], atol=1e-4, rtol=1e-4)
+        assert torch.equal(together.qtsplus.kept_indices[index], alone.qtsplus.kept_indices[0])
+
+
+@EACH
+def test_chunk_is_whole(kind, monkeypatch):
+    model, inputs = tiny_model(query_states=kind), mixed_inputs()
+    whole = model(**inputs)
+    monkeypatch.setattr(
+        relevance,
+        "relevance_kernel",
+        lambda *_: lambda queries, keys, mask: relevance.chunked_log_relevance(queries, keys, mask, block_size=3),
+    )
+    in_blocks = model(**inputs)
+    torch.testing.assert_close(in_blocks.logits, whole.logits, atol=1e-5, rtol=1e-5)
+    assert all(map(torch.equal, in_blocks.qtsplus.kept_indices, whole.qtsplus.kept_indices))
+
+
+@EACH
+def test_training_keeps_what_inference_keeps(kind):
+    model, inputs = tiny_model(query_states=kind), mixed_inputs()
+    evaluated = model(**inputs).qtsplus.kept_indices
+    assert all(map(torch.equal, evaluated, model.train()(**inputs).qtsplus.kept_indices))
+
+
+@EACH
+def test_features_of_an_encoded_video_are_as_its_pixels(kind):
+    model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO, (1, 4, 4)]))
+    expected = model.generate(**inputs, max_new_tokens=4)
+    features = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"])
+    assert torch.equal(model.generate(**inputs, video_features=features, max_new_tokens=4), expected)
+
+
+@EACH
+def test_embeddings_in_the_place_of_ids(kind):
+    model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO], turns=1))
+    expected = model(**inputs)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    torch.testing.assert_close(model(**inputs, inputs_embeds=embeds).logits, expected.logits)
+    mask = question_mask(model, inputs)
+    del inputs["input_ids"]
+    torch.testing.assert_close(model(**inputs, inputs_embeds=embeds, query_mask=mask).logits, expected.logits)
+
+
+@EACH
+def test_the_next_turn_asks_as_a_full_run_does(kind):
+    """Its question stands behind a cache, its video in front of it; the text that the cache holds is read again."""
+    model = tiny_model(query_states=kind)
+    first, more = batch(prompt(videos=[VIDEO])), prompt(videos=[(1, 4, 8)], seed=5)
+    call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    done = model.generate(**first, **call, past_key_values=DynamicCache())
+    new = batch(more)
+    ids = torch.cat([done.sequences, new["input_ids"]], dim=1)
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    names = ("video_grid_thw", "second_per_grid_ts", "pixel_values_videos")
+    given = []
+    model.model.qtsplus.register_forward_pre_hook(lambda _, args: given.append(args[1][0]))
+    model.generate(**whole, **call, **{name: new[name] for name in names}, past_key_values=done.past_key_values)
+    model.generate(**whole, **call, **{name: torch.cat([first[name], new[name]]) for name in names})
+    assert len(given) == 2
+    torch.testing.assert_close(*given, atol=1e-5, rtol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A question that does not stand in the prompt
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_apart_takes_the_place_of_the_prompts_own():
+    model, row = tiny_model(query_states="language_model"), prompt(videos=[VIDEO], turns=1, question=6)
+    text = text_of(row)
+    (own,), expected = seen(model, batch(row))
+    (same,), output = seen(model, batch(row), query_input_ids=torch.tensor([text[-6:]]))
+    torch.testing.assert_close(same, own)
+    assert torch.equal(output.qtsplus.kept_indices[0], expected.qtsplus.kept_indices[0])
+    (other,), _ = seen(model, batch(row), query_input_ids=torch.tensor([[77, 78]]))
+    torch.testing.assert_close(other, stock_states(model, [*text[:-6], 77, 78], 2)[-2:], atol=1e-5, rtol=1e-5)
+
+
+def test_a_question_apart_stands_alone_where_the_prompt_has_none():
+    """What such a prompt holds may be the answer."""
+    model, inputs = tiny_model(query_states="language_model"), batch(prompt(videos=[VIDEO]))
+    inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == USER, 33)
+    (states,), _ = seen(model, inputs, query_input_ids=torch.tensor([[77, 78]]))
+    torch.testing.assert_close(states, stock_states(model, [77, 78], 2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("marked", ["some words", "placeholders too"])
+def test_a_mask_of_the_callers_own(marked):
+    """Words that are not marked are read all the same; a visual token is no word."""
+    model, row = tiny_model(query_states="language_model"), prompt(videos=[VIDEO], question=6)
+    inputs = batch(row)
+    mask = question_mask(model, inputs)
+    (whole,), _ = seen(model, inputs)
+    if marked == "some words":
+        mask[0, mask[0].nonzero()[[0, 2, 3], 0]] = 0
+        (states,), _ = seen(model, inputs, query_mask=mask)
+        torch.testing.assert_close(states, whole[[1, 4, 5]])
+    else:
+        placeholders = (inputs["input_ids"] == VIDEO_PAD).long()
+        (states,), _ = seen(model, inputs, query_mask=mask + placeholders)
+        torch.testing.assert_close(states, whole)
+        with pytest.raises(ValueError, match="no question to select them by"):
+            model(**inputs, query_mask=placeholders)
+
+
+@EACH
+def test_a_prompt_without_a_question_is_named(kind):
+    inputs = batch(prompt(videos=[VIDEO]))
+    with pytest.raises(ValueError, match="no question to select them by"):
+        tiny_model(query_states=kind)(**inputs, query_mask=torch.zeros_like(inputs["input_ids"]))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parameters
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def published_size(name, **selector):
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / name)
+    for field, value in selector.items():
+        setattr(config.qtsplus_config, field, value)
+    with torch.device("meta"):
+        model = Qwen2_5_VLQTSplusForConditionalGeneration(config)
+    return sum(parameter.numel() for parameter in model.model.qtsplus.parameters())
+
+
+def test_only_a_layer_has_parameters_of_its_own():
+    for name, paper, layer in (("qtsplus-3b", 129_557_249, 43_010_560), ("qtsplus-7b", 397_380_353, 132_153_856)):
+        assert published_size(name) == published_size(name, query_states="language_model") == paper
+        assert published_size(name, query_states="layer") == paper + layer
+    assert "43,010,560 in qtsplus-3b, 132,153,856 in qtsplus-7b" in " ".join(
+        Qwen2_5_VLQTSplusConfig.sub_configs["qtsplus_config"].__doc__.split()
+    )
+
+
+def test_a_fresh_layer_changes_nothing():
+    """Nor does one that `initialise` sets so; one that starts from the language model does."""
+    plain = tiny_model()
+    fresh = Qwen2_5_VLQTSplusForConditionalGeneration(tiny_model(query_states="layer").config).eval()
+    started = tiny_model(query_states="layer")
+    initialise_selector(started, "identity")
+    expected = seen(plain, mixed_inputs())[1].qtsplus
+    for model in (fresh, started):
+        weights = {k: v for k, v in plain.state_dict().items() if ".reencode_layers." not in k}
+        model.load_state_dict(weights, strict=False)
+        output = seen(model, mixed_inputs())[1].qtsplus
+        for one, other in zip(output.log_relevance, expected.log_relevance, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+    initialise_selector(started, "language_model")
+    ours, source = started.model.qtsplus.question_layers[0], started.model.language_model.layers[0]
+    assert torch.equal(ours.q_proj.weight, source.self_attn.q_proj.weight)
+    assert torch.equal(ours.kv_norm.weight, source.input_layernorm.weight)
+    output = seen(started, mixed_inputs())[1].qtsplus
+    assert not torch.allclose(output.log_relevance[0], expected.log_relevance[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_nothing_of_the_language_model_is_changed(attention):
+    """With every hook in its place, hidden states asked for, and gradient checkpointing on."""
+    model, inputs = tiny_model(query_states="language_model"), mixed_inputs()
+    language_model = model.model.language_model
+    language_model.set_attn_implementation(attention)
+    names = [name for name, _ in language_model.named_modules()]
+    model.config.text_config.output_hidden_states = True
+    for _ in range(2):
+        assert len(model(**inputs).hidden_states) == 3
+    model.config.text_config.output_hidden_states = False
+    expected = seen(model, inputs)[0]
+    model.gradient_checkpointing_enable()
+    model.train()
+    for one, other in zip(seen(model, inputs)[0], expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert names == [name for name, _ in language_model.named_modules()]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Saving and bad settings
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_saved_and_loaded_it_gives_the_same_bits(kind, tmp_path):
+    model, inputs = tiny_model(query_states=kind, query_layers=1), mixed_inputs()
+    model.save_pretrained(tmp_path)
+    loaded = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert loaded.config.qtsplus_config.query_states == kind and loaded.config.qtsplus_config.query_layers == 1
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    assert (tmp_path / "query_qtsplus.py").exists()
+
+
+@EACH
+def test_weights_that_wait_on_disk(kind, tmp_path):
+    """What brings them in stands in the place of the language model's own forward."""
+    model, inputs = tiny_model(query_states=kind, query_layers=1, tie_word_embeddings=False), mixed_inputs()
+    model.save_pretrained(tmp_path / "model")
+    where = {"model.visual": "cpu", "model.language_model": "disk", "model.qtsplus": "disk", "lm_head": "cpu"}
+    placed = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(
+        tmp_path / "model", device_map=where, offload_folder=tmp_path / "offload"
+    )
+    states, expected = seen(model, inputs)
+    again, output = seen(placed, inputs)
+    assert all(map(torch.equal, again, states))
+    torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-5)
+
+
+FRESH_PROCESS = """
+import sys
+
+sys.modules["qtsplus"] = None  # any import of the package fails from here on
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+for folder in sys.argv[1:]:
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        save_file({"logits": model(**load_file(f"{folder}.inputs")).logits}, f"{folder}.outputs")
+"""
+
+
+def test_a_process_without_the_package_gives_the_same_bits(tmp_path):
+    expected = {}
+    for kind in QUERY_STATES:
+        model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO], turns=1))
+        model.save_pretrained(tmp_path / kind)
+        save_file(inputs, tmp_path / f"{kind}.inputs")
+        with torch.no_grad():
+            expected[kind] = model(**inputs).logits
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
+    folders = [str(tmp_path / kind) for kind in QUERY_STATES]
+    command = [sys.executable, "-I", "-c", FRESH_PROCESS, *folders]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for kind in QUERY_STATES:
+        assert torch.equal(load_file(tmp_path / f"{kind}.outputs")["logits"], expected[kind]), kind
+
+
+@pytest.fixture(scope="module")
+def stock_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stock") / "model"
+    stock_twin(tiny_model()).save_pretrained(folder)
+    return folder
+
+
+@EACH
+@pytest.mark.parametrize("start", ["identity", "lm"])
+def test_a_stock_model_is_converted_with_them(kind, start, stock_folder, tmp_path):
+    settings = {"query_states": kind, "reencode_layers": 0}
+    folder = convert(stock_folder, tmp_path / "ours", initialise=start, selector=settings)
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder)
+    assert model.config.qtsplus_config.query_states == kind
+    (states,), output = seen(model, batch(prompt(videos=[VIDEO])), query_input_ids=torch.tensor([[40, 41, 42]]))
+    assert torch.isfinite(output.logits).all() and len(states) == 3
+    for layer in model.model.qtsplus.question_layers:
+        assert layer.o_proj.weight.any() == (start == "lm") and not layer.ffn[-1].weight.any()
+    back = convert(folder, tmp_path / "back")
+    assert "qtsplus_config" not in (back / "config.json").read_text()
+
+
+def test_a_stock_model_with_too_few_layers_is_not_converted(stock_folder, tmp_path):
+    settings = {"query_states": "language_model", "query_layers": 3}
+    with pytest.raises(ValueError, match="query_layers=3; expected at most 2"):
+        convert(stock_folder, tmp_path / "ours", selector=settings)
+
+
+def test_a_reference_checkpoint_keeps_the_papers_embeddings():
+    stated, vision = (
+        json.loads((GOLDEN / "case1" / "e2e" / part / "config.json").read_text()) for part in ("checkpoint", "vision")
+    )
+    assert convert_reference_config(stated, vision).qtsplus_config.query_states == "embeddings"
+
+
+@EACH
+def test_split_keeps_the_selector_whole(kind, tmp_path):
+    model = tiny_model(query_states=kind)
+    model.save_pretrained(tmp_path / "whole")
+    *_, folder = split(tmp_path / "whole")
+    selector = QTSplusSelector(
+        QTSplusConfig.from_pretrained(folder), 64, num_attention_heads=4, num_key_value_heads=2, mrope_section=[2, 3, 3]
+    )
+    selector.load_state_dict(load_file(folder / "model.safetensors"))
+    assert all(map(torch.equal, selector.parameters(), model.model.qtsplus.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        ({"query_states": "words"}, "query_states='words'; expected one of .*'language_model', 'layer'"),
+        ({"query_layers": 0}, "query_layers=0; expected query_layers >= 1"),
+        ({"query_states": "language_model", "query_layers": 3}, "query_layers=3; expected at most 2, the layers of"),
+    ],
+)
+def test_settings_out_of_their_range(selector, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_model(**selector)
+    if "query_states" not in selector:
+        assert tiny_model(query_layers=3).config.qtsplus_config.query_layers == 3  # not asked for
