@@ -14,19 +14,19 @@ def test_neighbouring_steps_form_one_interval():
     grid = torch.tensor([[4, 4, 4]])  # 4 steps of 2 x 2 tokens
     kept = torch.tensor([0, 5, 12, 15])  # steps 0, 1 and 3
     relevance = torch.zeros(16)
-    relevance[kept] = torch.tensor([0.1, 0.3, 0.2, 0.4])
+    relevance[kept] = torch.tensor([0.21, 0.23, 0.26, 0.26])
     first, second = evidence_intervals(kept, relevance, grid, [0.5], MERGE)
     assert (first.start, first.end, second.start, second.end) == (1.5, 2.0, 0.0, 1.0)
-    assert [first.weight, second.weight] == pytest.approx([0.6, 0.4])
+    assert [first.weight, second.weight] == pytest.approx([0.52 / 0.96, 0.44 / 0.96])
     assert (first.box, second.box) == ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 1.0, 0.5))
 
 
 def test_what_was_kept_since_there_was_room_is_no_evidence():
     relevance = torch.full((16,), 0.01)
-    relevance[[5, 9]] = torch.tensor([0.4, 0.1])  # a quarter of the highest is enough
+    relevance[[5, 9, 12]] = torch.tensor([0.4, 0.33, 0.3])  # four fifths of the highest are enough
     (interval,) = evidence_intervals(torch.arange(16), relevance, torch.tensor([[4, 4, 4]]), [1.0], MERGE)
     assert (interval.start, interval.end, interval.box) == (1.0, 3.0, (0.5, 0.0, 1.0, 0.5))
-    assert interval.weight == pytest.approx(0.56 / relevance.sum().item())
+    assert interval.weight == pytest.approx(0.79 / relevance.sum().item())
 
 
 def test_tokens_weigh_the_same_where_the_selection_did_not_look():

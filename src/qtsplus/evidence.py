@@ -7,7 +7,7 @@ import torch
 
 # Of the highest relevance, what a kept token needs to count as evidence. The others are kept too, since the budget has
 # room for them.
-STRONG = 0.25
+STRONG = 0.8
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def evidence_intervals(
     merge_size: int,
 ) -> list[Interval]:
     """
-    The stretches of the videos that hold strong tokens: kept ones with a quarter of the highest relevance at least.
+    The stretches of the videos that hold strong tokens: kept ones with four fifths of the highest relevance at least.
     Neighbouring grid steps form one stretch.
 
     Args:

@@ -58,19 +58,33 @@ def test_recall_counts_tokens_and_needles():
     scores = torch.zeros(3, TOKENS)
     scores[0, [3, 4]] = scores[1, [3, 7]] = scores[2, [0, 1]] = 1.0
     found = calibration._recalls(scores, NEEDLES)
-    assert found == [Recall(pytest.approx(2 / 3), 0.5), Recall(pytest.approx(2 / 3), 1.0), Recall(0.0, 0.0)]
+    all_there = pytest.approx(2 / 3), 1.0, 1.0
+    assert found == [Recall(pytest.approx(2 / 3), 0.5, 1.0), Recall(*all_there), Recall(0.0, 0.0, 0.0)]
+
+
+def test_the_mass_is_the_share_of_the_needles_in_all_attention():
+    scores = torch.full((1, TOKENS), 0.5)
+    scores[0, [3, 4]] = 2.0
+    (recall,) = calibration._recalls(scores, NEEDLES)
+    assert recall.mass == pytest.approx(4.5 / (4 + 0.5 * (TOKENS - 2)))
+
+
+def test_layers_that_find_little_are_not_summed_with_one_that_finds_all():
+    layers = {0: Recall(0.1, 0.2, 0.0), 1: Recall(1.0, 1.0, 0.9), 2: Recall(0.6, 0.8, 0.3), 3: Recall(0.4, 0.5, 0.2)}
+    assert calibration.HeadRecalls(9, layers, {}).best_layers(4) == (1, 2)
 
 
 def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, tiny, tiny_processor, questions):
     monkeypatch.setattr(calibration, "_attention_by_head", planted([(2, 1), (0, 3)]))
     found = calibrate(tiny, tiny_processor, questions, layers=1, heads=2, progress=False)
     assert found.choices["best heads"].heads == ((0, 3), (2, 1))
-    assert found.measured.heads[2, 1] == Recall(pytest.approx(2 / 3), 1.0)
-    assert found.found["best heads"] == Recall(pytest.approx(2 / 3), 1.0)
+    for recall in (found.measured.heads[2, 1], found.found["best heads"]):
+        assert (recall.tokens, recall.needles) == (pytest.approx(2 / 3), 1.0) and recall.mass > 0.85
     assert found.measured.questions + found.checked == len(questions)
-    # All layers find as much as the two heads, and are the simpler choice.
-    assert found.best == "all layers"
-    assert found.fields() == {"relevance_layers": None, "relevance_heads": None}
+    # All layers find as much, but look elsewhere too.
+    assert found.found["all layers"].tokens == found.found["best heads"].tokens
+    assert found.best == "best heads"
+    assert found.fields() == {"relevance_layers": None, "relevance_heads": [[0, 3], [2, 1]]}
 
 
 def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(monkeypatch, tiny, tiny_processor, questions):
@@ -88,7 +102,7 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(monkeypatc
     assert found.fields() == {"relevance_layers": None, "relevance_heads": [[2, 1]]}
     assert found.as_dict()["choices"][2] == {
         **{"choice": "best heads", "layers": None, "heads": ((2, 1),), "positions": "answer"},
-        **{"tokens": pytest.approx(2 / 3), "needles": 1.0},
+        **{"tokens": pytest.approx(2 / 3), "needles": 1.0, "mass": found.found["best heads"].mass},
     }
 
 

@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,13 @@ class Recall:
     Args:
         tokens: share of a question's needle tokens that are kept.
         needles: share of its needles of which a token is kept.
+        mass: share of the attention to all visual tokens that goes to the needles'. Layers that look everywhere lower
+            it, and blur what a selector learns from the sum.
     """
 
     tokens: float
     needles: float
+    mass: float
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,11 @@ class HeadRecalls:
     heads: dict[tuple[int, int], Recall]
 
     def best_layers(self, count: int) -> tuple[int, ...]:
-        """Those with the highest recall of tokens, at most half of all, in ascending order."""
+        """Those with the highest recall of tokens, at least half of the best one's; at most half of all; ascending."""
         return tuple(sorted(_best(self.layers)[: min(count, max(1, len(self.layers) // 2))]))
 
     def best_heads(self, count: int) -> tuple[tuple[int, int], ...]:
-        """Those with the highest recall of tokens, at most half of all, in ascending order."""
+        """As for layers."""
         return tuple(sorted(_best(self.heads)[: min(count, max(1, len(self.heads) // 2))]))
 
 
@@ -94,8 +97,8 @@ class Calibration:
 
     @property
     def best(self) -> str:
-        """The choice with the highest recall of tokens; of equals the one with the most layers."""
-        return max(self.choices, key=lambda name: self.found[name].tokens)
+        """The choice with the highest recall of tokens; of equals (to 1%) the one with the most mass on the needles."""
+        return max(self.choices, key=lambda name: (round(self.found[name].tokens, 2), self.found[name].mass))
 
     def fields(self) -> dict[str, Any]:
         """What the best choice is in a recipe's `training` section."""
@@ -272,22 +275,25 @@ def _recalls(scores: torch.Tensor, needles: Sequence[np.ndarray]) -> list[Recall
     kept = torch.zeros(scores.shape, dtype=torch.bool)
     kept.scatter_(1, scores.topk(kept_count(SHARE, num_tokens, num_tokens)).indices.cpu(), True)
     by_needle = [kept[:, torch.from_numpy(needle)] for needle in needles]
-    wanted = kept[:, torch.from_numpy(np.unique(np.concatenate(list(needles))))]
+    shown = torch.from_numpy(np.unique(np.concatenate(list(needles))))
+    wanted, scores = kept[:, shown], scores.cpu()
     tokens = wanted.float().mean(1).tolist()
     hit = torch.stack([found.any(1).float() for found in by_needle]).mean(0).tolist()
-    return [Recall(*pair) for pair in zip(tokens, hit, strict=True)]
+    mass = (scores[:, shown].sum(1) / scores.sum(1).clamp(min=torch.finfo(scores.dtype).tiny)).tolist()
+    return [Recall(*values) for values in zip(tokens, hit, mass, strict=True)]
 
 
 def _means(recalls: Mapping[Any, list[Recall]]) -> dict[Any, Recall]:
     return {
-        key: Recall(float(np.mean([one.tokens for one in row])), float(np.mean([one.needles for one in row])))
+        key: Recall(*(float(np.mean(values)) for values in zip(*map(astuple, row), strict=True)))
         for key, row in recalls.items()
     }
 
 
 def _best(recalls: Mapping[Any, Recall]) -> list[Any]:
-    """Highest recall of tokens first."""
-    return sorted(recalls, key=lambda key: -recalls[key].tokens)
+    """Highest recall of tokens first, without those that find less than half of what the first one finds."""
+    order = sorted(recalls, key=lambda key: -recalls[key].tokens)
+    return [key for key in order if recalls[key].tokens >= recalls[order[0]].tokens / 2]
 
 
 __all__ = [
