@@ -134,8 +134,8 @@ def test_micro_batches_add_up_to_one_big_batch(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [{}, {"selection": "random", "retention": 0.5}])
-def test_seconds_are_told_by_the_tokens_that_are_left(keep):
-    model = make_trainer("nowhere").model
+def test_seconds_are_told_by_the_tokens_that_are_left(tmp_path, keep):
+    model = make_trainer(tmp_path).model
     rows = examples(5)[1:]
     inputs = collate_with_words(rows)
     labels, words = inputs.pop("labels"), inputs.pop("token_words")
