@@ -81,7 +81,8 @@ def write_report(rows: Rows, details: dict[str, Any], folder: Path) -> None:
 
 def _heading(details: dict[str, Any]) -> list[str]:
     world = "crowded" if details["crowd"] else "sparse"
-    bases = "one base" if details["bases"] == 1 else "a base for each seed"
+    own = details["bases"] == len(details["seeds"])
+    bases = "one base" if details["bases"] == 1 else "a base for each seed" if own else f"{details['bases']} bases"
     lines = [
         f"{details['questions']} questions on {details['videos']} held-out videos of the {world} world; training seeds "
         f"{details['seeds']}, {bases}. Point questions ask for an attribute, existence or a direction. The recipe has "

@@ -66,7 +66,7 @@ def run_learned(
     details = {
         "command": command,
         "seeds": list(seeds),
-        "bases": len(bases),
+        "bases": len({base.resolve() for base in bases}),
         "environment": gathered.environment,
         "recipe": recipe.read_text(encoding="utf-8"),
         "overrides": list(overrides),
