@@ -21,7 +21,7 @@ $(VENV_OLDEST)/.installed: pyproject.toml hatch_build.py
 	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' transformers==5.17.0
 	touch $@
 
-demo: $(VENV)/.installed  ## render a clip, build and publish the tiny model, ask it, draw the kept tokens
+demo: $(VENV)/.installed  ## render a clip, build and publish the tiny model, ask it twice, draw the kept tokens
 	$(BIN)/qtsplus demo --out demo
 
 test: lint  ## lint, types and all but the slow tests

@@ -2,12 +2,14 @@
 
 import json
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qtsplus.benchmark.learned import policies
 from qtsplus.benchmark.learned.questions import QuestionSet, with_other_questions, with_questions_of_others
+from qtsplus.benchmark.learned.report import write_report
 from qtsplus.benchmark.learned.statistics import differences, question_driven, table_rows
 from qtsplus.benchmark.learned.tokens import object_tokens, oracle_order, recalls
 from qtsplus.data.crowd import LABEL_WORDS, make_crowd, token_labels
@@ -169,3 +171,12 @@ def test_rows_leave_out_what_was_not_asked():
         "two_word": 1,
         "when_and_order": 1,
     }
+
+
+def test_the_committed_figures_give_the_committed_page(tmp_path):
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    rows, details = (
+        json.loads((results / name).read_text(encoding="utf-8")) for name in ("learned.json", "learned-details.json")
+    )
+    write_report(rows, details, tmp_path)
+    assert (tmp_path / "learned.md").read_text(encoding="utf-8") == (results / "learned.md").read_text(encoding="utf-8")
