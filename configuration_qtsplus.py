@@ -28,7 +28,8 @@ class QTSplusConfig(PreTrainedConfig):
         tau_s (`float`, defaults to 0.5): temperature of the training gate.
         gate (`str`, defaults to `"straight_through"`): `"gumbel"` is the paper's sampled gate. `"straight_through"`
             keeps in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
-            `"detached"` keeps the same without a gradient, for scores that are taught by attention.
+            `"detached"` keeps the same without a gradient, for scores that are taught by attention. Where salience
+            does not give the answer away, neither of the first two taught the scores anything (docs/learned.md).
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
             `"qtsplus"` keeps the most relevant ones, `"all"` everything. Without looking at the question choose
             `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as
