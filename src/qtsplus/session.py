@@ -4,7 +4,7 @@ import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,7 +81,7 @@ class Answer:
         """What `qtsplus ask --json` prints: all fields but the keep map."""
         fields = {name: value for name, value in vars(self).items() if name != "keep_map"}
         fields["evidence"] = [
-            {name: value for name, value in asdict(interval).items() if name != "video"} for interval in self.evidence
+            {"start": one.start, "end": one.end, "weight": one.weight, "box": list(one.box)} for one in self.evidence
         ]
         return fields
 

@@ -53,7 +53,9 @@ class TestBackbone:
             with torch.no_grad():
                 alone = model(**prepare(name))
             real = batch.qtsplus.columns[row] >= 0
-            torch.testing.assert_close(batch.logits[row][real], alone.logits[0], atol=1e-4, rtol=1e-4)
+            # A recurrent state gathers rounding errors over the whole row.
+            close = 5e-4 if model.model.recurrent else 1e-4
+            torch.testing.assert_close(batch.logits[row][real], alone.logits[0], atol=close, rtol=close)
             if alone.qtsplus is not None:
                 assert torch.equal(batch.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])
 
@@ -159,7 +161,9 @@ class TestBackbone:
     def test_columns_of_a_cache_are_left_out_or_refused(self, all_tokens, prepare, names):
         """An answer that the caller tells otherwise, or new turns of several lengths."""
         first, rest = prepare(*["text"] * len(names)), prepare(*names)
+        # Random weights may answer with a placeholder, which the next turn would take for a video.
         options = {**CALL, "return_dict_in_generate": True, "output_logits": True}
+        options["suppress_tokens"] = [all_tokens.config.video_token_id, all_tokens.config.image_token_id]
         done = all_tokens.generate(**first, **options, past_key_values=DynamicCache(config=all_tokens.config))
         told = done.sequences[:, :-3] if len(names) == 1 else done.sequences
         ids = torch.cat([told, rest.pop("input_ids")], dim=1)

@@ -8,6 +8,7 @@ import torch
 from model_checks import counted_flops
 from qtsplus.benchmark.cost import DATA_SHEETS, Cost, Device, cost_table, stage_costs
 from qtsplus.benchmark.shapes import MODEL_SHAPES, build_pair, make_config
+from qtsplus.relevance_qtsplus import REDUCTIONS
 
 TEXT, QUESTION, RETENTION = 10, 5, 0.11
 PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
@@ -41,8 +42,11 @@ def test_counts_are_those_of_pytorch():
 
     visual, query = [torch.randn(tokens, width)], [torch.randn(QUESTION, width)]
     place = [torch.zeros(3, tokens, dtype=torch.long)]
-    total = counted_flops(lambda: models["ours"].model.qtsplus(visual, query, place, retention=RETENTION))
-    assert total == costs["ours"]["relevance"].flops + costs["ours"]["re-encode"].flops
+    for reduction in REDUCTIONS:
+        models["ours"].config.qtsplus_config.reduction = reduction
+        costs = stage_costs(models["ours"].config, shape.grid, TEXT, QUESTION, RETENTION, bytes_per_value=4)
+        total = counted_flops(lambda: models["ours"].model.qtsplus(visual, query, place, retention=RETENTION))
+        assert total == costs["ours"]["relevance"].flops + costs["ours"]["re-encode"].flops
 
 
 def test_the_papers_longest_video():

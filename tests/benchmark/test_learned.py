@@ -225,11 +225,12 @@ def test_variants_are_what_differs_from_the_recipe(setting):
 
     teacherless = {"straight_through", "gumbel"}
     taught = variants("taught")
-    assert {policies.DEFAULT, *teacherless, "max", "logsumexp", "two_layers"} <= taught
+    assert {policies.DEFAULT, *teacherless, "max", "logsumexp", "two_layers", "layer"} <= taught
     assert not {"mean", "one_layer", "no_reencoder"} & taught
     assert "mean" in variants("taught", "model.selector.reduction=max")
     assert "no_reencoder" in variants("taught", "model.selector.reencode_layers=1")
-    assert "straight_through" not in variants("adapted") and "gumbel" in variants("adapted")
+    straight = variants("adapted", "model.selector.gate=straight_through")
+    assert "straight_through" not in straight and "gumbel" in straight
     for name in teacherless:
         recipe = load_recipe(setting / "taught.yaml", policies.VARIANTS[name])
         assert recipe.training.relevance_weight == 0 and recipe.training.freeze_language_model
