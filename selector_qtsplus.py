@@ -421,8 +421,7 @@ class QTSplusSelector(nn.Module):
             relevance = candidates.log_relevance.exp()
             if config.gate == "detached":  # the scores are taught, by nothing else
                 relevance = relevance.detach()
-            features = budget_features(candidates.query, relevance)
-            rho = self.budget(features, config.rho_min, config.rho_max)
+            rho = self.budget(budget_features(candidates.query, relevance), config.rho_min, config.rho_max)
             n = kept_count(float(rho.detach()), num_tokens, cap)
         else:
             rho, n = nothing + retention, kept_count(retention, num_tokens, cap)

@@ -202,6 +202,19 @@ def test_with_the_detached_gate_answers_teach_the_scores_nothing():
     assert model.model.language_model.layers[0].self_attn.q_proj.weight.grad.any()
 
 
+def test_with_the_detached_gate_the_budget_teaches_the_scores_nothing():
+    model = tiny_model(gate="detached").train()
+    inputs = collate(examples(4))
+    for name in ("labels", "source_ids"):
+        inputs.pop(name)
+    qtsplus = model(**inputs).qtsplus
+    (qtsplus.loss_t + qtsplus.loss_m + qtsplus.rho.sum()).backward()
+    selector = model.model.qtsplus
+    assert selector.budget.mlp[0].weight.grad.any()
+    taught = selector.scoring_layers[0].q_proj.weight.grad
+    assert taught is None or not taught.any()
+
+
 def test_the_loss_gains_its_weighted_mean(tmp_path):
     plain = make_trainer(tmp_path, max_steps=1)
     plain.train()

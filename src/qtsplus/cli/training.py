@@ -104,8 +104,8 @@ def _print_calibration(found: "Calibration") -> None:
     console.print(table)
     console.print(f"{found.measured.questions} questions. The choices on {found.checked} about other videos:")
     for name, recall in found.found.items():
-        shares = f"{recall.tokens:.1%} of the needle tokens, {recall.needles:.1%} of the needles"
-        console.print(f"{name}: {shares}, and {recall.mass:.1%} of the attention is on them")
+        tokens, needles = f"{recall.tokens:.1%} of the needle tokens", f"{recall.needles:.1%} of the needles"
+        console.print(f"{name}: {tokens}, {needles}, and {recall.mass:.1%} of the attention is on them")
     lines = [f"  {name}: {json.dumps(value)}" for name, value in found.fields().items() if value is not None]
     console.print("\n".join(["training:", *lines] if lines else ["All layers are best: a recipe needs no line."]))
 
