@@ -49,7 +49,7 @@ class QTSplusConfig(PreTrainedConfig):
         scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
         reduction (`str`, defaults to `"max"`): how the relevance of a token is made of its scores over heads and words
             of the question. `"max"` is the paper's maximum, `"mean"` the mean of the probabilities, `"logsumexp"` one
-            softmax over the log-sum-exp of the raw scores.
+            softmax over the log-sum-exp of the raw scores, `"sum"` the same with the sum over a head's words.
         reencode_layers (`int`, defaults to 2): self-attention layers over the kept tokens; 0 is the paper's nREENC.
         reencode_rope (`bool`, defaults to `True`): give the re-encoder each token's absolute (time, height, width) as
             rotary positions. `False` for the checkpoints of the reference implementation, which never had them.

@@ -6,9 +6,11 @@ one number of a token's column:
 - `"max"`, the paper's: `log r_i = max over rows of log softmax_i(s)`.
 - `"mean"`: `log r_i = log of the mean over rows of softmax_i(s)`.
 - `"logsumexp"`: `log r_i = log softmax_i(logsumexp over rows of s)`, one softmax for all rows together.
+- `"sum"`: the same, with one row for each head: the sum of its query tokens' rows.
 
-Every softmax runs over the M visual tokens. So r sums to 1 for the last two, and to between 1 and the number of rows
-for the maximum.
+Every softmax runs over the M visual tokens. So r sums to 1 for all but the maximum, where it sums to between 1 and the
+number of rows. In the first three a token matters if any word speaks for it; in the sum, if the words do together: "the
+yellow ring" is neither any ring nor anything yellow.
 
 [`log_relevance`] is the way in; [`relevance_kernel`] chooses who computes it. The readable twin of all is
 `qtsplus.kernels.naive`.
@@ -24,7 +26,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-REDUCTIONS = ("max", "mean", "logsumexp")
+REDUCTIONS = ("max", "mean", "logsumexp", "sum")
 
 
 def log_relevance(
@@ -122,6 +124,8 @@ def chunked_log_relevance(
     """
     kv_heads, _, head_dim = key_states.shape
     precise = torch.promote_types(key_states.dtype, torch.float32)
+    if reduction == "sum":  # the sum of the scores is the score of the sum
+        query_states, reduction = query_states.sum(1, keepdim=True, dtype=precise), "logsumexp"
     queries = query_states.reshape(kv_heads, -1, head_dim).to(precise) / math.sqrt(head_dim)
     rows = kv_heads * queries.shape[1]
     block_size = block_size or max(1, 2**21 // rows)

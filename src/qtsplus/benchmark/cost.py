@@ -187,11 +187,11 @@ def _one_token(text, length: int, width: int) -> Cost:
 
 
 def _relevance(config, num_tokens: int, question_tokens: int, width: int) -> Cost:
-    """Keys of all tokens, then their scores: for a log-sum-exp, and for a maximum or a mean once more."""
+    """Keys of all tokens, then their scores: of each word twice, for a log-sum-exp once, for a sum those of one word."""
     d, key_value, _ = _text_sizes(config.text_config)
-    passes = 1 if config.qtsplus_config.reduction == "logsumexp" else 2
-    projection, scores = d * key_value, d * question_tokens
-    flops = 2 * num_tokens * (projection + passes * scores) + 2 * question_tokens * d**2
+    passes = {"sum": 1, "logsumexp": question_tokens}.get(config.qtsplus_config.reduction, 2 * question_tokens)
+    projection, scores = d * key_value, d * passes
+    flops = 2 * num_tokens * (projection + scores) + 2 * question_tokens * d**2
     return Cost(flops, width * (num_tokens * d + projection + d**2) + 4 * num_tokens)
 
 

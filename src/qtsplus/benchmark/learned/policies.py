@@ -16,6 +16,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "max": ("model.selector.reduction=max",),  # the paper's
     "mean": ("model.selector.reduction=mean",),
     "logsumexp": ("model.selector.reduction=logsumexp",),
+    "sum": ("model.selector.reduction=sum",),
     "one_layer": ("model.selector.scoring_layers=1",),  # the paper's
     "two_layers": ("model.selector.scoring_layers=2",),
     "embeddings": ("model.selector.query_states=embeddings",),  # the paper's
@@ -46,6 +47,7 @@ TITLES = {
     "max": "maximum over heads and words (the paper)",
     "mean": "mean over heads and words",
     "logsumexp": "one softmax over the log-sum-exp",
+    "sum": "the same over the sum of the words",
     "one_layer": "one scoring layer (the paper)",
     "two_layers": "two scoring layers",
     "embeddings": "query: embeddings (the paper)",
