@@ -105,8 +105,8 @@ def evaluate_tasks(
 
 def _refuse_options(context: typer.Context) -> None:
     """Options before a command would be ignored."""
-    source = type(context.get_parameter_source("tasks"))
-    given = [name for name in context.params if context.get_parameter_source(name) not in (None, source.DEFAULT)]
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:
         option, command = given[0].replace("_", "-"), context.invoked_subcommand
         fail(
@@ -123,6 +123,21 @@ def _print_tasks(tasks: dict[str, Any]) -> None:
         for metric, value in found["metrics"].items():
             table.add_row(name, str(len(samples)), metric, f"{value:.2f}", kept)
     console.print(table)
+
+
+@eval_app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders that `qtsplus eval --tasks` has finished.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="The Markdown file. The HTML page stands beside it.")] = Path("report.md"),
+) -> None:
+    """Put runs side by side: accuracies, gains at equal tokens, and what the paper published of the same tasks."""
+    with one_line_errors():
+        from ..evaluation.harness.report import read_runs, write_report
+
+        for path in write_report(read_runs(runs), out):
+            wrote(path)
 
 
 @eval_app.command(name="records")

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
 from lmms_eval.api.model import lmms
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import track
 
 from ... import session
 from .answers import Answered, AnswerLog
@@ -112,15 +113,14 @@ class QTSplus(lmms):
         keys = [self._key(instance) for instance in requests]
         missing = {key: instance for key, instance in zip(keys, requests, strict=True) if key not in self.log.found}
         waiting = [self._request(key, instance) for key, instance in missing.items()]
-        with tqdm(total=len(waiting), disable=self._rank != 0, desc="Asking") as bar:
-            # A random choice is drawn for each prompt by itself: the same one in any batch, process and second run.
-            drawn = self.selecting.selection == "random"
-            for batch in _batches(waiting, 1 if drawn else self.batch_size):
-                with torch.random.fork_rng(enabled=drawn):
-                    if drawn:
-                        torch.manual_seed(zlib.crc32(batch[0].place.encode()))
-                    self.log.add(self._answer(batch))
-                bar.update(len(batch))
+        # A random choice is drawn for each prompt by itself: the same one in any batch, process and second run.
+        drawn = self.selecting.selection == "random"
+        batches = _batches(waiting, 1 if drawn else self.batch_size)
+        for batch in track(batches, "Asking", console=Console(stderr=True), disable=self._rank != 0):
+            with torch.random.fork_rng(enabled=drawn):
+                if drawn:
+                    torch.manual_seed(zlib.crc32(batch[0].place.encode()))
+                self.log.add(self._answer(batch))
         return [
             GenerationResult(answered.text, VisualTokenCounts(output_tokens=answered.output_tokens, answered=answered))
             for answered in map(self.log.found.__getitem__, keys)
@@ -231,15 +231,14 @@ class QTSplus(lmms):
 
 
 def _take_options(options: Mapping[str, Any]) -> tuple[Selecting, Reading]:
-    names = {kind: {field.name for field in fields(kind)} for kind in (Selecting, Reading)}
-    unknown = sorted(set(options) - names[Selecting] - names[Reading])
-    if unknown:
-        known = ", ".join(sorted(names[Selecting] | names[Reading]))
+    selecting, reading = ({field.name for field in fields(kind)} for kind in (Selecting, Reading))
+    if unknown := sorted(set(options) - selecting - reading):
+        known = ", ".join(sorted(selecting | reading))
         raise ValueError(f"There is no option {', '.join(unknown)}; expected some of {known}.")
-    selecting, reading = (
-        kind(**{name: value for name, value in options.items() if name in names[kind]}) for kind in (Selecting, Reading)
+    return (
+        Selecting(**{name: value for name, value in options.items() if name in selecting}),
+        Reading(**{name: value for name, value in options.items() if name in reading}),
     )
-    return selecting, reading
 
 
 def _batches(requests: Sequence[_Request], size: int) -> list[list[_Request]]:

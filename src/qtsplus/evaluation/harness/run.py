@@ -189,7 +189,7 @@ def collect(folder: Path, log: Path) -> dict[str, Any]:
     if len(results) != 1:
         raise HarnessError(f"lmms-eval left {len(results)} results; expected one. The log is {log}.")
     document = json.loads(results[0].read_text(encoding="utf-8"))
-    tasks = {}
+    tasks: dict[str, Any] = {}
     for task, counts in document["n-samples"].items():
         metrics = document["higher_is_better"][task]
         path = next(folder.glob(f"**/*_samples_{task}.jsonl"), None)
@@ -200,7 +200,7 @@ def collect(folder: Path, log: Path) -> dict[str, Any]:
             )
         tasks[task] = {
             "metrics": _metrics(document["results"][task], metrics),
-            "samples": sorted((_sample(line, metrics) for line in lines), key=lambda sample: sample["doc_id"]),
+            "samples": [_sample(line, metrics) for line in sorted(lines, key=lambda line: line["doc_id"])],
         }
     return tasks
 
