@@ -88,5 +88,6 @@ def _read(path: Path) -> dict[str, Answered]:
             entry = json.loads(line)
         except ValueError:
             continue  # cut by a kill: that question is asked again
-        found[entry.pop("key")] = Answered(**entry)
+        key = entry.pop("key")
+        found[key] = Answered(**entry)
     return found
