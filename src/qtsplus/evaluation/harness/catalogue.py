@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...data.questions import QUESTION_KINDS
+
 # Of lmms-eval 0.7.3. TempCompass is the paper's part with options; its captions need another model as a judge.
 PAPER = (
     "tempcompass_multi_choice",
@@ -19,8 +21,8 @@ PAPER = (
 )
 ALIASES = {"paper": PAPER}
 
-# Metrics that lmms-eval gives as a share; the others of these benchmarks are percentages. Reports speak of percentages.
-SHARES = frozenset({"exact_match", "lvb_acc", "lvbench_score", "mmmu_acc"})
+# Metrics that are given as a share; the others of these benchmarks are percentages. Reports speak of percentages.
+SHARES = frozenset({"exact_match", *QUESTION_KINDS, "lvb_acc", "lvbench_score", "mmmu_acc"})
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,12 @@ def matches(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     return {"exact_match": float(results[0].strip() == doc["answer"])}
 
 
+def matches_by_kind(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """The same, and once more under the name of the question's kind."""
+    found = matches(doc, results)
+    return {**found, doc["kind"]: found["exact_match"]}
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # A task of one's own
 # --------------------------------------------------------------------------------------------------------------------

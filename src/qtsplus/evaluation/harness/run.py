@@ -1,6 +1,7 @@
 """Runs lmms-eval in processes of its own, and keeps what it found, or says what is wrong with it."""
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub.constants import HF_HOME
 
 from ... import __version__
 from . import records
@@ -85,8 +88,10 @@ def run(
     log = out / "harness.log"
     say(f"lmms-eval is running; its log is {log}.")
     shutil.rmtree(out / "harness", ignore_errors=True)  # of an earlier start
+    environment = {**os.environ, "HF_HOME": HF_HOME}  # some of its tasks cannot be read without
     with log.open("w", encoding="utf-8") as lines:
-        code = subprocess.run(command, stdout=lines, stderr=subprocess.STDOUT, check=False).returncode
+        done = subprocess.run(command, env=environment, stdout=lines, stderr=subprocess.STDOUT, check=False)
+    code = done.returncode
     if code:
         raise HarnessError(f"lmms-eval ended with exit code {code}: {_last_error(log)} The log is {log}.")
     found = collect(out / "harness", log)
