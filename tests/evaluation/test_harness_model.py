@@ -149,7 +149,7 @@ def test_what_was_answered_is_not_asked_again(tiny_published, docs, tmp_path, mo
 def test_the_tokens_of_annotated_clues_are_counted(tiny_published, docs):
     model = QTSplus(str(tiny_published), device="cpu", retention=0.1)
     for clues, tokens in (([[0, 8]], 288), ([[0.5, 1.5], [1.2, 2.1]], 3 * 36), ([], 0)):
-        (logged,) = counts(ask(model, [{**docs[0], "clue_intervals": clues}]))
+        (logged,) = counts(ask(model, [{**docs[0], "clue_intervals": clues, "qid": tokens}]))
         assert logged["clue_tokens"] == tokens
         assert logged["kept_clue_tokens"] == 29 if tokens == 288 else logged["kept_clue_tokens"] <= 29
 

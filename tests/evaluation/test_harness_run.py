@@ -62,13 +62,13 @@ def evaluate(tmp_path, monkeypatch, tiny_published):
     """`qtsplus eval --tasks crowd` with a harness that runs `code` and leaves `answers`."""
 
     def call(answers=None, effective=2, code="", *arguments):
-        def command(settings, names, folder, out, *rest):
+        def command(out):
             if answers is not None:
                 left_by_harness(out / "harness", answers, effective)
             return [sys.executable, "-c", code]
 
         def run(*popen, **options):
-            return original(command(None, None, None, tmp_path / "out"), **options)
+            return original(command(tmp_path / "out"), **options)
 
         original = subprocess.run
         monkeypatch.setattr(harness.subprocess, "run", run)
@@ -170,7 +170,8 @@ def test_each_benchmark_logs_its_scores_in_its_own_way():
 
 
 def test_answers_of_all_processes_are_found_by_the_next(tmp_path):
-    key = AnswerLog(None, 0, {"retention": 0.1}).key("crowd", 1, "What?", {"max_new_tokens": 16})
+    asked, generation = {"video": "1.mp4", "prompt": "What?"}, {"max_new_tokens": 16}
+    key = AnswerLog(None, 0, {"retention": 0.1}).key("crowd", 1, asked, generation)
     for rank in range(2):
         AnswerLog(tmp_path, rank, {}).add({f"{rank}": Answered(f"answer {rank}")})
     with (tmp_path / "answers-0.jsonl").open("a") as file:
@@ -180,7 +181,11 @@ def test_answers_of_all_processes_are_found_by_the_next(tmp_path):
     found = AnswerLog(tmp_path, 5, {}).found
     assert {name: answer.text for name, answer in found.items()} == {"0": "answer 0", "1": "answer 1", key: ""}
     assert found[key].failed == "no video"
-    assert AnswerLog(None, 0, {"retention": 0.2}).key("crowd", 1, "What?", {"max_new_tokens": 16}) != key
+    same = AnswerLog(None, 1, {"retention": 0.1})
+    assert same.key("crowd", 1, dict(asked), generation) == key
+    assert AnswerLog(None, 0, {"retention": 0.2}).key("crowd", 1, asked, generation) != key
+    assert same.key("crowd", 1, {**asked, "video": "2.mp4"}, generation) != key
+    assert same.key("crowd", 1, asked, {"max_new_tokens": 8}) != key
 
 
 # --------------------------------------------------------------------------------------------------------------------

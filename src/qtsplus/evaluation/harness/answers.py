@@ -58,9 +58,9 @@ class AnswerLog:
         self.path = Path(folder) / f"answers-{rank}.jsonl"
         _end_line(self.path)
 
-    def key(self, task: str, doc_id: Any, prompt: str, generation: Mapping[str, Any]) -> str:
-        """What an answer is found by."""
-        parts = [self.settings, task, str(doc_id), prompt, json.dumps(generation, sort_keys=True, default=str)]
+    def key(self, task: str, doc_id: Any, asked: Mapping[str, Any], generation: Mapping[str, Any]) -> str:
+        """What an answer is found by: another video or another wording is another question."""
+        parts = [self.settings, *(json.dumps(part, sort_keys=True, default=str) for part in (asked, generation))]
         return f"{task}:{doc_id}:{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
 
     def add(self, answers: Mapping[str, Answered]) -> None:

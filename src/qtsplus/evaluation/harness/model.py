@@ -128,7 +128,9 @@ class QTSplus(lmms):
 
     def _key(self, instance: Instance) -> str:
         prompt, _, generation, doc_id, task, split = instance.args
-        return self.log.key(f"{task}/{split}", doc_id, prompt, generation)
+        doc = self.task_dict[task][split][doc_id]
+        asked = {name: value for name, value in doc.items() if isinstance(value, (str, int, float))}
+        return self.log.key(f"{task}/{split}", doc_id, {"prompt": prompt, **asked}, generation)
 
     def _request(self, key: str, instance: Instance) -> _Request:
         _, doc_to_messages, generation, doc_id, task, split = instance.args

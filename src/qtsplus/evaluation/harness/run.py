@@ -20,6 +20,7 @@ from . import records
 from .catalogue import SHARES, resolve
 
 HARNESS = "lmms-eval"
+RECORDS = ".jsonl"  # what a task of one's own records ends with
 _PACKAGES = (HARNESS, "transformers", "torch", "av")
 
 
@@ -73,7 +74,7 @@ def run(
         say: takes one line per step.
 
     Returns:
-        What `run.json` holds: `settings`, `versions`, `base`, and `tasks`, see [`collect`].
+        What `run.json` holds: `settings`, `versions` and `tasks`, see [`collect`].
 
     Raises:
         ValueError: lmms-eval is not installed; another run's folder; a name that the harness could not take.
@@ -81,10 +82,10 @@ def run(
     """
     if find_spec("lmms_eval") is None:
         raise ValueError('lmms-eval is not installed; get it with `pip install "qtsplus[eval]"`.')
+    tasks, folder = resolve(settings.tasks), out / "tasks"
+    command = _command(settings, tasks, folder, out, processes, batch_size, device)
     _claim(out, settings)
-    folder = out / "tasks"
-    names = _write_tasks(resolve(settings.tasks), folder, include_path)
-    command = _command(settings, names, folder, out, processes, batch_size, device)
+    _write_tasks(tasks, folder, include_path)
     log = out / "harness.log"
     say(f"lmms-eval is running; its log is {log}.")
     shutil.rmtree(out / "harness", ignore_errors=True)  # of an earlier start
@@ -115,18 +116,20 @@ def _claim(out: Path, settings: Settings) -> None:
     _write_json(path, wanted)
 
 
-def _write_tasks(names: Sequence[str], folder: Path, include_path: Path | None) -> list[str]:
-    """One folder with all tasks that the harness does not have itself; their names."""
+def _write_tasks(tasks: Sequence[str], folder: Path, include_path: Path | None) -> None:
+    """One folder with all tasks that the harness does not have itself."""
     shutil.rmtree(folder, ignore_errors=True)
     if include_path is not None:
         shutil.copytree(include_path, folder)
     records.copy_tasks(folder)
-    return [records.write_task(name, folder) if name.endswith(".jsonl") else name for name in names]
+    for task in tasks:
+        if task.endswith(RECORDS):
+            records.write_task(task, folder)
 
 
 def _command(
     settings: Settings,
-    names: Sequence[str],
+    tasks: Sequence[str],
     folder: Path,
     out: Path,
     processes: int,
@@ -145,6 +148,7 @@ def _command(
             raise ValueError(
                 f"{name} is {str(value)!r}; lmms-eval takes no comma, equals sign, quote or bracket in it."
             )
+    names = [Path(task).stem if task.endswith(RECORDS) else task for task in tasks]
     alone = [sys.executable, "-m"]
     shared = [*alone, "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
     return [
