@@ -86,6 +86,15 @@ def test_fewer_frames_are_as_few_as_the_retention_says(tiny_published, docs):
     assert (logged["frames"], logged["visual_tokens"], logged["kept_visual_tokens"]) == (2, 36, 36)
 
 
+@pytest.mark.parametrize(("reading", "frames"), [({"fps": 1}, 8), ({"num_frames": 6}, 6), ({"max_frames": 4}, 4)])
+def test_options_say_which_frames_are_looked_at(tiny_published, docs, reading, frames):
+    model = QTSplus(str(tiny_published), device="cpu", **reading)
+    (logged,) = counts(ask(model, docs[:1]))
+    assert (logged["frames"], logged["visual_tokens"]) == (frames, frames * 18)
+    video = model._encode(docs[0]["video"])
+    assert video.second_per_grid_ts == [pytest.approx(2 * 8 / frames)], "the times are the video's own"
+
+
 @pytest.fixture(scope="module")
 def stock(tiny_published, tmp_path_factory) -> Path:
     """qtsplus-tiny without its selector: a stock Qwen2.5-VL."""

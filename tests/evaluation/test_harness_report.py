@@ -106,6 +106,8 @@ def test_the_pages_link_the_log_of_every_sample(runs, tmp_path):
     link = "../own/harness/model/1_samples_crowd.jsonl"
     assert f'<a href="{link}">crowd</a>' in page and (tmp_path / "made" / link).exists()
     assert f"[crowd]({link})" in (tmp_path / "made" / "report.md").read_text()
+    tables = json.loads((tmp_path / "made" / "report.json").read_text())
+    assert [table["title"] for table in tables] == ["Accuracy", "Gains at equal tokens", "Tokens", "Settings"]
     assert "lmms-eval 0.7.3" in page and "retention 0.1" in page and "<b>66.67" in page
 
 

@@ -177,10 +177,10 @@ def test_answers_of_all_processes_are_found_by_the_next(tmp_path):
     with (tmp_path / "answers-0.jsonl").open("a") as file:
         file.write('{"key": "cut')
     log = AnswerLog(tmp_path, 0, {})
-    log.add({key: Answered("", failed="no video")})
-    found = AnswerLog(tmp_path, 5, {}).found
-    assert {name: answer.text for name, answer in found.items()} == {"0": "answer 0", "1": "answer 1", key: ""}
-    assert found[key].failed == "no video"
+    log.add({key: Answered("yes", kept_visual_tokens=3), "failed": Answered("", failed="no video")})
+    assert log.found["failed"].failed == "no video"
+    expected = {"0": Answered("answer 0"), "1": Answered("answer 1"), key: Answered("yes", kept_visual_tokens=3)}
+    assert AnswerLog(tmp_path, 5, {}).found == expected, "what failed is tried again"
     same = AnswerLog(None, 1, {"retention": 0.1})
     assert same.key("crowd", 1, dict(asked), generation) == key
     assert AnswerLog(None, 0, {"retention": 0.2}).key("crowd", 1, asked, generation) != key

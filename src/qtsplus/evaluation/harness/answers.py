@@ -38,7 +38,7 @@ class Answered:
 class AnswerLog:
     """
     A folder of JSONL files, one per process. A process adds to its own file and reads all of them once, when it begins,
-    so that a run may go on with another number of processes.
+    so that a run may go on with another number of processes. What failed is tried again then.
 
     Args:
         folder: where they are; made when it is missing. Without one nothing is kept.
@@ -89,5 +89,6 @@ def _read(path: Path) -> dict[str, Answered]:
         except ValueError:
             continue  # cut by a kill: that question is asked again
         key = entry.pop("key")
-        found[key] = Answered(**entry)
+        if entry["failed"] is None:  # a video that could not be read may have been mended
+            found[key] = Answered(**entry)
     return found

@@ -111,16 +111,16 @@ class QTSplus(lmms):
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """One answer per request, in order; what the log holds is not asked again."""
         keys = [self._key(instance) for instance in requests]
-        missing = {key: instance for key, instance in zip(keys, requests, strict=True) if key not in self.log.found}
-        waiting = [self._request(key, instance) for key, instance in missing.items()]
+        waiting = {key: instance for key, instance in zip(keys, requests, strict=True) if key not in self.log.found}
         # A random choice is drawn for each prompt by itself: the same one in any batch, process and second run.
         drawn = self.selecting.selection == "random"
         batches = _batches(waiting, 1 if drawn else self.batch_size)
         for batch in track(batches, "Asking", console=Console(stderr=True), disable=self._rank != 0):
+            asked = [self._request(key, waiting[key]) for key in batch]
             with torch.random.fork_rng(enabled=drawn):
                 if drawn:
-                    torch.manual_seed(zlib.crc32(batch[0].place.encode()))
-                self.log.add(self._answer(batch))
+                    torch.manual_seed(zlib.crc32(asked[0].place.encode()))
+                self.log.add(self._answer(asked))
         return [
             GenerationResult(answered.text, VisualTokenCounts(output_tokens=answered.output_tokens, answered=answered))
             for answered in map(self.log.found.__getitem__, keys)
@@ -243,14 +243,14 @@ def _take_options(options: Mapping[str, Any]) -> tuple[Selecting, Reading]:
     )
 
 
-def _batches(requests: Sequence[_Request], size: int) -> list[list[_Request]]:
-    """In order, and no batch with two kinds of generation."""
-    batches: list[list[_Request]] = []
-    for request in requests:
-        if batches and len(batches[-1]) < size and batches[-1][0].generation == request.generation:
-            batches[-1].append(request)
+def _batches(waiting: Mapping[str, Instance], size: int) -> list[list[str]]:
+    """The keys in order, and no batch with two kinds of generation."""
+    batches: list[list[str]] = []
+    for key, instance in waiting.items():
+        if batches and len(batches[-1]) < size and waiting[batches[-1][0]].args[2] == instance.args[2]:
+            batches[-1].append(key)
         else:
-            batches.append([request])
+            batches.append([key])
     return batches
 
 

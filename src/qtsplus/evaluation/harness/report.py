@@ -1,11 +1,11 @@
-"""`qtsplus eval report`: what runs found, side by side, as Markdown and as HTML."""
+"""`qtsplus eval report`: what runs found, side by side, as Markdown, HTML and JSON."""
 
 import html
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -244,13 +244,13 @@ def _settings(runs: Sequence[Run]) -> Table:
 
 def write_report(runs: Sequence[Run], out: Path) -> list[Path]:
     """
-    Writes the report twice, as Markdown and as HTML.
+    Writes the report as Markdown, as HTML, and its tables as JSON.
 
     Args:
-        out: the Markdown file; the HTML stands beside it. Both link the logs of every sample.
+        out: the Markdown file; the others stand beside it. All link the logs of every sample.
 
     Returns:
-        The two files.
+        The three files.
     """
     made = tables(runs)
     for row, run in zip(made[-1].rows, runs, strict=True):
@@ -259,10 +259,13 @@ def write_report(runs: Sequence[Run], out: Path) -> list[Path]:
             for path in sorted((run.folder / "harness").glob("**/*_samples_*.jsonl"))
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    page = out.with_suffix(".html")
+    page, data = out.with_suffix(".html"), out.with_suffix(".json")
     out.write_text("\n".join(["# Evaluation", "", *map(_markdown, made)]), encoding="utf-8")
     page.write_text(_page(made), encoding="utf-8")
-    return [out, page]
+    data.write_text(
+        json.dumps([asdict(table) for table in made], indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    return [out, page, data]
 
 
 def _ranks(table: Table) -> list[list[int | None]]:
