@@ -65,9 +65,9 @@ def test_equal_figures_share_a_rank(tmp_path):
 
 def test_gains_are_over_runs_with_as_many_tokens_on_the_same_questions(runs):
     (row,) = table_of(runs, "Gains").rows
-    task, own, other, gain, interval, *tokens = row
+    task, own, other, gain, interval, p, *tokens = row
     assert (task, own, other) == ("crowd/exact_match", "tiny, 10%", "tiny, uniform 10%")
-    assert (gain, tokens) == ("+33.3", ["29", "29"])
+    assert (gain, p, tokens) == ("+33.3", "0.5000", ["29", "29"])
     assert interval == "+0.7 to +66.0"  # 1/3 +- 1.96 / 6: the three videos are off the mean by 1/3, 1/3 and -2/3 in sum
 
 

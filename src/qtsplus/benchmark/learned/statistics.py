@@ -7,7 +7,6 @@ import numpy as np
 
 from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS, WIDE_KINDS
 from ...evaluation.exact_match import accuracy
-from ...evaluation.intervals import clustered_interval
 from ...training.dataset import VideoRecord
 from .policies import DEFAULT, SALIENCE, Policy
 from .questions import DESCRIPTION
@@ -130,7 +129,7 @@ def differences(results: list[Outcomes], records: list[VideoRecord], crowd: bool
             gain = correct[DEFAULT, share] - other
             asked = ~np.isnan(gain)
             found = {
-                label: clustered_interval(gain[mask & asked], videos[mask & asked]) for label, mask in masks.items()
+                label: _clustered_interval(gain[mask & asked], videos[mask & asked]) for label, mask in masks.items()
             }
             rows.append({"policy": name, "default_retention": share, "retention": retention, "gain": found})
     return rows
@@ -172,6 +171,17 @@ def question_driven(results: list[Outcomes], records: list[VideoRecord], crowd: 
                 }
             )
     return rows
+
+
+def _clustered_interval(values: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
+    """Mean with the bounds of its 95% interval, for values that are independent between clusters only."""
+    names, index = np.unique(clusters, return_inverse=True)
+    if len(names) < 2:
+        return {}
+    mean = float(np.mean(values))
+    sums = np.bincount(index, weights=values - mean)
+    error = float(np.sqrt(len(names) / (len(names) - 1) * np.sum(sums**2))) / len(values)
+    return {"mean": mean, "low": mean - 1.96 * error, "high": mean + 1.96 * error}
 
 
 def _ratio_interval(above: np.ndarray, below: np.ndarray, clusters: np.ndarray) -> dict[str, float]:

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..intervals import clustered_interval
+import numpy as np
+
+from ..intervals import clustered_interval, paired_test
 from .catalogue import PublishedTable, published
 from .run import failures
 
@@ -137,7 +139,8 @@ def _row_names(runs: Sequence[Run]) -> list[str]:
 def _interval(run: Run, task: str, metric: str) -> str:
     samples = run.tasks[task]["samples"] if task in run.tasks else []
     scored = [sample for sample in samples if metric in sample["scores"]]
-    found = clustered_interval([s["scores"][metric] for s in scored], [s["video"] for s in scored]) if scored else {}
+    videos = np.array([sample["video"] for sample in scored])
+    found = clustered_interval(np.array([sample["scores"][metric] for sample in scored]), videos) if scored else {}
     return f"{100 * found['low']:.1f} to {100 * found['high']:.1f}" if found else ""
 
 
@@ -154,7 +157,7 @@ def _gains(runs: Sequence[Run]) -> Table:
         "Points by which a model's own selection is better than another selection on the same questions, where both "
         f"keep as many tokens (within {SAME_TOKENS:.0%}). Intervals are 95%, by videos."
     )
-    head = ["task", "selection", "over", "gain", "95% interval", "tokens", "its tokens"]
+    head = ["task", "selection", "over", "gain", "95% interval", "p", "tokens", "its tokens"]
     return Table("Gains at equal tokens", head, rows, note=note)
 
 
@@ -170,10 +173,12 @@ def _gain(own: Run, other: Run, task: str, metric: str) -> list[str] | None:
     tokens, its_tokens = (_mean(samples.values(), "kept_visual_tokens") for samples in (ours, theirs))
     if abs(tokens - its_tokens) > SAME_TOKENS * max(tokens, its_tokens):
         return None
-    gains = [ours[key]["scores"][metric] - theirs[key]["scores"][metric] for key in ours]
-    found = clustered_interval(gains, [sample["video"] for sample in ours.values()])
+    gains = np.array([ours[key]["scores"][metric] - theirs[key]["scores"][metric] for key in ours])
+    videos = np.array([sample["video"] for sample in ours.values()])
+    found = clustered_interval(gains, videos)
     interval = f"{100 * found['low']:+.1f} to {100 * found['high']:+.1f}" if found else ""
-    return [f"{100 * sum(gains) / len(gains):+.1f}", interval, f"{tokens:.0f}", f"{its_tokens:.0f}"]
+    p = f"{paired_test(gains, videos):.4f}"
+    return [f"{100 * gains.mean():+.1f}", interval, p, f"{tokens:.0f}", f"{its_tokens:.0f}"]
 
 
 def _mean(samples: Any, name: str) -> float:
