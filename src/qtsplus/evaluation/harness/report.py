@@ -155,7 +155,8 @@ def _gains(runs: Sequence[Run]) -> Table:
                     rows.append([name, own.label, other.label, *cells])
     note = (
         "Points by which a model's own selection is better than another selection on the same questions, where both "
-        f"keep as many tokens (within {SAME_TOKENS:.0%}). Intervals are 95%, by videos."
+        f"keep as many tokens (within {SAME_TOKENS:.0%}). Intervals are 95%, by videos; p is that of no gain, by signs drawn "
+        "for each video."
     )
     head = ["task", "selection", "over", "gain", "95% interval", "p", "tokens", "its tokens"]
     return Table("Gains at equal tokens", head, rows, note=note)
