@@ -155,8 +155,8 @@ def _gains(runs: Sequence[Run]) -> Table:
                     rows.append([name, own.label, other.label, *cells])
     note = (
         "Points by which a model's own selection is better than another selection on the same questions, where both "
-        f"keep as many tokens (within {SAME_TOKENS:.0%}). Intervals are 95%, by videos; p is that of no gain, by signs drawn "
-        "for each video."
+        f"keep as many tokens (within {SAME_TOKENS:.0%}). Intervals are 95%, by videos; p is that of no gain, by signs "
+        "drawn for each video."
     )
     head = ["task", "selection", "over", "gain", "95% interval", "p", "tokens", "its tokens"]
     return Table("Gains at equal tokens", head, rows, note=note)
@@ -213,8 +213,8 @@ def _tokens(runs: Sequence[Run]) -> Table:
             failed = sum(sample["failed"] is not None for sample in samples)
             rows.append([task, run.label, str(len(samples)), f"{total:.0f}", f"{kept:.0f}", share, str(failed)])
     head = ["task", "run", "questions", "visual tokens", "kept", "share", "failed"]
-    failed = [line for run in runs for line in failures(run.tasks)]
-    return Table("Tokens", head, rows, note="Means per question. " + " ".join(f"{line}." for line in failed))
+    lines = [f"{line}." for run in runs for line in failures(run.tasks)]
+    return Table("Tokens", head, rows, note=" ".join(["Means per question.", *lines]))
 
 
 def _clues(runs: Sequence[Run]) -> Table:
