@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from qtsplus.cli import app
 from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation.harness import run as harness
 from qtsplus.evaluation.harness.answers import Answered, AnswerLog
-from qtsplus.evaluation.harness.catalogue import PAPER, resolve
+from qtsplus.evaluation.harness.catalogue import PAPER, published, resolve
 from qtsplus.evaluation.harness.records import TASKS
 from qtsplus.training.dataset import read_records
 
@@ -193,6 +194,17 @@ def test_answers_of_all_processes_are_found_by_the_next(tmp_path):
 # --------------------------------------------------------------------------------------------------------------------
 
 
+@NEEDS_HARNESS
+def test_the_papers_benchmarks_and_metrics_are_those_of_the_harness():
+    (folder,) = find_spec("lmms_eval").submodule_search_locations
+    files = [path for path in Path(folder, "tasks").rglob("*") if path.name.endswith(("yaml", "yml"))]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    names, metrics = (set(re.findall(rf"{word}: [\"']?(\w+)", text)) for word in (r"(?m)^(?:task|group)", "metric"))
+    rows = [name.split("/") for table in published() for name in table.rows]
+    assert {*PAPER, "cgbench", *(task for task, _ in rows)} <= names
+    assert {metric for _, metric in rows} <= metrics
+
+
 @pytest.fixture
 def environment(tmp_path):
     return {**os.environ, "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -215,7 +227,7 @@ def test_the_task_of_this_repository_runs_in_lmms_eval(tiny_published, tmp_path,
 @pytest.fixture
 def records(tmp_path):
     """Sixteen questions about each of three crowded videos, of which one is corrupt."""
-    path = Path(build_dataset(tmp_path / "crowd", "harness", 3, seconds=(8,), progress=False, crowd=True))
+    path = Path(build_dataset(tmp_path / "crowd", "harness", 3, (8,), multiple_choice=0, progress=False, crowd=True))
     broken = Path(str(read_records(path)[-1].video))
     broken.write_bytes(broken.read_bytes()[:300])
     return path
