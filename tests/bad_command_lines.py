@@ -65,20 +65,20 @@ def ask_lines() -> list[list[str]]:
 
 
 def eval_lines() -> list[list[str]]:
-    run = ["eval", "{records}", "--model", "{model}"]
+    run = ["eval", "records", "{records}", "--model", "{model}"]
     return [
         *(
-            ["eval", path, "--model", "{model}"]
+            ["eval", "records", path, "--model", "{model}"]
             for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "", "\x00", LONG)
         ),
-        *(["eval", "{records}", f"--model={model}"] for model in NO_MODELS if model not in LOADABLE),
+        *(["eval", "records", "{records}", f"--model={model}"] for model in NO_MODELS if model not in LOADABLE),
         *_option(run, "--retention", NO_FRACTIONS),
         *_option(run, "--device", NO_DEVICES),
         *_option(run, "--selection", SELECTIONS),
         [*run, "--skip-kind", "", "--skip-kind", "colour"],
-        ["eval", "{records}", "--revision", "main"],
+        ["eval", "records", "{records}", "--revision", "main"],
         *([*run, wrong] for wrong in ("--batch=2", "extra", "--json=1")),
-        ["eval", "--json"],
+        ["eval", "records", "--json"],
     ]
 
 

@@ -129,11 +129,10 @@ def test_whose_code_will_run_is_said_once_and_before_it_runs(ask, tiny_mp4, tiny
     ]
 
 
-@pytest.mark.parametrize("command", ["ask", "eval"])
+@pytest.mark.parametrize("command", [["ask", QUESTION], ["eval", "records"]])
 @pytest.mark.parametrize("option", ["--model", "--device", "--revision"])
 def test_an_empty_option_is_no_default(command, option, tiny_mp4):
-    arguments = [command, str(tiny_mp4), *([QUESTION] if command == "ask" else []), option, ""]
-    assert_refused(CliRunner().invoke(app, arguments), f"{option} is empty")
+    assert_refused(CliRunner().invoke(app, [*command, str(tiny_mp4), option, ""]), f"{option} is empty")
 
 
 def test_a_folder_has_no_revision(ask, tiny_mp4):
@@ -256,7 +255,16 @@ def test_the_demo_prints_what_is_true_beside_what_was_answered(tmp_path):
 def test_eval_counts_matching_answers_from_real_videos(tmp_path):
     data = ["data", "tinyworld", "--crowd", "--out", str(tmp_path), "--size", "3", "--split", "test", "--seconds", "8"]
     assert CliRunner().invoke(app, [*data, "--multiple-choice", "0"]).exit_code == 0
-    arguments = ["eval", str(tmp_path / "test.jsonl"), "--retention", "0.1", "--json", "--skip-kind", "count"]
+    arguments = [
+        "eval",
+        "records",
+        str(tmp_path / "test.jsonl"),
+        "--retention",
+        "0.1",
+        "--json",
+        "--skip-kind",
+        "count",
+    ]
     ours, uniform = (
         json.loads(CliRunner().invoke(app, [*arguments, *more]).stdout) for more in ([], ["--selection", "uniform"])
     )
@@ -268,7 +276,7 @@ def test_eval_counts_matching_answers_from_real_videos(tmp_path):
 
 def test_eval_names_an_unknown_selection(tmp_path):
     (tmp_path / "records.jsonl").write_text("")
-    result = CliRunner().invoke(app, ["eval", str(tmp_path / "records.jsonl"), "--selection", "best"])
+    result = CliRunner().invoke(app, ["eval", "records", str(tmp_path / "records.jsonl"), "--selection", "best"])
     assert_refused(result, "best", "uniform")
 
 
@@ -289,7 +297,7 @@ def records(tmp_path, tiny_mp4, frame_folder):
 
 def test_eval_goes_on_after_unreadable_videos_and_lists_them(records, tiny_published):
     write, _ = records
-    arguments = ["eval", write(), "--model", str(tiny_published)]
+    arguments = ["eval", "records", write(), "--model", str(tiny_published)]
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.stderr
     summary = json.loads(result.stdout)
@@ -305,7 +313,9 @@ def test_eval_goes_on_after_unreadable_videos_and_lists_them(records, tiny_publi
 def test_eval_of_nothing_readable_still_counts(records, tiny_published):
     write, lines = records
     for arguments in ([], ["--json"]):
-        result = CliRunner().invoke(app, ["eval", write(lines[2:4]), "--model", str(tiny_published), *arguments])
+        result = CliRunner().invoke(
+            app, ["eval", "records", write(lines[2:4]), "--model", str(tiny_published), *arguments]
+        )
         assert result.exit_code == 0, result.stderr
     summary = json.loads(result.stdout)
     assert (summary["accuracy"], summary["kept"], len(summary["unreadable"])) == (0, None, 2)
@@ -314,7 +324,9 @@ def test_eval_of_nothing_readable_still_counts(records, tiny_published):
 def test_eval_asks_for_the_rate_of_a_folder(records, tiny_published):
     write, lines = records
     del lines[-1]["fps"]
-    assert_refused(CliRunner().invoke(app, ["eval", write(), "--model", str(tiny_published)]), "frames0", '"fps"')
+    assert_refused(
+        CliRunner().invoke(app, ["eval", "records", write(), "--model", str(tiny_published)]), "frames0", '"fps"'
+    )
 
 
 def test_a_line_break_in_a_name_does_not_cut_the_error(tmp_path, monkeypatch):

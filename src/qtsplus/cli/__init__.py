@@ -2,8 +2,9 @@
 
 import typer
 
-from .asking import ask, demo, evaluate
+from .asking import ask, demo
 from .bench import bench_app
+from .evaluating import eval_app
 from .hub import convert, publish, split
 from .training import calibrate, data_app, train
 
@@ -15,12 +16,12 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(ask)
-app.command(name="eval")(evaluate)
 app.command()(convert)
 app.command()(split)
 app.command()(publish)
 app.command()(train)
 app.command()(calibrate)
+app.add_typer(eval_app, name="eval")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 

@@ -1,16 +1,16 @@
-"""`qtsplus ask`, `qtsplus eval` and `qtsplus demo`: questions to a model."""
+"""`qtsplus ask` and `qtsplus demo`: questions to a model."""
 
 import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from .console import console, fail, notes, one_line_errors, require_fraction
-from .models import check_model_options, load_model
+from .models import check_model_options, check_selection, load_model
 from .options import AsJson, Device, Dtype, Model, Retention, Revision, Selection
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def ask(
     with one_line_errors():
         from .. import session
 
-        _check_selection(selection)
+        check_selection(selection)
         started = time.perf_counter()
         loaded, processor = load_model(model, revision, device, dtype.value)
         seconds_to_load = time.perf_counter() - started
@@ -69,46 +69,6 @@ def ask(
         print(json.dumps(answer.as_dict()))
     else:
         _print_answer(answer)
-
-
-def evaluate(
-    records: Annotated[Path, typer.Argument(help="A JSONL file of records with videos.", show_default=False)],
-    model: Model = None,
-    revision: Revision = None,
-    retention: Retention = None,
-    selection: Selection = None,
-    skip_kind: Annotated[
-        list[str] | None, typer.Option(help="Leave out the questions of this kind. May be repeated.")
-    ] = None,
-    device: Device = None,
-    as_json: AsJson = False,
-) -> None:
-    """
-    Ask a model the questions of a file, and count the answers that match to the letter.
-
-    A video that cannot be read does not end the run. Its questions count as wrong, and it is listed.
-    """
-    check_model_options(model, revision, device)
-    require_fraction(retention)
-    with one_line_errors():
-        from ..evaluation.exact_match import exact_match, summarise
-        from ..training.dataset import read_records, require_rates
-
-        _check_selection(selection)
-        skipped = set(skip_kind or ())
-        chosen = [record for record in read_records(records) if record.video is not None and record.kind not in skipped]
-        if not chosen:
-            fail(f"{records} holds no question about a video that is not left out")
-        require_rates(chosen)
-        loaded, processor = load_model(model, revision, device)
-        outcomes = exact_match(
-            loaded, processor, chosen, retention=retention, selection=selection, progress=not as_json
-        )
-        summary = summarise(outcomes)
-    if as_json:
-        print(json.dumps(summary))
-    else:
-        _print_summary(summary)
 
 
 def demo(
@@ -148,26 +108,6 @@ def _check_budget(retention: float | None, max_visual_tokens: int | None, max_ne
         fail(f"--max-visual-tokens is {max_visual_tokens}; expected at least 1")
     if max_new_tokens < 1:
         fail(f"--max-new-tokens is {max_new_tokens}; expected at least 1")
-
-
-def _check_selection(selection: str | None) -> None:
-    from ..selection_qtsplus import METHODS
-
-    if selection is not None and selection not in METHODS:
-        fail(f"--selection is {selection!r}; expected one of {', '.join(METHODS)}")
-
-
-def _print_summary(summary: dict[str, Any]) -> None:
-    table = Table("kind", "questions", "accuracy", "95% interval", "kept")
-    for kind, row in [*summary["kinds"].items(), ("all", summary)]:
-        interval = f"{row['low']:.1%} to {row['high']:.1%}"
-        kept = "" if row["kept"] is None else f"{row['kept']:.1%}"
-        table.add_row(kind, str(row["questions"]), f"{row['accuracy']:.1%}", interval, kept)
-    console.print(table)
-    for entry in summary["unreadable"]:
-        questions = f"{entry['questions']} question{'s' if entry['questions'] > 1 else ''} counted as wrong"
-        line = f"Unreadable, {questions}: {entry['video']}: {entry['reason']}"
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _place(box: tuple[float, float, float, float]) -> str:
