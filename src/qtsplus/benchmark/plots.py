@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+
+from ..figures import save_figure
 
 _COLOURS = {"stock": "#8c8c8c", "ours": "#0b6e99"}
 _NAMES = {"stock": "Qwen2.5-VL", "ours": "QTSplus"}
@@ -20,17 +20,6 @@ _STAGE_COLOURS = {
     "re-encode": "#d1615d",
     "prefill": "#0b6e99",
 }
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Writes `path.png` and `path.svg`, the same bytes for the same figures."""
-    FigureCanvasAgg(figure)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": path.name}):
-        figure.savefig(path.with_name(path.name + ".png"), dpi=150, metadata={"Software": None})
-        figure.savefig(path.with_name(path.name + ".svg"), metadata={"Date": None})
 
 
 def draw_stages(document: dict[str, Any], path: Path) -> None:

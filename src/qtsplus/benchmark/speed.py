@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import BatchFeature
 
+from ..results import Journal, environment, spread, steps
 from ..session import EncodedVideo, encode
 from ..video_qtsplus import choose_frames, read_video
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages
-from .results import Journal, environment, label, spread, steps, summarise
+from .results import label, summarise
 from .shapes import (
     FRAME_BOUNDS,
     FRAMES_PER_SECOND,

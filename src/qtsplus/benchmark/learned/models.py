@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ...hub.initialise import initialise_selector
+from ...results import read_json, write_json
 from ...training.models import load_config, load_model, load_processor
 from ...training.recipe import Recipe, load_recipe, run
-from ..results import read_json, write_json
 from .plan import Plan
 from .policies import BASE, DEFAULT, FRESH
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS
-from ..plots import save_figure
+from ...figures import save_figure
 from .policies import (
     BASE,
     DEFAULT,

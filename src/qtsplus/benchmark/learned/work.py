@@ -11,10 +11,10 @@ import torch
 from ...data.scene import sighting_tokens
 from ...evaluation.baselines import fewer_frames, full_video, lower_resolution
 from ...evaluation.exact_match import exact_match, model_inputs
+from ...results import Journal
 from ...selector_qtsplus import kept_count
 from ...training.dataset import VideoRecord
 from ...training.models import load_model
-from ..results import Journal
 from .models import Models
 from .policies import DEFAULT, ORACLES, OTHER_VIDEO, Policy
 from .questions import QuestionSet, with_other_questions, with_questions_of_others
