@@ -27,6 +27,12 @@ def label(shape: str) -> str:
     return "gpu" if shape == "3b" else shape
 
 
+def device_name(document: dict[str, Any]) -> str:
+    """What a result was measured on: the GPU, or "CPU" with its name and threads."""
+    facts = document["environment"]
+    return facts.get("gpu") or f"CPU ({facts['processor']}, {facts['threads']} threads)"
+
+
 def summarise(folder: Path, shape: str) -> dict[str, float | None]:
     """
     Gathers the figures of `speed`, `memory`, `scaling` and `train` as the `summary` of the speed file, where there is

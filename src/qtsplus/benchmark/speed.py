@@ -15,7 +15,7 @@ from ..video_qtsplus import choose_frames, read_video
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages
-from .results import label, summarise
+from .results import device_name, label, summarise
 from .shapes import (
     FRAME_BOUNDS,
     FRAMES_PER_SECOND,
@@ -295,7 +295,7 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
     summarise(target.parent, shape.name)
     draw_stages(document, target.with_suffix(""))
     if document["frames"]:
-        draw_frames(document, target.with_name(target.stem.replace("speed", "frames")))
+        draw_frames({device_name(document): document}, target.with_name(target.stem.replace("speed", "frames")))
     return target
 
 
