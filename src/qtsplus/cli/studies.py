@@ -164,8 +164,8 @@ def ablation(
             loaded, processor = load_model(model, revision, device)
             target = ablate_checkpoint(loaded, processor, test, out, **common)
         else:
-            trained = {"recipe": recipe, "overrides": overrides or (), "variants": variant or (), "seeds": seed or (0,)}
-            target = ablate_recipe(base, test, out, **trained, **common)
+            trained: dict[str, Any] = {"recipe": recipe, "overrides": overrides or (), "variants": variant or ()}
+            target = ablate_recipe(base, test, out, seeds=seed or (0,), **trained, **common)
     wrote(target)
 
 

@@ -177,10 +177,9 @@ def _encode_background(
     model: Any, processor: Any, video: str, fps: float | None, work: Path, progress: bool
 ) -> Encoded:
     """The whole background, from the disk where it was encoded before."""
-    settings = {"fps": fps, "max_frames": _MAX_FRAMES}
-    file = features_of(model, processor, work, settings).file(video, fps)
+    file = features_of(model, processor, work, {"max_frames": _MAX_FRAMES}).file(video, fps)
     if not file.exists():
-        found = encode(model, processor, video, **settings, device="cpu", progress=progress)
+        found = encode(model, processor, video, fps=fps, max_frames=_MAX_FRAMES, device="cpu", progress=progress)
         seconds = torch.tensor(found.second_per_grid_ts)
         tensors = {"video_features": found.features, "video_grid_thw": found.video_grid_thw}
         file.parent.mkdir(parents=True, exist_ok=True)
