@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qtsplus.benchmark.results import environment, write_json
+from qtsplus.results import environment, write_json
 
 
 class Outcomes:

@@ -82,6 +82,35 @@ def eval_lines() -> list[list[str]]:
     ]
 
 
+def study_lines() -> list[list[str]]:
+    needle = ["eval", "needle", "--model", "{model}", "--work", "{out}", "--out", "{out}"]
+    ablation = ["eval", "ablation", "{records}", "--model", "{model}", "--work", "{out}", "--out", "{out}"]
+    return [
+        *_option(needle, "--length", ("0", "-5", "nan", "inf", *NO_NUMBERS)),
+        *_option(needle, "--depth", ("-0.1", "1.1", "nan", *NO_NUMBERS)),
+        *_option(needle, "--selection", SELECTIONS),
+        *_option(needle, "--retention", NO_FRACTIONS),
+        *_option(needle, "--tokens", NO_COUNTS),
+        *_option(needle, "--fps", NO_RATES),
+        *_option(needle, "--needles", ("{missing}", "{video}", "{empty}", "{empty_folder}", LONG)),
+        [*needle, "--retention", "0.5", "--tokens", "3"],
+        [*needle, "--length", "5", "--length", "5"],
+        [*needle, "--background", ""],
+        *_option(ablation, "--retention", NO_FRACTIONS),
+        *_option(ablation, "--n-max", NO_COUNTS),
+        [*ablation, "--variant", "gumbel"],
+        [*ablation, "--seed", "1"],
+        [*ablation, "--base", "{model}"],
+        *(
+            ["eval", study, path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
+            for study in ("ablation", "analysis")
+            for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
+        ),
+        *(["eval", "efficiency", path, "--out", "{out}"] for path in ("{missing}", "{records}", "{video}", "{empty}")),
+        ["eval", "efficiency"],
+    ]
+
+
 def convert_lines() -> list[list[str]]:
     convert = ["convert", "{stock}", "--out", "{out}"]
     sources = tuple(model for model in NO_MODELS if model not in ("{stock}", "{no_tokenizer}"))
@@ -488,6 +517,7 @@ def command_lines() -> list[list[str]]:
     groups = (
         ask_lines,
         eval_lines,
+        study_lines,
         convert_lines,
         publish_lines,
         split_lines,

@@ -176,6 +176,7 @@ def encode(
     video: str | Path,
     *,
     fps: float | None = None,
+    max_frames: int | None = None,
     frames_per_chunk: int | None = None,
     device: str | None = None,
     progress: bool = False,
@@ -189,6 +190,7 @@ def encode(
         model, processor: as [`load`] gives them.
         video: a video file, an `http(s)` address (as a `str`), or a folder of frames.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
+        max_frames: of a file, the most that are looked at; as the processor has it when absent.
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
         progress: show a bar on standard error while a video of several chunks is encoded.
@@ -197,7 +199,7 @@ def encode(
         ValueError: a video that cannot be read, a folder without `fps`.
     """
     started = time.perf_counter()
-    chunks = processor.video_chunks(video, fps=fps, frames_per_chunk=frames_per_chunk)
+    chunks = processor.video_chunks(video, fps=fps, max_frames=max_frames, frames_per_chunk=frames_per_chunk)
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features, filled = torch.empty(0), 0
     console = Console(stderr=True)

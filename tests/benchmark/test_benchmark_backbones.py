@@ -9,8 +9,8 @@ import torch
 from model_checks import assert_one_model, counted_flops
 from qtsplus.benchmark import memory, speed
 from qtsplus.benchmark.cost import stage_costs
-from qtsplus.benchmark.results import read_json
 from qtsplus.benchmark.shapes import MODEL_SHAPES, SIDES, build_pair, make_config, make_processor
+from qtsplus.results import read_json
 
 # The toys' (time, height, width) in tokens.
 GRIDS = {"internvl2.5-8b": (4, 16, 16), "llava-video-7b": (4, 14, 14), "qwen3-vl-8b": (2, 4, 3)}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qtsplus.benchmark import memory, peak
-from qtsplus.benchmark.results import read_json
 from qtsplus.benchmark.shapes import MODEL_SHAPES, build
+from qtsplus.results import read_json
 
 RELEVANCE = {"tokens": 20_000, "heads": 4, "key_value_heads": 2, "head_dim": 16, "question_tokens": 16}
 

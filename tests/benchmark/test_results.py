@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from qtsplus.benchmark.results import SUMMARY, Journal, read_json, spread, steps, summarise, write_json
+from qtsplus.benchmark.results import SUMMARY, summarise
+from qtsplus.results import Journal, read_json, spread, steps, write_json
 
 SETTINGS = {"shape": "cpu", "repeats": (1, 2)}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from qtsplus.benchmark import scaling
-from qtsplus.benchmark.results import read_json
+from qtsplus.results import read_json
 
 SIZES = (300, 1200, 2500)
 

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 from model_checks import assert_one_model
 from qtsplus.benchmark import speed
 from qtsplus.benchmark.clock import StageClock
-from qtsplus.benchmark.results import SUMMARY, read_json
+from qtsplus.benchmark.results import SUMMARY
 from qtsplus.benchmark.shapes import MODEL_SHAPES, SIDES, build_pair, find_shape, make_config
 from qtsplus.cli import app
+from qtsplus.results import read_json
 
 REPEATS = 2
 PNG = b"\x89PNG"

@@ -5,9 +5,9 @@ import torch
 from typer.testing import CliRunner
 
 from qtsplus.benchmark import train
-from qtsplus.benchmark.results import read_json
 from qtsplus.benchmark.shapes import MODEL_SHAPES, SIDES, build
 from qtsplus.cli import app
+from qtsplus.results import read_json
 
 CALL = {"device": "cpu", "dtype": "float32", "attention": None, "frames": 4, "retention": 0.25, "repeats": 2}
 

@@ -8,9 +8,10 @@ import torch
 
 from ..kernels.naive import naive_log_relevance
 from ..relevance_qtsplus import log_relevance
+from ..results import Journal, environment, spread, steps
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process
-from .results import Journal, environment, label, spread, steps, summarise
+from .results import label, summarise
 from .shapes import SIDES, best_attention, build, fill_pixels, find_device, find_shape, video_inputs
 
 # The paper's longest videos; a question of 64 tokens and the 3B model's heads.

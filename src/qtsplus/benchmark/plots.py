@@ -1,15 +1,17 @@
 """The benchmarks' figures, each as PNG and SVG."""
 
+from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from ..figures import save_figure
+
 _COLOURS = {"stock": "#8c8c8c", "ours": "#0b6e99"}
-_NAMES = {"stock": "Qwen2.5-VL", "ours": "QTSplus"}
+_SIDES = {"stock": "stock", "ours": "QTSplus"}
 _STAGE_COLOURS = {
     "decode": "#c9c9c9",
     "preprocess": "#a3a3a3",
@@ -20,17 +22,6 @@ _STAGE_COLOURS = {
     "re-encode": "#d1615d",
     "prefill": "#0b6e99",
 }
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Writes `path.png` and `path.svg`, the same bytes for the same figures."""
-    FigureCanvasAgg(figure)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": path.name}):
-        figure.savefig(path.with_name(path.name + ".png"), dpi=150, metadata={"Software": None})
-        figure.savefig(path.with_name(path.name + ".svg"), metadata={"Date": None})
 
 
 def draw_stages(document: dict[str, Any], path: Path) -> None:
@@ -45,7 +36,7 @@ def draw_stages(document: dict[str, Any], path: Path) -> None:
                 axes.barh(row, seconds, left=left, color=colour)
                 left += seconds
         axes.text(left, row, f"  {left:.3g} s", va="center")
-    axes.set_yticks([0, 1], [_NAMES["ours"], _NAMES["stock"]])
+    axes.set_yticks([0, 1], [_SIDES["ours"], _SIDES["stock"]])
     axes.set_xlabel("seconds, medians of the stages up to the first token")
     axes.margins(x=0.12)
     handles = [Patch(color=colour, label=stage) for stage, colour in _STAGE_COLOURS.items()]
@@ -53,28 +44,35 @@ def draw_stages(document: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_frames(document: dict[str, Any], path: Path) -> None:
-    """The paper's figure: visual tokens that reach the language model, and latency, against the number of frames."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+def draw_frames(documents: Mapping[str, dict[str, Any]], path: Path) -> None:
+    """
+    The paper's figure: visual embeddings that reach the language model, and end-to-end latency, against the number of
+    frames.
+
+    Args:
+        documents: what `qtsplus bench speed` wrote, by what each is called.
+    """
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    points = sorted(document["frames"], key=lambda point: point["frames"])
-    frames = [point["frames"] for point in points]
-    for side, colour in _COLOURS.items():
-        style = {"color": colour, "marker": "o", "label": _NAMES[side]}
-        left.plot(frames, [point[side]["visual_tokens_to_lm"] for point in points], **style)
-        seconds = [point[side]["file_to_first_token"] for point in points]
-        median = [value["median"] for value in seconds]
-        spread = [
-            [value["median"] - value["low"] for value in seconds],
-            [value["high"] - value["median"] for value in seconds],
-        ]
-        right.errorbar(frames, median, yerr=spread, capsize=2, **style)
-    left.set_ylabel("visual tokens to the language model")
+    for (name, document), line in zip(documents.items(), cycle(("-", "--", ":", "-.")), strict=False):
+        points = sorted(document["frames"], key=lambda point: point["frames"])
+        frames = [point["frames"] for point in points]
+        for side, colour in _COLOURS.items():
+            style = {"color": colour, "marker": "o", "markersize": 4, "linestyle": line}
+            left.plot(frames, [point[side]["visual_tokens_to_lm"] for point in points], **style)
+            seconds = [point[side]["file_to_first_token"] for point in points]
+            median = [value["median"] for value in seconds]
+            spread = [
+                [value["median"] - value["low"] for value in seconds],
+                [value["high"] - value["median"] for value in seconds],
+            ]
+            right.errorbar(frames, median, yerr=spread, capsize=2, label=f"{_SIDES[side]}, {name}", **style)
+    left.set_ylabel("visual embeddings to the language model")
     right.set_ylabel("seconds from file to first token")
     for axes in (left, right):
         axes.set_xlabel("frames")
         axes.set_ylim(bottom=0)
-        axes.legend(frameon=False)
+    right.legend(frameon=False, fontsize=8)
     save_figure(figure, path)
 
 

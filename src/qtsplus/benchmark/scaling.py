@@ -11,11 +11,12 @@ import torch
 
 from ..configuration_qtsplus import QTSplusConfig
 from ..hub.files import hub_configs
+from ..results import Journal, environment, spread, steps
 from ..selector_qtsplus import QTSplusSelector
 from .clock import now
 from .peak import extra_memory, in_own_process
 from .plots import draw_scaling
-from .results import Journal, environment, label, spread, steps, summarise
+from .results import label, summarise
 from .shapes import TINY, find_device, find_shape
 
 SIZES = (62_500, 125_000, 250_000, 500_000, 1_000_000)

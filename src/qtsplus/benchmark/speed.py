@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import BatchFeature
 
+from ..results import Journal, environment, spread, steps
 from ..session import EncodedVideo, encode
 from ..video_qtsplus import choose_frames, read_video
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages
-from .results import Journal, environment, label, spread, steps, summarise
+from .results import device_name, label, summarise
 from .shapes import (
     FRAME_BOUNDS,
     FRAMES_PER_SECOND,
@@ -294,7 +295,7 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
     summarise(target.parent, shape.name)
     draw_stages(document, target.with_suffix(""))
     if document["frames"]:
-        draw_frames(document, target.with_name(target.stem.replace("speed", "frames")))
+        draw_frames({device_name(document): document}, target.with_name(target.stem.replace("speed", "frames")))
     return target
 
 

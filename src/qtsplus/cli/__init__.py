@@ -6,6 +6,7 @@ from .asking import ask, demo
 from .bench import bench_app
 from .evaluating import eval_app
 from .hub import convert, publish, split
+from .studies import ablation, analysis, efficiency, needle
 from .training import calibrate, data_app, train
 
 app = typer.Typer(
@@ -21,6 +22,8 @@ app.command()(split)
 app.command()(publish)
 app.command()(train)
 app.command()(calibrate)
+for study in (needle, ablation, analysis, efficiency):
+    eval_app.command()(study)
 app.add_typer(eval_app, name="eval")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")

@@ -24,7 +24,7 @@ def fewer_frames(processor: Any, video: str, retention: float) -> Pixels:
     """The fewest frames, evenly spaced, as large as in the whole video, that still give `retention` of the tokens."""
     steps, *size = processor.video_chunks(video).video_grid_thw[0].tolist()
     wanted = max(1, math.ceil(retention * steps - 1e-9))
-    return _read(processor, video, size, wanted * processor.video_processor.temporal_patch_size)
+    return read_at(processor, video, size, num_frames=wanted * processor.video_processor.temporal_patch_size)
 
 
 def lower_resolution(processor: Any, video: str, retention: float) -> Pixels:
@@ -38,12 +38,17 @@ def lower_resolution(processor: Any, video: str, retention: float) -> Pixels:
         raise ValueError(f"{type(processor).__name__} has no lower resolution: its frames are all of one size.")
     merge = processor.video_processor.merge_size
     _, height, width = (processor.video_chunks(video).video_grid_thw[0] // merge).tolist()
-    return _read(processor, video, [side * merge for side in _smallest_grid(height, width, retention)])
+    return read_at(processor, video, [side * merge for side in _smallest_grid(height, width, retention)])
 
 
-def _read(processor: Any, video: str, size: list[int], num_frames: int | None = None) -> Pixels:
-    """A video's pixels with frames of `size`, (height, width) as in the grid."""
-    chunks = processor.video_chunks(video, num_frames=num_frames)
+def read_at(processor: Any, video: str, size: list[int], **frames_to_read: Any) -> Pixels:
+    """
+    A video's pixels with frames of `size`, (height, width) as in the grid.
+
+    Args:
+        frames_to_read: which frames, as for the processor's `video_chunks`.
+    """
+    chunks = processor.video_chunks(video, **frames_to_read)
     frames = np.stack(list(chunks.decode()))
     pixels, grid = processor.preprocess_frames(frames, torch.tensor([[len(frames), *size]]))
     seconds = torch.tensor(chunks.second_per_grid_ts)
@@ -62,4 +67,4 @@ def _smallest_grid(height: int, width: int, retention: float) -> tuple[int, int]
     return min(enough, key=tokens_then_shape)
 
 
-__all__ = ["Pixels", "fewer_frames", "full_video", "lower_resolution"]
+__all__ = ["Pixels", "fewer_frames", "full_video", "lower_resolution", "read_at"]

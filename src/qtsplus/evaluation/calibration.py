@@ -1,6 +1,5 @@
 """Which layers and heads look at what an answer rests on: needle recall of each, over questions with their evidence."""
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -13,31 +12,18 @@ from accelerate.utils import send_to_device
 from rich.console import Console
 from rich.progress import track
 
-from ..data.scene import Sighting, sighting_tokens
+from ..data.scene import sighting_tokens
 from ..selector_qtsplus import kept_count
 from ..training.attention import AttentionChoice, noting_attention
 from ..training.collator import VideoQACollator
-from ..training.dataset import SkippedRecord, VideoQADataset, VideoRecord, read_records
+from ..training.dataset import SkippedRecord, VideoQADataset
 from ..training.distillation import EVERYTHING, evaluating
 from ..training.features import encode_videos
+from .labelled import LabelledQuestion, read_questions
 
 SHARE = 0.1  # of the visual tokens that a layer or a head may keep
 
 ALL_LAYERS, BEST_LAYERS, BEST_HEADS = "all layers", "best layers", "best heads"
-
-
-@dataclass(frozen=True)
-class LabelledQuestion:
-    """
-    A question, and where its answer can be seen.
-
-    Args:
-        record: with a video.
-        needles: what must be found, each a list of [`Sighting`], any one of which will do; at least one.
-    """
-
-    record: VideoRecord
-    needles: list[list[Sighting]]
 
 
 @dataclass(frozen=True)
@@ -134,20 +120,9 @@ def read_labelled(path: Path, skip_kinds: Sequence[str] = ()) -> list[LabelledQu
     Raises:
         ValueError: a line that is no record, evidence of another form, or no such question.
     """
-    records = read_records(path)
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    found = []
-    for record, line in zip(records, lines, strict=True):
-        evidence = line.get("evidence")
-        if evidence and record.video is not None and record.kind not in skip_kinds:
-            try:
-                needles = [[Sighting(**seen) for seen in needle] for needle in evidence]
-            except TypeError as error:
-                raise ValueError(
-                    f"{path}: the evidence of {record.question!r} is not a list of needles, each a list of sightings "
-                    "with start, end and box."
-                ) from error
-            found.append(LabelledQuestion(record, needles))
+    found = [
+        question for question in read_questions(path) if question.needles and question.record.kind not in skip_kinds
+    ]
     if not found:
         raise ValueError(
             f"{path} holds no question about a video with evidence; expected records such as those of "
@@ -299,7 +274,6 @@ def _best(recalls: Mapping[Any, Recall]) -> list[Any]:
 __all__ = [
     "Calibration",
     "HeadRecalls",
-    "LabelledQuestion",
     "Recall",
     "calibrate",
     "measure_choices",

@@ -47,6 +47,8 @@ def exact_match(
     *,
     retention: float | None = None,
     selection: str | None = None,
+    max_visual_tokens: int | None = None,
+    reencode: bool = True,
     batch_size: int = 16,
     progress: bool = True,
     features: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
@@ -59,6 +61,8 @@ def exact_match(
         model, processor: as `qtsplus.session.load` gives them.
         retention: fraction of the visual tokens to keep; the model's decision when absent.
         selection: how they are chosen, as in `QTSplusConfig`; the model's own way when absent.
+        max_visual_tokens: most visual tokens to keep.
+        reencode: `False` hands the kept tokens on as they are.
         batch_size: questions at a time; those with answers of like length are asked together.
         features: by video `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`, which
             take the place of its pixels: a video that is asked about often is encoded once.
@@ -85,26 +89,36 @@ def exact_match(
         asked = [index for index in batch if index not in outcomes]
         if not asked:
             continue
-        given = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+        call = {"retention": retention, "max_visual_tokens": max_visual_tokens, "reencode": reencode}
         with nullcontext(selection) if orders is None else given_order([orders[index] for index in asked]) as method:
-            output = model.generate(
-                **given,
-                retention=retention,
-                selection=method,
-                max_new_tokens=lengths[batch[-1]] + 2,
-                do_sample=False,
-                return_dict_in_generate=True,
-            )
-        answers = processor.batch_decode(output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            answers, chosen = answer(model, processor, inputs, lengths[batch[-1]] + 2, selection=method, **call)
         visual_tokens = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
-        chosen = output.qtsplus
         for row, index in enumerate(asked):
             record = records[index]
             kept = tuple(chosen.kept_indices[row].tolist())
-            correct = answers[row].strip() == record.answer
+            correct = answers[row] == record.answer
             rho = float(chosen.rho[row])
             outcomes[index] = Outcome(record.kind, correct, len(kept), visual_tokens[row], rho, kept)
     return [outcomes[index] for index in range(len(records))]
+
+
+@torch.no_grad()
+def answer(
+    model: Any, processor: Any, inputs: Mapping[str, Any], max_new_tokens: int, **call: Any
+) -> tuple[list[str], Any]:
+    """
+    Greedy answers to prompts, and the `QTSplusOutput` that says what they rest on.
+
+    Args:
+        inputs: of the model, as [`model_inputs`] makes them; on any device.
+        call: how this call selects, such as `retention`.
+    """
+    given = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+    output = model.generate(
+        **given, **call, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True
+    )
+    texts = processor.batch_decode(output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [text.strip() for text in texts], output.qtsplus
 
 
 def _read(
@@ -145,11 +159,7 @@ def model_inputs(
     features: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Prompts that end where the answer begins, with pixels or features; see [`exact_match`]."""
-    prompts = []
-    for record in records:
-        content = [{"type": "video"}, {"type": "text", "text": record.question}]
-        messages = [{"role": "user", "content": content}]
-        prompts.append(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    prompts = [prompt_of(processor, record) for record in records]
     queries = [record.query or record.question for record in records]
     if features is None:
         return dict(processor(text=prompts, query=queries, padding=True, return_tensors="pt", **_videos(records)))
@@ -162,6 +172,13 @@ def model_inputs(
         "video_grid_thw": grids,
         "second_per_grid_ts": seconds,
     }
+
+
+def prompt_of(processor: Any, record: VideoRecord) -> str:
+    """The prompt of a question about a video, which ends where the answer begins."""
+    content = [{"type": "video"}, {"type": "text", "text": record.question}]
+    messages = [{"role": "user", "content": content}]
+    return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def accuracy(correct: Sequence[bool]) -> tuple[float, float, float]:
@@ -196,4 +213,4 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-__all__ = ["Outcome", "accuracy", "exact_match", "model_inputs", "summarise"]
+__all__ = ["Outcome", "accuracy", "answer", "exact_match", "model_inputs", "prompt_of", "summarise"]

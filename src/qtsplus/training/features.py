@@ -96,7 +96,7 @@ def encode_videos(
         autocast_dtype: encode as mixed-precision training would.
         workers: processes that decode.
     """
-    features = VideoFeatures(Path(folder) / _fingerprint(model, processor, processor_kwargs, autocast_dtype))
+    features = features_of(model, processor, folder, processor_kwargs, autocast_dtype)
     features.folder.mkdir(parents=True, exist_ok=True)
     state = PartialState()
     missing = sorted({video for video in videos if not features.file(*video).exists()}, key=str)
@@ -167,10 +167,16 @@ class _Decoded(Dataset):
         return (video, fps), {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
 
 
-def _fingerprint(model, processor, processor_kwargs, autocast_dtype) -> str:
-    """Of all that the features of a video depend on."""
+def features_of(
+    model: Any,
+    processor: Any,
+    folder: str | os.PathLike,
+    processor_kwargs: Mapping[str, Any] | None = None,
+    autocast_dtype: torch.dtype | None = None,
+) -> VideoFeatures:
+    """Where in `folder` the features of a model's vision tower are kept; see [`encode_videos`]."""
     settings = [processor.video_processor.to_dict(), dict(processor_kwargs or {}), str(autocast_dtype)]
-    return fingerprint(vision_modules(model), settings)
+    return VideoFeatures(Path(folder) / fingerprint(vision_modules(model), settings))
 
 
 def fingerprint(modules: Mapping[str, Any], settings: Any) -> str:
@@ -193,4 +199,12 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     os.replace(part, path)  # a file that stands there is whole
 
 
-__all__ = ["AttentionTargets", "VideoFeatures", "encode_videos", "fingerprint", "prompt_inputs", "write_tensors"]
+__all__ = [
+    "AttentionTargets",
+    "VideoFeatures",
+    "encode_videos",
+    "features_of",
+    "fingerprint",
+    "prompt_inputs",
+    "write_tensors",
+]

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from ...hub.initialise import initialise_selector
+from ...results import read_json, write_json
+from ...training.features import fingerprint
 from ...training.models import load_config, load_model, load_processor
 from ...training.recipe import Recipe, load_recipe, run
-from ..results import read_json, write_json
 from .plan import Plan
 from .policies import BASE, DEFAULT, FRESH
 
@@ -122,4 +123,23 @@ class Models:
         return float(np.mean(values[-max(1, len(values) // 5) :]))
 
 
-__all__ = ["Models"]
+class Checkpoint:
+    """
+    One trained model, in the place of what [`Models`] trains.
+
+    Args:
+        model, processor: as `qtsplus.session.load` gives them.
+        work: the folder for answers.
+        say: hears of each thing that is done.
+    """
+
+    def __init__(self, model: Any, processor: Any, work: Path, say: Callable[[str], None]):
+        self.base_model, self.processor, self.work, self.say = model, processor, work, say
+        self.setup = {"base": fingerprint({"model": model}, model.config.to_dict())}
+
+    def load(self, seed: int, name: str) -> Any:
+        """The model, whatever is asked for."""
+        return self.base_model
+
+
+__all__ = ["Checkpoint", "Models"]

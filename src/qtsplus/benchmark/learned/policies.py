@@ -1,6 +1,10 @@
 """What is compared: every way to spend visual tokens, and what tables call it."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from ...configuration_qtsplus import POSITION_IDS
+from ...relevance_qtsplus import REDUCTIONS
 
 RETENTIONS = (0.025, 0.05, 0.1, 0.25)
 # At which the other variants are asked by wrong questions too.
@@ -13,6 +17,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     # Without a teacher's attention, so that the gate's own gradient has to teach.
     "straight_through": ("training.relevance_weight=0", "model.selector.gate=straight_through"),
     "gumbel": ("training.relevance_weight=0", "model.selector.gate=gumbel"),  # the paper's gate
+    "no_teacher": ("training.relevance_weight=0",),
+    "taught_straight_through": ("model.selector.gate=straight_through",),
+    "taught_gumbel": ("model.selector.gate=gumbel",),
+    "taught_detached": ("model.selector.gate=detached",),
     "max": ("model.selector.reduction=max",),  # the paper's
     "mean": ("model.selector.reduction=mean",),
     "logsumexp": ("model.selector.reduction=logsumexp",),
@@ -22,7 +30,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "embeddings": ("model.selector.query_states=embeddings",),  # the paper's
     "language_model": ("model.selector.query_states=language_model",),
     "layer": ("model.selector.query_states=layer",),
-    "no_reencoder": ("model.selector.reencode_layers=0",),  # the paper's nREENC
+    "no_reencoder": ("model.selector.reencode_layers=0",),  # the paper's nREENC, but trained without
+    "no_time": ("model.selector.reencode_rope=false",),
+    "sequential": ("model.selector.position_ids=sequential",),
+    "original": ("model.selector.position_ids=original",),
 }
 # What needs no training: (selection, layout), as in [`Policy`].
 BASELINES = {
@@ -32,6 +43,29 @@ BASELINES = {
     "diversity": ("diversity", "full"),
     "fewer_frames": ("all", "fewer_frames"),
     "lower_resolution": ("all", "lower_resolution"),
+}
+# What is left out or changed of a trained model while it is asked: fields of [`Policy`].
+ASKED: dict[str, dict[str, Any]] = {
+    "no_reencoding": {"reencode": False},  # the paper's nREENC, to the letter
+    "uniform": {"selection": "uniform"},  # the paper's UNIF
+    "uniform_no_reencoding": {"selection": "uniform", "reencode": False},
+    **{f"asked_{reduction}": {"settings": (("reduction", reduction),)} for reduction in REDUCTIONS},
+    "asked_no_time": {"settings": (("reencode_rope", False),)},
+    "asked_time": {"settings": (("reencode_rope", True),)},
+    **{f"asked_{mode}": {"settings": (("position_ids", mode),)} for mode in POSITION_IDS},
+    "with_options": {"with_options": True},
+}
+# What an ablation looks at, in the order of its table: names of [`ASKED`] and of [`VARIANTS`], which are trained.
+AXES: dict[str, tuple[str, ...]] = {
+    "the paper's": ("uniform", "uniform_no_reencoding", "no_reencoding", "no_reencoder"),
+    "gate": ("taught_straight_through", "taught_gumbel", "taught_detached"),
+    "distillation": ("no_teacher", "straight_through", "gumbel"),
+    "query states": ("embeddings", "language_model", "layer"),
+    "query": ("with_options",),
+    "reduction": (*REDUCTIONS, *(f"asked_{reduction}" for reduction in REDUCTIONS)),
+    "scoring depth": ("one_layer", "two_layers"),
+    "absolute time": ("no_time", "asked_no_time", "asked_time"),
+    "positions": (*POSITION_IDS, *(f"asked_{mode}" for mode in POSITION_IDS)),
 }
 # Whose question a control selects by; the prompt keeps its own.
 OTHER_VIDEO, SAME_VIDEO = "shuffled_question", "same_video_question"
@@ -54,6 +88,20 @@ TITLES = {
     "language_model": "query: the language model's states",
     "layer": "query: a layer of the selector",
     "no_reencoder": "no re-encoder (nREENC)",
+    "no_teacher": "no teacher",
+    "taught_straight_through": "straight-through gate",
+    "taught_gumbel": "the paper's gate",
+    "taught_detached": "detached gate",
+    "no_time": "re-encoder without absolute time",
+    "sequential": "positions: sequential",
+    "original": "positions: of the full prompt",
+    "no_reencoding": "without re-encoding (nREENC)",
+    "uniform_no_reencoding": "uniform, without re-encoding",
+    **{f"asked_{reduction}": f"asked with the reduction {reduction}" for reduction in REDUCTIONS},
+    "asked_no_time": "asked without absolute time",
+    "asked_time": "asked with absolute time",
+    **{f"asked_{mode}": f"asked with {mode} positions" for mode in POSITION_IDS},
+    "with_options": "selects by the question with its options",
     "all": "all tokens",
     "uniform": "uniform (UNIF)",
     "random": "random",
@@ -82,6 +130,10 @@ class Policy:
         selection: as in `QTSplusConfig`, or one of [`ORACLES`].
         layout: which pixels of a video are encoded: "full", "fewer_frames" or "lower_resolution".
         wrong_question: one of [`WRONG_QUESTIONS`] to select by; `None` selects by the question itself.
+        max_visual_tokens: a cap on the tokens.
+        reencode: whether kept tokens are re-encoded.
+        with_options: select by the question with its options.
+        settings: fields of the selector's configuration, and what they are while it is asked.
     """
 
     name: str
@@ -90,10 +142,16 @@ class Policy:
     selection: str = "qtsplus"
     layout: str = "full"
     wrong_question: str | None = None
+    max_visual_tokens: int | None = None
+    reencode: bool = True
+    with_options: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def label(self) -> str:
-        return f"{self.name}-{'own' if self.retention is None else format(self.retention, 'g')}"
+        budget = "own" if self.retention is None else format(self.retention, "g")
+        cap = "" if self.max_visual_tokens is None else f"-max{self.max_visual_tokens}"
+        return f"{self.name}-{budget}{cap}"
 
 
 def policies_of(model: str, own_budget: bool, adapted: bool) -> list[Policy]:
@@ -141,3 +199,12 @@ def title_of(name: str) -> str:
     """A policy in words."""
     policy, model = parts_of(name)
     return TITLES[policy] if policy == name else f"{TITLES[policy]}; {MODELS[model]}"
+
+
+def changes_something(changes: dict[str, Any], selector: Any) -> bool:
+    """Whether the fields of a name in [`ASKED`] are not what a selector's configuration has already."""
+    settings = dict(changes.get("settings", ()))
+    reencodes = "reencode_rope" in settings or (not changes.get("reencode", True) and "selection" not in changes)
+    if reencodes and selector.reencode_layers == 0:
+        return False
+    return not settings or any(getattr(selector, name) != value for name, value in settings.items())

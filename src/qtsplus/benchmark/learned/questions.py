@@ -73,9 +73,27 @@ class QuestionSet:
             digest=hashlib.sha256(content).hexdigest(),
         )
 
+    @classmethod
+    def read_any(cls, path: Path) -> "QuestionSet":
+        """
+        Questions about any videos; of TinyWorld's with their evidence, as [`read`] does.
+
+        Raises:
+            ValueError: as [`read`]; a line that is no record, or none with a video.
+        """
+        records = [record for record in read_records(path) if record.video is not None]
+        content = path.read_bytes()
+        lines = [json.loads(line) for line in content.decode().splitlines() if line.strip()]
+        if any("evidence" in line and "seed" in line for line in lines):
+            return cls.read(path)
+        if not records:
+            raise ValueError(f"{path} holds no question about a video.")
+        unknown: list[list[list[Sighting]]] = [[] for _ in records]
+        return cls(records, unknown, {}, False, [], hashlib.sha256(content).hexdigest())
+
     @property
     def videos(self) -> list[str]:
-        return sorted(self.worlds)
+        return sorted({str(record.video) for record in self.records})
 
 
 def _world(line: Mapping[str, Any]) -> World:
@@ -89,6 +107,14 @@ def _world(line: Mapping[str, Any]) -> World:
             f"record {line.get('id')!r} lacks {error}, from which its video was made; write the file again with "
             "`qtsplus data tinyworld`."
         ) from error
+
+
+def with_options(records: Sequence[VideoRecord]) -> list[VideoRecord | None]:
+    """Every record whose question stands with its options, selected by all of that. `None` for the others."""
+    return [
+        replace(record, query=record.question) if record.query not in (None, record.question) else None
+        for record in records
+    ]
 
 
 def with_questions_of_others(records: Sequence[VideoRecord], seed: int) -> list[VideoRecord | None]:

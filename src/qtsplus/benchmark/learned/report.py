@@ -1,6 +1,5 @@
 """The learned benchmark's tables and plots."""
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS
-from ..plots import save_figure
+from ...evaluation.tables import markdown_table
+from ...figures import save_figure
 from .policies import (
     BASE,
     DEFAULT,
@@ -96,11 +96,6 @@ def _heading(details: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
-    return lines + ["| " + " | ".join(cells) + " |" for cells in rows]
-
-
 def _accuracy_by_tokens(pooled: Pooled) -> list[str]:
     """Accuracy for each policy and retention, a table for each group."""
     names = sorted({name for name, _ in pooled if not _is_control_of_variant(name)}, key=_place)
@@ -108,7 +103,7 @@ def _accuracy_by_tokens(pooled: Pooled) -> list[str]:
     lines = ["## Right answers by tokens kept"]
     for group in _asked_groups(pooled):
         rows = [[title_of(name), *(_accuracy(pooled.get((name, share)), group) for share in shares)] for name in names]
-        lines += ["", f"{_GROUPS[group].capitalize()}:", "", *_table(["", *map(_kept, shares)], rows)]
+        lines += ["", f"{_GROUPS[group].capitalize()}:", "", *markdown_table(["", *map(_kept, shares)], rows)]
     return lines
 
 
@@ -148,7 +143,7 @@ def _shares(found: Rows) -> list[str]:
         ]
         names = ("own", "wrong", "uniform", "any object", "share", "another choice")
         columns = ["", "kept", *(f"{name}, {group}" for group in groups for name in names)]
-        lines += ["", f"{title_of(wrong).capitalize()}:", "", *_table(columns, rows)]
+        lines += ["", f"{title_of(wrong).capitalize()}:", "", *markdown_table(columns, rows)]
     return lines
 
 
@@ -179,7 +174,7 @@ def _variants(pooled: Pooled) -> list[str]:
         cells = [_accuracy(pooled.get((name, share)), group) for group in groups for share in shares]
         recall = pooled.get((name, 0.1), {}).get("token_recall")
         rows.append([title_of(name), *cells, "" if recall is None else f"{recall:.1%}"])
-    return ["## Variants", "", *_table(columns, rows)]
+    return ["## Variants", "", *markdown_table(columns, rows)]
 
 
 def _gains(differences: Rows) -> list[str]:
@@ -191,7 +186,7 @@ def _gains(differences: Rows) -> list[str]:
             gains = [_points(row["gain"].get(group)) for group in groups]
             rows.append([title_of(row["policy"]), _kept(row["default_retention"]), *gains])
     head = "What the recipe as it is gains on the same questions, in points of accuracy (95% interval over videos):"
-    return ["## Gains", "", head, "", *_table(["over", "kept", *(_GROUPS[group] for group in groups)], rows)]
+    return ["## Gains", "", head, "", *markdown_table(["over", "kept", *(_GROUPS[group] for group in groups)], rows)]
 
 
 def _points(gain: dict[str, float] | None) -> str:
@@ -218,7 +213,7 @@ def _everything(pooled: Pooled) -> list[str]:
     head = (
         "Intervals: 95% Wilson over the questions of all seeds together, which are the same questions for every seed."
     )
-    return ["## Everything", "", head, "", *_table([*columns, *kinds], rows)]
+    return ["## Everything", "", head, "", *markdown_table([*columns, *kinds], rows)]
 
 
 def _gates(agreement: Rows) -> list[str]:
@@ -228,7 +223,7 @@ def _gates(agreement: Rows) -> list[str]:
         off = gate["kept_in_training"] / gate["asked"] - 1
         rows.append([title_of(gate["policy"]), str(gate["seed"]), *counts, f"{off:+.1%}", f"{gate['jaccard']:.3f}"])
     columns = ["gate in training, a tenth asked for", "seed", "asked", "kept", "off by", "same tokens (Jaccard)"]
-    return ["## Gates and budgets", "", *_table(columns, rows)]
+    return ["## Gates and budgets", "", *markdown_table(columns, rows)]
 
 
 def _budgets(details: dict[str, Any]) -> list[str]:
@@ -246,14 +241,14 @@ def _budgets(details: dict[str, Any]) -> list[str]:
             "off by",
             "asked for on the test set",
         ]
-        lines += [*_table(columns, rows), ""]
+        lines += [*markdown_table(columns, rows), ""]
     if details["adaptive"]:
         rows = []
         for kind, rho in details["adaptive"]["rho"].items():
             gap = details["adaptive"]["wide_minus_point"].get(kind)
             rows.append([kind, _interval(rho), _interval(gap) if gap else ""])
         columns = ["rho with the own budget", "mean (95% interval)", "more than for point questions on the same video"]
-        lines += _table(columns, rows)
+        lines += markdown_table(columns, rows)
     return lines
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..results import environment, write_json
+from ...results import environment, write_json
 from .models import Models
 from .plan import Plan, make_plan
 from .policies import BASE, DEFAULT, FRESH, policies_of

@@ -1,12 +1,13 @@
 """What the answers come to: accuracies, recalls, the default's gains, budgets; each with its 95% interval."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS, WIDE_KINDS
 from ...evaluation.exact_match import accuracy
+from ...evaluation.intervals import clustered_interval, mean_interval
 from ...training.dataset import VideoRecord
 from .policies import DEFAULT, SALIENCE, Policy
 from .questions import DESCRIPTION
@@ -94,15 +95,15 @@ def _row(chosen: list[Outcomes], masks: dict[str, dict[str, np.ndarray]]) -> dic
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _means(results: list[Outcomes], name: str) -> dict[Key, np.ndarray]:
+def means_of(results: list[Outcomes], name: str, key: Callable[[Outcomes], Any] = _key) -> dict[Any, np.ndarray]:
     """
     Of every policy the mean over the seeds, for each question; nan where it was not asked. So seeds count as one
     experiment.
     """
-    found: dict[Key, list[np.ndarray]] = {}
+    found: dict[Any, list[np.ndarray]] = {}
     for outcomes in results:
         if name in outcomes:
-            found.setdefault(_key(outcomes), []).append(np.array(outcomes[name], dtype=float))
+            found.setdefault(key(outcomes), []).append(np.array(outcomes[name], dtype=float))
     means = {}
     for key, parts in found.items():
         known = ~np.isnan(parts)
@@ -116,7 +117,7 @@ def differences(results: list[Outcomes], records: list[VideoRecord], crowd: bool
     By how much the default is better than each other policy at the same retention, on the same questions. Intervals are
     over videos, whose questions are not independent.
     """
-    correct = _means(results, "correct")
+    correct = means_of(results, "correct")
     videos = np.array([str(record.video) for record in records])
     masks = groups_of([record.kind for record in records], crowd)
     shares = sorted(share for name, share in correct if name == DEFAULT and share is not None)
@@ -129,7 +130,7 @@ def differences(results: list[Outcomes], records: list[VideoRecord], crowd: bool
             gain = correct[DEFAULT, share] - other
             asked = ~np.isnan(gain)
             found = {
-                label: _clustered_interval(gain[mask & asked], videos[mask & asked]) for label, mask in masks.items()
+                label: clustered_interval(gain[mask & asked], videos[mask & asked]) for label, mask in masks.items()
             }
             rows.append({"policy": name, "default_retention": share, "retention": retention, "gain": found})
     return rows
@@ -142,7 +143,7 @@ def question_driven(results: list[Outcomes], records: list[VideoRecord], crowd: 
     kept for the own question and for the wrong one; `salience` is the accuracy of the oracle that knows the objects.
     Only questions that have a wrong one count.
     """
-    correct, overlap = _means(results, "correct"), _means(results, "jaccard")
+    correct, overlap = means_of(results, "correct"), means_of(results, "jaccard")
     videos = np.array([str(record.video) for record in records])
     masks = groups_of([record.kind for record in records], crowd)
     wrong_policies: dict[Key, Policy] = {
@@ -173,17 +174,6 @@ def question_driven(results: list[Outcomes], records: list[VideoRecord], crowd: 
     return rows
 
 
-def _clustered_interval(values: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
-    """Mean with the bounds of its 95% interval, for values that are independent between clusters only."""
-    names, index = np.unique(clusters, return_inverse=True)
-    if len(names) < 2:
-        return {}
-    mean = float(np.mean(values))
-    sums = np.bincount(index, weights=values - mean)
-    error = float(np.sqrt(len(names) / (len(names) - 1) * np.sum(sums**2))) / len(values)
-    return {"mean": mean, "low": mean - 1.96 * error, "high": mean + 1.96 * error}
-
-
 def _ratio_interval(above: np.ndarray, below: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
     """
     sum(above) / sum(below) with the bounds of its 95% interval, by a bootstrap over clusters. Nothing where `below` is
@@ -212,22 +202,13 @@ def adaptive_budgets(budgets: list[tuple[str, str, float]], seeds: Sequence[int]
         by_kind.setdefault(kind, []).append(rho)
         by_video.setdefault(video, {}).setdefault("point" if kind in POINT_KINDS else kind, []).append(rho)
     gaps = {
-        kind: _mean_interval(
+        kind: mean_interval(
             [np.mean(rho[kind]) - np.mean(rho["point"]) for rho in by_video.values() if kind in rho and "point" in rho]
         )
         for kind in (*WIDE_KINDS, DESCRIPTION)
     }
     return {
-        "rho": {kind: _mean_interval(by_kind[kind]) for kind in (*QUESTION_KINDS, DESCRIPTION) if kind in by_kind},
+        "rho": {kind: mean_interval(by_kind[kind]) for kind in (*QUESTION_KINDS, DESCRIPTION) if kind in by_kind},
         "wide_minus_point": {kind: gap for kind, gap in gaps.items() if gap},
         "seeds": list(seeds),
     }
-
-
-def _mean_interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean with the bounds of its 95% interval."""
-    if not values:
-        return {}
-    mean = float(np.mean(values))
-    half = 1.96 * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return {"mean": mean, "low": mean - half, "high": mean + half, "count": len(values)}

@@ -1,7 +1,9 @@
 """What is asked of the models of one base, and the answers that are kept."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,13 +13,13 @@ import torch
 from ...data.scene import sighting_tokens
 from ...evaluation.baselines import fewer_frames, full_video, lower_resolution
 from ...evaluation.exact_match import exact_match, model_inputs
+from ...results import Journal
 from ...selector_qtsplus import kept_count
 from ...training.dataset import VideoRecord
 from ...training.models import load_model
-from ..results import Journal
-from .models import Models
+from .models import Checkpoint, Models
 from .policies import DEFAULT, ORACLES, OTHER_VIDEO, Policy
-from .questions import QuestionSet, with_other_questions, with_questions_of_others
+from .questions import QuestionSet, with_options, with_other_questions, with_questions_of_others
 from .tokens import object_tokens, oracle_order, recalls
 
 # At which a gate's choice in training is compared with that at inference.
@@ -34,8 +36,9 @@ class Work:
         batch_size: questions at a time.
     """
 
-    def __init__(self, models: Models, test: QuestionSet, batch_size: int):
-        self.models, self.test, self.batch_size = models, test, batch_size
+    def __init__(self, models: Models | Checkpoint, test: QuestionSet, batch_size: int):
+        self.test, self.batch_size = test, batch_size
+        self.models: Any = models  # only what is trained is asked for its training
         self.base_model, self.processor, self.say = models.base_model, models.processor, models.say
         self._features: dict[tuple[str, float], dict[str, dict[str, torch.Tensor]]] = {}
         self._journals: dict[int | None, Journal] = {}
@@ -93,7 +96,8 @@ class Work:
     def _objects(self) -> list[np.ndarray]:
         """Per question, the visual tokens of its video that show any object."""
         found = {video: object_tokens(world, *self._grids[video]) for video, world in self.test.worlds.items()}
-        return [found[str(record.video)] for record in self.test.records]
+        nothing = np.empty(0, dtype=np.int64)
+        return [found.get(str(record.video), nothing) for record in self.test.records]
 
     @cached_property
     def _grids(self) -> dict[str, tuple[tuple[int, int, int], float]]:
@@ -142,18 +146,21 @@ class Work:
         features = self.features() if policy.layout == "full" else self.features(policy.layout, policy.retention or 1.0)
         is_oracle = policy.selection in ORACLES
         torch.manual_seed(seed)  # of selection="random"
-        outcomes = exact_match(
-            model,
-            self.processor,
-            [record for record in records if record is not None],
-            selection=None if is_oracle else policy.selection,
-            retention=None if policy.selection == "all" else policy.retention,
-            batch_size=self.batch_size,
-            progress=False,
-            features=features,
-            orders=self._orders(policy.selection, seed) if is_oracle else None,
-        )
-        n_max = model.config.qtsplus_config.n_max
+        with configured(model, policy.settings):
+            outcomes = exact_match(
+                model,
+                self.processor,
+                [record for record in records if record is not None],
+                selection=None if is_oracle else policy.selection,
+                retention=None if policy.selection == "all" else policy.retention,
+                max_visual_tokens=policy.max_visual_tokens,
+                reencode=policy.reencode,
+                batch_size=self.batch_size,
+                progress=False,
+                features=features,
+                orders=self._orders(policy.selection, seed) if is_oracle else None,
+            )
+        n_max = min(model.config.qtsplus_config.n_max, policy.max_visual_tokens or sys.maxsize)
         own: list[set[int]] = []
         if policy.wrong_question is not None:
             own = self._selected(model, [self.test.records[index] for index in asked], retention=policy.retention)
@@ -178,6 +185,8 @@ class Work:
 
     def _records(self, policy: Policy, seed: int) -> Sequence[VideoRecord | None]:
         """The questions with what a policy selects by."""
+        if policy.with_options:
+            return with_options(self.test.records)
         if policy.wrong_question is None:
             return self.test.records
         if policy.wrong_question == OTHER_VIDEO:
@@ -250,6 +259,20 @@ class Work:
 
         asked = self._once(seed, "budgets", ask)
         return [(record.kind, str(record.video), rho) for record, rho in zip(records, asked, strict=True)]
+
+
+@contextmanager
+def configured(model: Any, settings: Sequence[tuple[str, Any]]) -> Iterator[None]:
+    """The model with other values of some fields of its selector's configuration."""
+    config = model.config.qtsplus_config
+    before = {name: getattr(config, name) for name, _ in settings}
+    try:
+        for name, value in settings:
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def _jaccard(one: set[int], other: set[int]) -> float:

@@ -1,0 +1,313 @@
+"""Needles in a long video: a clip or frame, put at chosen depths into backgrounds of chosen lengths, and asked for.
+
+The background is encoded once, for the longest length, and so is every needle. A shorter background is the beginning of
+the longest. A needle takes the place of as many steps of the grid as it has itself. Frames of one step see those of no
+other, so the features are those of a video that was cut that way.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from ..results import Journal, environment, steps
+from ..selection_qtsplus import METHODS
+from ..session import encode
+from ..training.dataset import VideoRecord
+from ..training.features import features_of, fingerprint, prompt_inputs, write_tensors
+from .baselines import read_at
+from .exact_match import accuracy, answer, prompt_of
+from .intervals import clustered_interval
+from .labelled import LabelledQuestion
+from .needle_report import write_needle_report
+
+# Keeping everything says what the language model can read, and takes long.
+SELECTIONS = tuple(name for name in METHODS if name != "all")
+_MAX_FRAMES = 10**6  # no background is too long
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """
+    A video as visual tokens.
+
+    Args:
+        features: `[M, d]`.
+        grid: `[1, 3]` in patches.
+        seconds: of a step of the grid.
+    """
+
+    features: torch.Tensor
+    grid: torch.Tensor
+    seconds: float
+
+    @property
+    def steps(self) -> int:
+        return int(self.grid[0, 0])
+
+    @property
+    def tokens_per_step(self) -> int:
+        return len(self.features) // self.steps
+
+    def first(self, count: int) -> "Encoded":
+        """Its beginning, `count` steps long."""
+        height, width = self.grid[0, 1:].tolist()
+        return replace(
+            self,
+            features=self.features[: count * self.tokens_per_step],
+            grid=torch.tensor([[count, height, width]]),
+        )
+
+    def hide(self, needle: "Encoded", depth: float) -> tuple[torch.Tensor, int]:
+        """Features with the needle at a depth from 0, the beginning, to 1, the end; and its first token."""
+        start = round(depth * (self.steps - needle.steps)) * self.tokens_per_step
+        parts = self.features[:start], needle.features, self.features[start + len(needle.features) :]
+        return torch.cat(parts), start
+
+
+def run_needle(
+    model: Any,
+    processor: Any,
+    needles: Sequence[LabelledQuestion],
+    background: str,
+    out: Path,
+    *,
+    name: str,
+    lengths: Sequence[float],
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    selections: Sequence[str] = SELECTIONS,
+    retention: float | None = 0.1,
+    max_visual_tokens: int | None = None,
+    fps: float | None = None,
+    work: Path = Path("runs/needle"),
+    command: str = "",
+    progress: bool = True,
+) -> Path:
+    """
+    Asks for every needle at every length and depth, once per selection: `needle-NAME.json`, `.md` and `.png`. An
+    interrupted run goes on where it stopped.
+
+    Args:
+        model, processor: as `qtsplus.session.load` gives them.
+        needles: what is hidden and asked for: the video of each is a clip or an image. What counts as found are the
+            tokens of its needles, or all of the clip where none are known.
+        background: a video file, an address, or a folder of frames; at least as long as the longest length.
+        out: folder of the results.
+        name: of the results.
+        lengths: of the videos, in seconds.
+        depths: of the needles in them, from 0 to 1.
+        selections: names in [`METHODS`].
+        retention: fraction of the visual tokens to keep; the model's own budget if `None`.
+        max_visual_tokens: exactly so many instead, as far as there are so many.
+        fps: frames to look at per second, of the background and the clips; of a folder, the rate of its frames.
+        work: where the background's features are kept.
+        command: what was typed, for the record.
+        progress: show progress on standard error.
+
+    Raises:
+        ValueError: a selection, length or depth out of its range, a video that cannot be read, a background shorter
+            than a length, or a needle longer than one.
+    """
+    check_places(lengths, depths)
+    unknown = [selection for selection in selections if selection not in METHODS]
+    if unknown or not selections:
+        raise ValueError(f"Got the selections {list(selections)}; expected some of {', '.join(METHODS)}.")
+    haystack = _encode_background(model, processor, background, fps, work, progress)
+    clips = [_encode_needle(model, processor, needle.record, haystack, fps) for needle in needles]
+    videos = {length: _cut(haystack, length, clips) for length in lengths}
+    call = {"retention": retention, "max_visual_tokens": max_visual_tokens}
+    hidden = [asdict(needle) for needle in needles]
+    clip_digests = [_digest(clip) for clip in clips]
+    made_from = {"model": fingerprint({"model": model}, model.config.to_dict()), "background": _digest(haystack)}
+    journal = Journal(out / f".needle-{name}.jsonl", {**call, **made_from, "needles": hidden, "clips": clip_digests})
+    asked = _Asked(model, processor, journal, call)
+    with steps("needle", len(lengths) * len(needles), progress) as step:
+        for length, video in videos.items():
+            for number, (needle, clip) in enumerate(zip(needles, clips, strict=True)):
+                for depth in depths:
+                    for selection in selections:
+                        asked.ask(_key(length, number, depth, selection), video, needle, clip, depth, selection)
+                step(f"{length:g} s, needle {number + 1} of {len(needles)}")
+
+    def results(length: float, at: Sequence[float], selection: str) -> list[dict[str, Any]]:
+        keys = [(number, depth) for number in range(len(needles)) for depth in at]
+        return [{"needle": key[0], **journal.done[_key(length, *key, selection)]} for key in keys]
+
+    document = {
+        "command": command,
+        "environment": environment(str(model.device)),
+        "settings": {
+            **call,
+            "needles": len(needles),
+            "seconds_per_step": haystack.seconds,
+            "tokens_per_step": haystack.tokens_per_step,
+            "lengths": list(lengths),
+            "depths": list(depths),
+            "selections": list(selections),
+        },
+        "cells": [
+            {"selection": selection, "length": length, "depth": depth, **_cell(results(length, [depth], selection))}
+            for selection in selections
+            for length in lengths
+            for depth in depths
+        ],
+        "lengths": [
+            {"selection": selection, "length": length, **_over_depths(results(length, depths, selection))}
+            for selection in selections
+            for length in lengths
+        ],
+    }
+    target = journal.finish(out / f"needle-{name}.json", document)
+    write_needle_report(document, out / f"needle-{name}")
+    return target
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Videos
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _encode_background(
+    model: Any, processor: Any, video: str, fps: float | None, work: Path, progress: bool
+) -> Encoded:
+    """The whole background, from the disk where it was encoded before."""
+    file = features_of(model, processor, work, {"max_frames": _MAX_FRAMES}).file(video, fps)
+    if not file.exists():
+        found = encode(model, processor, video, fps=fps, max_frames=_MAX_FRAMES, device="cpu", progress=progress)
+        seconds = torch.tensor(found.second_per_grid_ts)
+        tensors = {"video_features": found.features, "video_grid_thw": found.video_grid_thw}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(file, {**tensors, "second_per_grid_ts": seconds})
+    tensors = load_file(file)
+    return Encoded(tensors["video_features"], tensors["video_grid_thw"], float(tensors["second_per_grid_ts"][0]))
+
+
+def _encode_needle(model: Any, processor: Any, record: VideoRecord, haystack: Encoded, fps: float | None) -> Encoded:
+    """A clip with frames as large as the background's, and at its rate."""
+    rate = record.fps if record.fps is not None else fps
+    pixels = read_at(processor, str(record.video), haystack.grid[0, 1:].tolist(), fps=rate, min_frames=1)
+    (features,) = model.encode_videos(pixels["pixel_values_videos"], pixels["video_grid_thw"], device="cpu")
+    return Encoded(features, pixels["video_grid_thw"], haystack.seconds)
+
+
+def _cut(haystack: Encoded, length: float, clips: Sequence[Encoded]) -> Encoded:
+    count = round(length / haystack.seconds)
+    if count > haystack.steps:
+        raise ValueError(
+            f"The background has {haystack.steps * haystack.seconds:g} s; expected at least the {length:g} s that were "
+            "asked for."
+        )
+    longest = max(clip.steps for clip in clips)
+    if count < longest:
+        raise ValueError(
+            f"A length of {length:g} s is shorter than a needle of {longest * haystack.seconds:g} s: ask for longer "
+            "videos, or give shorter clips."
+        )
+    return haystack.first(count)
+
+
+def _digest(video: Encoded) -> str:
+    return hashlib.sha256(video.features.float().numpy().tobytes()).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Asking
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class _Asked:
+    """Every question once."""
+
+    def __init__(self, model: Any, processor: Any, journal: Journal, call: Mapping[str, Any]):
+        self.model, self.processor, self.journal, self.call = model, processor, journal, call
+        # Of an hour, a prompt has so many placeholders that it takes seconds to make.
+        self._prompt = lru_cache(maxsize=1)(self._make_prompt)
+
+    def _make_prompt(self, record: VideoRecord, num_steps: int, height: int, width: int, seconds: float) -> dict:
+        grid = torch.tensor([[num_steps, height, width]])
+        text, query = prompt_of(self.processor, record), record.query or record.question
+        inputs = prompt_inputs(self.processor, [text], grid, [seconds], [query])
+        return {**inputs, "video_grid_thw": grid, "second_per_grid_ts": torch.tensor([seconds])}
+
+    def ask(
+        self, key: str, video: Encoded, needle: LabelledQuestion, clip: Encoded, depth: float, selection: str
+    ) -> None:
+        """One needle at one depth, with one selection, unless that has been done."""
+        if key in self.journal.done:
+            return
+        record = needle.record
+        features, start = video.hide(clip, depth)
+        inputs = {**self._prompt(record, *video.grid[0].tolist(), video.seconds), "video_features": [features]}
+        torch.manual_seed(0)  # of selection="random"
+        limit = len(self.processor.tokenizer(record.answer)["input_ids"]) + 2
+        (said,), chosen = answer(self.model, self.processor, inputs, limit, **_call(selection, **self.call))
+        kept = chosen.kept_indices[0].cpu().numpy()
+        shown = start + self._tokens(needle, clip)
+        share = float(np.isin(shown, kept).mean())
+        counts = {"kept": len(kept), "visual_tokens": len(features)}
+        self.journal.add(key, {"correct": said == record.answer, "share": share, "found": share > 0, **counts})
+
+    def _tokens(self, needle: LabelledQuestion, clip: Encoded) -> np.ndarray:
+        """`[k]`: of the clip's tokens, those that show what is asked for."""
+        if not needle.needles:
+            return np.arange(len(clip.features))
+        (grid,) = self.model.model.merged_grid(clip.grid)
+        return needle.tokens(grid, clip.seconds)
+
+
+def _call(selection: str, retention: float | None, max_visual_tokens: int | None) -> dict[str, Any]:
+    """What a selection is called with; the same number of tokens for all, but for the one that keeps everything."""
+    if selection == "all":
+        return {"selection": selection}
+    if max_visual_tokens is not None:
+        return {"selection": selection, "retention": 1.0, "max_visual_tokens": max_visual_tokens}
+    return {"selection": selection, "retention": retention}
+
+
+def _key(length: float, number: int, depth: float, selection: str) -> str:
+    return f"{length:g}/{number}/{depth:g}/{selection}"
+
+
+def check_places(lengths: Sequence[float], depths: Sequence[float]) -> None:
+    """Raises `ValueError` for lengths in seconds, or depths, out of their range."""
+    for name, values in (("length", lengths), ("depth", depths)):
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"Got {name}s {list(values)}; expected at least one, and each once.")
+    for length in lengths:
+        if not 0 < length < float("inf"):
+            raise ValueError(f"A length is {length:g}; expected a finite number of seconds above 0.")
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise ValueError(f"A depth is {depth:g}; expected a share of the video, from 0 to 1.")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Figures
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _cell(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of one place in the heat maps."""
+    share, low, high = accuracy([one["correct"] for one in found])
+    means = {name: float(np.mean([one[name] for one in found])) for name in ("found", "share", "kept")}
+    return {**means, "visual_tokens": found[0]["visual_tokens"], "accuracy": share, "low": low, "high": high}
+
+
+def _over_depths(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of one length; a needle is asked for at every depth, so intervals are over needles."""
+    needles = np.array([one["needle"] for one in found])
+    values = {"found": "found", "share": "share", "accuracy": "correct"}
+    intervals = {
+        title: clustered_interval(np.array([one[name] for one in found], dtype=float), needles)
+        for title, name in values.items()
+    }
+    return {**_cell(found), "intervals": intervals}
+
+
+__all__ = ["SELECTIONS", "Encoded", "check_places", "run_needle"]

@@ -1,0 +1,165 @@
+"""Needles in long videos: hidden where they are said to be, found or not, and never asked for twice."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from qtsplus import session
+from qtsplus.data.crowd import make_crowd, render_crowd
+from qtsplus.data.haystack import HIDDEN, _needle, _without_hidden, write_background, write_needles
+from qtsplus.evaluation import needle as needles_of
+from qtsplus.evaluation.labelled import LabelledQuestion, read_questions
+from qtsplus.evaluation.needle import Encoded, run_needle
+from qtsplus.training.dataset import VideoRecord
+from qtsplus.training.models import load_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("qtsplus-tiny", None, seed=0).eval()
+
+
+@pytest.fixture(scope="module")
+def haystack(tmp_path_factory):
+    """A background of ten seconds and two needles of two."""
+    folder = tmp_path_factory.mktemp("haystack")
+    path = write_needles(folder / "needles", count=2, seconds=2)
+    return str(write_background(folder / "background.mp4", 10)), read_questions(path), folder
+
+
+def hunt(model, processor, haystack, out, **more):
+    background, needles, folder = haystack
+    settings = {"lengths": (6, 10), "depths": (0.0, 1.0), "selections": ("qtsplus", "uniform", "all"), **more}
+    return run_needle(model, processor, needles, background, out, name="test", work=folder, progress=False, **settings)
+
+
+def test_no_background_has_what_a_needle_shows():
+    for seed in range(20):
+        world = make_crowd(seed, 8)
+        hidden = [item for item in world.objects if (item.colour, item.shape) in HIDDEN]
+        names = [(item.colour, item.shape) for item in _without_hidden(world).objects]
+        assert hidden and not set(names) & set(HIDDEN) and len(set(names)) == len(names)
+    for index in range(8):
+        world, asked = _needle(index, 4)
+        names = [(item.colour, item.shape) for item in world.objects]
+        assert [name for name in names if name in HIDDEN] == [(asked.colour, asked.shape)]
+        assert asked.direction is None and asked in world.objects
+
+
+def test_a_hidden_needle_has_the_features_of_a_video_that_was_cut_that_way(model, tiny_processor, tmp_path):
+    long, short = (render_crowd(make_crowd(seed, seconds)) for seed, seconds in ((1, 6), (2, 2)))
+    cut = np.concatenate([long[:4], short, long[8:]])
+    videos = {}
+    for name, frames in (("long", long), ("short", short), ("cut", cut)):
+        (tmp_path / name).mkdir()
+        for index, frame in enumerate(frames):
+            Image.fromarray(frame).save(tmp_path / name / f"{index}.png")
+        found = session.encode(model, tiny_processor, tmp_path / name, fps=2)
+        videos[name] = Encoded(found.features, found.video_grid_thw, found.second_per_grid_ts[0])
+    features, start = videos["long"].hide(videos["short"], 0.5)
+    assert start == 2 * 36
+    torch.testing.assert_close(features, videos["cut"].features, rtol=0, atol=1e-5)
+    assert videos["long"].first(4).grid.tolist() == [[4, 12, 12]]
+    assert [videos["long"].hide(videos["short"], depth)[1] for depth in (0, 1)] == [0, 4 * 36]
+
+
+def test_cells_for_every_length_depth_and_selection(model, tiny_processor, haystack, tmp_path):
+    document = json.loads(hunt(model, tiny_processor, haystack, tmp_path).read_text())
+    cells = {(cell["selection"], cell["length"], cell["depth"]): cell for cell in document["cells"]}
+    assert len(cells) == 12 and document["settings"]["needles"] == 2
+    for (selection, length, _), cell in cells.items():
+        assert cell["visual_tokens"] == 36 * length
+        assert cell["kept"] == (cell["visual_tokens"] if selection == "all" else round(np.ceil(3.6 * length)))
+        assert 0 <= cell["low"] <= cell["accuracy"] <= cell["high"] <= 1
+        assert selection != "all" or cell["share"] == cell["found"] == 1.0
+        assert selection == "all" or cell["share"] < 1.0
+    assert len(document["lengths"]) == 6
+    page = (tmp_path / "needle-test.md").read_text()
+    assert "10.0% of the visual tokens kept" in page and page.count("| uniform |") == 2
+    assert (tmp_path / "needle-test.png").stat().st_size > 1000
+    assert not list(tmp_path.glob(".needle*"))
+
+
+def test_what_counts_as_found_are_the_needles_tokens(model, tiny_processor, haystack, tmp_path, monkeypatch):
+    background, (needle, _), folder = haystack
+    clip_tokens = needle.tokens((2, 6, 6), 1.0)
+    told = needles_of.answer
+
+    def keep_the_needle(model, processor, inputs, limit, **call):
+        answers, chosen = told(model, processor, inputs, limit, **call)
+        chosen.kept_indices = (torch.from_numpy(8 * 36 + clip_tokens),)
+        return answers, chosen
+
+    monkeypatch.setattr(needles_of, "answer", keep_the_needle)
+    found = {}
+    for depth in (0.0, 1.0):
+        target = hunt(
+            model, tiny_processor, (background, [needle], folder), tmp_path, lengths=(10,), depths=(depth,),
+            selections=("uniform",),
+        )  # fmt: skip
+        (found[depth],) = json.loads(target.read_text())["cells"]
+    assert found[1.0]["share"] == 1.0 and found[0.0]["share"] == 0.0
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(model, tiny_processor, haystack, tmp_path, monkeypatch):
+    whole = json.loads(hunt(model, tiny_processor, haystack, tmp_path / "whole").read_text())
+    asked, told = [], needles_of.answer
+
+    def count(*arguments, **call):
+        if len(asked) == 7:
+            asked.append("stopped")
+            raise KeyboardInterrupt
+        asked.append(call)
+        return told(*arguments, **call)
+
+    monkeypatch.setattr(needles_of, "answer", count)
+    with pytest.raises(KeyboardInterrupt):
+        hunt(model, tiny_processor, haystack, tmp_path / "cut")
+    monkeypatch.setattr(session, "encode", None)  # the background is not encoded again
+    monkeypatch.setattr(needles_of, "encode", None)
+    resumed = json.loads(hunt(model, tiny_processor, haystack, tmp_path / "cut").read_text())
+    assert len(asked) == 24 + 1
+    assert resumed["cells"] == whole["cells"] and resumed["lengths"] == whole["lengths"]
+
+
+def test_exactly_so_many_tokens_and_an_image_that_is_found_anywhere(model, tiny_processor, haystack, tmp_path):
+    background, _, folder = haystack
+    Image.new("RGB", (168, 168), "red").save(tmp_path / "needle.png")
+    own = [LabelledQuestion(VideoRecord(str(tmp_path / "needle.png"), "What colour is it?", "red"), [])]
+    target = hunt(
+        model, tiny_processor, (background, own, folder), tmp_path, max_visual_tokens=40, depths=(0.5,), retention=None
+    )
+    for cell in json.loads(target.read_text())["cells"]:
+        assert cell["kept"] == (cell["visual_tokens"] if cell["selection"] == "all" else 40)
+        if cell["selection"] == "uniform":  # of the 36 tokens of its one step, as many as of any other
+            assert cell["share"] == pytest.approx(40 / cell["visual_tokens"], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lengths": (11,)}, r"background has 10 s; expected at least the 11 s"),
+        ({"lengths": (1,)}, r"length of 1 s is shorter than a needle of 2 s"),
+        ({"lengths": ()}, r"expected at least one"),
+        ({"lengths": (-5,)}, r"above 0"),
+        ({"depths": (1.5,)}, r"depth is 1.5; expected a share"),
+        ({"depths": (0.5, 0.5)}, r"each once"),
+        ({"selections": ("best",)}, r"expected some of qtsplus, uniform"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(model, tiny_processor, haystack, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        hunt(model, tiny_processor, haystack, tmp_path, **settings)
+
+
+def test_evidence_of_another_form_is_refused(tmp_path):
+    path = tmp_path / "needles.jsonl"
+    path.write_text(json.dumps({"video": "a.mp4", "question": "?", "answer": "!", "evidence": [[{"from": 1}]]}) + "\n")
+    with pytest.raises(ValueError, match="not a list of needles"):
+        read_questions(path)
+    path.write_text(json.dumps({"video": None, "question": "?", "answer": "!"}) + "\n")
+    with pytest.raises(ValueError, match="no question about a video"):
+        read_questions(path)
