@@ -10,8 +10,8 @@ from qtsplus.benchmark.learned.ablation import Budget, ablate_checkpoint, ablate
 from qtsplus.benchmark.learned.policies import Policy, changes_something
 from qtsplus.benchmark.learned.questions import QuestionSet, with_options
 from qtsplus.benchmark.learned.work import configured
+from qtsplus.data.records import VideoRecord
 from qtsplus.data.tinyworld import build_dataset
-from qtsplus.training.dataset import VideoRecord
 from qtsplus.training.models import load_model
 
 RECIPE = """

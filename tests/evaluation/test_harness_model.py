@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from qtsplus import session
+from qtsplus.data.formats import read_records
 from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation.exact_match import exact_match
 from qtsplus.hub.convert import convert
-from qtsplus.training.dataset import read_records
 
 pytest.importorskip("lmms_eval", reason='lmms-eval is not installed: pip install -e ".[eval]"')
 

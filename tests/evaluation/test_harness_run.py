@@ -14,12 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
+from qtsplus.data.formats import read_records
 from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation.harness import run as harness
 from qtsplus.evaluation.harness.answers import Answered, AnswerLog
 from qtsplus.evaluation.harness.catalogue import PAPER, published, resolve
 from qtsplus.evaluation.harness.records import TASKS
-from qtsplus.training.dataset import read_records
 
 NEEDS_HARNESS = pytest.mark.skipif(
     find_spec("lmms_eval") is None, reason='lmms-eval is not installed: pip install -e ".[eval]"'

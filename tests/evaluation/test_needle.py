@@ -10,10 +10,10 @@ from PIL import Image
 from qtsplus import session
 from qtsplus.data.crowd import make_crowd, render_crowd
 from qtsplus.data.haystack import HIDDEN, _needle, _without_hidden, write_background, write_needles
+from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation import needle as needles_of
 from qtsplus.evaluation.labelled import LabelledQuestion, read_questions
 from qtsplus.evaluation.needle import Encoded, run_needle
-from qtsplus.training.dataset import VideoRecord
 from qtsplus.training.models import load_model
 
 

@@ -187,7 +187,7 @@ def _one_token(text, length: int, width: int) -> Cost:
 
 
 def _relevance(config, num_tokens: int, question_tokens: int, width: int) -> Cost:
-    """Keys of all tokens, then their scores: of each word twice, for a log-sum-exp once, for a sum those of one word."""
+    """Keys of all tokens, then scores: of each word twice, for a log-sum-exp once, for a sum as of one word."""
     d, key_value, _ = _text_sizes(config.text_config)
     passes = {"sum": 1, "logsumexp": question_tokens}.get(config.qtsplus_config.reduction, 2 * question_tokens)
     projection, scores = d * key_value, d * passes

@@ -4,10 +4,11 @@ import typer
 
 from .asking import ask, demo
 from .bench import bench_app
+from .data import data_app
 from .evaluating import eval_app
 from .hub import convert, publish, split
 from .studies import ablation, analysis, efficiency, needle
-from .training import calibrate, data_app, train
+from .training import calibrate, train
 
 app = typer.Typer(
     help="Query-aware visual-token selection for long videos.",

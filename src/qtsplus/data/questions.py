@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qtsplus.data.clip import COLOURS
+from qtsplus.data.records import LETTERS
 from qtsplus.data.scene import (
     DIRECTIONS,
     OBJECT_SHAPES,
@@ -16,8 +17,6 @@ from qtsplus.data.scene import (
     sighting_tokens,
     sightings,
 )
-
-LETTERS = "ABCD"
 
 POINT_KINDS = ("attribute", "existence", "direction", "when", "change")
 WIDE_KINDS = ("count", "order", "relation", "summary")  # "relation" in a crowded world only

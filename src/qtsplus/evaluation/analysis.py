@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..data.records import VideoRecord
 from ..results import Journal, environment, steps
 from ..selection_qtsplus import find_threshold
-from ..training.dataset import VideoRecord, require_rates
+from ..training.dataset import require_rates
 from ..training.features import encode_videos, fingerprint
 from .analysis_report import write_analysis_report
 from .exact_match import model_inputs

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..data.formats import read_records
+from ..data.records import VideoRecord
 from ..data.scene import Sighting, sighting_tokens
-from ..training.dataset import VideoRecord, read_records
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from ..data.records import VideoRecord
 from ..results import Journal, environment, steps
 from ..selection_qtsplus import METHODS
 from ..session import encode
-from ..training.dataset import VideoRecord
 from ..training.features import features_of, fingerprint, prompt_inputs, write_tensors
 from .baselines import read_at
 from .exact_match import accuracy, answer, prompt_of

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from ...data.clip import write_mp4
+from ...data.formats import read_records
 from ...data.tinyworld import FPS, ask_world, draw_world, split_world
-from ...training.dataset import read_records
 
 TASKS = Path(__file__).parent / "tasks"
 

@@ -1,0 +1,306 @@
+"""The records of a set: captions, single-choice items, free answers, and the questions that a model is trained on.
+
+Every reader, writer and check of `qtsplus data` works on these, and so do `qtsplus train` and `qtsplus eval`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+
+from ..settings import show
+
+LETTERS = "ABCD"
+SOURCES = ("mcq", "vqa", "caption")
+
+Letter = Literal["A", "B", "C", "D"]
+QuestionType = Literal["object", "attribute", "count", "action", "spatial", "temporal", "causal", "scene", "text"]
+"""What a question asks for: which thing, what it is like, how many, what is done, where, in which order, why, in which
+surroundings, and what is written."""
+Difficulty = Literal["easy", "medium", "hard"]
+
+QUESTION_TYPES: tuple[str, ...] = get_args(QuestionType)
+DIFFICULTIES: tuple[str, ...] = get_args(Difficulty)
+
+INSTRUCTION = "Answer with the letter."
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can hold halves of surrogate pairs, which no tokenizer takes
+        raise ValueError(f"is {show(text)}; expected valid UTF-8 text, without halves of surrogate pairs") from None
+    return text
+
+
+def _filled(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty; expected some text")
+    return text
+
+
+def _inside(vision_id: str) -> str:
+    path = PurePosixPath(vision_id)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"is {show(vision_id)}; expected a name inside the media root, with neither / in front nor ..")
+    return vision_id
+
+
+String = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[String, AfterValidator(_filled)]
+VisionId = Annotated[Text, AfterValidator(_inside)]
+Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+
+
+class VisionRecord(BaseModel):
+    """
+    What captions, choices and answers share; further keys of a row are ignored.
+
+    Args:
+        vision_id: the video: a file or a folder of frames under the media root, with its suffix or without.
+        id: of the record in its set.
+        fps: of a folder, the rate at which its frames were taken; of a file, frames to look at per second.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+    vision_id: VisionId
+    id: String | None = None
+    fps: Rate | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The record as a line of a file has it, without what it does not say."""
+        return self.model_dump(exclude_none=True)
+
+
+class Caption(VisionRecord):
+    """What a video shows, in words."""
+
+    caption: Text
+
+
+class Choice(VisionRecord):
+    """
+    A single-choice question about a video; a line of QTS-VSCQ1 and QTS-VSCQ2.
+
+    Args:
+        question: without the options.
+        options: four different texts, by letter.
+        answer: the letter of the right one.
+        type: one of [`QUESTION_TYPES`].
+        difficulty: one of [`DIFFICULTIES`].
+        rationale: why the answer is right.
+        evidence: the words of the caption that show it.
+    """
+
+    question: Text
+    options: dict[Letter, Text]
+    answer: Letter
+    type: QuestionType | None = None
+    difficulty: Difficulty | None = None
+    rationale: String | None = None
+    evidence: String | None = None
+
+    @model_validator(mode="after")
+    def _check_options(self) -> "Choice":
+        if "".join(sorted(self.options)) != LETTERS:
+            raise ValueError(f"options has {', '.join(sorted(self.options)) or 'none'}; expected A, B, C and D")
+        if len({" ".join(option.casefold().split()) for option in self.options.values()}) < len(LETTERS):
+            raise ValueError("options holds the same text twice; expected four different ones")
+        return self
+
+    @property
+    def answer_text(self) -> str:
+        """The right option in words."""
+        return self.options[self.answer]
+
+    def prompt(self) -> str:
+        """The question with its options, a line each, and how to answer."""
+        listed = (f"{letter}. {self.options[letter]}" for letter in get_args(Letter))
+        return "\n".join([self.question, *listed, INSTRUCTION])
+
+
+class Answer(VisionRecord):
+    """
+    A question about a video with a free answer; a line of QTS-VQA.
+
+    Args:
+        question: what is asked.
+        answer: in words. The reference calls it `prediction`, which is read too.
+        type, difficulty: of the [`Choice`] that the question comes from.
+    """
+
+    question: Text
+    answer: Text = Field(validation_alias=AliasChoices("answer", "prediction"))
+    type: QuestionType | None = None
+    difficulty: Difficulty | None = None
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="ignore"))
+class VideoRecord:
+    """
+    One question about one video as the model reads it: what `qtsplus train` and `qtsplus eval` work on.
+
+    Args:
+        video: a file, an address or a folder of frames; `None` for text alone.
+        question: the user's text, with the options where there are any.
+        answer: what the assistant says; the only part that is supervised, with the token that ends it.
+        query: the text to select by, such as the question without its options; `None` selects by `question`.
+        kind: free label of the question's kind.
+        source: whose loss it counts to, one of [`SOURCES`].
+        options: the options, for evaluation.
+        earlier: turns of the same conversation before this one, as (question, answer); the video stands in the first,
+            and every answer is supervised. Many questions about a video then cost one pass over it.
+        fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
+        token_words: a safetensors file that names what each visual token shows, see `NamedTokens`.
+        id: of the record in its set.
+
+    Raises:
+        ValueError: a value of another type, an empty video or question, an unknown source, an `fps` that is not above
+            0.
+    """
+
+    video: Text | None
+    question: Text
+    answer: String
+    query: Text | None = None
+    kind: String = ""
+    source: Literal["mcq", "vqa", "caption"] = "vqa"
+    options: tuple[String, ...] | None = None
+    earlier: tuple[tuple[String, String], ...] = ()
+    fps: Rate | None = None
+    token_words: String | None = None
+    id: String | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""
+        said = {name: value for name, value in asdict(self).items() if value not in (None, "", ())}
+        return {"video": None, "answer": "", **said}
+
+
+Record = Caption | Choice | Answer | VideoRecord
+
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in get_args(Record)}
+
+
+def parse_record(row: Mapping[str, Any]) -> Record:
+    """
+    A row as the record that its keys name: `caption`, else `options` by letter, else `vision_id` or `video`.
+
+    Raises:
+        ValueError: keys or values that no record has, in one line.
+    """
+    kind = record_kind(row)
+    try:
+        return _ADAPTERS[kind].validate_python(row)
+    except ValidationError as error:
+        raise ValueError(explain(error)) from None
+
+
+def record_kind(row: Mapping[str, Any]) -> type[Record]:
+    """
+    Which record a row means to be.
+
+    Raises:
+        ValueError: no object, or neither `vision_id` nor `video`.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")
+    if "vision_id" in row:
+        if "caption" in row:
+            return Caption
+        return Choice if "options" in row else Answer
+    missing = [name for name in ("video", "question", "answer") if name not in row]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}.")
+    return VideoRecord
+
+
+def explain(error: ValidationError) -> str:
+    """What pydantic found, in one line: each field with what was given and what is expected."""
+    return "; ".join(_explain(problem) for problem in error.errors(include_url=False)) + "."
+
+
+_EXPECTED = {
+    "string_type": "a text",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "greater_than": "more than 0 frames per second",
+}
+
+
+def _explain(problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+    if problem["type"] == "missing":
+        return f"it lacks {name}"
+    if problem["type"] == "value_error":
+        return f"{name} {problem['ctx']['error']}".strip()
+    expected = _EXPECTED.get(problem["type"]) or problem["msg"].removeprefix("Input should be ")
+    return f"{name} is {show(problem['input'])}; expected {expected}"
+
+
+def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
+    """
+    The record as the model reads it.
+
+    Args:
+        video: where its media lies; as the record names it when absent.
+
+    Raises:
+        ValueError: a caption, which asks nothing.
+    """
+    if isinstance(record, VideoRecord):
+        return replace(record, video=video or record.video)
+    if isinstance(record, Caption):
+        raise ValueError(
+            "it is a caption, which asks nothing; make questions of captions with `qtsplus data vscq1` first."
+        )
+    shared = {"video": video or record.vision_id, "kind": record.type or "", "fps": record.fps, "id": record.id}
+    if isinstance(record, Choice):
+        options = tuple(record.options[letter] for letter in get_args(Letter))
+        choice = {"question": record.prompt(), "query": record.question, "source": "mcq", "options": options}
+        return VideoRecord(answer=record.answer, **shared, **choice)  # type: ignore[arg-type]
+    return VideoRecord(question=record.question, answer=record.answer, **shared)  # type: ignore[arg-type]
+
+
+def media_name(record: Record) -> str | None:
+    """The video that a record is about, as the record names it."""
+    return record.video if isinstance(record, VideoRecord) else record.vision_id
+
+
+__all__ = [
+    "DIFFICULTIES",
+    "INSTRUCTION",
+    "LETTERS",
+    "QUESTION_TYPES",
+    "SOURCES",
+    "Answer",
+    "Caption",
+    "Choice",
+    "Difficulty",
+    "Letter",
+    "QuestionType",
+    "Record",
+    "VideoRecord",
+    "VisionRecord",
+    "explain",
+    "media_name",
+    "parse_record",
+    "record_kind",
+    "to_video_record",
+]
