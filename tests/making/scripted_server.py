@@ -50,7 +50,7 @@ class Server:
         status, headers, content = self.respond(behaviour, request, text, head)
         if behaviour == "hang":
             await asyncio.sleep(3600)
-        body = json.dumps(content).encode()
+        body = b"<html>Bad gateway</html>" if behaviour == "html" else json.dumps(content).encode()
         lines = [f"HTTP/1.1 {status} X", "Content-Type: application/json", f"Content-Length: {len(body)}", *headers]
         writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         await writer.drain()

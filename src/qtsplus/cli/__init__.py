@@ -5,6 +5,7 @@ import typer
 from .asking import ask, demo, evaluate
 from .bench import bench_app
 from .hub import convert, publish, split
+from .making import merge, vqa, vscq1, vscq2
 from .training import calibrate, data_app, train
 
 app = typer.Typer(
@@ -21,6 +22,8 @@ app.command()(split)
 app.command()(publish)
 app.command()(train)
 app.command()(calibrate)
+for command in (vscq1, vscq2, vqa, merge):
+    data_app.command()(command)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 

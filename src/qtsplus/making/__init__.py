@@ -1,1 +1,1 @@
-"""Makes the paper's training sets from captions and videos with teacher models, and survives being stopped at any time."""
+"""Makes the paper's training sets from captions and videos with teacher models."""

@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible endpoint: one request after another, with patience and without telling its key."""
+"""A teacher behind an OpenAI-compatible endpoint: asked with patience, and without telling its key."""
 
 import asyncio
 import json
@@ -18,6 +18,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from .engine import ItemFailed
 from .journal import Ledger
+from .replies import Reply
 
 NO_KEY = "none"  # what servers without keys are sent
 MOST_PATIENCE = 300.0  # seconds that one answer may ask to wait
@@ -57,6 +58,8 @@ class EndpointSettings:
             raise ValueError("The endpoint is no http(s) address; expected such as http://localhost:8000/v1.")
         if parts.username or parts.password or parts.query:
             raise ValueError("The endpoint's address holds a password or a query; give the key as a key.")
+        if self.key != NO_KEY and self.key in f"{self.url} {self.model} {json.dumps(dict(self.extra_body))}":
+            raise ValueError("The API key stands in another setting, which is written down; give it as a key alone.")
         if not self.model.strip():
             raise ValueError("The teacher's name is empty; expected the model's name at the endpoint.")
         ranges = {"timeout": self.timeout, "attempts": self.attempts, "requests_per_minute": self.requests_per_minute}
@@ -89,20 +92,6 @@ def read_key(variable: str, file: Path | None = None) -> str:
     if len(key) < 8 or not key.isascii() or not key.isprintable():
         raise ValueError(f"{origin} holds no API key; expected at least 8 plain characters in one line.")
     return key
-
-
-@dataclass(frozen=True)
-class Reply:
-    """
-    Args:
-        text: what the teacher said.
-        complete: it ended by itself, not at the most tokens that it may say.
-        logprobs: of the first token, by its text, where they were asked for.
-    """
-
-    text: str
-    complete: bool
-    logprobs: Mapping[str, float] = field(default_factory=dict)
 
 
 class _Again(Exception):
@@ -289,4 +278,4 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         return 0.0
 
 
-__all__ = ["NO_KEY", "Endpoint", "EndpointSettings", "Reply", "read_key"]
+__all__ = ["NO_KEY", "Endpoint", "EndpointSettings", "read_key"]

@@ -133,7 +133,9 @@ class WriteQuestions:
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_caption <= len(QUESTION_TYPES):
-            raise ValueError(f"per_caption is {self.per_caption}; expected 1 to {len(QUESTION_TYPES)}, one of each type.")
+            raise ValueError(
+                f"per_caption is {self.per_caption}; expected 1 to {len(QUESTION_TYPES)}, one of each type."
+            )
         if self.rounds < 1 or self.max_tokens < 1:
             raise ValueError(f"rounds is {self.rounds} and max_tokens {self.max_tokens}; expected at least 1.")
 
@@ -155,9 +157,7 @@ class WriteQuestions:
         bad: list[tuple[dict[str, Any], str]] = []
         for number in range(self.rounds):
             seed = (item.seed + number) % 2**31
-            reply = await self.endpoint.chat(
-                messages, ledger, max_tokens=self.max_tokens, seed=seed, schema=SCHEMA
-            )
+            reply = await self.endpoint.chat(messages, ledger, max_tokens=self.max_tokens, seed=seed, schema=SCHEMA)
             drafts, bad, problems = read_drafts(reply.text, caption.caption, self.per_caption)
             good = max(good, drafts, key=len)
             if len(good) >= self.per_caption:
@@ -230,7 +230,7 @@ def read_drafts(
 
 
 def find_fault(draft: Draft, caption: str) -> str | None:
-    """Why a question cannot be used, as a kind of fault with a colon before what is particular; `None` for a good one."""
+    """Why a question cannot be used: a kind of fault, a colon, and what is particular. `None` for a good one."""
     options = [draft.answer, *draft.distractors]
     if len(options) != len(LETTERS):
         return f"wrong number of options: {len(options)}, not {len(LETTERS)}"
@@ -283,4 +283,14 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-__all__ = ["PROMPTS", "SCHEMA", "Draft", "WriteQuestions", "find_fault", "first_messages", "read_drafts", "to_choice", "wanted_types"]
+__all__ = [
+    "PROMPTS",
+    "SCHEMA",
+    "Draft",
+    "WriteQuestions",
+    "find_fault",
+    "first_messages",
+    "read_drafts",
+    "to_choice",
+    "wanted_types",
+]

@@ -1,12 +1,27 @@
-"""Reads JSON out of what a language model says, also where something stands around it or its end is missing."""
+"""What a teacher says, and the JSON in it, also where something stands around that or its end is missing."""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.S)
 _DECODER = json.JSONDecoder(strict=False)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """
+    Args:
+        text: what the teacher said.
+        complete: it ended by itself, not at the most tokens that it may say.
+        logprobs: of the first token, by its text, where they were asked for.
+    """
+
+    text: str
+    complete: bool
+    logprobs: Mapping[str, float] = field(default_factory=dict)
 
 
 def strip_thoughts(text: str) -> str:
@@ -42,4 +57,4 @@ def _whole_objects(text: str) -> Iterator[dict[str, Any]]:
             yield entry
 
 
-__all__ = ["find_objects", "strip_thoughts"]
+__all__ = ["Reply", "find_objects", "strip_thoughts"]
