@@ -66,7 +66,8 @@ class Server:
     def respond(self, behaviour, request, text, head):
         if behaviour.isdigit():
             # A careless server: it tells everyone what key it was given.
-            error = {"error": {"message": f"refused as told: {head}", "code": behaviour}}
+            told = next((line for line in head.splitlines() if line.lower().startswith("authorization")), "")
+            error = {"error": {"message": f"refused as told: {told}", "code": behaviour}}
             return int(behaviour), ["Retry-After: 0.05"] if behaviour == "429" else [], error
         if behaviour == "no schema" and "response_format" in request:
             return 422, [], {"error": {"message": "Unsupported fields: response_format"}}
@@ -139,9 +140,9 @@ def questions(text):
 
 def logprobs(content):
     letter = content[:1]
-    others = [{"token": other, "logprob": -5.0, "bytes": None} for other in "ABCD" if other != letter]
+    others = "ABCD".replace(letter, "") if letter in "ABCD" else "the"
     first = {"token": letter, "logprob": -0.1, "bytes": None}
-    return {**first, "top_logprobs": [*others, first]}
+    return {**first, "top_logprobs": [*({"token": other, "logprob": -5.0, "bytes": None} for other in others), first]}
 
 
 @contextmanager

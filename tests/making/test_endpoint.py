@@ -43,7 +43,12 @@ def test_a_reply_with_its_costs(tmp_path):
 
 @pytest.mark.parametrize(
     ("behaviour", "said"),
-    [("429", "answered 429"), ("500", "answered 500"), ("hang", "said nothing for 1 s"), ("html", "no chat completion")],
+    [
+        ("429", "answered 429"),
+        ("500", "answered 500"),
+        ("hang", "said nothing for 1 s"),
+        ("html", "no chat completion"),
+    ],
 )
 def test_what_passes_is_tried_again_and_written_down(tmp_path, behaviour, said):
     ledger = Ledger()
