@@ -1,10 +1,11 @@
 """
-An OpenAI-compatible server on loopback, as a process of its own: what it answers, and how it fails, stands in a script.
+An OpenAI-compatible server on loopback, a process of its own: what it answers, and how it fails, stands in a script.
 
-A script is a JSON file: `rules` is a list of `{"contains": text, "then": [behaviour, ...]}`. The first rule whose text is
-in a request says how its first, second, ... time ends; the last behaviour goes on. What no rule names is answered well.
-`letters` maps a question to the letter that is answered. `latency` is in seconds. Requests are logged to `log`, a line
-of JSON each, with whether the key was right and never the key itself.
+A script is a JSON file: `rules` is a list of `{"contains": text, "then": [behaviour, ...]}`. The first rule whose text
+is in a request says how its first, second, ... time ends (of each request by itself with `"each": true`); the last
+behaviour goes on. What no rule names is answered well. `letters` maps a question to the letter that is answered.
+`latency` is in seconds. Requests are logged to `log`, a line of JSON each, with whether the key was right and never the
+key itself.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ class Server:
     def __init__(self, script):
         self.script = {"rules": [], "letters": {}, "latency": 0.0, "log": None, "answer": None, **script}
         self.times = Counter()
-        self.log = open(self.script["log"], "a", buffering=1) if self.script["log"] else None
+        self.log = Path(self.script["log"]) if self.script["log"] else None
 
     async def serve(self, reader, writer):
         try:
@@ -44,7 +45,8 @@ class Server:
             media = Counter(part["type"] for part in parts(request))
             entry = {"behaviour": behaviour, "authorized": f"Bearer {KEY}" in head, "text": text, "media": media}
             sent = {"schema": "response_format" in request, "seed": request.get("seed")}
-            self.log.write(json.dumps({**entry, **sent}) + "\n")
+            with self.log.open("a") as log:
+                log.write(json.dumps({**entry, **sent}) + "\n")
         if self.script["latency"]:
             await asyncio.sleep(self.script["latency"])
         status, headers, content = self.respond(behaviour, request, text, head)

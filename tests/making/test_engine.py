@@ -25,7 +25,7 @@ FILES = ("vscq1.jsonl", "dropped.jsonl", "failed.jsonl")
 
 
 class Counting:
-    """A step that keeps every caption's number, drops every fifth, fails at those in `failing`, and counts its calls."""
+    """A step that keeps every caption's number, drops every fifth, fails at those in `failing`; counts its calls."""
 
     def __init__(self, failing=(), raising=None):
         self.failing, self.raising = set(failing), raising
