@@ -94,7 +94,7 @@ class Server:
             content = f"{content} {head}"
         message = {"role": "assistant", "content": content}
         choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-        if request.get("logprobs"):
+        if request.get("logprobs") and behaviour != "ignores logprobs":
             choice["logprobs"] = {"content": [logprobs(content)]}
         usage = {"prompt_tokens": len(text.split()), "completion_tokens": len(content.split())}
         usage["total_tokens"] = sum(usage.values())

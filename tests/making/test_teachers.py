@@ -115,12 +115,15 @@ def test_screen_and_guard(tmp_path, tiny_mp4):
     assert all(media in ({"text": 1}, {"text": 2, "image_url": 4}) for media in seen)
 
 
-def test_a_server_without_logprobs_is_named(tmp_path, tiny_mp4):
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [("no logprobs", "Unsupported fields: logprobs"), ("ignores logprobs", "gave no log-probabilities: score by letter")],
+)
+def test_a_server_without_logprobs_is_named(tmp_path, tiny_mp4, behaviour, reason):
     records = [choice(f"Question {number}?") for number in range(30)]
-    rules = [{"contains": "Question", "then": ["no logprobs"]}]
     with (
-        scripted_server(tmp_path, rules=rules) as (url, log),
-        pytest.raises(ValueError, match="items failed, the last one because .* Unsupported fields: logprobs"),
+        scripted_server(tmp_path, rules=[{"contains": "Question", "then": [behaviour]}]) as (url, log),
+        pytest.raises(ValueError, match=f"items failed, the last one because .*{reason}"),
     ):
         screen(tmp_path / "out", records, endpoint_teacher(url, scoring="logprob"), lambda name: str(tiny_mp4))
 

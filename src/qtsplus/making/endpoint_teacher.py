@@ -67,6 +67,9 @@ class EndpointTeacher:
             reply = await self.endpoint.chat(messages, ledger, max_tokens=self.max_tokens, seed=question.seed)
             return Verdict(read_letter(reply.text), {}, reply.text[:200])
         reply = await self.endpoint.chat(messages, ledger, max_tokens=1, seed=question.seed, logprobs=True)
+        if not reply.logprobs:
+            ledger.reasons.append("The server gave no log-probabilities: score by letter.")
+            raise ItemFailed
         return share_out(_of_letters(reply.logprobs))
 
     async def answer(self, question: Question, ledger: Ledger) -> Reply:
