@@ -7,6 +7,7 @@ from .bench import bench_app
 from .data import data_app
 from .evaluating import eval_app
 from .hub import convert, publish, split
+from .making import merge, vqa, vscq1, vscq2
 from .studies import ablation, analysis, efficiency, needle
 from .training import calibrate, train
 
@@ -26,6 +27,8 @@ app.command()(calibrate)
 for study in (needle, ablation, analysis, efficiency):
     eval_app.command()(study)
 app.add_typer(eval_app, name="eval")
+for command in (vscq1, vscq2, vqa, merge):
+    data_app.command()(command)
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 

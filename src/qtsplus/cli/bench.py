@@ -3,14 +3,12 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .console import console, note, notes, one_line_errors, require_seeds, require_text, wrote
+from .console import console, note, notes, one_line_errors, require_seeds, require_text, resumable, wrote
 from .options import Dtype, Overrides
 
 bench_app = typer.Typer(
@@ -99,7 +97,7 @@ def speed(
 ) -> None:
     """Time each stage, and the way from an mp4 to the first token: the stock model and ours, on the same weights."""
     require_text(device=device)
-    with one_line_errors(), _resumable():
+    with one_line_errors(), resumable():
         from ..benchmark.speed import run_speed
 
         file = run_speed(
@@ -119,7 +117,7 @@ def memory(
 ) -> None:
     """Measure peak memory: up to the first token, and of the relevance alone. Each runs in a process of its own."""
     require_text(device=device)
-    with one_line_errors(), _resumable():
+    with one_line_errors(), resumable():
         from ..benchmark.memory import run_memory
 
         file = run_memory(shape, out, device=device, dtype=dtype.value, repeats=repeats, retention=retention)
@@ -139,7 +137,7 @@ def scaling(
 ) -> None:
     """Measure how time and memory of the selection grow with the number of visual tokens."""
     require_text(device=device)
-    with one_line_errors(), _resumable():
+    with one_line_errors(), resumable():
         from ..benchmark.scaling import run_scaling
 
         file = run_scaling(shape, out, device=device, sizes=size, repeats=repeats)
@@ -160,7 +158,7 @@ def training_step(
 ) -> None:
     """Measure the time and peak memory of a training step with gradient checkpointing, for the stock model and ours."""
     require_text(device=device)
-    with one_line_errors(), _resumable():
+    with one_line_errors(), resumable():
         from ..benchmark.train import run_train
 
         file = run_train(
@@ -173,13 +171,3 @@ def _print_figures(file: Path) -> None:
     for name, value in json.loads(file.read_text())["figures"].items():
         console.print(f"{name} {value:.3g}", highlight=False)
     notes.print(f"Wrote {file}", soft_wrap=True, markup=False)
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    """An interruption is no failure: what has been measured stays on disk."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("qtsplus: interrupted; the same command goes on with what is missing", err=True)
-        raise typer.Exit(130) from None

@@ -69,6 +69,16 @@ def one_line_errors() -> Iterator[None]:
         fail(f"a config.json cannot be used: {' '.join(str(error).split())}")
 
 
+@contextmanager
+def resumable() -> Iterator[None]:
+    """An interruption is no failure: what has been done stays on disk."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("qtsplus: interrupted; the same command goes on with what is missing", err=True)
+        raise typer.Exit(130) from None
+
+
 def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"  # without "[Errno 21]"

@@ -13,8 +13,8 @@ def naive_log_relevance(
 ) -> torch.Tensor:
     """
     Log-relevance, all scores at once: `log_softmax(q k / sqrt(d_h))` over the tokens, and over heads and query tokens
-    its maximum or the log of its mean; or, for `"logsumexp"`, first the log-sum-exp over heads and query tokens; or, for
-    `"sum"`, over heads the log-sum-exp of the sums over query tokens.
+    its maximum or the log of its mean; or, for `"logsumexp"`, first the log-sum-exp over heads and query tokens, for
+    `"sum"` that over heads of the sums over query tokens.
 
     Of equal maxima the first, in the order (head, query token), takes the gradient.
 

@@ -1,0 +1,1 @@
+"""Makes the paper's training sets from captions and videos with teacher models."""

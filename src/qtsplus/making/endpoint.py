@@ -1,0 +1,281 @@
+"""A teacher behind an OpenAI-compatible endpoint: asked with patience, and without telling its key."""
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from time import time
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, OpenAIError
+from openai.types.chat import ChatCompletion
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from .engine import ItemFailed
+from .journal import Ledger
+from .replies import Reply
+
+NO_KEY = "none"  # what servers without keys are sent
+MOST_PATIENCE = 300.0  # seconds that one answer may ask to wait
+
+
+@dataclass(frozen=True)
+class EndpointSettings:
+    """
+    Args:
+        url: of the API, such as `http://localhost:8000/v1`.
+        model: its name there.
+        key: of the API; never printed, logged or written.
+        timeout: seconds until an answer must be whole.
+        attempts: how often a request is sent at most.
+        backoff: seconds; about what is waited before the second attempt, and twice as long each time after it.
+        requests_per_minute: the most that are sent; no limit when absent.
+        temperature: of the sampling.
+        extra_body: further fields of each request, such as `{"chat_template_kwargs": {"enable_thinking": False}}`.
+
+    Raises:
+        ValueError: a value out of range, or an address that is none or that holds a password.
+    """
+
+    url: str
+    model: str
+    key: str = field(default=NO_KEY, repr=False)
+    timeout: float = 300.0
+    attempts: int = 6
+    backoff: float = 1.0
+    requests_per_minute: float | None = None
+    temperature: float = 0.0
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("The endpoint is no http(s) address; expected such as http://localhost:8000/v1.")
+        if parts.username or parts.password or parts.query:
+            raise ValueError("The endpoint's address holds a password or a query; give the key as a key.")
+        if self.key != NO_KEY and self.key in f"{self.url} {self.model} {json.dumps(dict(self.extra_body))}":
+            raise ValueError("The API key stands in another setting, which is written down; give it as a key alone.")
+        if not self.model.strip():
+            raise ValueError("The teacher's name is empty; expected the model's name at the endpoint.")
+        ranges = {"timeout": self.timeout, "attempts": self.attempts, "requests_per_minute": self.requests_per_minute}
+        for name, value in ranges.items():
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} is {value:g}; expected a finite number above 0.")
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature is {self.temperature:g}; expected a number from 0 to 2.")
+
+    def redact(self, text: str) -> str:
+        """The text without the key, should a server have put it there."""
+        return text if self.key == NO_KEY else text.replace(self.key, "[key]")
+
+
+def read_key(variable: str, file: Path | None = None) -> str:
+    """
+    The key of an API: what a file holds, else what the environment holds, else that of servers without keys.
+
+    Raises:
+        ValueError: the file is not there, or empty or too short to be kept out of what is written.
+    """
+    if file is not None:
+        if not file.is_file():
+            raise ValueError(f"There is no file {file}; expected one that holds the API key.")
+        key, origin = file.read_text(encoding="utf-8").strip(), str(file)
+    else:
+        key, origin = os.environ.get(variable, "").strip(), f"the environment variable {variable}"
+        if not key:
+            return NO_KEY
+    if len(key) < 8 or not key.isascii() or not key.isprintable():
+        raise ValueError(f"{origin} holds no API key; expected at least 8 plain characters in one line.")
+    return key
+
+
+class _Again(Exception):
+    """A request that may do better the next time, after `wait` seconds at least."""
+
+    def __init__(self, reason: str, wait: float = 0.0, everyone: bool = False):
+        super().__init__(reason)
+        self.wait, self.everyone = wait, everyone
+
+
+class Endpoint:
+    """
+    Sends requests; entered within an event loop before the first and left after the last.
+
+    A rate limit holds up every request, not only the one that met it.
+    """
+
+    def __init__(self, settings: EndpointSettings):
+        self.settings = settings
+        self.takes_schema = True
+        self.not_before = 0.0
+
+    async def __aenter__(self) -> "Endpoint":
+        chosen = self.settings
+        self.client = AsyncOpenAI(api_key=chosen.key, base_url=chosen.url, timeout=chosen.timeout, max_retries=0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.client.close()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        ledger: Ledger,
+        *,
+        max_tokens: int,
+        seed: int,
+        schema: Mapping[str, Any] | None = None,
+        logprobs: bool = False,
+    ) -> Reply:
+        """
+        One reply.
+
+        Args:
+            messages: as the API takes them.
+            ledger: notes what it costs, and why something was sent again.
+            max_tokens: of the reply.
+            seed: of its sampling, for servers that take one.
+            schema: JSON schema of the reply. A server that refuses it is asked without, from then on.
+            logprobs: ask for those of the likeliest first tokens.
+
+        Raises:
+            ItemFailed: the server refuses this request, or answers none of the attempts.
+            ValueError: it takes no request at all: a wrong key, model or address.
+        """
+        request: dict[str, Any] = {
+            "model": self.settings.model,
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "temperature": self.settings.temperature,
+            "extra_body": dict(self.settings.extra_body),
+        }
+        if logprobs:
+            request |= {"logprobs": True, "top_logprobs": 20}
+        if schema is None or not self.takes_schema:
+            return await self._patiently(request, ledger)
+        form = {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema, "strict": True}}
+        try:
+            return await self._patiently({**request, "response_format": form}, ledger)
+        except _Refused:
+            # Servers say in many ways that they know no schema; that the same request passes without says it best.
+            reply = await self._patiently(request, ledger)
+            self.takes_schema = False
+            return reply
+
+    async def _patiently(self, request: dict[str, Any], ledger: Ledger) -> Reply:
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(self.settings.attempts),
+            wait=self._wait,
+            retry=retry_if_exception_type(_Again),
+            reraise=True,
+        )
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    return await self._send(request, ledger)
+        except _Again as error:
+            if error.everyone:
+                raise ValueError(f"The endpoint {self.settings.url} takes no request: {error}") from None
+            raise ItemFailed from None
+        raise AssertionError("tenacity ends with a reply or an error")
+
+    def _wait(self, state: RetryCallState) -> float:
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        asked = error.wait if isinstance(error, _Again) else 0.0
+        return max(asked, wait_random_exponential(multiplier=self.settings.backoff, max=60)(state))
+
+    async def _send(self, request: dict[str, Any], ledger: Ledger) -> Reply:
+        await self._turn()
+        ledger.requests += 1
+        try:
+            made = await self.client.chat.completions.create(**request)
+        except OpenAIError as error:
+            raise self._explained(error, ledger) from None
+        except json.JSONDecodeError:
+            made = None
+        if not isinstance(made, ChatCompletion):
+            raise self._again(ledger, "The server's reply is no chat completion.")
+        if made.usage is not None:
+            ledger.prompt_tokens += made.usage.prompt_tokens
+            ledger.completion_tokens += made.usage.completion_tokens
+        if not made.choices:
+            raise self._again(ledger, "The server's reply holds no choice.")
+        choice = made.choices[0]
+        tokens = choice.logprobs.content if choice.logprobs and choice.logprobs.content else []
+        likely = {token.token: token.logprob for token in tokens[0].top_logprobs} if tokens else {}
+        # A reply may hold halves of surrogate pairs, which no file takes.
+        text = (getattr(choice.message, "content", None) or "").encode("utf-8", "replace").decode()
+        return Reply(self.settings.redact(text), choice.finish_reason != "length", likely)
+
+    async def _turn(self) -> None:
+        """Waits for the pause that a rate limit asked for, and for the next request of this minute."""
+        loop = asyncio.get_running_loop()
+        while (left := self.not_before - loop.time()) > 0:
+            await asyncio.sleep(left)
+        if self.settings.requests_per_minute is not None:
+            self.not_before = max(self.not_before, loop.time()) + 60 / self.settings.requests_per_minute
+
+    def _again(self, ledger: Ledger, reason: str, wait: float = 0.0, everyone: bool = False) -> _Again:
+        ledger.reasons.append(reason)
+        return _Again(reason, wait, everyone)
+
+    def _explained(self, error: OpenAIError, ledger: Ledger) -> Exception:
+        """What an error means: try again, leave this item, or leave them all."""
+        if isinstance(error, APITimeoutError):
+            return self._again(ledger, f"The server said nothing for {self.settings.timeout:g} s.")
+        if isinstance(error, APIConnectionError):
+            cause = str(error.__cause__ or error) or type(error.__cause__).__name__
+            return self._again(ledger, f"No connection: {self._line(cause)}.", everyone=True)
+        if not isinstance(error, APIStatusError):
+            return self._again(ledger, f"The request failed: {self._line(str(error))}.")
+        status = error.status_code
+        said = f"The server answered {status}: {self._line(error.message)}"
+        if status in (401, 403, 404):
+            return ValueError(
+                f"The endpoint {self.settings.url} refuses the model {self.settings.model!r}. {said} Check the "
+                "address, the model's name and the API key."
+            )
+        if status == 429:
+            wait = min(_retry_after(error.response.headers), MOST_PATIENCE)
+            loop = asyncio.get_running_loop()
+            self.not_before = max(self.not_before, loop.time() + wait)
+            return self._again(ledger, said, wait, everyone=True)
+        if status in (408, 409) or status >= 500:
+            return self._again(ledger, said, min(_retry_after(error.response.headers), MOST_PATIENCE))
+        ledger.reasons.append(said)
+        return _Refused()
+
+    def _line(self, text: str) -> str:
+        """The first words of a message, without the key."""
+        return " ".join(self.settings.redact(text).split())[:300]
+
+
+class _Refused(ItemFailed):
+    """The server does not take this request."""
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """The seconds that a `Retry-After` header asks to wait, given as such or as a date."""
+    value = headers.get("retry-after", "").strip()
+    if not value:
+        return 0.0
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time())
+    except ValueError:
+        return 0.0
+
+
+__all__ = ["NO_KEY", "Endpoint", "EndpointSettings", "read_key"]

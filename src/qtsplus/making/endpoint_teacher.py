@@ -1,0 +1,158 @@
+"""A video teacher behind an endpoint: it is sent frames as images, or the video itself."""
+
+import asyncio
+import base64
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from mimetypes import guess_type
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from ..data.records import LETTERS
+from ..video_qtsplus import choose_frames, image_paths, load_frames, read_video
+from .endpoint import Endpoint
+from .engine import ItemFailed
+from .journal import Ledger
+from .replies import Reply
+from .teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
+
+LARGEST_VIDEO = 2**26  # bytes of a file that is sent whole
+
+Part = dict[str, Any]
+
+
+@dataclass
+class EndpointTeacher:
+    """
+    Args:
+        endpoint: of a model that sees.
+        send: "frames" as images, or the "video" as a file where the server takes one.
+        frames: how many are sent, evenly spread over the video.
+        longest_side: of a frame in pixels; larger ones are made smaller.
+        scoring: of options: by the "logprob" of their letters as the first token, or by the "letter" that is said.
+        max_tokens: of an answer in words, and of a reply whose letter is read.
+    """
+
+    endpoint: Endpoint
+    send: Literal["frames", "video"] = "frames"
+    frames: int = 16
+    longest_side: int = 640
+    scoring: Scoring = "letter"
+    max_tokens: int = 128
+    _recent: dict[str, asyncio.Task[list[Part]]] = field(default_factory=dict, repr=False)
+
+    def settings(self) -> dict[str, Any]:
+        chosen = self.endpoint.settings
+        model = {"model": chosen.model, "temperature": chosen.temperature, "extra_body": dict(chosen.extra_body)}
+        sight = {"frames": self.frames, "longest_side": self.longest_side} if self.send == "frames" else {}
+        return {**model, "send": self.send, **sight, "scoring": self.scoring, "max_tokens": self.max_tokens}
+
+    async def __aenter__(self) -> "EndpointTeacher":
+        await self.endpoint.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.endpoint.__aexit__(kind, error, trace)
+
+    async def choose(self, question: Question, ledger: Ledger) -> Verdict:
+        messages = await self._messages(question, question.text, ledger)
+        if self.scoring == "letter":
+            reply = await self.endpoint.chat(messages, ledger, max_tokens=self.max_tokens, seed=question.seed)
+            return Verdict(read_letter(reply.text), {}, reply.text[:200])
+        reply = await self.endpoint.chat(messages, ledger, max_tokens=1, seed=question.seed, logprobs=True)
+        if not reply.logprobs:
+            ledger.reasons.append("The server gave no log-probabilities: score by letter.")
+            raise ItemFailed
+        return share_out(_of_letters(reply.logprobs))
+
+    async def answer(self, question: Question, ledger: Ledger) -> Reply:
+        messages = await self._messages(question, f"{question.text}\n{FREE_ANSWER}", ledger)
+        return await self.endpoint.chat(messages, ledger, max_tokens=self.max_tokens, seed=question.seed)
+
+    async def _messages(self, question: Question, text: str, ledger: Ledger) -> list[dict[str, Any]]:
+        parts: list[Part] = []
+        if question.video is not None:
+            try:
+                parts = await self._parts(question.video)
+            except (ValueError, OSError) as error:
+                ledger.reasons.append(f"The video cannot be read: {error}")
+                raise ItemFailed from None
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+    async def _parts(self, video: str) -> list[Part]:
+        """What is sent of a video; questions about one video stand together, and share it."""
+        if video not in self._recent:
+            read = self._frame_parts if self.send == "frames" else _video_parts
+            self._recent[video] = asyncio.create_task(asyncio.to_thread(read, video))
+            while len(self._recent) > 8:
+                del self._recent[next(iter(self._recent))]
+        return await self._recent[video]
+
+    def _frame_parts(self, video: str) -> list[Part]:
+        frames = spread_frames(video, self.frames)
+        told = {
+            "type": "text",
+            "text": f"These are {len(frames)} frames of a video in their order, evenly spread over it.",
+        }
+        return [
+            told,
+            *({"type": "image_url", "image_url": {"url": _data_url(frame, self.longest_side)}} for frame in frames),
+        ]
+
+
+def spread_frames(video: str, count: int) -> np.ndarray:
+    """
+    Up to `count` frames of a file, an address or a folder of frames, evenly spread, `[T, H, W, 3]` uint8 RGB.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+
+    def choose(total: int, rate: float) -> np.ndarray:
+        return choose_frames(total, rate, num_frames=count, temporal_patch_size=1)
+
+    if os.path.isdir(video):
+        paths = image_paths(video)
+        return load_frames([paths[index] for index in choose(len(paths), 1.0)])
+    return read_video(video, choose)[0]
+
+
+def _data_url(frame: np.ndarray, longest_side: int) -> str:
+    image = Image.fromarray(frame)
+    image.thumbnail((longest_side, longest_side))
+    data = io.BytesIO()
+    image.save(data, "JPEG", quality=90)
+    return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def _video_parts(video: str) -> list[Part]:
+    """The video itself: its address, or its bytes."""
+    if "://" not in video:
+        if os.path.isdir(video):
+            raise ValueError(f"{video} is a folder of frames: send it as frames.")
+        if os.path.getsize(video) > LARGEST_VIDEO:
+            raise ValueError(f"{video} has more than {LARGEST_VIDEO / 2**20:.0f} MiB: send it as frames.")
+        with open(video, "rb") as file:
+            content = base64.b64encode(file.read()).decode()
+        video = f"data:{guess_type(video)[0] or 'video/mp4'};base64,{content}"
+    return [{"type": "video_url", "video_url": {"url": video}}]
+
+
+def _of_letters(logprobs: Mapping[str, float]) -> dict[str, float]:
+    """Of tokens such as "A" and " A", the likelier."""
+    letters: dict[str, float] = {}
+    for token, logprob in logprobs.items():
+        letter = token.strip()
+        if letter in tuple(LETTERS):
+            letters[letter] = max(logprob, letters.get(letter, logprob))
+    return letters
+
+
+__all__ = ["EndpointTeacher", "spread_frames"]

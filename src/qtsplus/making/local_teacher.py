@@ -1,0 +1,214 @@
+"""A video teacher in this process: a model of this package, or a stock one, asked in batches."""
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..data.records import LETTERS, VideoRecord
+from ..evaluation.exact_match import model_inputs
+from ..session import encode, find_device
+from ..training.features import prompt_inputs
+from ..training.models import load_model, load_processor
+from .engine import ItemFailed
+from .journal import Ledger
+from .replies import Reply
+from .teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
+
+LETTER_TOKENS = 16  # of a reply whose letter is read
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question with what is to be done: score the letters, or write up to so many tokens."""
+
+    record: VideoRecord
+    max_tokens: int | None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Log-probabilities of the letters or a reply, or why there is none; and the tokens of both sides."""
+
+    logprobs: dict[str, float]
+    reply: Reply
+    prompt_tokens: int
+    completion_tokens: int
+    problem: str | None = None
+
+
+def load_stock(weights: str, device: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
+    """
+    A model without a selector as one that keeps all tokens, which gives its logits and its answers to the bit.
+
+    Args:
+        weights: a folder or a Hub id.
+        device: such as `"cuda"`; a GPU where there is one when absent.
+        dtype: of the weights; `"auto"` is bfloat16 on a GPU and float32 elsewhere.
+
+    Raises:
+        ValueError: no such model, or one of an unknown backbone.
+    """
+    where = find_device(device)
+    automatic = "bfloat16" if where.startswith("cuda") else "float32"
+    everything = {"selection": "all", "reencode_layers": 0}
+    model = load_model(None, weights, everything, automatic if dtype == "auto" else dtype)
+    return model.to(where).eval(), load_processor(None, weights, model.config)
+
+
+class LocalTeacher:
+    """
+    Args:
+        model, processor: as `qtsplus.session.load` gives them.
+        name: of the model, for the settings.
+        batch_size: questions at a time.
+        scoring: of options: by the "logprob" of their letters as the first token, or by the "letter" that is said.
+        max_tokens: of an answer in words.
+        selection: how visual tokens are chosen, as in `QTSplusConfig`; the model's own way when absent.
+
+    Raises:
+        ValueError: `logprob` with a tokenizer that has no token for a letter.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        name: str,
+        batch_size: int = 16,
+        scoring: Scoring = "logprob",
+        max_tokens: int = 128,
+        selection: str | None = None,
+    ):
+        self.model, self.processor, self.name = model, processor, name
+        self.batch_size, self.scoring, self.max_tokens, self.selection = batch_size, scoring, max_tokens, selection
+        ids = [processor.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in LETTERS]
+        if scoring == "logprob" and any(len(tokens) != 1 for tokens in ids):
+            raise ValueError(f"The tokenizer of {name} has no token for each of A, B, C and D: score by letter.")
+        self.letter_ids = [tokens[0] for tokens in ids]
+        self.features: dict[str, dict[str, torch.Tensor]] = {}
+
+    def settings(self) -> dict[str, Any]:
+        chosen = {"scoring": self.scoring, "max_tokens": self.max_tokens, "selection": self.selection}
+        return {"model": self.name, **chosen}
+
+    async def __aenter__(self) -> "LocalTeacher":
+        self.waiting: list[tuple[_Asked, asyncio.Future[_Told]]] = []
+        self.turn = asyncio.Lock()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.features.clear()
+
+    async def choose(self, question: Question, ledger: Ledger) -> Verdict:
+        if self.scoring == "logprob":
+            return share_out((await self._ask(question, question.text, None, ledger)).logprobs)
+        told = await self._ask(question, question.text, LETTER_TOKENS, ledger)
+        return Verdict(read_letter(told.reply.text), {}, told.reply.text)
+
+    async def answer(self, question: Question, ledger: Ledger) -> Reply:
+        return (await self._ask(question, f"{question.text}\n{FREE_ANSWER}", self.max_tokens, ledger)).reply
+
+    async def _ask(self, question: Question, text: str, max_tokens: int | None, ledger: Ledger) -> _Told:
+        record = VideoRecord(question.video, text, "", query=question.query, fps=question.fps)
+        told = await self._in_batch(_Asked(record, max_tokens))
+        ledger.requests += 1
+        ledger.prompt_tokens += told.prompt_tokens
+        ledger.completion_tokens += told.completion_tokens
+        if told.problem is not None:
+            ledger.reasons.append(told.problem)
+            raise ItemFailed
+        return told
+
+    async def _in_batch(self, asked: _Asked) -> _Told:
+        """Whoever comes first asks the model for all who wait; the others come while it computes."""
+        future: asyncio.Future[_Told] = asyncio.get_running_loop().create_future()
+        self.waiting.append((asked, future))
+        async with self.turn:
+            await asyncio.sleep(0)
+            if not future.done():
+                batch, self.waiting = self.waiting[: self.batch_size], self.waiting[self.batch_size :]
+                told = await asyncio.to_thread(self._tell, [one for one, _ in batch])
+                for (_, waits), one in zip(batch, told, strict=True):
+                    waits.set_result(one)
+        return future.result()
+
+    @torch.inference_mode()
+    def _tell(self, batch: Sequence[_Asked]) -> list[_Told]:
+        told: dict[int, _Told] = {}
+        problems = self._encode([asked.record for asked in batch])
+        together: dict[tuple[bool, int | None], list[int]] = {}
+        for index, asked in enumerate(batch):
+            video = asked.record.video
+            if video in problems:
+                told[index] = _Told({}, Reply("", False), 0, 0, problems[video])
+            else:
+                together.setdefault((video is None, asked.max_tokens), []).append(index)
+        for (_, max_tokens), indices in together.items():
+            ask: Callable[[Sequence[VideoRecord]], list[_Told]] = self._score
+            if max_tokens is not None:
+                ask = functools.partial(self._write, max_tokens=max_tokens)
+            told.update(zip(indices, ask([batch[index].record for index in indices]), strict=True))
+        return [told[index] for index in range(len(batch))]
+
+    def _encode(self, records: Sequence[VideoRecord]) -> dict[str | None, str]:
+        """Encodes the videos of a batch, those that the batch before had are there. Returns why some cannot be read."""
+        rates = {record.video: record.fps for record in records if record.video is not None}
+        self.features = {video: found for video, found in self.features.items() if video in rates}
+        problems: dict[str | None, str] = {}
+        for video, fps in rates.items():
+            if video in self.features:
+                continue
+            try:
+                encoded = encode(self.model, self.processor, video, fps=fps)
+            except (ValueError, OSError) as error:
+                problems[video] = f"The video cannot be read: {error}"
+                continue
+            self.features[video] = {
+                "video_features": encoded.features,
+                "video_grid_thw": encoded.video_grid_thw,
+                "second_per_grid_ts": torch.as_tensor(encoded.second_per_grid_ts),
+            }
+        return problems
+
+    def _inputs(self, records: Sequence[VideoRecord]) -> dict[str, Any]:
+        if records[0].video is not None:
+            inputs = model_inputs(self.processor, records, self.features)
+        else:
+            messages = [[{"role": "user", "content": [{"type": "text", "text": one.question}]}] for one in records]
+            template = functools.partial(self.processor.apply_chat_template, tokenize=False, add_generation_prompt=True)
+            inputs = prompt_inputs(
+                self.processor, list(map(template, messages)), torch.zeros(0, 3, dtype=torch.long), []
+            )
+        device = self.model.device
+        return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+
+    def _score(self, records: Sequence[VideoRecord]) -> list[_Told]:
+        inputs = self._inputs(records)
+        logits = self.model(**inputs, selection=self.selection, logits_to_keep=1).logits[:, -1].float()
+        found = logits.log_softmax(-1)[:, self.letter_ids].tolist()
+        prompts = inputs["attention_mask"].sum(1).tolist()
+        scores = [dict(zip(LETTERS, row, strict=True)) for row in found]
+        return [_Told(row, Reply("", True), tokens, 1) for row, tokens in zip(scores, prompts, strict=True)]
+
+    def _write(self, records: Sequence[VideoRecord], max_tokens: int) -> list[_Told]:
+        inputs = self._inputs(records)
+        ids = self.model.generate(**inputs, selection=self.selection, max_new_tokens=max_tokens, do_sample=False)
+        ends = self.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        told = []
+        prompts = inputs["attention_mask"].sum(1).tolist()
+        for row, tokens in zip(ids[:, inputs["input_ids"].shape[1] :].tolist(), prompts, strict=True):
+            stop = next((index for index, token in enumerate(row) if token in ends), None)
+            text = self.processor.tokenizer.decode(row[:stop], skip_special_tokens=True).strip()
+            told.append(_Told({}, Reply(text, stop is not None), tokens, len(row[:stop]) + (stop is not None)))
+        return told
+
+
+__all__ = ["LocalTeacher", "load_stock"]

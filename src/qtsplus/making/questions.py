@@ -1,0 +1,296 @@
+"""QTS-VSCQ1: single-choice questions that a language model writes about captions (the paper's question synthesis)."""
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from ..data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text, explain
+from .endpoint import Endpoint
+from .engine import Item, ItemFailed, Result
+from .journal import Ledger
+from .replies import find_objects
+
+PROMPTS = 1  # raised when the words below change, so that no run mixes two of them
+
+_ASKS_FOR = {
+    "object": "which person, animal or thing is seen or used",
+    "attribute": "what something is like: its colour, size, material, clothing or state",
+    "count": "how many of something there are, or how often something happens",
+    "action": "what someone or something does",
+    "spatial": "where something is or moves, seen from something else or within the frame",
+    "temporal": "what comes before, after or at the same time, or how something changes",
+    "causal": "why something happens, for what purpose, or what follows from it",
+    "scene": "in which place, surroundings, weather or light it plays",
+    "text": "what is written or shown as a sign, a label, a title or a number",
+}
+
+_SYSTEM = (
+    "You write exam questions that test whether somebody has watched a video with care. You know the video only from a "
+    "description of it. Whoever answers sees the video and never the description. You reply with one JSON object and "
+    "nothing else."
+)
+
+_TASK = """Here is the description of a video.
+
+<caption>
+{caption}
+</caption>
+
+Write {count} single-choice questions about this video, one of each of these types:
+{types}
+If the description says nothing that a type could ask for, use another type from this list instead: {all_types}.
+
+Rules for each question:
+1. It asks about something that can be seen in the video. It never mentions a description, a caption or a text about the video.
+2. It can be answered only by watching. Common sense and the wording of the options must not give the answer away.
+3. "answer" is the right answer. "distractors" are exactly three wrong answers of the same kind, length and style. Each is plausible, clearly wrong, and different from the others.
+4. Answers carry no letters, and neither "all of the above" nor "none of the above".
+5. "evidence" is a passage of the description that shows the answer, copied word for word, at most 40 words.
+6. "rationale" says in one sentence why the answer is right. It speaks of no letters and no options.
+7. "difficulty" is easy for one glance, medium for a closer look, hard for what takes several moments of the video together.
+
+Reply with this JSON object:
+{{"questions": [{{"type": "...", "question": "...", "answer": "...", "distractors": ["...", "...", "..."], "difficulty": "easy|medium|hard", "rationale": "...", "evidence": "..."}}]}}"""  # noqa: E501
+
+_MEND = """Some of this cannot be used:
+{problems}
+
+Write the whole JSON object again, with {count} questions that keep all the rules. Copy the evidence word for word."""
+
+_SPEAKS_OF_TEXT = re.compile(
+    r"\b(captions?|descriptions?|described|narrat(or|ion|ive)|passage|according to the text)\b", re.I
+)
+_SPEAKS_OF_LETTERS = re.compile(r"\b(options?|choices?|answers?)\s+\(?[A-D]\b|\b[A-D]\)", re.I)
+_ALL_OF_THE_ABOVE = re.compile(r"\b(all|any|none|both) of (the above|these|them|the (options|answers))\b", re.I)
+_FEWEST_WORDS = 3  # of evidence
+
+
+class Draft(BaseModel):
+    """A question as the language model writes it; we put its options in order."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: QuestionType
+    question: Text
+    answer: Text
+    distractors: list[Text]
+    difficulty: Difficulty
+    rationale: Text
+    evidence: Text
+
+    @field_validator("type", "difficulty", mode="before")
+    @classmethod
+    def _lower(cls, value: Any) -> Any:
+        return value.strip().lower() if isinstance(value, str) else value
+
+
+SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "questions": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {"type": "string", "enum": list(QUESTION_TYPES)},
+                    "question": {"type": "string"},
+                    "answer": {"type": "string"},
+                    "distractors": {"type": "array", "items": {"type": "string"}, "minItems": 3, "maxItems": 3},
+                    "difficulty": {"type": "string", "enum": ["easy", "medium", "hard"]},
+                    "rationale": {"type": "string"},
+                    "evidence": {"type": "string"},
+                },
+                "required": list(Draft.model_fields),
+                "additionalProperties": False,
+            },
+        }
+    },
+    "required": ["questions"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class WriteQuestions:
+    """
+    The step from a [`Caption`] to [`Choice`]s.
+
+    Args:
+        endpoint: of the language model.
+        per_caption: questions of each caption.
+        rounds: how often a reply may be asked for: the first, and those that mend it.
+        max_tokens: of a reply.
+    """
+
+    endpoint: Endpoint
+    per_caption: int = 3
+    rounds: int = 3
+    max_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_caption <= len(QUESTION_TYPES):
+            raise ValueError(
+                f"per_caption is {self.per_caption}; expected 1 to {len(QUESTION_TYPES)}, one of each type."
+            )
+        if self.rounds < 1 or self.max_tokens < 1:
+            raise ValueError(f"rounds is {self.rounds} and max_tokens {self.max_tokens}; expected at least 1.")
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides the questions beside the captions."""
+        chosen = self.endpoint.settings
+        teacher = {"model": chosen.model, "temperature": chosen.temperature, "extra_body": dict(chosen.extra_body)}
+        return {**teacher, "per_caption": self.per_caption, "rounds": self.rounds, "prompts": PROMPTS}
+
+    async def __call__(self, item: Item, ledger: Ledger) -> Result:
+        """
+        Raises:
+            ItemFailed: no reply held a question.
+        """
+        caption: Caption = item.record
+        types = wanted_types(item, self.per_caption)
+        messages = first_messages(caption.caption, types)
+        good: list[Draft] = []
+        bad: list[tuple[dict[str, Any], str]] = []
+        for number in range(self.rounds):
+            seed = (item.seed + number) % 2**31
+            reply = await self.endpoint.chat(messages, ledger, max_tokens=self.max_tokens, seed=seed, schema=SCHEMA)
+            drafts, bad, problems = read_drafts(reply.text, caption.caption, self.per_caption)
+            good = max(good, drafts, key=len)
+            if len(good) >= self.per_caption:
+                break
+            ledger.reasons.append(f"Reply {number + 1} could not be used: {'; '.join(problems)}.")
+            mend = _MEND.format(problems="\n".join(f"- {problem}" for problem in problems), count=len(types))
+            messages = [
+                *first_messages(caption.caption, types),
+                {"role": "assistant", "content": reply.text},
+                {"role": "user", "content": mend},
+            ]
+        if not good and not bad:
+            raise ItemFailed
+        first = item.position * self.per_caption
+        chosen = enumerate(good[: self.per_caption])
+        kept = [to_choice(draft, item, number, first + number) for number, draft in chosen]
+        dropped = [] if len(good) >= self.per_caption else bad
+        return Result(
+            [choice.row() for choice in kept],
+            [{"vision_id": caption.vision_id, "reason": reason, "draft": draft} for draft, reason in dropped],
+        )
+
+
+def wanted_types(item: Item, count: int) -> list[str]:
+    """Types of question for a caption, `count` different ones; each stands in as many captions as any other."""
+    places = range(item.position * count, (item.position + 1) * count)
+    return [QUESTION_TYPES[place % len(QUESTION_TYPES)] for place in places]
+
+
+def first_messages(caption: str, types: list[str]) -> list[dict[str, Any]]:
+    """The conversation that asks for questions of these types."""
+    listed = "\n".join(f"- {kind}: {_ASKS_FOR[kind]}" for kind in types)
+    # A caption cannot end its own frame.
+    quoted = caption.replace("</caption>", "")
+    task = _TASK.format(caption=quoted, count=len(types), types=listed, all_types=", ".join(QUESTION_TYPES))
+    return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": task}]
+
+
+def read_drafts(
+    text: str, caption: str, wanted: int
+) -> tuple[list[Draft], list[tuple[dict[str, Any], str]], list[str]]:
+    """
+    A reply's questions.
+
+    Returns:
+        those that can be used; the others, each with why; and all that is wrong, for the language model to mend.
+    """
+    found = find_objects(text, "questions")
+    if not found:
+        return [], [], ["the reply holds no JSON object with questions"]
+    good: list[Draft] = []
+    bad: list[tuple[dict[str, Any], str]] = []
+    for entry in found:
+        try:
+            draft = Draft.model_validate(entry)
+        except ValidationError as error:
+            bad.append((entry, f"not a question: {explain(error)}"))
+            continue
+        reason = find_fault(draft, caption)
+        if reason is None and _plain(draft.question) in (_plain(other.question) for other in good):
+            reason = "asked twice"
+        if reason is None:
+            good.append(draft)
+        else:
+            bad.append((entry, reason))
+    problems = [f"question {entry.get('question')!r}: {reason}" for entry, reason in bad]
+    if len(good) + len(bad) < wanted:
+        problems.append(f"{wanted} questions were asked for, {len(good) + len(bad)} came whole")
+    return good, bad, problems
+
+
+def find_fault(draft: Draft, caption: str) -> str | None:
+    """Why a question cannot be used: a kind of fault, a colon, and what is particular. `None` for a good one."""
+    options = [draft.answer, *draft.distractors]
+    if len(options) != len(LETTERS):
+        return f"wrong number of options: {len(options)}, not {len(LETTERS)}"
+    if len({_plain(option) for option in options}) < len(options) or not all(map(_plain, options)):
+        return "options not different"
+    if any(_ALL_OF_THE_ABOVE.search(option) for option in options):
+        return "an option about the others"
+    if _SPEAKS_OF_TEXT.search(draft.question):
+        return "the question speaks of the caption"
+    if _SPEAKS_OF_LETTERS.search(draft.rationale):
+        return "the rationale speaks of letters"
+    if len(_plain(draft.answer)) > 3 and f" {_plain(draft.answer)} " in f" {_plain(draft.question)} ":
+        return "the question holds the answer"
+    evidence = _plain(draft.evidence)
+    if len(evidence.split()) < min(_FEWEST_WORDS, len(_plain(caption).split())):
+        return "evidence too short"
+    if f" {evidence} " not in f" {_plain(caption)} ":
+        return "evidence not in the caption"
+    return None
+
+
+def to_choice(draft: Draft, item: Item, number: int, place: int) -> Choice:
+    """
+    A draft with its options in order, shuffled: of four questions in a row, each letter is right once.
+
+    Args:
+        number: of the question among its caption's.
+        place: of the question in the set.
+    """
+    caption: Caption = item.record
+    letters = random.Random(place // len(LETTERS)).sample(LETTERS, len(LETTERS))
+    answer = letters[place % len(LETTERS)]
+    wrong = random.Random(f"{item.id} {number}").sample(draft.distractors, len(draft.distractors))
+    others = iter(wrong)
+    options = {letter: draft.answer if letter == answer else next(others) for letter in LETTERS}
+    return Choice.model_validate(
+        {
+            "vision_id": caption.vision_id,
+            "id": f"{item.id}-{number}",
+            "fps": caption.fps,
+            "options": options,
+            "answer": answer,
+            **draft.model_dump(include={"question", "type", "difficulty", "rationale", "evidence"}),
+        }
+    )
+
+
+def _plain(text: str) -> str:
+    """Words alone, in small letters: how quotes, dashes, stops and spaces are written makes no other text."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+__all__ = [
+    "PROMPTS",
+    "SCHEMA",
+    "Draft",
+    "WriteQuestions",
+    "find_fault",
+    "first_messages",
+    "read_drafts",
+    "to_choice",
+    "wanted_types",
+]

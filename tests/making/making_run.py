@@ -1,0 +1,28 @@
+"""A run of `vscq1` over numbered captions against a scripted server, as a program that can be killed."""
+
+import sys
+from pathlib import Path
+
+from qtsplus.data.records import Caption
+from qtsplus.making.endpoint import Endpoint, EndpointSettings, read_key
+from qtsplus.making.engine import Job, run
+from qtsplus.making.questions import WriteQuestions
+
+
+def captions(count):
+    """Captions that share no sentence."""
+    for number in range(count):
+        seen = f"A dog with number {number} runs over a field. Then it rests near tree {number * 7}. A man calls it."
+        yield Caption(vision_id=f"video-{number}", id=f"caption-{number}", caption=seen)
+
+
+def questions_job(url, count, **settings):
+    chosen = {"timeout": 60.0, "backoff": 0.05, **settings}
+    endpoint = Endpoint(EndpointSettings(url, "teacher", read_key("PLANTED_KEY"), **chosen))
+    step = WriteQuestions(endpoint)
+    return Job("vscq1", lambda: captions(count), step, endpoint, step.settings())
+
+
+if __name__ == "__main__":
+    address, folder, items, concurrency = sys.argv[1:]
+    run(questions_job(address, int(items)), Path(folder), concurrency=int(concurrency))

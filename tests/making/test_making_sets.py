@@ -1,0 +1,129 @@
+"""From TinyWorld's captions to a model that trains on the sets, by the commands alone."""
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from qtsplus.cli import app
+from qtsplus.data.formats import iter_records
+from qtsplus.data.records import Answer, Choice
+from qtsplus.data.tinyworld import build_dataset
+from qtsplus.hub.convert import convert
+from qtsplus.making.local_teacher import load_stock
+from scripted_server import KEY, scripted_server
+
+
+def command(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, (result.stderr[-2000:], result.exception)
+    return result.stdout + result.stderr
+
+
+def test_captions_to_training(tmp_path, tiny_published, monkeypatch):
+    monkeypatch.setenv("PLANTED_KEY", KEY)
+    worlds, sets = tmp_path / "worlds", tmp_path / "sets"
+    captions = build_dataset(worlds, "train", 6, seconds=(2,), progress=False)
+    (tmp_path / "server").mkdir()
+    rules = [{"contains": "<caption>", "then": ["429", "malformed", "500", "truncated", "options", "good"]}]
+    with scripted_server(tmp_path / "server", rules=rules) as (url, log):
+        endpoint = ["--endpoint", url, "--teacher", "scripted", "--api-key-env", "PLANTED_KEY"]
+        prices = ["--price-in", "1", "--price-out", "2"]
+        told = [command("data", "vscq1", captions, "--out", sets / "vscq1", *endpoint, *prices)]
+    choices = list(iter_records(sets / "vscq1" / "vscq1.jsonl"))
+    assert choices and all(isinstance(choice, Choice) for choice in choices)
+
+    local = ["--model", tiny_published, "--selection", "all", "--media-root", worlds, "--batch-size", "4"]
+    told.append(command("data", "vscq2", sets / "vscq1" / "vscq1.jsonl", "--out", sets / "vscq2", *local))
+    screened = list(iter_records(sets / "vscq2" / "vscq2.jsonl"))
+    dropped = [json.loads(line) for line in (sets / "vscq2" / "dropped.jsonl").read_text().splitlines()]
+    assert len(screened) + len(dropped) == len(choices)
+    assert screened and set(choice.id for choice in screened) <= {choice.id for choice in choices}
+    assert all(row["seen"]["letter"] != row["answer"] for row in dropped)
+
+    told.append(command("data", "vqa", sets / "vscq2" / "vscq2.jsonl", "--out", sets / "vqa", *local))
+    answers = list(iter_records(sets / "vqa" / "vqa.jsonl"))
+    assert answers and all(isinstance(answer, Answer) for answer in answers)
+    assert {answer.question for answer in answers} <= {choice.question for choice in screened}
+
+    files = [str(sets / "vscq2" / "vscq2.jsonl"), str(sets / "vqa" / "vqa.jsonl")]
+    training = {"output_dir": str(tmp_path / "run"), "max_steps": 2, "per_device_train_batch_size": 2}
+    recipe = {
+        "model": {"weights": str(tiny_published)},
+        "data": {"train_files": files, "media_root": str(worlds)},
+        "training": {**training, "report_to": "none", "use_cpu": True, "save_strategy": "no", "logging_steps": 1},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command("train", tmp_path / "recipe.yaml")
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+    assert KEY not in "".join(told)
+    planted = [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert planted == []
+
+
+def test_a_stock_teacher_reads_all_tokens(tmp_path, tiny_published, tiny_mp4):
+    """The stock model gives the verdicts of the QTSplus model that keeps all tokens and re-encodes none."""
+    convert(tiny_published, tmp_path / "stock")
+    rows = [
+        {
+            "vision_id": tiny_mp4.name,
+            "id": str(number),
+            "question": f"What colour is shape {number}?",
+            "options": {"A": "red", "B": "blue", "C": "green", "D": "white"},
+            "answer": "ABCD"[number % 4],
+        }
+        for number in range(8)
+    ]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    media = ["--media-root", tiny_mp4.parent]
+    for index in (1, 2):
+        shard = ["--shard", f"{index}/2"]
+        command("data", "vscq2", questions, "--out", tmp_path / "out", "--model", tmp_path / "stock", *media, *shard)
+    assert "8 items: " in command("data", "merge", tmp_path / "out")
+    kept = len((tmp_path / "out" / "vscq2.jsonl").read_text().splitlines())
+    dropped = len((tmp_path / "out" / "dropped.jsonl").read_text().splitlines())
+    assert kept + dropped == 8
+    model, _ = load_stock(str(tmp_path / "stock"), "cpu")
+    assert model.config.qtsplus_config.selection == "all"
+    assert model.config.qtsplus_config.reencode_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["vscq1", "captions.jsonl"], "no teacher: give --endpoint URL and --teacher NAME"),
+        (["vscq1", "captions.jsonl", "--endpoint", "", "--teacher", "m"], "--endpoint is empty"),
+        (["vscq1", "captions.jsonl", "--endpoint", "ftp://x", "--teacher", "m"], "no http(s) address"),
+        (["vscq1", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--per-caption", "10"], "1 to 9"),
+        (
+            ["vscq1", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--extra-body", "3"],
+            "JSON object",
+        ),
+        (["vscq1", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--shard", "3/2"], "such as 2/8"),
+        (
+            ["vscq1", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--price-in", "3"],
+            "both --price-in",
+        ),
+        (["vscq1", "missing.jsonl", "--endpoint", "http://x/v1", "--teacher", "m"], "There is no file"),
+        (["vscq2", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m"], "is no single-choice question"),
+        (["vscq2", "captions.jsonl", "--model", "x", "--endpoint", "http://x/v1"], "leave out --endpoint"),
+        (["vscq2", "captions.jsonl", "--model", "nowhere"], "nowhere"),
+        (
+            ["vqa", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--media-root", "nowhere"],
+            "no folder",
+        ),
+        (["vqa", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--most-words", "0"], "1 to 0 words"),
+        (["merge", "."], "There is no shard"),
+    ],
+)
+def test_bad_command_lines(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "captions.jsonl").write_text('{"vision_id": "v", "caption": "A dog runs."}\n')
+    out = [] if arguments[0] == "merge" else ["--out", "out"]
+    result = CliRunner().invoke(app, ["data", *arguments, *out])
+    assert result.exit_code == 2, result.exception
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

@@ -1,0 +1,104 @@
+"""The wire against a server that others wrote: `transformers serve` with a tiny model, in a process of its own."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from qtsplus.data.records import Caption, Choice
+from qtsplus.hub.convert import convert
+from qtsplus.making.answering import WriteAnswers
+from qtsplus.making.endpoint import Endpoint, EndpointSettings
+from qtsplus.making.endpoint_teacher import EndpointTeacher
+from qtsplus.making.engine import Item, ItemFailed, Job, run
+from qtsplus.making.journal import Ledger
+from qtsplus.making.questions import WriteQuestions
+from qtsplus.making.screening import Screen
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.contextmanager
+def serving(model, log):
+    """A server with one model; ends with the block."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # As the console script `transformers serve` does.
+    program = "from transformers.cli.transformers import main; main()"
+    options = ["serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    with open(log, "w") as output:
+        command = [sys.executable, "-c", program, *options]
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        while not healthy(port):
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def healthy(port):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def choices(count):
+    options = {"A": "red", "B": "blue", "C": "green", "D": "grey"}
+    for number in range(count):
+        question = f"What colour is the circle number {number}?"
+        yield Choice(vision_id="clip.mp4", id=str(number), question=question, options=options, answer="A")
+
+
+def test_every_step_speaks_with_transformers_serve(tmp_path, tiny_published, tiny_mp4):
+    assert importlib.util.find_spec("fastapi") and importlib.util.find_spec("uvicorn")
+    model = tmp_path / "stock"
+    convert(tiny_published, model)
+    with serving(model, tmp_path / "server.log") as url:
+        settings = EndpointSettings(url, str(model), timeout=120.0, attempts=3)
+
+        # It refuses or ignores a JSON schema, as its version is, and a tiny model writes no JSON.
+        endpoint, ledger = Endpoint(settings), Ledger()
+
+        async def write():
+            async with endpoint:
+                caption = Caption(vision_id="clip.mp4", caption="A red circle moves to the left.")
+                with pytest.raises(ItemFailed):
+                    await WriteQuestions(endpoint, rounds=2, max_tokens=24)(Item(0, "0", caption), ledger)
+
+        asyncio.run(write())
+        assert ledger.requests == (2 if endpoint.takes_schema else 3)
+        assert ledger.prompt_tokens > 100 and ledger.completion_tokens > 0
+        assert sum("holds no JSON object" in reason for reason in ledger.reasons) == 2
+
+        teacher = EndpointTeacher(Endpoint(settings), frames=2, max_tokens=12)
+        screen = Screen(teacher, lambda name: str(tiny_mp4))
+        job = Job("vscq2", lambda: choices(3), screen, teacher, screen.settings())
+        run(job, tmp_path / "vscq2", concurrency=2)
+        summary = json.loads((tmp_path / "vscq2" / "summary.json").read_text())
+        assert (summary["finished"], summary["failed"], summary["kept"] + summary["dropped"]) == (3, 0, 3)
+
+        scored = EndpointTeacher(Endpoint(settings), frames=2, scoring="logprob")
+        screen = Screen(scored, lambda name: str(tiny_mp4))
+        run(Job("vscq2", lambda: choices(1), screen, scored, screen.settings()), tmp_path / "scored")
+        (failed,) = map(json.loads, (tmp_path / "scored" / "failed.jsonl").read_text().splitlines())
+        assert any("logprobs" in reason or "log-probabilities" in reason for reason in failed["reasons"])
+
+        answers = WriteAnswers(teacher, lambda name: str(tiny_mp4))
+        run(Job("vqa", lambda: choices(3), answers, teacher, answers.settings()), tmp_path / "vqa", concurrency=2)
+        summary = json.loads((tmp_path / "vqa" / "summary.json").read_text())
+        assert (summary["finished"], summary["failed"], summary["kept"] + summary["dropped"]) == (3, 0, 3)
+        assert summary["prompt_tokens"] > 50
