@@ -32,8 +32,8 @@ class QTSplusConfig(PreTrainedConfig):
             does not give the answer away, neither of the first two taught the scores anything (docs/learned.md).
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
             `"qtsplus"` keeps the most relevant ones, `"lm_attention"` those that the language model itself attends to
-            in a first, shallow pass, which needs no training; `"all"` everything. Without looking at the question choose
-            `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as
+            in a first, shallow pass, which needs no training; `"all"` everything. Without looking at the question
+            choose `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as
             DivPrune). `forward` and `generate` take another one for a call.
 
     > The question
@@ -47,8 +47,8 @@ class QTSplusConfig(PreTrainedConfig):
 
     > The language model's own attention, for `selection="lm_attention"`
 
-        attention_layer (`int`, *optional*): the layer whose attention is read, counted from 0; a full-attention one. By
-            default the one at 0.65 of the depth, where published work finds it. `qtsplus calibrate` finds a model's own.
+        attention_layer (`int`, *optional*): the layer whose attention is read, counted from 0; one with full attention.
+            By default that at 0.65 of the depth, as published work has it; `qtsplus calibrate` finds a model's own.
         attention_heads (`list[int]`, *optional*): the heads of that layer that count; all if absent.
         attention_group (`int`, defaults to 8192): the most visual tokens that are read together. Time and memory of a
             group grow with its size; larger ones let more frames see each other.

@@ -38,18 +38,22 @@ def attention_layer(text_config: Any, layer: int | None = None) -> int:
     Raises:
         ValueError: a layer that is not there or has no full attention.
     """
-    depth = text_config.num_hidden_layers
-    types = getattr(text_config, "layer_types", None) or ["full_attention"] * depth
-    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    depth, full = text_config.num_hidden_layers, full_attention_layers(text_config)
     if layer is None:
         return min(full, key=lambda index: (abs(index - int(DEPTH * depth)), index))
     if layer not in full:
-        kind = f"is {types[layer]}" if 0 <= layer < depth else f"is none of the {depth} layers"
+        kind = f"is {text_config.layer_types[layer]}" if 0 <= layer < depth else f"is none of the {depth} layers"
         raise ValueError(
-            f"QTSplusConfig got attention_layer={layer}, which {kind}; expected a layer of the language model with full "
-            f"attention, one of {full}."
+            f"QTSplusConfig got attention_layer={layer}, which {kind}; expected a layer of the language model with "
+            f"full attention, one of {full}."
         )
     return layer
+
+
+def full_attention_layers(text_config: Any) -> list[int]:
+    """Those that a language model has, counted from 0; others are recurrent, or see a window."""
+    types = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
+    return [index for index, kind in enumerate(types) if kind == "full_attention"]
 
 
 def check_attention(text_config: Any, selector: Any) -> None:
@@ -66,44 +70,63 @@ def check_attention(text_config: Any, selector: Any) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def deal_frames(grids: Sequence[tuple[int, int, int]], group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass
+class FrameGroups:
     """
-    Deals the frames of a row in turn, as cards: frame f goes to group `f mod G`.
+    The frames of a row, dealt in turn as cards: frame f goes to group `f mod count`.
 
     Args:
-        grids: (time, height, width) of each video in tokens.
-        group_size: the most tokens of a group; one frame at least.
-
-    Returns:
-        `[M]` int64 twice: the frame of every token, counted over all videos, and its group.
+        bounds: `[F + 1]` int64, where each frame's tokens begin among the candidates, and where the last one's end.
+        count: of the groups.
     """
-    sizes = torch.tensor([height * width for time, height, width in grids for _ in range(time)])
-    together = max(1, group_size // int(sizes.max()))
-    frames = torch.arange(len(sizes)).repeat_interleave(sizes)
-    return frames, frames % -(-len(sizes) // together)
+
+    bounds: torch.Tensor
+    count: int
+
+    @classmethod
+    def deal(cls, grids: Sequence[tuple[int, int, int]], group_size: int, device: Any = None) -> "FrameGroups":
+        """
+        Args:
+            grids: (time, height, width) of each video in tokens.
+            group_size: the most tokens of a group; one frame at least.
+        """
+        sizes = [height * width for time, height, width in grids for _ in range(time)]
+        together = max(1, group_size // max(sizes))
+        bounds = torch.tensor([0, *sizes], device=device).cumsum(0)
+        return cls(bounds, -(-len(sizes) // together))
+
+    def tokens(self, group: int) -> torch.Tensor:
+        """`[m]` int64, ascending: a group's candidates."""
+        first, stop = self.bounds[:-1][group :: self.count], self.bounds[1:][group :: self.count]
+        sizes = stop - first
+        within = torch.arange(int(sizes.sum()), device=sizes.device) - (sizes.cumsum(0) - sizes).repeat_interleave(
+            sizes
+        )
+        return first.repeat_interleave(sizes) + within
+
+    def frames(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Which frame candidates belong to."""
+        return torch.searchsorted(self.bounds, tokens, right=True) - 1
 
 
-def parts_of_groups(row: PromptRow, frames: torch.Tensor, groups: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
+def parts_of_groups(row: PromptRow, groups: FrameGroups) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """
-    Per group what stays of a row's tokens, `[s]` ascending, and its candidates, `[m]` ascending; in O(s) after a sort.
+    Per group what stays of a row's tokens, `[s]` ascending, and its candidates, `[m]` ascending.
 
     As in [`PromptRow.keep`], a newline or the text of a frame stays where a candidate does that it goes with.
     """
-    device, (separators, first, stop) = row.columns.device, row.separators
-    member = torch.full_like(row.columns, -1)
-    member[row.candidates] = groups
-    within = frames[first] == frames[stop - 1]  # what goes with a part of one frame goes with that frame's group
-    member[separators] = torch.where(within, groups[first], -2)
-    spread = row.separators[:, ~within]
-    always = (member == -1).nonzero()[:, 0]
-
-    count = int(groups.max()) + 1
-    order, candidates = member.argsort(stable=True), groups.argsort(stable=True)
-    tokens = order[int((member < 0).sum()) :].split(torch.bincount(member[member >= 0], minlength=count).tolist())
-    dealt = candidates.split(torch.bincount(groups, minlength=count).tolist())
-    for kept, chosen in zip(tokens, dealt, strict=True):
-        some = torch.searchsorted(chosen, spread[1].to(device)) < torch.searchsorted(chosen, spread[2].to(device))
-        yield torch.cat([always, kept, spread[0][some]]).sort().values, chosen
+    separators, first, stop = row.separators
+    frame = groups.frames(first)
+    one_frame = frame == groups.frames(stop - 1)
+    spread, first, stop = separators[~one_frame], first[~one_frame], stop[~one_frame]
+    bound = torch.zeros_like(row.columns, dtype=torch.bool)
+    bound[row.candidates] = bound[separators] = True
+    always = (~bound).nonzero()[:, 0]
+    for group in range(groups.count):
+        chosen = groups.tokens(group)
+        own = separators[one_frame & (frame % groups.count == group)]
+        some = spread[torch.searchsorted(chosen, first) < torch.searchsorted(chosen, stop)]
+        yield torch.cat([always, own, some, row.candidates[chosen]]).sort().values, chosen
 
 
 @dataclass
@@ -112,8 +135,8 @@ class GroupAttention:
     What the last words of a prompt see of one group.
 
     Args:
-        log_weights: `[m]` float32, the logarithm of the attention to each of its tokens: the mean over heads and words of
-            the softmax over all that they see.
+        log_weights: `[m]` float32, the logarithm of the attention to each of its tokens: the mean over heads and words
+            of the softmax over all that they see.
         log_odds: `[heads, words]`, the log-sum-exp of the scores of its tokens less that of the text's.
     """
 
@@ -172,7 +195,9 @@ class LayerReader(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         normed = self.input_layernorm(hidden_states)
-        rotary = tuple(part.to(normed.device) for part in kwargs.pop("position_embeddings"))  # a layer may live elsewhere
+        rotary = tuple(
+            part.to(normed.device) for part in kwargs.pop("position_embeddings")
+        )  # a layer may live elsewhere
         attention = self.self_attn
         # The class's own forward: a hook on the model's attention would run that.
         type(attention).forward(attention, hidden_states=normed, position_embeddings=rotary, **kwargs)
@@ -248,7 +273,8 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
                 embeds = nn.utils.rnn.pad_sequence(embeds, batch_first=True)
             prompt = AskedPrompt(input_ids, embeds, layout(input_ids, mask, starts), starts, [])
         prompt.places = [
-            self._looking(prompt.input_ids[b, row.columns], asked[b], row) for b, row in enumerate(prompt.rows)
+            self.looking(prompt.input_ids[b, row.columns], asked[b], row.candidates)
+            for b, row in enumerate(prompt.rows)
         ]
         return prompt
 
@@ -267,7 +293,9 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
                 front, behind = torch.arange(where, device=ids.device), torch.arange(where, len(ids), device=ids.device)
                 kept = ((part, ~question[part]) for part in (front, behind))
                 front, behind = (part[left] for part, left in kept)
-                pieces = [(ids[part], None if embeds is None else embeds[part], question[part]) for part in (front, behind)]
+                pieces = [
+                    (ids[part], None if embeds is None else embeds[part], question[part]) for part in (front, behind)
+                ]
                 pieces.insert(1, (given[b].to(ids), None, other))
             if earlier is not None:
                 text = earlier[b][self.token_types(earlier[b]) == TEXT].to(ids)
@@ -281,10 +309,15 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
                 new_embeds.append(torch.cat([embed(part) if known is None else known for part, known, _ in pieces]))
         return new_ids, new_embeds if inputs_embeds is not None else None, new_asked, new_starts
 
-    def _looking(self, ids: torch.Tensor, question: torch.Tensor, row: PromptRow) -> torch.Tensor:
+    def looking(self, ids: torch.Tensor, question: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """
-        `[P]`: the places behind the question up to where the answer begins, never of the answer itself. Where no turn
-        is opened behind the question, its last word looks, or the last token of all if a video stands behind it.
+        `[1]`, the place from which the answer begins: the last token of the header behind the question. Where no turn
+        is opened there, the question's last word looks, or the last token of all if a video stands behind that.
+
+        Args:
+            ids: `[S_b]`, the real tokens of a row.
+            question: `[S_b]` bool; where nothing is set, nobody looks (`[0]`).
+            candidates: `[M_b]`, places of its visual tokens.
         """
         asked = question.nonzero()[:, 0]
         if not len(asked):
@@ -292,7 +325,7 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
         last, header = int(asked[-1]), len(self.config.user_turn_token_ids)
         opened = (ids[last + 1 :] == self.config.user_turn_token_ids[0]).nonzero()[:, 0]
         stop = min(last + 1 + int(opened[0]) + header, len(ids) - 1) if len(opened) else last
-        if len(row.candidates) and stop < int(row.candidates[-1]):
+        if len(candidates) and stop < int(candidates[-1]):
             stop = len(ids) - 1
         return torch.tensor([stop], device=ids.device)
 
@@ -314,15 +347,13 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
             grids: (time, height, width) of each of them.
             features: those of the batch.
         """
-        row, config = prompt.rows[index], self.config.qtsplus_config
-        device = row.columns.device
-        frames, groups = (part.to(device) for part in deal_frames(grids, config.attention_group))
+        row, device = prompt.rows[index], prompt.rows[index].columns.device
+        groups = FrameGroups.deal(grids, self.config.qtsplus_config.attention_group, device)
         # What stands behind the looking words changes nothing, but visual tokens have to be there for their features.
-        visual = (row.types != TEXT).nonzero()[:, 0]
-        stop = 1 + int(torch.cat([prompt.places[index], visual]).max())
+        stop = max(1 + int(prompt.places[index].max()), row.spans[-1].start + row.spans[-1].length)
         images = [span for span in row.spans if span.modality not in self._candidate_modalities]
         found, dealt = [], []
-        for kept, chosen in parts_of_groups(row, frames, groups):
+        for kept, chosen in parts_of_groups(row, groups):
             kept = kept[kept < stop]
             part = replace(
                 row,
@@ -339,7 +370,7 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
             found.append(self._read_group(prompt, index, part, tokens, features, places))
             dealt.append(chosen)
 
-        log_relevance = torch.empty(len(groups), device=device)
+        log_relevance = torch.empty(len(row.candidates), device=device)
         for group, chosen, share in zip(found, dealt, group_shares(found), strict=True):
             log_relevance[chosen] = group.log_weights - group.log_weights.logsumexp(0) + share.log()
         return log_relevance
@@ -349,7 +380,9 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
         every = torch.arange(len(tokens), device=tokens.device)
         embeds = None if prompt.inputs_embeds is None else prompt.inputs_embeds[index : index + 1]
         ids, start = prompt.input_ids[index : index + 1], prompt.starts[index : index + 1]
-        compact = self._splice_rows(ids, embeds, [row], features, [tokens], QTSplusOutput(kept_indices=(every,)), False, start)
+        compact = self._splice_rows(
+            ids, embeds, [row], features, [tokens], QTSplusOutput(kept_indices=(every,)), False, start
+        )
         embeds = compact.inputs_embeds
         if embeds is None:
             embeds = self.get_input_embeddings()(compact.input_ids)
@@ -381,4 +414,11 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
         return GroupAttention(*(part.to(tokens.device) for part in (group.log_weights, group.log_odds)))
 
 
-__all__ = ["AskedPrompt", "QTSplusLMAttentionMixin", "attention_layer", "check_attention", "deal_frames"]
+__all__ = [
+    "AskedPrompt",
+    "FrameGroups",
+    "QTSplusLMAttentionMixin",
+    "attention_layer",
+    "check_attention",
+    "full_attention_layers",
+]

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from qtsplus.evaluation.oracle import given_order
-from qtsplus.lm_attention_qtsplus import attention_layer, deal_frames
+from qtsplus.lm_attention_qtsplus import FrameGroups, attention_layer
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 VIDEOS = ("video", "image and video", "two videos", "earlier turns")
@@ -80,8 +80,9 @@ def test_groups_share_the_attention_of_one_softmax(in_groups, prepare):
     for name in ("video", "two videos"):
         inputs = prepare(name)
         grids = in_groups.model.merged_grid(inputs["video_grid_thw"])
-        _, members = deal_frames(grids, 40)
-        groups = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
+        dealt = FrameGroups.deal(grids, 40)
+        groups = [dealt.tokens(group) for group in range(dealt.count)]
+        assert torch.equal(torch.cat(groups).sort().values, torch.arange(sum(t * h * w for t, h, w in grids)))
         assert len(groups) > 1
         weights = [eager_attention(in_groups, inputs, group) for group in groups]
         odds = torch.stack([part.sum(-1) / (1 - part.sum(-1)) for part in weights])

@@ -32,6 +32,8 @@ BASELINES = {
     "fewer_frames": ("all", "fewer_frames"),
     "lower_resolution": ("all", "lower_resolution"),
 }
+# What needs no training and looks at the question: the base's own attention.
+ATTENTION = "lm_attention"
 # Whose question a control selects by; the prompt keeps its own.
 OTHER_VIDEO, SAME_VIDEO = "shuffled_question", "same_video_question"
 WRONG_QUESTIONS = (OTHER_VIDEO, SAME_VIDEO)
@@ -52,6 +54,7 @@ TITLES = {
     "language_model": "query: the language model's states",
     "layer": "query: a layer of the selector",
     "no_reencoder": "no re-encoder (nREENC)",
+    ATTENTION: "the language model's attention, nothing trained",
     "all": "all tokens",
     "uniform": "uniform (UNIF)",
     "random": "random",
@@ -90,6 +93,11 @@ class Policy:
     wrong_question: str | None = None
 
     @property
+    def chooser(self) -> str:
+        """The policy that chooses as this one does, by the question itself."""
+        return self.model if self.selection == DEFAULT else name_of(self.selection, self.model)
+
+    @property
     def label(self) -> str:
         return f"{self.name}-{'own' if self.retention is None else format(self.retention, 'g')}"
 
@@ -112,6 +120,8 @@ def policies_of(model: str, own_budget: bool, adapted: bool) -> list[Policy]:
         for wrong in WRONG_QUESTIONS:
             name = name_of(wrong, model)
             chosen += [Policy(name, model, retention, wrong_question=wrong) for retention in controlled]
+    if model == BASE:
+        chosen += attention_policies(model)
     if model == BASE or (model == DEFAULT and adapted):
         chosen.append(Policy(name_of("all", model), model, 1.0, "all"))
     if model == DEFAULT or (model == BASE and adapted):
@@ -119,6 +129,16 @@ def policies_of(model: str, own_budget: bool, adapted: bool) -> list[Policy]:
             chosen += [Policy(name_of(name, model), model, retention, *how) for retention in RETENTIONS]
     if model == DEFAULT:
         chosen += [Policy(name, model, retention, name) for name in ORACLES for retention in RETENTIONS]
+    return chosen
+
+
+def attention_policies(model: str) -> list[Policy]:
+    """Selection by a model's own attention, with its controls."""
+    name = name_of(ATTENTION, model)
+    chosen = [Policy(name, model, retention, ATTENTION) for retention in (*RETENTIONS, None)]
+    for wrong in WRONG_QUESTIONS:
+        for retention in CONTROLLED:
+            chosen.append(Policy(name_of(wrong, model), model, retention, ATTENTION, wrong_question=wrong))
     return chosen
 
 
