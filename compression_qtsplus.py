@@ -1,12 +1,14 @@
 """From the caller's prompt to the shortened one: laid out, encoded, selected and spliced together again."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from .encoding_qtsplus import QTSplusEncodingMixin
 from .inputs_qtsplus import SelectionInputs, VisualInputs, take_inputs
+from .lm_attention_qtsplus import AskedPrompt, QTSplusLMAttentionMixin
 from .prompt_qtsplus import (
     IMAGE,
     MODALITIES,
@@ -19,14 +21,14 @@ from .prompt_qtsplus import (
     pad_rows,
     text_positions,
 )
-from .query_qtsplus import QTSplusQueryMixin
+from .selection_qtsplus import LM_ATTENTION
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector, take_rows
 
 Grids = dict[int, list[tuple[int, int, int]]]
 Features = dict[int, list[torch.Tensor]]
 
 
-class QTSplusCompressionMixin(QTSplusQueryMixin, QTSplusEncodingMixin):
+class QTSplusCompressionMixin(QTSplusLMAttentionMixin, QTSplusEncodingMixin):
     """Shortens a prompt by what the [`QTSplusSelector`] at `self.qtsplus` keeps of its visual tokens."""
 
     qtsplus: QTSplusSelector
@@ -42,6 +44,7 @@ class QTSplusCompressionMixin(QTSplusQueryMixin, QTSplusEncodingMixin):
         pad_left: bool | None = None,
         start_positions: Sequence[int] | None = None,
         earlier: Sequence[torch.Tensor] | None = None,
+        looking: Sequence[torch.Tensor] | None = None,
         **inputs: Any,
     ) -> CompactPrompt:
         """
@@ -54,6 +57,8 @@ class QTSplusCompressionMixin(QTSplusQueryMixin, QTSplusEncodingMixin):
             pad_left: pad the result on the left; `None` pads where the caller did, left if nowhere.
             start_positions: per row, the position of its first token (0 if `None`).
             earlier: per row, the ids of the conversation in front of its first token, such as a cache holds.
+            looking: per row `[P]`, the tokens whose attention counts for `selection="lm_attention"`, among its real
+                ones; those from which the answer begins if `None`.
             inputs: the fields of [`VisualInputs`] and [`SelectionInputs`].
 
         Raises:
@@ -79,7 +84,7 @@ class QTSplusCompressionMixin(QTSplusQueryMixin, QTSplusEncodingMixin):
         starts = [0] * len(input_ids) if start_positions is None else list(start_positions)
 
         grids = self._grids(visual)
-        rows = self._layout(input_ids, mask, position_ids, grids, visual.second_per_grid_ts, starts)
+        rows = self._layout(input_ids, mask, starts, grids, visual.second_per_grid_ts, position_ids)
         features: Features = {
             IMAGE: self.encode(IMAGE, visual.pixel_values, visual.image_grid_thw),
             VIDEO: self.encode(VIDEO, visual.pixel_values_videos, visual.video_grid_thw)
@@ -87,7 +92,12 @@ class QTSplusCompressionMixin(QTSplusQueryMixin, QTSplusEncodingMixin):
             else self.check_features(VIDEO, visual.video_features, grids[VIDEO]),
         }
         queries = self.query_states(rows, input_ids, inputs_embeds, mask, selection, earlier)
-        selected, qtsplus = self._select(rows, grids, features, queries, selection, sample_gate)
+        asked = None
+        if (selection.selection or self.config.qtsplus_config.selection) == LM_ATTENTION:
+            layout = partial(self._layout, grids=grids, second_per_grid_ts=visual.second_per_grid_ts)
+            asked = self.asked_prompt(rows, input_ids, inputs_embeds, mask, starts, selection, earlier, layout)
+            asked.places = asked.places if looking is None else list(looking)
+        selected, qtsplus = self._select(rows, grids, features, queries, selection, sample_gate, asked)
         return self._splice_rows(input_ids, inputs_embeds, rows, features, selected, qtsplus, pad_left, starts)
 
     def candidates(
@@ -95,7 +105,7 @@ class QTSplusCompressionMixin(QTSplusQueryMixin, QTSplusEncodingMixin):
     ) -> list[torch.Tensor]:
         """Per row `[M_b]`, where among its real tokens those stand that compete for its budget."""
         starts = [0] * len(input_ids)
-        rows = self._layout(input_ids, attention_mask, None, self._grids(visual), visual.second_per_grid_ts, starts)
+        rows = self._layout(input_ids, attention_mask, starts, self._grids(visual), visual.second_per_grid_ts)
         return [row.candidates for row in rows]
 
     def _grids(self, visual: VisualInputs) -> Grids:
@@ -109,7 +119,7 @@ class QTSplusCompressionMixin(QTSplusQueryMixin, QTSplusEncodingMixin):
         return (IMAGE, VIDEO) if self.config.qtsplus_config.select_images else (VIDEO,)
 
     def _layout(
-        self, input_ids, mask, position_ids, grids: Grids, second_per_grid_ts, starts: Sequence[int]
+        self, input_ids, mask, starts: Sequence[int], grids: Grids, second_per_grid_ts, position_ids=None
     ) -> list[PromptRow]:
         """The rows of the full prompt: which tokens are whose, and where they stand."""
         seconds = [1] * len(grids[VIDEO]) if second_per_grid_ts is None else second_per_grid_ts
@@ -145,6 +155,7 @@ class QTSplusCompressionMixin(QTSplusQueryMixin, QTSplusEncodingMixin):
         queries: list[torch.Tensor],
         selection: SelectionInputs,
         sample_gate: bool | None,
+        asked: AskedPrompt | None,
     ) -> tuple[list[torch.Tensor], QTSplusOutput]:
         """Per row the kept tokens `[n_b, token_width]`, and how they were chosen."""
         nothing = self.no_features(rows[0].columns.device)
@@ -154,16 +165,22 @@ class QTSplusCompressionMixin(QTSplusQueryMixin, QTSplusEncodingMixin):
             [features[span.modality][span.index].to(nothing.device) for span in spans] or [nothing]
             for spans in competing
         ]
+        shapes = [[grids[span.modality][span.index] for span in spans] for spans in competing]
+        scores = None
+        if asked is not None:
+            pairs = enumerate(zip(sources, shapes, strict=True))
+            scores = [partial(self.attention_relevance, asked, row, *pair, features) for row, pair in pairs]
         selected, qtsplus = self.qtsplus(
             [[part[:, :width] for part in parts] for parts in sources],
             queries,
             [row.positions[:, row.candidates] for row in rows],
-            [[grids[span.modality][span.index] for span in spans] for spans in competing],
+            shapes,
             retention=selection.retention,
             max_visual_tokens=selection.max_visual_tokens,
             selection=selection.selection,
             reencode=selection.reencode,
             sample_gate=sample_gate,
+            scores=scores,
         )
         if self.token_width > width:
             triples = zip(selected, sources, qtsplus.kept_indices, strict=True)

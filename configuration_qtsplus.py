@@ -31,8 +31,9 @@ class QTSplusConfig(PreTrainedConfig):
             `"detached"` keeps the same without a gradient, for scores that are taught by attention. Where salience
             does not give the answer away, neither of the first two taught the scores anything (docs/learned.md).
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
-            `"qtsplus"` keeps the most relevant ones, `"all"` everything. Without looking at the question choose
-            `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as
+            `"qtsplus"` keeps the most relevant ones, `"lm_attention"` those that the language model itself attends to
+            in a first, shallow pass, which needs no training; `"all"` everything. Without looking at the question
+            choose `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as
             DivPrune). `forward` and `generate` take another one for a call.
 
     > The question
@@ -43,6 +44,17 @@ class QTSplusConfig(PreTrainedConfig):
             other and "it" its meaning; no parameter more. `"layer"` has one self-attention layer of the selector over
             the question; one layer's parameters more (43,010,560 in qtsplus-3b, 132,153,856 in qtsplus-7b).
         query_layers (`int`, defaults to 2): how many layers of the language model, for `"language_model"`.
+
+    > The language model's own attention, for `selection="lm_attention"`
+
+        attention_layer (`int`, *optional*): the layer whose attention is read, counted from 0; one with full attention.
+            By default that at 0.65 of the depth, as published work has it; `qtsplus calibrate` finds a model's own.
+        attention_heads (`list[int]`, *optional*): the heads of that layer that count; all if absent.
+        attention_group (`int`, defaults to 8192): the most visual tokens that are read together. Time and memory of a
+            group grow with its size; larger ones let more frames see each other.
+        attention_mass (`float`, defaults to 0.6): the own budget: as many tokens as hold this share of the attention to
+            all visual tokens, within `rho_min` and `rho_max`.
+        attention_found (`dict`, *optional*): what `qtsplus calibrate` measured of the layer and the heads.
 
     > The layers
 
@@ -83,6 +95,11 @@ class QTSplusConfig(PreTrainedConfig):
     selection: str = "qtsplus"
     query_states: str = "embeddings"
     query_layers: int = 2
+    attention_layer: int | None = None
+    attention_heads: list[int] | tuple[int, ...] | None = None
+    attention_group: int = 8192
+    attention_mass: float = 0.6
+    attention_found: dict | None = None
     scoring_layers: int = 1
     reduction: str = "max"
     reencode_layers: int = 2
@@ -104,6 +121,15 @@ class QTSplusConfig(PreTrainedConfig):
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
         _require(self.query_states in QUERY_STATES, self, "query_states", f"one of {QUERY_STATES}")
         _require(self.query_layers >= 1, self, "query_layers", "query_layers >= 1")
+        heads = self.attention_heads
+        _require(
+            heads is None or (len(heads) > 0 and len(set(heads)) == len(heads)),
+            self,
+            "attention_heads",
+            "different heads, at least one",
+        )
+        _require(self.attention_group >= 1, self, "attention_group", "attention_group >= 1")
+        _require(0 < self.attention_mass <= 1, self, "attention_mass", "0 < attention_mass <= 1")
         _require(self.scoring_layers >= 1, self, "scoring_layers", "scoring_layers >= 1")
         _require(self.reencode_layers >= 0, self, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
         _require(self.reduction in REDUCTIONS, self, "reduction", f"one of {REDUCTIONS}")

@@ -17,6 +17,7 @@ from transformers.utils import can_return_tuple
 from .compression_qtsplus import QTSplusCompressionMixin, packed_rows
 from .generation_qtsplus import QTSplusGenerationMixin
 from .inputs_qtsplus import NAMES, SelectionInputs, VisualInputs, names_inputs, take_inputs
+from .lm_attention_qtsplus import check_attention
 from .prompt_qtsplus import MODALITIES, SelectedFeatures, text_positions
 from .saving_qtsplus import QTSplusSavingMixin
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector
@@ -54,6 +55,7 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
                 f"QTSplusConfig got query_layers={selector.query_layers}; expected at most {text.num_hidden_layers}, "
                 "the layers of the language model."
             )
+        check_attention(text, selector)
         heads = text.num_attention_heads
         if text.hidden_size % heads:  # as in Qwen3.5-27B, whose heads together are wider than its hidden states
             heads = text.hidden_size // text.head_dim

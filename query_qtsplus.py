@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from .backbone_qtsplus import QTSplusBackboneMixin
 from .inputs_qtsplus import SelectionInputs
 from .prompt_qtsplus import TEXT, PromptRow, find_query_mask
+from .selection_qtsplus import LM_ATTENTION
 
 
 class QTSplusQueryMixin(QTSplusBackboneMixin):
@@ -49,8 +50,9 @@ class QTSplusQueryMixin(QTSplusBackboneMixin):
         """
         config, embed = self.config.qtsplus_config, self.get_input_embeddings()
         asks = config.selection if selection.selection is None else selection.selection
-        in_context = config.query_states == "language_model" and asks != "all"  # which no question changes
-        query_mask, given = self._query_mask(input_ids, mask, selection), _given_queries(selection, len(input_ids))
+        # No other one looks at the question's states.
+        in_context = config.query_states == "language_model" and asks not in ("all", LM_ATTENTION)
+        query_mask, given = self._query_mask(input_ids, mask, selection), given_queries(selection, len(input_ids))
         if in_context:
             query_mask = query_mask & (self.token_types(input_ids) == TEXT)
 
@@ -106,9 +108,7 @@ class QTSplusQueryMixin(QTSplusBackboneMixin):
 
     def _first_states(self, texts: list[torch.Tensor], layers: int) -> torch.Tensor:
         """`[B, S, d]` behind the language model's first layers, of `[S_b, d]` embeddings."""
-        # A view of the language model that shares its weights, so that nothing of the model itself is changed.
-        first: Any = copy.copy(self.language_model)
-        first._modules = {**first._modules, "layers": first.layers[:layers], "norm": nn.Identity()}
+        first = self.first_layers(self.language_model.layers[:layers])
         # It is causal, recurrent layers too: padding on the right changes nothing in front of it. The class's own
         # forward, for what others have hooked onto the model's would run all of it.
         states = type(first).forward(
@@ -122,8 +122,14 @@ class QTSplusQueryMixin(QTSplusBackboneMixin):
         # itself would run with these, which have no gradient (pytorch issue 112583).
         return states.last_hidden_state.detach()
 
+    def first_layers(self, layers: nn.ModuleList) -> Any:
+        """A view of the language model that shares its weights, with these layers in the place of all, and no norm."""
+        first: Any = copy.copy(self.language_model)
+        first._modules = {**first._modules, "layers": layers, "norm": nn.Identity()}
+        return first
 
-def _given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] | None:
+
+def given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] | None:
     """Per row the ids of a question that does not stand in the prompt."""
     ids, mask = selection.query_input_ids, selection.query_attention_mask
     if ids is None:
@@ -137,4 +143,4 @@ def _given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] 
     return list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
 
 
-__all__ = ["QTSplusQueryMixin"]
+__all__ = ["QTSplusQueryMixin", "given_queries"]

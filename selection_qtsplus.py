@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+LM_ATTENTION = "lm_attention"  # lm_attention_qtsplus.py has its scores
+
 
 @dataclass
 class Candidates:
@@ -118,14 +120,42 @@ def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
     return scores.topk(n, sorted=False).indices.sort().values
 
 
+def tokens_for_mass(log_relevance: torch.Tensor, mass: float) -> int:
+    """How many of the most relevant tokens hold this share of all relevance."""
+    shares = log_relevance.softmax(0).sort(descending=True).values.cumsum(0)
+    return min(int((shares < mass).sum()) + 1, len(shares))
+
+
 METHODS: dict[str, Callable[[Candidates, int], torch.Tensor]] = {
     "qtsplus": most_relevant,
+    LM_ATTENTION: most_relevant,  # whose log-relevance comes from the language model
     "uniform": uniform,
     "random": random,
     "all": everything,
     "temporal_redundancy": temporal_redundancy,
     "diversity": diversity,
 }
+
+
+def check_call(selection: str, retentions: Sequence[float | None], rows: int, max_visual_tokens: int | None) -> None:
+    """Refuses what no selection can do; see `QTSplusSelector.forward`."""
+    if selection not in METHODS:
+        raise ValueError(f"selection={selection!r}; expected one of {tuple(METHODS)}.")
+    if len(retentions) != rows:
+        raise ValueError(f"{len(retentions)} retentions for {rows} rows: expected one for all, or one for each.")
+    for retention in retentions:
+        if retention is not None and not 0 < retention <= 1:
+            raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens in (0, 1].")
+    if max_visual_tokens is not None and (
+        isinstance(max_visual_tokens, bool) or max_visual_tokens < 1 or max_visual_tokens != int(max_visual_tokens)
+    ):
+        raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
+    fixed = any(retention not in (None, 1.0) for retention in retentions)
+    if selection == "all" and (fixed or max_visual_tokens is not None):
+        raise ValueError(
+            'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '
+            "leave retention and max_visual_tokens out."
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -245,4 +275,4 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, int, int], Gated]]
     "detached": detached_gate,
 }
 
-__all__ = ["GATES", "METHODS", "Candidates", "Gated", "find_threshold"]
+__all__ = ["GATES", "LM_ATTENTION", "METHODS", "Candidates", "Gated", "check_call", "find_threshold"]

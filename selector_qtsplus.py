@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 from .relevance_qtsplus import log_relevance
-from .selection_qtsplus import GATES, METHODS, Candidates
+from .selection_qtsplus import GATES, LM_ATTENTION, METHODS, Candidates, check_call, tokens_for_mass
 
 EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
 
@@ -325,6 +325,7 @@ class QTSplusSelector(nn.Module):
         selection: str | None = None,
         reencode: bool = True,
         sample_gate: bool | None = None,
+        scores: Sequence[Callable[[], torch.Tensor]] | None = None,
     ) -> tuple[list[torch.Tensor], QTSplusOutput]:
         """
         Args:
@@ -339,13 +340,14 @@ class QTSplusSelector(nn.Module):
             selection: one of `METHODS`; the configuration's if `None`.
             reencode: `False` skips lines 15 and 16.
             sample_gate: use the training gate; `self.training` if `None`.
+            scores: per row what computes the `[M_b]` log-relevance, in the place of lines 1 and 2.
 
         Returns:
             per row `[n_b, d]` tokens for the language model, in their original order, and a [`QTSplusOutput`].
 
         Raises:
-            ValueError: an unknown selection, `retention` or `max_visual_tokens` out of range, or a row with visual
-                tokens but no question.
+            ValueError: an unknown selection, `"lm_attention"` without `scores`, `retention` or `max_visual_tokens` out
+                of range, or a row with visual tokens but no question.
         """
         visual = [[row] if isinstance(row, torch.Tensor) else row for row in visual]
         if grids is None:
@@ -353,11 +355,14 @@ class QTSplusSelector(nn.Module):
         retentions = list(retention) if isinstance(retention, Sequence) else [retention] * len(visual)
         selection = self.config.selection if selection is None else selection
         check_call(selection, retentions, len(visual), max_visual_tokens)
+        if selection == LM_ATTENTION and scores is None:
+            raise ValueError("selection='lm_attention' asks the language model: call the whole model.")
         sample_gate = self.training if sample_gate is None else sample_gate
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
         rows = []
         for row, retention in enumerate(retentions):
-            sample = (row, visual[row], query[row], positions[row], grids[row])
+            given = None if scores is None else scores[row]
+            sample = (row, visual[row], query[row], positions[row], grids[row], given)
             rows.append(self._select_row(self._candidates(*sample), selection, retention, cap, sample_gate))
         features, kept_indices, log_relevance, rhos, threshold = (list(field) for field in zip(*rows, strict=True))
         for row, kept in enumerate(kept_indices):
@@ -389,7 +394,7 @@ class QTSplusSelector(nn.Module):
             loss_s=loss_s,
         )
 
-    def _candidates(self, row, visual, query, positions, grids) -> Candidates:
+    def _candidates(self, row, visual, query, positions, grids, given) -> Candidates:
         """One sample, with lines 1 and 2 for whoever asks for them."""
         if len(query):
             order = torch.arange(len(query), device=query.device).expand(3, -1)
@@ -401,6 +406,8 @@ class QTSplusSelector(nn.Module):
                     f"Row {row} has {sum(map(len, visual))} visual tokens but no question to select them by. Format "
                     "the prompt with the processor's chat template, or pass query_mask= or query_input_ids=."
                 )
+            if given is not None:
+                return given()
             states = query
             for layer in self.scoring_layers[:-1]:
                 states = layer(states, visual)
@@ -417,6 +424,10 @@ class QTSplusSelector(nn.Module):
             return visual[0], unscored.long(), unscored, nothing, nothing
         if selection == "all":
             rho, n = nothing + 1, num_tokens
+        elif retention is None and selection == LM_ATTENTION:
+            share = tokens_for_mass(candidates.log_relevance, config.attention_mass) / num_tokens
+            rho = (nothing + share).clamp(config.rho_min, config.rho_max)
+            n = kept_count(float(rho), num_tokens, cap)
         elif retention is None:
             relevance = candidates.log_relevance.exp()
             if config.gate == "detached":  # the scores are taught, by nothing else
@@ -474,27 +485,6 @@ class QTSplusSelector(nn.Module):
         if training:
             self.rho_history.copy_(history)
         return (history[0] / history[1] / 2.0**32).float()
-
-
-def check_call(selection: str, retentions: Sequence[float | None], rows: int, max_visual_tokens: int | None) -> None:
-    """Refuses what no selection can do; see [`QTSplusSelector.forward`]."""
-    if selection not in METHODS:
-        raise ValueError(f"selection={selection!r}; expected one of {tuple(METHODS)}.")
-    if len(retentions) != rows:
-        raise ValueError(f"{len(retentions)} retentions for {rows} rows: expected one for all, or one for each.")
-    for retention in retentions:
-        if retention is not None and not 0 < retention <= 1:
-            raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens in (0, 1].")
-    if max_visual_tokens is not None and (
-        isinstance(max_visual_tokens, bool) or max_visual_tokens < 1 or max_visual_tokens != int(max_visual_tokens)
-    ):
-        raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
-    fixed = any(retention not in (None, 1.0) for retention in retentions)
-    if selection == "all" and (fixed or max_visual_tokens is not None):
-        raise ValueError(
-            'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '
-            "leave retention and max_visual_tokens out."
-        )
 
 
 __all__ = ["QTSplusOutput", "QTSplusSelector", "kept_count"]

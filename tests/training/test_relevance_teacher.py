@@ -13,10 +13,10 @@ from qtsplus.training.attention import (
     answer_attention,
     own_teaching,
     relevance_divergences,
-    require_same_tokens,
 )
 from qtsplus.training.distillation import own_logits
 from qtsplus.training.recipe import build_trainer, load_recipe
+from qtsplus.training.teachers import require_same_tokens
 from tiny import tiny_model
 from training_examples import InOrder, collate, examples, make_trainer, steps
 

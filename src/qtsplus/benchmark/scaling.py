@@ -1,4 +1,4 @@
-"""`qtsplus bench scaling`: time and memory of selection (relevance, budget and gate) over the visual tokens M."""
+"""`qtsplus bench scaling`: time and memory of selection over the visual tokens M, by the selector or by attention."""
 
 import json
 import math
@@ -12,15 +12,18 @@ import torch
 from ..configuration_qtsplus import QTSplusConfig
 from ..hub.files import hub_configs
 from ..results import Journal, environment, spread, steps
+from ..selection_qtsplus import LM_ATTENTION
 from ..selector_qtsplus import QTSplusSelector
 from .clock import now
 from .peak import extra_memory, in_own_process
 from .plots import draw_scaling
 from .results import label, summarise
-from .shapes import TINY, find_device, find_shape
+from .shapes import QUESTION, TINY, build, find_device, find_shape, make_processor, prompt_text
 
 SIZES = (62_500, 125_000, 250_000, 500_000, 1_000_000)
 QUESTION_TOKENS = 64
+SELECTIONS = ("qtsplus", LM_ATTENTION)
+TINY_GROUP = 1024  # visual tokens that the tiny model reads together; a whole model takes its configuration's
 
 
 def run_scaling(
@@ -28,23 +31,29 @@ def run_scaling(
     out: Path,
     *,
     device: str | None = None,
+    selection: str = "qtsplus",
     sizes: Sequence[int] | None = None,
     repeats: int = 5,
     progress: bool = True,
 ) -> Path:
     """
-    Measures each size in a process of its own, fits power laws, and writes `scaling-LABEL.json` with its figure. An
-    interrupted run goes on with the sizes that are missing.
+    Measures each size in a process of its own, fits power laws, and writes `scaling-LABEL.json` with its figure, or
+    `scaling-lm-attention-LABEL.json`. An interrupted run goes on with the sizes that are missing.
 
     Args:
         shape_name: of [`MODEL_SHAPES`]; a whole model takes its width and bfloat16, others qtsplus-tiny's and float32.
         device: the shape's own when `None`.
+        selection: `"qtsplus"` measures the whole selector (relevance, budget and gate), `"lm_attention"` the scores of
+            the language model's attention.
         sizes: numbers of visual tokens, at least two; [`SIZES`] when `None`.
 
     Raises:
-        ValueError: no such shape or device, fewer than two sizes, or numbers below 1.
+        ValueError: no such shape, device or selection, fewer than two sizes, or numbers below 1.
     """
     shape = find_shape(shape_name)
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection={selection!r}: expected one of {SELECTIONS}.")
+    by_selector = selection == "qtsplus"
     device = find_device(shape, device)
     sizes = sorted(set(SIZES if sizes is None else sizes))
     if len(sizes) < 2 or sizes[0] < 1 or repeats < 1:
@@ -52,12 +61,20 @@ def run_scaling(
     variant, dtype = (shape.variant, "bfloat16") if shape.whole else (TINY, "float32")
     settings = {"variant": variant, "dtype": dtype, "device": device, "sizes": sizes, "repeats": repeats}
     name = f"scaling-{label(shape_name)}"
+    if not by_selector:
+        name = f"scaling-lm-attention-{label(shape_name)}"
+        settings |= {"selection": selection, "group": None if shape.whole else TINY_GROUP}
     journal = Journal(out / f".{name}.jsonl", settings)
     with steps(name, len(sizes), progress) as step:
         for size in sizes:
             if str(size) not in journal.done:
-                call = {"tokens": size, "variant": variant, "dtype": dtype, "device": device, "repeats": repeats}
-                journal.add(str(size), in_own_process(measure_selection, **call))
+                call = {"tokens": size, "dtype": dtype, "device": device, "repeats": repeats}
+                if by_selector:
+                    measured = in_own_process(measure_selection, **call, variant=variant)
+                else:
+                    shaped = {"shape_name": shape_name if shape.whole else "tiny", "group": settings["group"]}
+                    measured = in_own_process(measure_lm_attention, **call, **shaped)
+                journal.add(str(size), measured)
             seconds, extra = (spread(journal.done[str(size)][field])["median"] for field in ("seconds", "extra_mb"))
             step(f"{size} tokens: {seconds:.3f} s, {extra:.0f} MB beyond the inputs")
 
@@ -76,10 +93,12 @@ def run_scaling(
         "memory": fit_power_law(sizes, [point["extra_mb"]["median"] for point in points]),
     }
     document = {
-        "command": f"qtsplus bench scaling --shape {shape_name} --device {device} --repeats {repeats} "
+        "command": f"qtsplus bench scaling --shape {shape_name} --device {device} "
+        + ("" if by_selector else f"--selection {selection} ")
+        + f"--repeats {repeats} "
         + " ".join(f"--size {size}" for size in sizes),
         "environment": environment(device),
-        "settings": {**settings, "question_tokens": QUESTION_TOKENS},
+        "settings": {**settings, **({"question_tokens": QUESTION_TOKENS} if by_selector else {})},
         "figures": {
             "growth_exponent_time": fits["time"]["exponent"],
             "growth_exponent_memory": fits["memory"]["exponent"],
@@ -88,7 +107,8 @@ def run_scaling(
         "sizes": points,
     }
     target = journal.finish(out / f"{name}.json", document)
-    summarise(out, shape_name)
+    if by_selector:
+        summarise(out, shape_name)
     draw_scaling(document, target.with_suffix(""))
     return target
 
@@ -127,3 +147,45 @@ def measure_selection(tokens: int, variant: str, dtype: str, device: str, repeat
                 seconds.append(now(device) - began)
             extra.append(peak.mb)
     return {"seconds": seconds, "extra_mb": extra, "kept": kept, "peak_by": peak.by}
+
+
+def measure_lm_attention(
+    tokens: int, shape_name: str, dtype: str, device: str, repeats: int, group: int | None
+) -> dict[str, Any]:
+    """
+    Has the language model's attention score `tokens` random visual tokens, `repeats` times, once it has read a few.
+
+    Args:
+        group: visual tokens read together; the configuration's if `None`.
+
+    Returns:
+        as [`measure_selection`]; the model's inputs and their layout count as there before.
+    """
+    shape = find_shape(shape_name)
+    model, processor = build(shape, "ours", device, getattr(torch, dtype)), make_processor(shape)
+    if group is not None:
+        model.config.qtsplus_config.attention_group = group
+    seconds, extra, by, base = [], [], [], model.model
+    attend = base.attention_relevance
+
+    def measured(*arguments: Any) -> torch.Tensor:
+        with extra_memory(device) as peak:
+            began = now(device)
+            relevance = attend(*arguments)
+            seconds.append(now(device) - began)
+        extra.append(peak.mb)
+        by.append(peak.by)
+        return relevance
+
+    base.attention_relevance = measured
+    merge, call = processor.video_processor.merge_size, {"selection": LM_ATTENTION, "retention": 1 / tokens}
+    with torch.inference_mode():
+        for size, times in ((min(tokens, 2048), 1), (tokens, repeats)):
+            frame = math.gcd(size, 500)
+            grid = torch.tensor([[size // frame, merge, frame * merge]])
+            inputs = processor(text=[prompt_text(processor, QUESTION)], video_grid_thw=grid, return_tensors="pt")
+            inputs.pop("mm_token_type_ids", None)
+            features = torch.randn(size, base.token_width, device=device, dtype=getattr(torch, dtype))
+            for _ in range(times):
+                chosen = base.compress(**inputs.to(device), video_features=[features], **call)
+    return {"seconds": seconds[1:], "extra_mb": extra[1:], "kept": int(chosen.qtsplus.n[0]), "peak_by": by[0]}

@@ -86,6 +86,44 @@ def learned(
 
 
 @bench_app.command()
+def attention(
+    base: Annotated[
+        list[Path],
+        typer.Option(
+            help="A trained model that reads all tokens. May be repeated, for bases of one backbone.",
+            show_default=False,
+        ),
+    ],
+    test: Annotated[Path, typer.Option(help="Test questions, made by `qtsplus data tinyworld`.", show_default=False)],
+    trained: Annotated[
+        list[Path] | None,
+        typer.Option(help="The same base with a trained selector, to stand beside. Repeated as often as --base."),
+    ] = None,
+    out: _Results = _RESULTS,
+    name: Annotated[str, typer.Option(help="What the results are called.")] = "lm-attention",
+    work: Annotated[Path, typer.Option(help="Where answers are kept.")] = Path("runs/attention"),
+    batch_size: Annotated[int, typer.Option(help="How many questions are asked at a time.", min=1)] = 64,
+) -> None:
+    """Compare selection by the language model's own attention, which needs no training, with all others."""
+    require_text(name=name)
+    with one_line_errors():
+        from ..benchmark.learned.untrained import run_attention
+
+        results = run_attention(
+            base,
+            test,
+            out,
+            trained=trained or (),
+            name=name,
+            work=work,
+            batch_size=batch_size,
+            command=shlex.join(["qtsplus", *sys.argv[1:]]),
+            say=note,
+        )
+    wrote(results)
+
+
+@bench_app.command()
 def speed(
     shape: _Shape = "cpu",
     device: _Device = None,
@@ -134,13 +172,16 @@ def scaling(
         list[int] | None,
         typer.Option(help="A number of visual tokens. May be repeated. Without it, five sizes up to 1,000,000."),
     ] = None,
+    selection: Annotated[
+        str, typer.Option(help="What chooses: qtsplus, the selector, or lm_attention, the language model's attention.")
+    ] = "qtsplus",
 ) -> None:
     """Measure how time and memory of the selection grow with the number of visual tokens."""
     require_text(device=device)
     with one_line_errors(), resumable():
         from ..benchmark.scaling import run_scaling
 
-        file = run_scaling(shape, out, device=device, sizes=size, repeats=repeats)
+        file = run_scaling(shape, out, device=device, selection=selection, sizes=size, repeats=repeats)
     _print_figures(file)
 
 

@@ -41,6 +41,12 @@ def convert(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Set a field of a new selector, such as n_max=512. Repeatable.")
     ] = None,
+    selection: Annotated[
+        str | None,
+        typer.Option(
+            help="How tokens are chosen, such as lm_attention: the language model's own attention, without training."
+        ),
+    ] = None,
     vision_config: Annotated[
         Path | None,
         typer.Option(help="The vision configuration of a reference checkpoint: a JSON file, or a folder with one."),
@@ -56,7 +62,7 @@ def convert(
     overwrite: Overwrite = False,
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
-    require_text(variant=variant, init=init, processor=processor, revision=revision)
+    require_text(variant=variant, init=init, selection=selection, processor=processor, revision=revision)
     require_seeds(seed)
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard_size, re.ASCII | re.IGNORECASE):
         fail(f"--max-shard-size is {max_shard_size!r}; expected a size such as 5GB")
@@ -68,7 +74,7 @@ def convert(
             out,
             variant=variant,
             initialise=init,
-            selector=_parse_settings(settings),
+            selector=_parse_settings(settings, selection),
             vision_config=vision_config,
             processor=processor,
             revision=revision,
@@ -194,13 +200,13 @@ def _print_files(folder: Path, target: str) -> None:
     print(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files, for {target}; nothing was uploaded")
 
 
-def _parse_settings(settings: list[str] | None) -> dict[str, object] | None:
-    """`["n_max=512"]` as `{"n_max": 512}`; the values are YAML."""
+def _parse_settings(settings: list[str] | None, selection: str | None) -> dict[str, object] | None:
+    """`["n_max=512"]` as `{"n_max": 512}`; the values are YAML. With a selection, which has an option of its own."""
+    parsed: dict[str, object] = {} if selection is None else {"selection": selection}
     if not settings:
-        return None
+        return parsed or None
     from ..settings import parse_yaml
 
-    parsed = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:

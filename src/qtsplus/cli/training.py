@@ -36,7 +36,9 @@ def train(
 def calibrate(
     model: Annotated[
         str,
-        typer.Argument(help="A folder or a Hub id: the model whose attention is to teach.", show_default=False),
+        typer.Argument(
+            help="A folder or a Hub id: the model whose attention is to teach or to select.", show_default=False
+        ),
     ],
     records: Annotated[
         Path,
@@ -59,7 +61,10 @@ def calibrate(
         Dtype, typer.Option(help="The type of the weights. auto is bfloat16 on a GPU and float32 elsewhere.")
     ] = Dtype.auto,
 ) -> None:
-    """Find the layers and heads whose attention finds what an answer rests on, for attention distillation."""
+    """
+    Find the layers and heads whose attention finds what an answer rests on, for attention distillation and for
+    selection="lm_attention". The latter's are written into the configuration of a model's folder, with their figures.
+    """
     require_text(model=model, device=device)
     with one_line_errors():
         from ..evaluation import calibration
@@ -86,6 +91,9 @@ def calibrate(
         out.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
         _print_calibration(found)
         wrote(out)
+        configuration = calibration.write_attention(Path(model), found)
+        if configuration is not None:
+            wrote(configuration)
         if recipe is not None:
             text = recipe.read_text(encoding="utf-8")
             recipe.write_text(set_yaml_fields(text, str(recipe), "training", found.fields()), encoding="utf-8")
@@ -105,4 +113,10 @@ def _print_calibration(found: "Calibration") -> None:
         tokens, needles = f"{recall.tokens:.1%} of the needle tokens", f"{recall.needles:.1%} of the needles"
         console.print(f"{name}: {tokens}, {needles}, and {recall.mass:.1%} of the attention is on them")
     lines = [f"  {name}: {json.dumps(value)}" for name, value in found.fields().items() if value is not None]
+    reading = found.attention_fields()
+    figures = reading.pop("attention_found")
+    console.print(
+        f"selection=lm_attention: {json.dumps(reading)} finds {figures['tokens']:.1%} of the needle tokens; "
+        f"the default, layer {figures['default_layer']}, {figures['default']['tokens']:.1%}"
+    )
     console.print("\n".join(["training:", *lines] if lines else ["All layers are best: a recipe needs no line."]))

@@ -1,4 +1,8 @@
-"""Which layers and heads look at what an answer rests on: needle recall of each, over questions with their evidence."""
+"""
+Which layers and heads look at what an answer rests on: needle recall of each, over questions with their evidence.
+
+While the model answers, for attention distillation; and from where the answer begins, for `selection="lm_attention"`.
+"""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ..data.scene import sighting_tokens
+from ..lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..selector_qtsplus import kept_count
 from ..training.attention import AttentionChoice, noting_attention
 from ..training.collator import VideoQACollator
@@ -24,6 +29,7 @@ from .labelled import LabelledQuestion, read_questions
 SHARE = 0.1  # of the visual tokens that a layer or a head may keep
 
 ALL_LAYERS, BEST_LAYERS, BEST_HEADS = "all layers", "best layers", "best heads"
+EQUAL = 0.01  # recalls that are taken for the same
 
 
 @dataclass(frozen=True)
@@ -74,12 +80,39 @@ class Calibration:
         choices: what they suggest, by name.
         found: what the sum over each choice finds in the other videos.
         checked: questions about those.
+        readings: for `selection="lm_attention"`, what each finds in the other videos; every one reads a single layer.
+        default: the one of `readings` that a model reads without calibration.
     """
 
     measured: HeadRecalls
     choices: dict[str, AttentionChoice]
     found: dict[str, Recall]
     checked: int
+    readings: dict[AttentionChoice, Recall]
+    default: AttentionChoice
+
+    @property
+    def best_reading(self) -> AttentionChoice:
+        """The one with the highest recall of tokens; of equals the shallowest, then the one with the most mass."""
+        most = max(recall.tokens for recall in self.readings.values())
+        equal = [choice for choice, recall in self.readings.items() if recall.tokens >= most - EQUAL]
+        return min(equal, key=lambda choice: (_layer(choice), -self.readings[choice].mass))
+
+    def attention_fields(self) -> dict[str, Any]:
+        """What the best reading is in `qtsplus_config`, with its figures."""
+        choice = self.best_reading
+        heads = choice.of_layer(_layer(choice))
+        return {
+            "attention_layer": _layer(choice),
+            "attention_heads": heads,
+            "attention_found": {
+                "share": SHARE,
+                "questions": self.checked,
+                **_rounded(self.readings[choice]),
+                "default_layer": _layer(self.default),
+                "default": _rounded(self.readings[self.default]),
+            },
+        }
 
     @property
     def best(self) -> str:
@@ -107,6 +140,11 @@ class Calibration:
             "choices": choices,
             "layers": [{"layer": layer, **asdict(got)} for layer, got in self.measured.layers.items()],
             "heads": heads,
+            "readings": [
+                {"layer": _layer(choice), "heads": choice.of_layer(_layer(choice)), **asdict(recall)}
+                for choice, recall in self.readings.items()
+            ],
+            "best_reading": self.attention_fields(),
         }
 
 
@@ -174,7 +212,49 @@ def calibrate(
             BEST_HEADS: AttentionChoice(heads=measured.best_heads(heads), positions=positions),
         }
         found = measure_choices(model, datasets[1], halves[1], choices, positions, progress)
-    return Calibration(measured, choices, found, len(halves[1]))
+        text = model.config.text_config
+        default = AttentionChoice(layers=(attention_layer(text),), positions="prompt")
+        readings = {
+            str(number): choice
+            for number, choice in enumerate(
+                _readings(
+                    measure_heads(model, datasets[0], halves[0], "prompt", progress), text, default, layers, heads
+                )
+            )
+        }
+        read = measure_choices(model, datasets[1], halves[1], readings, "prompt", progress)
+    by_choice = {choice: read[number] for number, choice in readings.items()}
+    return Calibration(measured, choices, found, len(halves[1]), by_choice, default)
+
+
+def _readings(
+    measured: HeadRecalls, text_config: Any, default: AttentionChoice, layers: int, heads: int
+) -> list[AttentionChoice]:
+    """The default layer and the best ones, each with all its heads and with its best ones."""
+    full = {layer: measured.layers[layer] for layer in full_attention_layers(text_config)}
+    chosen = {*default.layers, *HeadRecalls(0, full, {}).best_layers(layers)}
+    found = [default]
+    for layer in sorted(chosen):
+        own = {pair: recall for pair, recall in measured.heads.items() if pair[0] == layer}
+        best = HeadRecalls(0, {}, own).best_heads(heads)
+        found += [AttentionChoice(layers=(layer,), positions="prompt"), AttentionChoice(heads=best, positions="prompt")]
+    return list(dict.fromkeys(found))
+
+
+def write_attention(folder: Path, found: Calibration) -> Path | None:
+    """
+    Writes the best reading into the configuration of a model's folder.
+
+    Returns:
+        the file; `None` where there is no folder with a QTSplus model.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if "qtsplus_config" not in config:
+        return None
+    config["qtsplus_config"] |= found.attention_fields()
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return path
 
 
 def measure_heads(
@@ -265,6 +345,16 @@ def _means(recalls: Mapping[Any, list[Recall]]) -> dict[Any, Recall]:
     }
 
 
+def _layer(choice: AttentionChoice) -> int:
+    """The one layer of a reading."""
+    (layer,) = choice.layers if choice.heads is None else {layer for layer, _ in choice.heads}
+    return layer
+
+
+def _rounded(recall: Recall) -> dict[str, float]:
+    return {f"needle_{name}" if name == "mass" else name: round(value, 4) for name, value in asdict(recall).items()}
+
+
 def _best(recalls: Mapping[Any, Recall]) -> list[Any]:
     """Highest recall of tokens first, without those that find less than half of what the first one finds."""
     order = sorted(recalls, key=lambda key: -recalls[key].tokens)
@@ -279,4 +369,5 @@ __all__ = [
     "measure_choices",
     "measure_heads",
     "read_labelled",
+    "write_attention",
 ]

@@ -18,6 +18,8 @@ from transformers import GenerationConfig
 
 from ..backbones import OURS, backbone_of, model_types
 from ..configuration_qtsplus import QTSplusConfig
+from ..lm_attention_qtsplus import attention_layer, check_attention
+from ..selection_qtsplus import LM_ATTENTION
 from ..settings import check_types
 from . import reference
 from .card import card_data, matching_variant
@@ -37,6 +39,10 @@ _STOCK = [name.removesuffix(OURS) for name in model_types()]
 # What a checkpoint's folder may hold that a conversion reads, as patterns for a download.
 _DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.txt", "*.jinja")
 
+_UNTRAINED = """\
+> **Nothing is trained:** {source} that selects by its own attention (`selection="lm_attention"`). Its first layers read
+> the video in groups of frames with the question, and what they attend to stays. The selector's own weights are random
+> and not used; they are there for whoever wants to train them."""
 _FRESH = """\
 > **The selector is new and untrained** (start: `{initialise}`, seed {seed}): {source} with a selector that does not yet
 > know what to keep. Train it first, for example with `qtsplus train`."""
@@ -179,6 +185,8 @@ def _from_base(
     else:
         settings = read_json(require_variant(variant) / "config.json")["qtsplus_config"]
         settings.pop("model_type", None)
+    if selector.get("selection", settings.get("selection")) == LM_ATTENTION:
+        settings["reencode_layers"] = 0  # which are there to be trained
     unknown = sorted(set(selector) - {name for name in vars(QTSplusConfig()) if hasattr(QTSplusConfig, name)})
     if unknown:
         raise ValueError(f"The selector has no field {', '.join(unknown)}.")
@@ -186,6 +194,8 @@ def _from_base(
     # What a variant says of the prompt's layout is no part of a stock configuration.
     layout = {} if variant is None else _layout(read_json(require_variant(variant) / "config.json"), backbone)
     config: Any = backbone.config(**stock.to_dict(), **layout, qtsplus_config={**settings, **selector})
+    by_attention = config.qtsplus_config.selection == LM_ATTENTION
+    check_attention(config.text_config, config.qtsplus_config)
     known = matching_variant(config, variant)
     if variant is not None and known != variant:
         size = f"{config.text_config.num_hidden_layers} layers of width {config.text_config.hidden_size}"
@@ -197,11 +207,16 @@ def _from_base(
     config.dtype = tensors[EMBEDDINGS].torch_dtype
     tensors.update(_fresh_selector(config, tensors, _INIT_METHODS[initialise], seed))
     say(f"The selector is new: start {initialise}, seed {seed}.")
+    if by_attention:
+        layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
+        say(f"Nothing needs training: the attention of layer {layer} selects. `qtsplus calibrate` finds a better one.")
     base = source if not Path(source).is_dir() else card_data(known).get("base_model")
     about = {
         **card_data(known, "license", "license_name", "license_link", "recipe"),
         **({"base_model": base} if base else {}),
-        "weights": _FRESH.format(initialise=initialise, seed=seed, source=base or f"a {backbone.model.backbone_name}"),
+        "weights": (_UNTRAINED if by_attention else _FRESH).format(
+            initialise=initialise, seed=seed, source=base or f"a {backbone.model.backbone_name}"
+        ),
     }
     return _Conversion(config, tensors, about, known)
 
@@ -277,6 +292,7 @@ def _fresh_selector(
         **{"intermediate_size": 8, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]},
     }
     small_vision = {name: value for name, value in small_vision.items() if name in settings["vision_config"]}
+    settings["qtsplus_config"] |= {"attention_layer": None, "attention_heads": None}  # of layers that are not here
     settings["text_config"] = {**settings["text_config"], **small_text, "layer_types": ["full_attention"] * depth}
     settings["vision_config"] = {**settings["vision_config"], **small_vision}
     settings.update(image_token_id=6, video_token_id=7)

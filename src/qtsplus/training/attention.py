@@ -6,7 +6,6 @@ positions that predict the answer, or of the question's. No layer's full attenti
 """
 
 import copy
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..inputs_qtsplus import take_inputs
 from ..prompt_qtsplus import find_query_mask
+from ..selection_qtsplus import LM_ATTENTION
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import IGNORED, SkippedRecord, VideoQADataset
@@ -44,21 +44,36 @@ class AttentionChoice:
     Args:
         layers: whose attention is summed over all heads, counted from 0; all if `None`.
         heads: (layer, head) pairs, in the place of whole layers.
-        positions: `"answer"` looks from the positions that predict the answer, `"question"` from the question's own.
+        positions: `"answer"` looks from the positions that predict the answer, `"question"` from the question's own,
+            `"prompt"` from where `selection="lm_attention"` looks, which knows no answer.
+        grouped: read groups of frames, through the layers up to `attention_layer` of `qtsplus_config`, with its heads;
+            for videos of any length.
     """
 
     layers: tuple[int, ...] | None = None
     heads: tuple[tuple[int, int], ...] | None = None
     positions: str = "answer"
+    grouped: bool = False
 
     @classmethod
-    def of(cls, args: QTSplusTrainingArguments) -> "AttentionChoice":
-        """As a recipe has it."""
+    def of(cls, args: QTSplusTrainingArguments, grouped: bool = False) -> "AttentionChoice":
+        """
+        As a recipe has it.
+
+        Raises:
+            ValueError: layers or heads that groups are not read by.
+        """
         layers, heads = args.relevance_layers, args.relevance_heads
+        if grouped and (layers is not None or heads is not None):
+            raise ValueError(
+                f"relevance_teacher is {LM_ATTENTION!r}, which reads attention_layer and attention_heads of "
+                "qtsplus_config: set those, and leave out relevance_layers and relevance_heads."
+            )
         return cls(
             None if layers is None else tuple(layers),
             None if heads is None else tuple((layer, head) for layer, head in heads),
             args.relevance_from,
+            grouped,
         )
 
     def of_layer(self, layer: int) -> list[int] | None:
@@ -87,9 +102,29 @@ def answer_attention(
     Returns:
         per row `[M_b]` float32, empty in rows without visual tokens or without an answer.
     """
+    if choice.grouped:
+        return _grouped_attention(model, inputs, labels, choice)
     with evaluating(model), noting_attention(model, inputs, labels, choice) as rows:
         model(**{**inputs, **EVERYTHING}, use_cache=False, logits_to_keep=1)
     return [row.target() for row in rows]
+
+
+def _grouped_attention(model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, choice: AttentionChoice):
+    """The same from groups of frames, none of which sees another."""
+    base, ids, rest = base_model(model), inputs["input_ids"], dict(inputs)
+    mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
+    visual, selection = take_inputs(rest)
+    candidates = base.model.candidates(ids, mask, visual)
+    looking = _places(base, inputs, mask.bool(), labels, candidates, choice.positions)
+    last = mask.sum(1, keepdim=True).to(ids.device) - 1  # somebody has to look, where nothing is taught too
+    places = [seen_from if len(seen_from) else end for seen_from, end in zip(looking, last, strict=True)]
+    call = {"selection": LM_ATTENTION, "retention": 1.0, "reencode": False, "query_mask": selection.query_mask}
+    given = {name: rest[name] for name in ("position_ids", "inputs_embeds") if name in rest}
+    with evaluating(model):
+        shortened = base.model.compress(ids, mask, **given, **vars(visual), **call, sample_gate=False, looking=places)
+    found = shortened.qtsplus.log_relevance or [torch.zeros(0, device=ids.device)] * len(ids)
+    taught = [len(seen_from) > 0 for seen_from in looking]
+    return [row[: len(row) * is_taught].softmax(0) for row, is_taught in zip(found, taught, strict=True)]
 
 
 @torch.no_grad()
@@ -156,11 +191,13 @@ def note_targets(
     selector = model.config.qtsplus_config
     settings = [
         dataset.features.folder.name,
-        asdict(choice),
+        {name: value for name, value in asdict(choice).items() if name != "grouped"},
         selector.select_images,
         selector.position_ids,
         str(autocast_dtype),
     ]
+    if choice.grouped:
+        settings += [getattr(selector, f"attention_{name}") for name in ("layer", "heads", "group")]
     name = fingerprint({"language_model": model.model.language_model}, settings)
     targets = AttentionTargets(Path(folder) / f"attention-{name}", dataset.features)
     targets.folder.mkdir(parents=True, exist_ok=True)
@@ -185,12 +222,13 @@ def note_targets(
     return targets
 
 
-def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = None) -> None:
+def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = None, grouped: bool = False) -> None:
     """
     Refuses attention distillation that cannot work.
 
     Args:
         teacher: whose layers are read; not looked at if `None`.
+        grouped: as in [`AttentionChoice`].
 
     Raises:
         ValueError: a selector that is never asked, or layers that are not there.
@@ -203,46 +241,9 @@ def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = N
             "relevance_weight teaches the scores of selection='qtsplus', but qtsplus_config has "
             f"selection={selection!r}."
         )
-    if teacher is not None:
-        attention_modules(teacher.model.language_model, AttentionChoice.of(args))
-
-
-def require_same_backbone(teacher: Any, student: Any) -> None:
-    """Raises `ValueError` for configurations of a teacher of attention and a student that read other prompts."""
-    for name in ("model_type", "image_token_id", "video_token_id"):
-        other, own = getattr(teacher, name), getattr(student, name)
-        if other != own:
-            raise ValueError(
-                f"relevance_teacher has {name}={other!r} and the model {own!r}: expected a teacher of the same "
-                "backbone and tokenizer."
-            )
-    for name in ("patch_size", "temporal_patch_size"):
-        other, own = (getattr(config.vision_config, name, None) for config in (teacher, student))
-        if other != own:
-            raise ValueError(
-                f"relevance_teacher cuts videos with {name}={other} and the model with {own}: expected a teacher with "
-                "the same visual tokens."
-            )
-
-
-def require_same_tokens(teacher: Any, student: Any, video_grid_thw: torch.Tensor | None) -> None:
-    """
-    Raises `ValueError` for a teacher of attention to which videos are other tokens than to the student.
-
-    Args:
-        video_grid_thw: `[videos, 3]`, as the student's processor gives it.
-    """
-    theirs, ours = base_model(teacher), base_model(student)
-    require_same_backbone(theirs.config, ours.config)
-    if video_grid_thw is None:
-        return
-    grids = zip(theirs.model.merged_grid(video_grid_thw), ours.model.merged_grid(video_grid_thw), strict=True)
-    for video, (other, own) in enumerate(grids):
-        if other != own:
-            raise ValueError(
-                f"Video {video} is {math.prod(other)} visual tokens {tuple(other)} to relevance_teacher and "
-                f"{math.prod(own)} {tuple(own)} to the model: expected a teacher with the same visual tokens."
-            )
+    choice = AttentionChoice.of(args, grouped)
+    if teacher is not None and not grouped:
+        attention_modules(teacher.model.language_model, choice)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -357,7 +358,14 @@ def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER
     return found if chosen is None else {layer: found[layer] for layer in chosen}
 
 
-def _places(base: Any, inputs: Mapping[str, Any], mask: torch.Tensor, labels: torch.Tensor, positions: str) -> list:
+def _places(
+    base: Any,
+    inputs: Mapping[str, Any],
+    mask: torch.Tensor,
+    labels: torch.Tensor,
+    candidates: Sequence[torch.Tensor],
+    positions: str,
+) -> list[torch.Tensor]:
     """Per row, the places among its real tokens that are looked from; none in a row without an answer."""
     answers = [row[real][1:].nonzero()[:, 0] for row, real in zip(_last_answers(labels), mask, strict=True)]
     if positions == "answer":
@@ -367,7 +375,11 @@ def _places(base: Any, inputs: Mapping[str, Any], mask: torch.Tensor, labels: to
         turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
         frames = config.video_token_id, getattr(config, "frame_text_token_ids", ())
         query_mask = find_query_mask(inputs["input_ids"], mask, *turns, *frames)
-    questions = [row[real].nonzero()[:, 0] for row, real in zip(query_mask, mask, strict=True)]
+    if positions == "prompt":
+        rows = zip(inputs["input_ids"], query_mask.bool(), mask, candidates, strict=True)
+        questions = [base.model.looking(ids[real], asked[real], visual) for ids, asked, real, visual in rows]
+    else:
+        questions = [row[real].nonzero()[:, 0] for row, real in zip(query_mask, mask, strict=True)]
     return [question[: len(question) * bool(len(answer))] for question, answer in zip(questions, answers, strict=True)]
 
 
@@ -390,7 +402,7 @@ def noting_attention(
     mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
     visual, _ = take_inputs(dict(inputs))
     candidates = base.model.candidates(ids, mask, visual)
-    places = _places(base, inputs, mask.bool(), labels, choice.positions)
+    places = _places(base, inputs, mask.bool(), labels, candidates, choice.positions)
     rows = [
         _Row(seen_from, tokens, by_head={} if by_head else None)
         for seen_from, tokens in zip(places, candidates, strict=True)
@@ -445,6 +457,4 @@ __all__ = [
     "noting_attention",
     "own_teaching",
     "relevance_divergences",
-    "require_same_backbone",
-    "require_same_tokens",
 ]

@@ -17,15 +17,17 @@ from ..data.formats import read_records
 from ..data.records import VideoRecord
 from ..hub.card import card_data
 from ..hub.initialise import INITIALISATIONS, initialise_selector
+from ..selection_qtsplus import LM_ATTENTION
 from ..settings import check_types, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
-from .attention import AttentionChoice, check_relevance, note_targets, require_same_backbone, require_same_tokens
+from .attention import AttentionChoice, check_relevance, note_targets
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, check_frame_settings
 from .features import AttentionTargets, VideoFeatures, encode_videos
 from .freezing import count_parameters, freeze, vision_modules
 from .lora import add_lora, lora_config
 from .models import load_config, load_model, load_processor
+from .teachers import require_same_backbone, require_same_tokens
 from .trainer import QTSplusTrainer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -47,7 +49,8 @@ class ModelArguments:
         attn_implementation: as for `from_pretrained`.
         teacher: a folder or Hub id; for `distillation_weight`, the model itself with all visual tokens when absent.
         relevance_teacher: the same for `relevance_weight`: a model of the same backbone with the same tokenizer and the
-            same visual tokens, with a selector or without.
+            same visual tokens, with a selector or without. With `lm_attention` the model itself teaches, but reads
+            groups of frames through its first layers alone: for videos that are too long to be read whole.
     """
 
     variant: str | None = None
@@ -242,7 +245,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         model,
         training,
         teacher=teacher,
-        relevance_teacher=relevance_teacher,
+        relevance_teacher=LM_ATTENTION if args.relevance_teacher == LM_ATTENTION else relevance_teacher,
         train_dataset=train_dataset,
         eval_dataset=dataset(evaluation),
         data_collator=collator,
@@ -262,7 +265,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
 def _require_weights(recipe: Recipe) -> None:
     """Raises `ValueError` for weights that another recipe makes and that are not there yet."""
     for weights in (recipe.model.weights, recipe.model.teacher, recipe.model.relevance_teacher):
-        if weights is None or Path(weights).exists():
+        if weights in (None, LM_ATTENTION) or Path(weights).exists():
             continue
         for other in sorted(recipe.path.parent.glob("*.yaml")):
             if other != recipe.path and _output_dir(other) == Path(weights):
@@ -284,7 +287,7 @@ def _output_dir(path: Path) -> Path | None:
 def _load_relevance_teacher(recipe: Recipe, model: Any, processor: Any) -> Any:
     """The model whose attention is the target; `None` where that is the model itself."""
     args, training = recipe.model, recipe.training
-    if args.relevance_teacher is None or not training.relevance_weight:
+    if args.relevance_teacher in (None, LM_ATTENTION) or not training.relevance_weight:
         return None
     weights, same = args.relevance_teacher, {"select_images": model.config.qtsplus_config.select_images}
     config = load_config(None, weights, same)
@@ -302,7 +305,8 @@ def _note(
 ) -> AttentionTargets:
     """The teacher's attention in every example. Another teacher sees the videos with its own vision tower."""
     data, training = recipe.data, recipe.training
-    choice, mixed, folder = AttentionChoice.of(training), _mixed(training), str(data.features)
+    grouped = recipe.model.relevance_teacher == LM_ATTENTION
+    choice, mixed, folder = AttentionChoice.of(training, grouped), _mixed(training), str(data.features)
     if relevance_teacher is not None:
         features = _encode(recipe, relevance_teacher, dataset.processor, dataset.records)
         for record in dataset.records:
@@ -384,7 +388,8 @@ def dry_run(recipe: Recipe) -> str:
     training = recipe.training
     with torch.device("meta"):
         model: nn.Module = backbone_of(config.model_type).model(config)
-        check_relevance(model, training, model if recipe.model.relevance_teacher is None else None)
+        teacher = recipe.model.relevance_teacher
+        check_relevance(model, training, model if teacher is None else None, teacher == LM_ATTENTION)
         if training.lora_rank:
             model = add_lora(model, lora_config(training.lora_rank, training.lora_alpha, training.lora_dropout))
         else:

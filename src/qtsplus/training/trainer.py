@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..card_qtsplus import model_card
 from ..data.records import SOURCES
+from ..selection_qtsplus import LM_ATTENTION
 from .arguments import QTSplusTrainingArguments
 from .attention import (
     AttentionChoice,
@@ -23,7 +24,6 @@ from .attention import (
     check_relevance,
     own_teaching,
     relevance_divergences,
-    require_same_tokens,
 )
 from .budget import Budget
 from .dataset import IGNORED, SkippedRecord
@@ -34,6 +34,7 @@ from .muon import MuonBeside, matrix_names
 from .naming import naming_losses, with_features
 from .running_means import RunningMeans
 from .schedules import ScheduleCallback
+from .teachers import require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
 SKIPPED_FILE = "skipped_files.json"
@@ -103,7 +104,8 @@ class QTSplusTrainer(Trainer):
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
         args: see [`QTSplusTrainingArguments`]; decides what is frozen, and puts adapters on the model.
         teacher: for `distillation_weight`; without one the model itself teaches, with all visual tokens.
-        relevance_teacher: for `relevance_weight`, a QTSplus model with the same visual tokens; likewise.
+        relevance_teacher: for `relevance_weight`, a QTSplus model with the same visual tokens; likewise. With
+            `"lm_attention"` the model itself teaches too, reading groups of frames through its first layers alone.
         kwargs: as for [`Trainer`].
     """
 
@@ -116,7 +118,7 @@ class QTSplusTrainer(Trainer):
         args: QTSplusTrainingArguments,
         *,
         teacher: nn.Module | None = None,
-        relevance_teacher: nn.Module | None = None,
+        relevance_teacher: nn.Module | str | None = None,
         **kwargs: Any,
     ):
         if args.lora_rank:
@@ -128,11 +130,16 @@ class QTSplusTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
-        reads = None if self._targets_are_kept else base_model(relevance_teacher or model)
-        check_relevance(base_model(model), self.args, reads)
+        grouped = isinstance(relevance_teacher, str)
+        if grouped and relevance_teacher != LM_ATTENTION:
+            raise ValueError(f"relevance_teacher={relevance_teacher!r}: expected a model, or {LM_ATTENTION!r}.")
+        other = None if isinstance(relevance_teacher, str) else relevance_teacher
+        reads = None if self._targets_are_kept else base_model(other or model)
+        check_relevance(base_model(model), self.args, reads, grouped)
+        self.attention_choice = AttentionChoice.of(self.args, grouped)
         self.teacher, self.relevance_teacher = (
             None if given is None else given.to(self.args.device).eval().requires_grad_(False)
-            for given in (teacher, relevance_teacher)
+            for given in (teacher, other)
         )
         self.about: dict[str, Any] = {}
         self.skipped: dict[str, str] = {}
@@ -255,12 +262,12 @@ class QTSplusTrainer(Trainer):
 
     def _ask_teachers(self, inputs, labels, targets):
         """What the weights ask of teachers with all tokens: the answers' logits, and attention that is not kept yet."""
-        choice, taught = AttentionChoice.of(self.args), None
+        choice, taught = self.attention_choice, None
         attend = self.args.relevance_weight > 0 and targets is None and not self._targets_are_kept
         if self.args.distillation_weight > 0:
             if self.teacher is not None:
                 taught = teacher_logits(self.teacher, inputs, labels)
-            elif attend and self.relevance_teacher is None:
+            elif attend and self.relevance_teacher is None and not choice.grouped:
                 return own_teaching(self.model, inputs, labels, choice)
             else:
                 taught = own_logits(self.model, inputs, labels)

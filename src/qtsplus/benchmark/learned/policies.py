@@ -67,6 +67,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "absolute time": ("no_time", "asked_no_time", "asked_time"),
     "positions": (*POSITION_IDS, *(f"asked_{mode}" for mode in POSITION_IDS)),
 }
+# What needs no training and looks at the question: the base's own attention.
+ATTENTION = "lm_attention"
 # Whose question a control selects by; the prompt keeps its own.
 OTHER_VIDEO, SAME_VIDEO = "shuffled_question", "same_video_question"
 WRONG_QUESTIONS = (OTHER_VIDEO, SAME_VIDEO)
@@ -102,6 +104,7 @@ TITLES = {
     "asked_time": "asked with absolute time",
     **{f"asked_{mode}": f"asked with {mode} positions" for mode in POSITION_IDS},
     "with_options": "selects by the question with its options",
+    ATTENTION: "the language model's attention, nothing trained",
     "all": "all tokens",
     "uniform": "uniform (UNIF)",
     "random": "random",
@@ -148,6 +151,11 @@ class Policy:
     settings: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def chooser(self) -> str:
+        """The policy that chooses as this one does, by the question itself."""
+        return self.model if self.selection == DEFAULT else name_of(self.selection, self.model)
+
+    @property
     def label(self) -> str:
         budget = "own" if self.retention is None else format(self.retention, "g")
         cap = "" if self.max_visual_tokens is None else f"-max{self.max_visual_tokens}"
@@ -172,6 +180,8 @@ def policies_of(model: str, own_budget: bool, adapted: bool) -> list[Policy]:
         for wrong in WRONG_QUESTIONS:
             name = name_of(wrong, model)
             chosen += [Policy(name, model, retention, wrong_question=wrong) for retention in controlled]
+    if model == BASE:
+        chosen += attention_policies(model)
     if model == BASE or (model == DEFAULT and adapted):
         chosen.append(Policy(name_of("all", model), model, 1.0, "all"))
     if model == DEFAULT or (model == BASE and adapted):
@@ -179,6 +189,16 @@ def policies_of(model: str, own_budget: bool, adapted: bool) -> list[Policy]:
             chosen += [Policy(name_of(name, model), model, retention, *how) for retention in RETENTIONS]
     if model == DEFAULT:
         chosen += [Policy(name, model, retention, name) for name in ORACLES for retention in RETENTIONS]
+    return chosen
+
+
+def attention_policies(model: str) -> list[Policy]:
+    """Selection by a model's own attention, with its controls."""
+    name = name_of(ATTENTION, model)
+    chosen = [Policy(name, model, retention, ATTENTION) for retention in (*RETENTIONS, None)]
+    for wrong in WRONG_QUESTIONS:
+        for retention in CONTROLLED:
+            chosen.append(Policy(name_of(wrong, model), model, retention, ATTENTION, wrong_question=wrong))
     return chosen
 
 

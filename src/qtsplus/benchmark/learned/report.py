@@ -10,6 +10,7 @@ from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS
 from ...evaluation.tables import markdown_table
 from ...figures import save_figure
 from .policies import (
+    ATTENTION,
     BASE,
     DEFAULT,
     NEEDLES,
@@ -41,6 +42,7 @@ _CURVES = {
     SALIENCE: "#7a5230",
     NEEDLES: "#444444",
 }
+_CURVES[name_of(ATTENTION, BASE)] = "#d45087"
 _DASHED = (*WRONG_QUESTIONS, "untrained_selector", *ORACLES)  # no ways to spend tokens that anyone could choose
 _GROUPS = {
     "all": "all questions",
@@ -132,10 +134,10 @@ def _shares(found: Rows) -> list[str]:
             (row["model"], row["retention"], row["group"]): row for row in found if row["wrong_question"] == wrong
         }
         groups = [group for group in ("point", "all") if any(place[2] == group for place in by_place)]
-        heads = sorted({place[:2] for place in by_place}, key=lambda head: (list(VARIANTS).index(head[0]), head[1]))
+        heads = sorted({place[:2] for place in by_place}, key=lambda head: (_place(head[0]), head[1]))
         rows = [
             [
-                TITLES[model],
+                title_of(model),
                 _kept(share),
                 *(cell for group in groups for cell in _share_cells(by_place, model, share, group)),
             ]

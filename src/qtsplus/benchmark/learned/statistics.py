@@ -9,7 +9,7 @@ from ...data.records import VideoRecord
 from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS, WIDE_KINDS
 from ...evaluation.exact_match import accuracy
 from ...evaluation.intervals import clustered_interval, mean_interval
-from .policies import DEFAULT, SALIENCE, Policy
+from .policies import BASE, DEFAULT, SALIENCE, Policy, name_of
 from .questions import DESCRIPTION
 
 # The outcomes of one policy with one seed: "policy", "seed", and a value for every question by name, `None` where a
@@ -138,7 +138,7 @@ def differences(results: list[Outcomes], records: list[VideoRecord], crowd: bool
 
 def question_driven(results: list[Outcomes], records: list[VideoRecord], crowd: bool) -> list[dict[str, Any]]:
     """
-    What a model's choice owes to the question, for every retention, group and wrong question: `share` is
+    What a choice owes to the question, for every chooser (as `model`), retention, group and wrong question: `share` is
     (own - wrong) / (own - uniform) in accuracy, with an interval over videos; `disagreement` is 1 - Jaccard of what is
     kept for the own question and for the wrong one; `salience` is the accuracy of the oracle that knows the objects.
     Only questions that have a wrong one count.
@@ -151,16 +151,18 @@ def question_driven(results: list[Outcomes], records: list[VideoRecord], crowd: 
     }
     rows = []
     for key, policy in wrong_policies.items():
-        own = correct[policy.model, policy.retention]
-        wrong = correct[key]
-        # Of the default, for other variants too.
-        uniform, salience = (correct[name, policy.retention] for name in ("uniform", SALIENCE))
+        own, wrong = correct[policy.chooser, policy.retention], correct[key]
+        # Of the default, for other variants too; a base may have its own.
+        names = [name_of("uniform", model) for model in (policy.model, DEFAULT, BASE)]
+        uniform = next(correct[name, policy.retention] for name in names if (name, policy.retention) in correct)
+        salience = correct.get((SALIENCE, policy.retention))
         for label, mask in masks.items():
             chosen = mask & ~np.isnan(wrong)
             if not chosen.any():
                 continue
-            row = {"model": policy.model, "retention": policy.retention, "group": label}
-            values = {"own": own, "wrong": wrong, "uniform": uniform, "salience": salience}
+            row = {"model": policy.chooser, "retention": policy.retention, "group": label}
+            values = {"own": own, "wrong": wrong, "uniform": uniform}
+            values |= {} if salience is None else {"salience": salience}
             rows.append(
                 {
                     **row,

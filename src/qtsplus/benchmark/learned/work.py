@@ -43,7 +43,7 @@ class Work:
         self._features: dict[tuple[str, float], dict[str, dict[str, torch.Tensor]]] = {}
         self._journals: dict[int | None, Journal] = {}
 
-    def _once(self, seed: int | None, key: str, make: Callable[[], Any]) -> Any:
+    def once(self, seed: int | None, key: str, make: Callable[[], Any]) -> Any:
         """A finished measurement from the journal of a seed (`None`: of the base); made and kept if it is not there."""
         if seed not in self._journals:
             setup = {**self.models.setup, "test": self.test.digest}
@@ -134,7 +134,7 @@ class Work:
             return outcomes
 
         results = [
-            {"policy": policy, "seed": seed, **self._once(seed, policy.label, partial(answer, policy))}
+            {"policy": policy, "seed": seed, **self.once(seed, policy.label, partial(answer, policy))}
             for policy in chosen
             if policy.layout not in self.left_out
         ]
@@ -163,7 +163,8 @@ class Work:
         n_max = min(model.config.qtsplus_config.n_max, policy.max_visual_tokens or sys.maxsize)
         own: list[set[int]] = []
         if policy.wrong_question is not None:
-            own = self._selected(model, [self.test.records[index] for index in asked], retention=policy.retention)
+            call = {"retention": policy.retention, "selection": policy.selection}
+            own = self._selected(model, [self.test.records[index] for index in asked], **call)
         found: dict[str, list] = {}
         for place, (index, outcome) in enumerate(zip(asked, outcomes, strict=True)):
             share, total = outcome.rho if policy.retention is None else policy.retention, self._totals[index]
@@ -218,7 +219,7 @@ class Work:
 
     def agreement(self, seed: int, name: str) -> dict[str, float]:
         """What a trained model's training gate keeps of a tenth of the tokens, beside what it keeps at inference."""
-        return self._once(seed, f"{name}-agreement", partial(self._compare_gates, seed, name))
+        return self.once(seed, f"{name}-agreement", partial(self._compare_gates, seed, name))
 
     def _compare_gates(self, seed: int, name: str) -> dict[str, float]:
         model: Any = load_model(None, str(self.models.train(seed, name)))
@@ -257,7 +258,7 @@ class Work:
                 found = [model.model.compress(**inputs).qtsplus.rho for inputs in self._batches(records)]
             return torch.cat(found).tolist()
 
-        asked = self._once(seed, "budgets", ask)
+        asked = self.once(seed, "budgets", ask)
         return [(record.kind, str(record.video), rho) for record, rho in zip(records, asked, strict=True)]
 
 

@@ -1,0 +1,424 @@
+"""Selection without training: which visual tokens the language model itself attends to (`selection="lm_attention"`).
+
+A row's visual tokens are dealt into groups of frames that lie apart, so that every group sees the whole span of time.
+Each group runs with the prompt's text through the first layers of the language model, up to layer k. There the last
+words of the prompt, from which the answer begins, look at the group's tokens; nobody else's attention is computed. What
+a group leaves behind is one number per token: memory grows with the group, and time with the number of groups.
+
+FlexSelect (arXiv 2506.00993) reads a middle layer in interleaved groups; here they are compared on one scale, by how
+much attention each takes from the same text.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from .inputs_qtsplus import SelectionInputs
+from .prompt_qtsplus import TEXT, PromptRow, pad_rows
+from .query_qtsplus import QTSplusQueryMixin, given_queries
+from .selector_qtsplus import QTSplusOutput, take_rows
+
+DEPTH = 0.65  # of the layers: where published work reads (18 and 19 of 28, 23 of 36), unless a model was calibrated
+READING_ATTENTION = "qtsplus_reading"
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which layer and which heads
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def attention_layer(text_config: Any, layer: int | None = None) -> int:
+    """
+    The layer whose attention is read, counted from 0: the given one, or the full-attention layer nearest to [`DEPTH`].
+
+    Raises:
+        ValueError: a layer that is not there or has no full attention.
+    """
+    depth, full = text_config.num_hidden_layers, full_attention_layers(text_config)
+    if layer is None:
+        return min(full, key=lambda index: (abs(index - int(DEPTH * depth)), index))
+    if layer not in full:
+        kind = f"is {text_config.layer_types[layer]}" if 0 <= layer < depth else f"is none of the {depth} layers"
+        raise ValueError(
+            f"QTSplusConfig got attention_layer={layer}, which {kind}; expected a layer of the language model with "
+            f"full attention, one of {full}."
+        )
+    return layer
+
+
+def full_attention_layers(text_config: Any) -> list[int]:
+    """Those that a language model has, counted from 0; others are recurrent, or see a window."""
+    types = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
+    return [index for index, kind in enumerate(types) if kind == "full_attention"]
+
+
+def check_attention(text_config: Any, selector: Any) -> None:
+    """Raises `ValueError` for an `attention_layer` or `attention_heads` that this language model does not have."""
+    if selector.attention_layer is not None:
+        attention_layer(text_config, selector.attention_layer)
+    heads, count = selector.attention_heads or (), text_config.num_attention_heads
+    if any(not 0 <= head < count for head in heads):
+        raise ValueError(f"QTSplusConfig got attention_heads={list(heads)}; expected heads from 0 to {count - 1}.")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Groups
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FrameGroups:
+    """
+    The frames of a row, dealt in turn as cards: frame f goes to group `f mod count`.
+
+    Args:
+        bounds: `[F + 1]` int64, where each frame's tokens begin among the candidates, and where the last one's end.
+        count: of the groups.
+    """
+
+    bounds: torch.Tensor
+    count: int
+
+    @classmethod
+    def deal(cls, grids: Sequence[tuple[int, int, int]], group_size: int, device: Any = None) -> "FrameGroups":
+        """
+        Args:
+            grids: (time, height, width) of each video in tokens.
+            group_size: the most tokens of a group; one frame at least.
+        """
+        sizes = [height * width for time, height, width in grids for _ in range(time)]
+        together = max(1, group_size // max(sizes))
+        bounds = torch.tensor([0, *sizes], device=device).cumsum(0)
+        return cls(bounds, -(-len(sizes) // together))
+
+    def tokens(self, group: int) -> torch.Tensor:
+        """`[m]` int64, ascending: a group's candidates."""
+        first, stop = self.bounds[:-1][group :: self.count], self.bounds[1:][group :: self.count]
+        sizes = stop - first
+        within = torch.arange(int(sizes.sum()), device=sizes.device) - (sizes.cumsum(0) - sizes).repeat_interleave(
+            sizes
+        )
+        return first.repeat_interleave(sizes) + within
+
+    def frames(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Which frame candidates belong to."""
+        return torch.searchsorted(self.bounds, tokens, right=True) - 1
+
+
+def parts_of_groups(row: PromptRow, groups: FrameGroups) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """
+    Per group what stays of a row's tokens, `[s]` ascending, and its candidates, `[m]` ascending.
+
+    As in [`PromptRow.keep`], a newline or the text of a frame stays where a candidate does that it goes with.
+    """
+    separators, first, stop = row.separators
+    frame = groups.frames(first)
+    one_frame = frame == groups.frames(stop - 1)
+    spread, first, stop = separators[~one_frame], first[~one_frame], stop[~one_frame]
+    bound = torch.zeros_like(row.columns, dtype=torch.bool)
+    bound[row.candidates] = bound[separators] = True
+    always = (~bound).nonzero()[:, 0]
+    for group in range(groups.count):
+        chosen = groups.tokens(group)
+        own = separators[one_frame & (frame % groups.count == group)]
+        some = spread[torch.searchsorted(chosen, first) < torch.searchsorted(chosen, stop)]
+        yield torch.cat([always, own, some, row.candidates[chosen]]).sort().values, chosen
+
+
+@dataclass
+class GroupAttention:
+    """
+    What the last words of a prompt see of one group.
+
+    Args:
+        log_weights: `[m]` float32, the logarithm of the attention to each of its tokens: the mean over heads and words
+            of the softmax over all that they see.
+        log_odds: `[heads, words]`, the log-sum-exp of the scores of its tokens less that of the text's.
+    """
+
+    log_weights: torch.Tensor
+    log_odds: torch.Tensor
+
+
+def look(
+    queries: torch.Tensor, keys: torch.Tensor, places: torch.Tensor, visual: torch.Tensor, scaling: float
+) -> GroupAttention:
+    """
+    Args:
+        queries: `[heads, P, head_dim]`, those of the words that look.
+        keys: `[kv_heads, S, head_dim]`, all of them.
+        places: `[P]`, where the words stand.
+        visual: `[m]`, where the group's tokens stand.
+        scaling: of the scores.
+    """
+    with torch.autocast(keys.device.type, enabled=False):
+        grouped = queries.float().unflatten(0, (len(keys), -1)) * scaling
+        scores = (grouped.flatten(1, 2) @ keys.float().transpose(1, 2)).view(*queries.shape[:2], -1)
+        hidden = torch.arange(keys.shape[1], device=keys.device) > places[:, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
+        seen = scores[..., visual]
+        text = scores.index_fill(-1, visual, -torch.inf).logsumexp(-1)
+        together = seen.logsumexp(-1)
+        log_weights = (seen - torch.logaddexp(together, text)[..., None]).flatten(0, 1).logsumexp(0)
+        return GroupAttention(log_weights - torch.tensor(float(text.numel())).log(), together - text)
+
+
+def group_shares(groups: Sequence[GroupAttention]) -> torch.Tensor:
+    """
+    `[G]`, the attention that each group would get in one softmax over the text and all groups: they are compared by how
+    much they outweigh the same text. (The mean over heads and words.)
+    """
+    odds = torch.stack([group.log_odds for group in groups])
+    return torch.cat([torch.zeros_like(odds[:1]), odds]).softmax(0)[1:].flatten(1).mean(1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The first layers of the language model
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class LayerReader(nn.Module):
+    """Stands in the place of a layer of the language model: has its queries and keys read, and computes no more."""
+
+    def __init__(self, layer: Any, read: Callable[[torch.Tensor, torch.Tensor, float], None]):
+        super().__init__()
+        # A copy that shares the weights, so that nothing of the model itself is changed.
+        attention: Any = copy.copy(layer.self_attn)
+        attention.config = copy.copy(attention.config)
+        attention.config._attn_implementation = READING_ATTENTION
+        attention.read = read
+        self.input_layernorm, self.self_attn = layer.input_layernorm, attention
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        rotary = tuple(
+            part.to(normed.device) for part in kwargs.pop("position_embeddings")
+        )  # a layer may live elsewhere
+        attention = self.self_attn
+        # The class's own forward: a hook on the model's attention would run that.
+        type(attention).forward(attention, hidden_states=normed, position_embeddings=rotary, **kwargs)
+        return hidden_states
+
+
+def reading_attention_forward(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Has queries `[1, heads, S, head_dim]` and keys read; attends to nothing."""
+    module.read(query[0], key[0], kwargs["scaling"])
+    return torch.zeros_like(query).transpose(1, 2), None
+
+
+AttentionInterface.register(READING_ATTENTION, reading_attention_forward)
+
+
+@dataclass
+class AskedPrompt:
+    """
+    The prompts of a batch as they are read: with the question that selects.
+
+    Args:
+        input_ids: `[B, S]`.
+        inputs_embeds: `[B, S, d]`, in the place of their embeddings.
+        rows: the layout.
+        starts: per row the position of its first token.
+        places: per row `[P]`, the tokens that look, among its real ones.
+    """
+
+    input_ids: torch.Tensor
+    inputs_embeds: torch.Tensor | None
+    rows: list[PromptRow]
+    starts: list[int]
+    places: list[torch.Tensor]
+
+
+class QTSplusLMAttentionMixin(QTSplusQueryMixin):
+    """Log-relevance from the language model's attention."""
+
+    # What compression_qtsplus.py has.
+    _splice_rows: Any
+    _candidate_modalities: Any
+
+    def asked_prompt(
+        self,
+        rows: list[PromptRow],
+        input_ids: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+        mask: torch.Tensor,
+        starts: Sequence[int],
+        selection: SelectionInputs,
+        earlier: Sequence[torch.Tensor] | None,
+        layout: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], list[PromptRow]],
+    ) -> AskedPrompt:
+        """
+        The prompts with the questions that select: one that is given apart stands in the place of the prompt's own, and
+        the text of earlier turns directly in front of the new one.
+
+        Args:
+            rows, input_ids, inputs_embeds, mask, starts, earlier: as in `compress`.
+            layout: from ids, mask and starts to rows.
+        """
+        questions, given = self._query_mask(input_ids, mask, selection), given_queries(selection, len(input_ids))
+        asked = [row[layout.columns] for row, layout in zip(questions, rows, strict=True)]
+        if given is None and earlier is None:
+            prompt = AskedPrompt(input_ids, inputs_embeds, rows, list(starts), [])
+        else:
+            ids, embeds, asked, starts = self._rewritten(rows, input_ids, inputs_embeds, asked, starts, given, earlier)
+            mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
+            input_ids = pad_rows(ids, 0, left=False)
+            if embeds is not None:
+                embeds = nn.utils.rnn.pad_sequence(embeds, batch_first=True)
+            prompt = AskedPrompt(input_ids, embeds, layout(input_ids, mask, starts), starts, [])
+        prompt.places = [
+            self.looking(prompt.input_ids[b, row.columns], asked[b], row.candidates)
+            for b, row in enumerate(prompt.rows)
+        ]
+        return prompt
+
+    def _rewritten(self, rows, input_ids, inputs_embeds, asked, starts, given, earlier):
+        """Per row ids, embeddings, question and start, with questions exchanged and earlier text in front."""
+        embed = self.get_input_embeddings()
+        new_ids, new_embeds, new_asked, new_starts = [], [], [], []
+        for b, row in enumerate(rows):
+            ids, question = input_ids[b, row.columns], asked[b]
+            embeds = None if inputs_embeds is None else inputs_embeds[b, row.columns]
+            pieces = [(ids, embeds, question)]
+            if given is not None:
+                own = question.nonzero()[:, 0]
+                where = int(own[0]) if len(own) else len(ids)
+                other = torch.ones(len(given[b]), dtype=torch.bool, device=ids.device)
+                front, behind = torch.arange(where, device=ids.device), torch.arange(where, len(ids), device=ids.device)
+                kept = ((part, ~question[part]) for part in (front, behind))
+                front, behind = (part[left] for part, left in kept)
+                pieces = [
+                    (ids[part], None if embeds is None else embeds[part], question[part]) for part in (front, behind)
+                ]
+                pieces.insert(1, (given[b].to(ids), None, other))
+            if earlier is not None:
+                text = earlier[b][self.token_types(earlier[b]) == TEXT].to(ids)
+                pieces.insert(0, (text, None, torch.zeros_like(text, dtype=torch.bool)))
+                new_starts.append(int(starts[b]) - len(text))
+            else:
+                new_starts.append(int(starts[b]))
+            new_ids.append(torch.cat([piece[0] for piece in pieces]))
+            new_asked.append(torch.cat([piece[2] for piece in pieces]))
+            if inputs_embeds is not None:
+                new_embeds.append(torch.cat([embed(part) if known is None else known for part, known, _ in pieces]))
+        return new_ids, new_embeds if inputs_embeds is not None else None, new_asked, new_starts
+
+    def looking(self, ids: torch.Tensor, question: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """
+        `[1]`, the place from which the answer begins: the last token of the header behind the question. Where no turn
+        is opened there, the question's last word looks, or the last token of all if a video stands behind that.
+
+        Args:
+            ids: `[S_b]`, the real tokens of a row.
+            question: `[S_b]` bool; where nothing is set, nobody looks (`[0]`).
+            candidates: `[M_b]`, places of its visual tokens.
+        """
+        asked = question.nonzero()[:, 0]
+        if not len(asked):
+            return asked
+        last, header = int(asked[-1]), len(self.config.user_turn_token_ids)
+        opened = (ids[last + 1 :] == self.config.user_turn_token_ids[0]).nonzero()[:, 0]
+        stop = min(last + 1 + int(opened[0]) + header, len(ids) - 1) if len(opened) else last
+        if len(candidates) and stop < int(candidates[-1]):
+            stop = len(ids) - 1
+        return torch.tensor([stop], device=ids.device)
+
+    def attention_relevance(
+        self,
+        prompt: AskedPrompt,
+        index: int,
+        sources: Sequence[torch.Tensor],
+        grids: Sequence[tuple[int, int, int]],
+        features: Any,
+    ) -> torch.Tensor:
+        """
+        `[M]` float32, the log-relevance of a row's candidates: the attention that the looking tokens give to each, the
+        mean over heads. With one group it is that of the whole model in its layer.
+
+        Args:
+            index: the row.
+            sources: its candidates' features, `[k, token_width]` of each video.
+            grids: (time, height, width) of each of them.
+            features: those of the batch.
+        """
+        row, device = prompt.rows[index], prompt.rows[index].columns.device
+        groups = FrameGroups.deal(grids, self.config.qtsplus_config.attention_group, device)
+        # What stands behind the looking words changes nothing, but visual tokens have to be there for their features.
+        stop = max(1 + int(prompt.places[index].max()), row.spans[-1].start + row.spans[-1].length)
+        images = [span for span in row.spans if span.modality not in self._candidate_modalities]
+        found, dealt = [], []
+        for kept, chosen in parts_of_groups(row, groups):
+            kept = kept[kept < stop]
+            part = replace(
+                row,
+                columns=row.columns[kept],
+                types=row.types[kept],
+                spans=images,
+                positions=row.positions[:, kept],
+                language_positions=row.language_positions[:, kept],
+                candidates=torch.searchsorted(kept, row.candidates[chosen]),
+                separators=row.separators[:, :0],
+            )
+            tokens = take_rows(sources, chosen)
+            places = torch.searchsorted(kept, prompt.places[index])
+            found.append(self._read_group(prompt, index, part, tokens, features, places))
+            dealt.append(chosen)
+
+        log_relevance = torch.empty(len(row.candidates), device=device)
+        for group, chosen, share in zip(found, dealt, group_shares(found), strict=True):
+            log_relevance[chosen] = group.log_weights - group.log_weights.logsumexp(0) + share.log()
+        return log_relevance
+
+    def _read_group(self, prompt: AskedPrompt, index: int, row: PromptRow, tokens, features, places) -> GroupAttention:
+        """The attention of one group: of the shortened prompt that would hold it alone."""
+        every = torch.arange(len(tokens), device=tokens.device)
+        embeds = None if prompt.inputs_embeds is None else prompt.inputs_embeds[index : index + 1]
+        ids, start = prompt.input_ids[index : index + 1], prompt.starts[index : index + 1]
+        compact = self._splice_rows(
+            ids, embeds, [row], features, [tokens], QTSplusOutput(kept_indices=(every,)), False, start
+        )
+        embeds = compact.inputs_embeds
+        if embeds is None:
+            embeds = self.get_input_embeddings()(compact.input_ids)
+        config, found = self.config.qtsplus_config, []
+        heads = None if config.attention_heads is None else list(config.attention_heads)
+
+        def read(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> None:
+            share, there = len(queries) // len(keys), places.to(keys.device)
+            if heads is not None:
+                queries, keys = queries[heads], keys[[head // share for head in heads]]
+            found.append(look(queries[:, there], keys, there, row.candidates.to(keys.device), scaling))
+
+        layer, layers = attention_layer(self.config.text_config, config.attention_layer), self.language_model.layers
+        first = self.first_layers(nn.ModuleList([*layers[:layer], LayerReader(layers[layer], read)]))
+        kind = tokens.device.type
+        # Without autocast's cache, which would keep weights that were cast here for a pass that needs their gradient.
+        cast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+        with torch.no_grad(), torch.autocast(kind, **cast, cache_enabled=False):
+            type(first).forward(
+                first,
+                **self.language_inputs(embeds, compact.input_ids, compact.features),
+                attention_mask=compact.attention_mask,
+                position_ids=compact.position_ids,
+                use_cache=False,
+                output_hidden_states=False,
+                output_attentions=False,
+            )
+        (group,) = found
+        return GroupAttention(*(part.to(tokens.device) for part in (group.log_weights, group.log_odds)))
+
+
+__all__ = [
+    "AskedPrompt",
+    "FrameGroups",
+    "QTSplusLMAttentionMixin",
+    "attention_layer",
+    "check_attention",
+    "full_attention_layers",
+]
