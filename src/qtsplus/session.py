@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedC
 from transformers.generation.streamers import BaseStreamer
 
 from .evidence import Interval, evidence_intervals, keep_maps
+from .repeats_qtsplus import Repeats
 
 T = TypeVar("T")
 
@@ -178,6 +179,7 @@ def encode(
     fps: float | None = None,
     frames_per_chunk: int | None = None,
     device: str | None = None,
+    frame_tolerance: float | None = 0.0,
     progress: bool = False,
 ) -> EncodedVideo:
     """
@@ -191,6 +193,8 @@ def encode(
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
+        frame_tolerance: frames that differ by no more from those before take their features and are not encoded again;
+            see [`Repeats`]. 0 does so with equal frames alone, `None` encodes every frame.
         progress: show a bar on standard error while a video of several chunks is encoded.
 
     Raises:
@@ -201,12 +205,13 @@ def encode(
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features, filled = torch.empty(0), 0
     console = Console(stderr=True)
+    repeats = Repeats(frame_tolerance)
     quiet = not (progress and console.is_terminal and len(chunks) > 1)
     with closing(read_ahead(chunks)) as ahead:
         for pixels, grid in track(
             ahead, "Encoding the video", len(chunks), console=console, transient=True, disable=quiet
         ):
-            (encoded,) = model.encode_videos(pixels, grid, device=device)
+            (encoded,) = model.encode_videos(pixels, grid, device=device, repeats=repeats)
             if not filled:
                 features = encoded.new_empty(tokens, encoded.shape[-1])
             features[filled : filled + len(encoded)] = encoded
