@@ -85,6 +85,8 @@ class QTSplusCompressionMixin(QTSplusLMAttentionMixin, QTSplusEncodingMixin):
 
         grids = self._grids(visual)
         rows = self._layout(input_ids, mask, starts, grids, visual.second_per_grid_ts, position_ids)
+        if visual.video_steps is not None:
+            rows = self._only_steps(rows, grids, visual)
         features: Features = {
             IMAGE: self.encode(IMAGE, visual.pixel_values, visual.image_grid_thw),
             VIDEO: self.encode(VIDEO, visual.pixel_values_videos, visual.video_grid_thw)
@@ -146,6 +148,33 @@ class QTSplusCompressionMixin(QTSplusLMAttentionMixin, QTSplusEncodingMixin):
                 )
             )
         return rows
+
+    def _only_steps(self, rows: list[PromptRow], grids: Grids, visual: VisualInputs) -> list[PromptRow]:
+        """The rows with nothing of their videos but these steps in time; `grids` then count those."""
+        steps = visual.video_steps or ()
+        if visual.video_features is None:
+            raise ValueError("Got video_steps without video_features: they say which steps the features are of.")
+        if len(steps) != len(grids[VIDEO]):
+            raise ValueError(f"{len(steps)} video_steps: expected one list per video ({len(grids[VIDEO])}).")
+        present = {
+            modality: [torch.ones(t * h * w, dtype=torch.bool) for t, h, w in own] for modality, own in grids.items()
+        }
+        for index, (own, (t, h, w)) in enumerate(zip(steps, grids[VIDEO], strict=True)):
+            own = list(own)
+            if not own or own != sorted(set(own)) or not 0 <= own[0] <= own[-1] < t:
+                raise ValueError(
+                    f"video_steps {index} is {own}: expected some of the {t} steps of the grid, ascending."
+                )
+            present[VIDEO][index] = (
+                torch.zeros(t, h * w, dtype=torch.bool).index_fill(0, torch.tensor(own), True).flatten()
+            )
+            grids[VIDEO][index] = (len(own), h, w)
+        narrowed = []
+        for row in rows:
+            parts = [present[span.modality][span.index] for span in _whole(row.spans, self._candidate_modalities)]
+            found = _join(parts, torch.zeros(0, dtype=torch.bool)).nonzero()[:, 0]
+            narrowed.append(row.only(found.to(row.columns.device)))
+        return narrowed
 
     def _select(
         self,

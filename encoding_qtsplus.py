@@ -7,6 +7,7 @@ import torch
 
 from .backbone_qtsplus import QTSplusBackboneMixin
 from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO
+from .repeats_qtsplus import Repeats
 
 # Encoded at a time without gradients: enough rows to fill a GPU, and a few hundred MB of activations in bfloat16.
 PATCHES_PER_CHUNK = 16384
@@ -29,6 +30,7 @@ class QTSplusEncodingMixin(QTSplusBackboneMixin):
         *,
         frames_per_chunk: int | None = None,
         device: torch.device | str | None = None,
+        repeats: Repeats | None = None,
     ) -> list[torch.Tensor]:
         """
         Encodes videos once, for any number of questions: `forward` and `generate` take what this returns as
@@ -42,6 +44,8 @@ class QTSplusEncodingMixin(QTSplusBackboneMixin):
             frames_per_chunk: encode at most this many frames at a time, but at least one temporal patch; about
                 16,384 patches at a time if `None`, and 2,048 on a CPU.
             device: where the features shall live, such as `"cpu"`; the model's if `None`.
+            repeats: when a step in time repeats the one before and is not encoded again, see [`Repeats`]; where it
+                equals it if `None`. One that is passed to several calls remembers the last step of each for the next.
 
         Returns:
             per video `[k, token_width]`, all its visual tokens.
@@ -54,7 +58,7 @@ class QTSplusEncodingMixin(QTSplusBackboneMixin):
             raise ValueError("encode_videos got no videos: pass pixel_values_videos and video_grid_thw.")
         if self.device.type != "meta":  # as where weights wait on disk; what brings them in brings the pixels too
             video_grid_thw = video_grid_thw.to(self.device)
-        return self.encode(VIDEO, pixel_values_videos, video_grid_thw, frames_per_chunk, device)
+        return self.encode(VIDEO, pixel_values_videos, video_grid_thw, frames_per_chunk, device, repeats)
 
     def check_grids(
         self,
@@ -98,34 +102,63 @@ class QTSplusEncodingMixin(QTSplusBackboneMixin):
         grid_thw: torch.Tensor | None,
         frames_per_chunk: int | None = None,
         device: torch.device | str | None = None,
+        repeats: Repeats | None = None,
     ) -> list[torch.Tensor]:
         """`[k, token_width]` features of each image or video; none without pixels."""
         if pixels is None or grid_thw is None:
             return []
+        if repeats is None:
+            repeats = Repeats(None if modality == IMAGE else 0.0)
+        grids, patches = grid_thw.tolist(), self.pixel_rows(grid_thw)
+        steps = [rows.unflatten(0, (t, -1)) for rows, (t, _, _) in zip(pixels.split(patches), grids, strict=True)]
+        sources = [repeats.sources(own, size) for own, (_, *size) in zip(steps, grids, strict=True)]
+        features = self._encode_sources(modality, grid_thw, steps, sources, frames_per_chunk, device)
+        filled = [repeats.fill(features.get(index), own) for index, own in enumerate(sources)]
+        repeats.let_go()
+        return filled
+
+    def _encode_sources(
+        self,
+        modality: int,
+        grid_thw: torch.Tensor,
+        steps: Sequence[torch.Tensor],
+        sources: Sequence[list[int]],
+        frames_per_chunk: int | None,
+        device: torch.device | str | None,
+    ) -> dict[int, torch.Tensor]:
+        """
+        Features of the images and videos that have steps of their own to encode; those of other steps are empty.
+
+        Args:
+            steps: of each the pixels, `[t, rows, ...]`.
+            sources: of each what [`Repeats.sources`] says.
+        """
         lengths = [t * h * w for t, h, w in self.merged_grid(grid_thw, modality)]
+        waiting = [[index for index, source in enumerate(own) if source == index] for own in sources]
+        grid_waiting = grid_thw.clone()
+        grid_waiting[:, 0] = grid_thw.new_tensor([len(own) for own in waiting])
         features: dict[int, torch.Tensor] = {}
-        filled, start = [0] * len(lengths), 0
-        for chunk in self._chunks(modality, grid_thw, frames_per_chunk):
+        for chunk in self._chunks(modality, grid_waiting, frames_per_chunk):
+            places = []
+            for index, (count, _, _) in chunk:
+                places.append(waiting[index][:count])
+                waiting[index] = waiting[index][count:]
             grid = grid_thw.new_tensor([piece for _, piece in chunk])
-            patches = self.pixel_rows(grid)
-            rows = pixels[start : start + sum(patches)].to(grid.device)
-            encoded = self.encode_pixels(modality, rows, grid)
-            for (index, _), piece, own_pixels in zip(chunk, encoded, rows.split(patches), strict=True):
-                if not _is_finite(piece):
-                    fine = _is_finite(own_pixels)
-                    blame = "its features (the weights or the dtype overflow)" if fine else "its pixel values"
-                    name = f"{MODALITIES[modality]} {index}"
-                    raise ValueError(f"NaN or infinity in {blame} of {name}: expected finite numbers.")
+            indices = [index for index, _ in chunk]
+            own_pixels = [_at(steps[index], place).flatten(0, 1) for index, place in zip(indices, places, strict=True)]
+            rows = own_pixels[0] if len(own_pixels) == 1 else torch.cat(own_pixels)
+            encoded = self.encode_pixels(modality, rows.to(grid.device), grid)
+            for index, place, piece, own in zip(indices, places, encoded, own_pixels, strict=True):
+                _check_finite(piece, own, f"{MODALITIES[modality]} {index}")
                 if len(piece) == lengths[index]:
                     features[index] = piece.to(device or piece.device)
                     continue
                 if index not in features:
                     # Filled piece by piece: joining the pieces afterwards would hold them twice.
                     features[index] = piece.new_empty(lengths[index], piece.shape[-1], device=device or piece.device)
-                features[index][filled[index] : filled[index] + len(piece)] = piece
-                filled[index] += len(piece)
-            start += len(rows)
-        return list(features.values())
+                steps_of_all = features[index].unflatten(0, (len(sources[index]), -1))
+                steps_of_all[place] = piece.unflatten(0, (len(place), -1)).to(steps_of_all.device)
+        return features
 
     def _chunks(self, modality: int, grid_thw: torch.Tensor, frames_per_chunk: int | None) -> Iterable:
         """What is encoded at a time; see [`chunk_grids`]."""
@@ -137,13 +170,15 @@ class QTSplusEncodingMixin(QTSplusBackboneMixin):
             return chunk_grids(grids, frames_per_chunk, [frames] * len(grids))
         if self.training and torch.is_grad_enabled():
             # Gradients would keep every chunk's activations, and ranks that share weights must call them equally often.
-            return [list(enumerate(grids))]
+            return [[(index, grid) for index, grid in enumerate(grids) if grid[0]]]
         capacity = PATCHES_PER_CHUNK_ON_CPU if self.device.type == "cpu" else PATCHES_PER_CHUNK
         patches = [rows * self.patches_per_row for rows in self.pixel_rows(grid_thw)]
         if modality == IMAGE:  # its crops belong together
             whole = chunk_grids([(1, h, w) for _, h, w in grids], capacity, patches)
             return [[(index, grids[index]) for index, _ in chunk] for chunk in whole]
-        return chunk_grids(grids, capacity, [count // t for count, (t, _, _) in zip(patches, grids, strict=True)])
+        return chunk_grids(
+            grids, capacity, [count // max(t, 1) for count, (t, _, _) in zip(patches, grids, strict=True)]
+        )
 
     def check_features(self, modality: int, features: Sequence[torch.Tensor], grids) -> list[torch.Tensor]:
         """`[k, token_width]` features that the caller had encoded."""
@@ -194,6 +229,18 @@ def chunk_grids(
             left, room = left - fits, room - fits * cost
     if chunk:
         yield chunk
+
+
+def _at(steps: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """The steps at places in order; a view where they lie one behind the other."""
+    first, last = places[0], places[-1]
+    return steps[first : last + 1] if last - first + 1 == len(places) else steps[places]
+
+
+def _check_finite(features: torch.Tensor, pixels: torch.Tensor, name: str) -> None:
+    if not _is_finite(features):
+        blame = "its features (the weights or the dtype overflow)" if _is_finite(pixels) else "its pixel values"
+        raise ValueError(f"NaN or infinity in {blame} of {name}: expected finite numbers.")
 
 
 def _is_finite(values: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from .generation_qtsplus import QTSplusGenerationMixin
 from .inputs_qtsplus import NAMES, SelectionInputs, VisualInputs, names_inputs, take_inputs
 from .lm_attention_qtsplus import check_attention
 from .prompt_qtsplus import MODALITIES, SelectedFeatures, text_positions
+from .repeats_qtsplus import Repeats
 from .saving_qtsplus import QTSplusSavingMixin
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector
 
@@ -252,10 +253,11 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         *,
         frames_per_chunk: int | None = None,
         device: torch.device | str | None = None,
+        repeats: Repeats | None = None,
     ) -> list[torch.Tensor]:
         """See [`QTSplusModelMixin.encode_videos`]."""
         return self.model.encode_videos(
-            pixel_values_videos, video_grid_thw, frames_per_chunk=frames_per_chunk, device=device
+            pixel_values_videos, video_grid_thw, frames_per_chunk=frames_per_chunk, device=device, repeats=repeats
         )
 
     @names_inputs

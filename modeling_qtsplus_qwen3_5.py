@@ -7,11 +7,18 @@ most layers of the language model are linear attention: they carry a state from 
 from dataclasses import replace
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedConfig
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5Model
-from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+try:
+    from transformers import PreTrainedConfig
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5Model
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+except ImportError as error:
+    raise ImportError(
+        f"Transformers {transformers.__version__} has no Qwen3.5: install 5.17 or newer (pip install -U transformers)."
+    ) from error
 
 from .configuration_qtsplus import as_selector_config, with_selector
 from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin, QTSplusPreTrainedMixin

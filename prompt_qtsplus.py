@@ -146,6 +146,24 @@ class PromptRow:
         keep[separators] = so_far[stop] > so_far[first]
         return keep
 
+    def only(self, present: torch.Tensor) -> "PromptRow":
+        """The row without the candidates that are not among `present` `[k]`, and without what goes with them."""
+        keep = self.keep(present)
+        place = keep.cumsum(0) - 1
+        is_present = torch.zeros(len(self.candidates) + 1, dtype=torch.long, device=keep.device)
+        is_present[present + 1] = 1
+        separators, first, stop = self.separators[:, keep[self.separators[0]]]
+        so_far = is_present.cumsum(0)
+        return replace(
+            self,
+            columns=self.columns[keep],
+            types=self.types[keep],
+            positions=self.positions[:, keep],
+            language_positions=self.language_positions[:, keep],
+            candidates=place[self.candidates[present]],
+            separators=torch.stack([place[separators], so_far[first], so_far[stop]]),
+        )
+
 
 @dataclass
 class CompactPrompt:

@@ -17,6 +17,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedC
 from transformers.generation.streamers import BaseStreamer
 
 from .evidence import Interval, evidence_intervals, keep_maps
+from .repeats_qtsplus import Repeats
+from .two_passes import Large, TwoPasses, read_small, second_pass
 
 T = TypeVar("T")
 
@@ -34,6 +36,7 @@ class EncodedVideo:
         metadata: `VideoMetadata`, with the indices of the frames that were looked at.
         seconds: what reading and encoding took.
         warnings: what is wrong with the file, such as an end that is missing; one sentence each.
+        large: with two passes, the video at full size; features and grid are then those of the small one.
     """
 
     video: str
@@ -43,6 +46,7 @@ class EncodedVideo:
     metadata: Any
     seconds: float
     warnings: list[str] = field(default_factory=list)
+    large: Large | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Answer:
         rho: the fraction that the selection aimed at.
         evidence: stretches of the video that show what was asked for, see [`Interval`]; the surest first.
         timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
+            `second_pass`, with two passes, is choosing frames and encoding them at full size.
             `first_token` and `generate` both count from the call of `generate`.
         keep_map: bool `[T, H, W]`, the kept tokens in the video's grid of tokens.
         warnings: what is wrong with the video, as in [`EncodedVideo`].
@@ -179,6 +184,8 @@ def encode(
     max_frames: int | None = None,
     frames_per_chunk: int | None = None,
     device: str | None = None,
+    frame_tolerance: float | None = 0.0,
+    two_passes: TwoPasses | None = None,
     progress: bool = False,
 ) -> EncodedVideo:
     """
@@ -193,22 +200,30 @@ def encode(
         max_frames: of a file, the most that are looked at; as the processor has it when absent.
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
+        frame_tolerance: frames that differ by no more from those before take their features and are not encoded again;
+            see [`Repeats`]. 0 does so with equal frames alone, `None` encodes every frame.
+        two_passes: encode the video small, and let every question choose the frames that are encoded at full size.
         progress: show a bar on standard error while a video of several chunks is encoded.
 
     Raises:
-        ValueError: a video that cannot be read, a folder without `fps`.
+        ValueError: a video that cannot be read, a folder without `fps`; two passes with a backbone that reads every
+            frame at one size.
     """
     started = time.perf_counter()
     chunks = processor.video_chunks(video, fps=fps, max_frames=max_frames, frames_per_chunk=frames_per_chunk)
+    large = None
+    if two_passes is not None:
+        large, chunks = Large(chunks, two_passes), read_small(processor, chunks, two_passes.scale)
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features, filled = torch.empty(0), 0
     console = Console(stderr=True)
+    repeats = Repeats(frame_tolerance)
     quiet = not (progress and console.is_terminal and len(chunks) > 1)
     with closing(read_ahead(chunks)) as ahead:
         for pixels, grid in track(
             ahead, "Encoding the video", len(chunks), console=console, transient=True, disable=quiet
         ):
-            (encoded,) = model.encode_videos(pixels, grid, device=device)
+            (encoded,) = model.encode_videos(pixels, grid, device=device, repeats=repeats)
             if not filled:
                 features = encoded.new_empty(tokens, encoded.shape[-1])
             features[filled : filled + len(encoded)] = encoded
@@ -221,6 +236,7 @@ def encode(
         metadata=chunks.metadata,
         seconds=time.perf_counter() - started,
         warnings=chunks.warnings,
+        large=large,
     )
 
 
@@ -245,6 +261,7 @@ def ask(
     retention: float | None = None,
     max_visual_tokens: int | None = None,
     selection: str | None = None,
+    two_passes: TwoPasses | None = None,
     max_new_tokens: int = 128,
 ) -> Answer:
     """
@@ -259,6 +276,7 @@ def ask(
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
         max_visual_tokens: most visual tokens to keep.
         selection: another way to choose them than the model's own, such as `"uniform"`.
+        two_passes: as for [`encode`], of a video that was not encoded before.
         max_new_tokens: longest answer.
 
     Raises:
@@ -269,17 +287,30 @@ def ask(
         raise ValueError("The question is empty; expected some text.")
     timings: dict[str, float] = {}
     if not isinstance(video, EncodedVideo):
-        video = encode(model, processor, video, fps=fps)
+        video = encode(model, processor, video, fps=fps, two_passes=two_passes)
         timings["encode"] = video.seconds
-    elif fps is not None:
-        raise ValueError(f"Got fps={fps:g} for a video that was encoded before; give it to `encode`.")
+    elif fps is not None or two_passes is not None:
+        given = f"fps={fps:g}" if fps is not None else f"two_passes={two_passes}"
+        raise ValueError(f"Got {given} for a video that was encoded before; give it to `encode`.")
 
-    inputs = processor.question_inputs(question, video.video_grid_thw, [video.metadata]).to(model.device)
+    grid, features, second = video.video_grid_thw, video.features, None
+    if video.large is not None:
+        started = time.perf_counter()
+        budget: dict[str, Any] = {
+            "retention": retention,
+            "max_visual_tokens": max_visual_tokens,
+            "selection": selection,
+        }
+        second = second_pass(model, processor, video.large, video, question, **budget)
+        grid, features, retention = video.large.chunks.video_grid_thw, second.features, second.retention
+        timings["second_pass"] = time.perf_counter() - started
+    inputs = processor.question_inputs(question, grid, [video.metadata]).to(model.device)
     clock = _FirstTokenClock()
     started = time.perf_counter()
     output = model.generate(
         **inputs,
-        video_features=[video.features],
+        video_features=[features],
+        video_steps=None if second is None else [second.steps],
         second_per_grid_ts=video.second_per_grid_ts,
         retention=retention,
         max_visual_tokens=max_visual_tokens,
@@ -296,8 +327,10 @@ def ask(
     kept_indices = output.qtsplus.kept_indices[0]
     # None where the selection looked at none.
     relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
-    (keep_map,) = keep_maps(kept_indices, video.video_grid_thw, merge_size)
-    intervals = evidence_intervals(kept_indices, relevance, video.video_grid_thw, video.second_per_grid_ts, merge_size)
+    if second is not None:
+        kept_indices, relevance = second.of_the_whole(kept_indices, relevance, int(grid[0, 0]))
+    (keep_map,) = keep_maps(kept_indices, grid, merge_size)
+    intervals = evidence_intervals(kept_indices, relevance, grid, video.second_per_grid_ts, merge_size)
     return Answer(
         answer=processor.tokenizer.decode(answer_ids, skip_special_tokens=True).strip(),
         video=video.video,
@@ -305,7 +338,7 @@ def ask(
         seconds_of_video=seconds_of_video,
         visual_tokens=keep_map.numel(),
         kept_tokens=len(kept_indices),
-        rho=float(output.qtsplus.rho[0]),
+        rho=float(output.qtsplus.rho[0]) if second is None else second.rho,
         # The last grid step is padded where the frames are odd in number.
         evidence=[replace(interval, end=min(interval.end, seconds_of_video)) for interval in intervals],
         timings=timings,

@@ -31,7 +31,7 @@ def test_batch_is_single(in_context, prepare, padding_side):
     for row, name in enumerate(NAMES):
         alone = in_context(**prepare(name))
         real = together.qtsplus.columns[row] >= 0
-        close = 5e-4 if in_context.model.recurrent else 1e-4  # its state gathers rounding errors over the whole row
+        close = 5e-4 if in_context.model.recurrent else 1e-4  # rounding; see test_batch_is_single
         torch.testing.assert_close(together.logits[row][real], alone.logits[0], atol=close, rtol=close)
         if alone.qtsplus is not None:
             assert torch.equal(together.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])

@@ -19,9 +19,13 @@ SIZES = {
     "internvl2.5-8b": (529_648_897, 8_075_365_376),
     "llava-video-7b": (397_380_353, 8_030_348_832),
     "qwen3-vl-8b": (529_648_897, 8_767_123_696),
+    "qwen3.5-9b": (529_648_897, 9_409_813_744),
 }
 # Height and width of a frame's grid, and its placeholders in the prompt.
-FRAMES = {"internvl2.5-8b": (16, 256), "llava-video-7b": (14, 14 * 15), "qwen3-vl-8b": (32, 256)}
+FRAMES = {
+    **{"internvl2.5-8b": (16, 256), "llava-video-7b": (14, 14 * 15)},
+    **{"qwen3-vl-8b": (32, 256), "qwen3.5-9b": (32, 256)},
+}
 VARIANT = pytest.mark.parametrize("variant", SIZES)
 
 
@@ -40,7 +44,7 @@ def test_published_sizes(variant):
     _, model = load(variant)
     selector = sum(parameter.numel() for parameter in model.model.qtsplus.parameters())
     assert (selector, count_parameters(model).total - selector) == SIZES[variant]
-    assert 2 * sum(model.model.qtsplus.mrope_section) == model.model.qtsplus.head_dim == 128
+    assert 2 * sum(model.model.qtsplus.mrope_section) == model.model.qtsplus.head_dim
 
 
 @VARIANT

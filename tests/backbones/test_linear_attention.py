@@ -1,9 +1,14 @@
 """What Qwen3.5 has that no other backbone has: layers of linear attention, and heads wider than the hidden states."""
 
+import importlib.util
+import sys
+
 import pytest
 import torch
 
+from qtsplus import modeling_qtsplus_qwen3_5
 from qtsplus.hub.initialise import initialise_selector
+from qtsplus.training.lora import add_lora, lora_config
 from tiny_backbones import QWEN3_5
 
 
@@ -24,3 +29,22 @@ def test_heads_that_do_not_divide_the_hidden_states(own_processor):
     with torch.device("meta"):
         selector = QWEN3_5.model(config).model.qtsplus
     assert selector.head_dim == 16 and 2 * sum(selector.mrope_section) == 16
+
+
+def test_lora_reaches_every_projection_of_the_language_model(own_processor):
+    """And no other: the vision tower and the selector have projections too."""
+    model = QWEN3_5.build(own_processor)
+    within = "model.language_model.layers."
+    projections = {
+        name for name, module in model.named_modules() if within in name and isinstance(module, torch.nn.Linear)
+    }
+    adapted = add_lora(model, lora_config(2)).get_base_model()
+    found = {name.removesuffix(".lora_A") for name, _ in adapted.named_modules() if name.endswith(".lora_A")}
+    assert found == projections and any(".linear_attn." in name for name in found)
+
+
+def test_a_transformers_without_the_model_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.models.qwen3_5.configuration_qwen3_5", None)
+    spec = importlib.util.spec_from_file_location("qtsplus.without_qwen3_5", modeling_qtsplus_qwen3_5.__file__)
+    with pytest.raises(ImportError, match=r"Transformers .+ has no Qwen3.5: install 5.17 or newer"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,6 +1,7 @@
 """The speed, memory and cost benchmarks at toy size with other backbones."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +13,19 @@ from qtsplus.benchmark.cost import stage_costs
 from qtsplus.benchmark.shapes import MODEL_SHAPES, SIDES, build_pair, make_config, make_processor
 from qtsplus.results import read_json
 
+PAGE = Path(__file__).parents[2] / "docs" / "backbones.md"
 # The toys' (time, height, width) in tokens.
-GRIDS = {"internvl2.5-8b": (4, 16, 16), "llava-video-7b": (4, 14, 14), "qwen3-vl-8b": (2, 4, 3)}
+GRIDS = {
+    "internvl2.5-8b": (4, 16, 16),
+    "llava-video-7b": (4, 14, 14),
+    "qwen3-vl-8b": (2, 4, 3),
+    "qwen3.5-9b": (2, 4, 3),
+}
 # Tokens of the whole models' and the CPU's videos, as the pages say.
-TOKENS = {"internvl2.5-8b": (30_720, 4_096), "llava-video-7b": (29_400, 3_920), "qwen3-vl-8b": (180_000, 4_032)}
+TOKENS = {
+    **{"internvl2.5-8b": (30_720, 4_096), "llava-video-7b": (29_400, 3_920)},
+    **{"qwen3-vl-8b": (180_000, 4_032), "qwen3.5-9b": (180_000, 4_032)},
+}
 
 
 @pytest.fixture(params=GRIDS)
@@ -80,3 +90,34 @@ def test_shapes(name):
     ]
     assert round(depths[0] / depths[1]) == 4
     assert large.text_config.vocab_size > 90_000 > small.text_config.vocab_size
+
+
+def test_the_operations_of_linear_attention_are_those_that_pytorch_counts():
+    """Of a prompt of whole chunks: PyTorch pads the last one."""
+    toy = MODEL_SHAPES["qwen3.5-9b-tiny"]
+    model, text, length = build_pair(toy, "cpu", torch.float32)["stock"], make_config(toy).text_config, 128
+    embeds, positions = torch.randn(1, length, text.hidden_size), torch.arange(length).expand(3, 1, -1)
+    total = counted_flops(lambda: model(inputs_embeds=embeds, position_ids=positions, logits_to_keep=1))
+    # It counts causal attention as if it were full, no triangular systems, and a convolution's padding.
+    keys, values = text.linear_key_head_dim, text.linear_num_value_heads * text.linear_value_head_dim
+    future = 2 * text.num_attention_heads * text.head_dim * length**2
+    systems = length * 64 * (text.linear_num_value_heads * keys + values)
+    kernel = text.linear_conv_kernel_dim
+    padding = (kernel - 1) * 2 * kernel * (2 * text.linear_num_key_heads * keys + values)
+    expected = stage_costs(make_config(toy), (2, 4, 4), length - 32, 5, 1.0)["stock"]["prefill"].flops
+    assert total == expected + future - systems + padding
+
+
+def test_the_page_says_what_fewer_tokens_save_with_and_without_linear_attention():
+    lines = []
+    for time in (7, 30, 75, 150, 300):
+        cells = [f"{time * 600:,}"]
+        for name in ("qwen3.5-9b", "qwen3-vl-8b"):
+            costs = stage_costs(make_config(MODEL_SHAPES[name]), (time, 20, 30), 60, 40, 0.11)
+            stock, ours = costs["stock"], costs["ours"]
+            prefill, vision = stock["prefill"].flops, stock["vision"].flops
+            rest = sum(ours[stage].flops for stage in ("relevance", "re-encode", "prefill"))
+            cells += [f"{prefill / 1e12:,.0f}", f"{rest / 1e12:,.1f}"]
+            cells += [f"{prefill / rest:.1f}", f"{(prefill + vision) / (rest + vision):.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    assert "\n".join(lines) in PAGE.read_text()

@@ -15,7 +15,7 @@ from qtsplus.cli import app
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
 KINDS = ("speed", "memory", "scaling")
-OTHERS = ("internvl2.5-8b", "llava-video-7b", "qwen3-vl-8b")
+OTHERS = ("internvl2.5-8b", "llava-video-7b", "qwen3-vl-8b", "qwen3.5-9b")
 STEPS = [
     *("kernels", "device", "speed-3b", "memory-3b", "scaling-3b", "train-3b", "frames-3b"),
     *(f"{kind}-{shape}" for shape in OTHERS for kind in KINDS),

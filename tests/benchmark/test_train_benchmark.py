@@ -25,7 +25,9 @@ def here(monkeypatch):
     return measured
 
 
-@pytest.mark.parametrize("shape", ["tiny", "internvl2.5-8b-tiny", "llava-video-7b-tiny", "qwen3-vl-8b-tiny"])
+@pytest.mark.parametrize(
+    "shape", ["tiny", "internvl2.5-8b-tiny", "llava-video-7b-tiny", "qwen3-vl-8b-tiny", "qwen3.5-9b-tiny"]
+)
 def test_a_step_of_either_side(shape):
     stock, ours = (train.measure_step(side, shape, **CALL) for side in SIDES)
     for run in (stock, ours):

@@ -23,6 +23,7 @@ CLIPS = {
     "llava-video-7b": ("llava-video-7b", (64, 14, 14)),
     "internvl2.5-8b": ("internvl2.5-8b", (64, 16, 16)),
     "qwen3-vl-8b": ("qwen3-vl-8b", (32, 14, 26)),
+    "qwen3.5-9b": ("qwen3.5-9b", (32, 14, 26)),
 }
 TEXT, QUESTION, RETENTION = 60, 40, 0.1
 

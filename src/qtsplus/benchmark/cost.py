@@ -120,9 +120,10 @@ def _frames(config, grid: tuple[int, int, int], width: int, merge: int, class_to
 
 
 def _deepstack(config, grid: tuple[int, int, int], width: int) -> Cost:
-    """A ViT that looks at whole frames of any size; its last layer and some earlier ones have a merger each."""
+    """A ViT that looks at whole frames of any size; its last layer and perhaps some earlier ones have a merger each."""
     vision, (_, rows, columns) = config.vision_config, grid
-    merged, mergers = vision.hidden_size * vision.spatial_merge_size**2, 1 + len(vision.deepstack_visual_indexes)
+    merged = vision.hidden_size * vision.spatial_merge_size**2
+    mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
     projector, out = mergers * (merged**2 + merged * vision.out_hidden_size), mergers * vision.out_hidden_size
     patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     frame = _vit(vision, vision.depth, rows * columns * vision.spatial_merge_size**2, patch_values, 0)
@@ -160,35 +161,114 @@ _VISION: dict[str, Callable[..., Cost]] = {
     "siglip_vision_model": functools.partial(_frames, merge=1, class_tokens=0),
     "qwen3_vl": _deepstack,
     "qwen3_vl_vision": _deepstack,
+    "qwen3_5_vision": _deepstack,
 }
 
 
-def _text_sizes(text) -> tuple[int, int, int]:
-    """Hidden size, key/value size, weights of one layer."""
-    d = text.hidden_size
-    key_value = d // text.num_attention_heads * text.num_key_value_heads
-    return d, key_value, 2 * d**2 + 2 * d * key_value + 3 * d * text.intermediate_size
+# Tokens that linear attention takes together, in Transformers as in its fast kernels.
+_LINEAR_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class _Mixer:
+    """
+    How the tokens of a layer of the language model learn of each other.
+
+    Attributes:
+        weights: of its projections.
+        prompt: floating-point operations over a prompt of a length, beside those of the weights.
+        step: the same in one step of decoding behind it.
+        cached: bytes that the layer holds of it, at so many bytes a value.
+    """
+
+    weights: int
+    prompt: Callable[[int], int]
+    step: Callable[[int], int]
+    cached: Callable[[int, int], int]
+
+
+def _full_attention(text) -> _Mixer:
+    """Causal attention to every token before; with a gate on its output where the model has one."""
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    queries, keys = text.num_attention_heads * head_dim, text.num_key_value_heads * head_dim
+    gate = queries if "linear_attention" in _layer_types(text) else 0  # as in Qwen3.5
+    return _Mixer(
+        text.hidden_size * (2 * queries + gate + 2 * keys),
+        prompt=lambda length: 2 * queries * length**2,
+        step=lambda length: 4 * queries * length,
+        cached=lambda length, width: width * 2 * keys * length,
+    )
+
+
+def _linear_attention(text) -> _Mixer:
+    """The gated delta rule behind a short convolution: a state of one size, read and written token by token."""
+    heads, key_dim, value_dim = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
+    keys, values = text.linear_num_key_heads * key_dim, heads * value_dim
+    mixed, state = 2 * keys + values, heads * key_dim * value_dim
+    # A chunk's tokens among themselves, two triangular systems among it, and what they read from the state, correct in
+    # it and add to it.
+    token = heads * _LINEAR_CHUNK * (5 * key_dim + 3 * value_dim) + 6 * state
+    convolution = 2 * text.linear_conv_kernel_dim * mixed
+    return _Mixer(
+        text.hidden_size * (mixed + 2 * values + 2 * heads),
+        prompt=lambda length: length * (token + convolution),
+        step=lambda length: 6 * state + convolution,
+        cached=lambda length, width: 4 * state,  # in float32, whatever the model has
+    )
+
+
+def _layer_types(text) -> list[str]:
+    types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    return ["linear_attention" if kind == "linear_attention" else "full_attention" for kind in types]
+
+
+def _mixers(text) -> list[_Mixer]:
+    """Of every layer."""
+    made = {"full_attention": _full_attention(text)}
+    if "linear_attention" in _layer_types(text):
+        made["linear_attention"] = _linear_attention(text)
+    return [made[kind] for kind in _layer_types(text)]
+
+
+def mixing_flops(text: Any, length: int) -> int:
+    """Floating-point operations by which the tokens of a prompt learn of each other, in all layers."""
+    return sum(mixer.prompt(length) for mixer in _mixers(text))
+
+
+def _language_model_weights(text) -> int:
+    """Of all layers."""
+    feed_forward = 3 * text.hidden_size * text.intermediate_size
+    return sum(mixer.weights + feed_forward for mixer in _mixers(text))
+
+
+def _cached(text, length: int, width: int) -> int:
+    """Bytes of keys, values and states behind a prompt."""
+    return sum(mixer.cached(length, width) for mixer in _mixers(text))
 
 
 def _prefill(text, length: int, width: int) -> Cost:
-    """All layers over the prompt, causal attention, and the logits of the last position."""
-    d, key_value, layer = _text_sizes(text)
-    head, depth = d * text.vocab_size, text.num_hidden_layers
-    flops = depth * (2 * length * layer + 2 * d * length**2) + 2 * head
-    return Cost(flops, width * (depth * (layer + 2 * length * key_value) + head + length * d))
+    """All layers over the prompt, and the logits of the last position."""
+    weights, head = _language_model_weights(text), text.hidden_size * text.vocab_size
+    flops = 2 * length * weights + mixing_flops(text, length) + 2 * head
+    return Cost(flops, width * (weights + head + length * text.hidden_size) + _cached(text, length, width))
 
 
 def _one_token(text, length: int, width: int) -> Cost:
     """One step of decoding behind a prompt: reads all weights and the whole cache."""
-    d, key_value, layer = _text_sizes(text)
-    head, depth = d * text.vocab_size, text.num_hidden_layers
-    flops = depth * (2 * layer + 4 * d * length) + 2 * head
-    return Cost(flops, width * (depth * (layer + 2 * length * key_value) + head))
+    weights, head = _language_model_weights(text), text.hidden_size * text.vocab_size
+    flops = 2 * weights + sum(mixer.step(length) for mixer in _mixers(text)) + 2 * head
+    return Cost(flops, width * (weights + head) + _cached(text, length, width))
+
+
+def _selector_sizes(text) -> tuple[int, int]:
+    """Width of the selector, and of its keys; see `build_selector`."""
+    d, heads = text.hidden_size, text.num_attention_heads
+    return d, (text.head_dim if d % heads else d // heads) * text.num_key_value_heads
 
 
 def _relevance(config, num_tokens: int, question_tokens: int, width: int) -> Cost:
     """Keys of all tokens, then scores: of each word twice, for a log-sum-exp once, for a sum as of one word."""
-    d, key_value, _ = _text_sizes(config.text_config)
+    d, key_value = _selector_sizes(config.text_config)
     passes = {"sum": 1, "logsumexp": question_tokens}.get(config.qtsplus_config.reduction, 2 * question_tokens)
     projection, scores = d * key_value, d * passes
     flops = 2 * num_tokens * (projection + scores) + 2 * question_tokens * d**2
@@ -197,7 +277,7 @@ def _relevance(config, num_tokens: int, question_tokens: int, width: int) -> Cos
 
 def _reencode(config, kept: int, width: int) -> Cost:
     """Bidirectional attention over the kept tokens, and a feed-forward block four times as wide."""
-    d, key_value, _ = _text_sizes(config.text_config)
+    d, key_value = _selector_sizes(config.text_config)
     layer, depth = 2 * d**2 + 2 * d * key_value + 8 * d**2, config.qtsplus_config.reencode_layers
     return Cost(depth * (2 * kept * layer + 4 * d * kept**2), width * (depth * layer + 2 * kept * d))
 

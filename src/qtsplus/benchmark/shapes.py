@@ -110,9 +110,11 @@ _LLAVA_VIDEO = Shape(
 )
 # As many tokens as the 3B's, 32 x 32 pixels of two frames each.
 _QWEN3_VL = Shape("qwen3-vl-8b", "qwen3-vl-8b", frames=600, size=(960, 640), sweep=(8, 64, 200, 400, 600))
+_QWEN3_5 = replace(_QWEN3_VL, name="qwen3.5-9b", variant="qwen3.5-9b")
 
 _NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 _NARROW_TEXT = {**_NARROW, "hidden_size": 256, "num_key_value_heads": 1, "head_dim": 128}
+_NARROW_QWEN = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 256}
 
 
 def _narrow(shape: Shape, vision: dict[str, Any]) -> Shape:
@@ -153,7 +155,8 @@ MODEL_SHAPES = {
     "internvl2.5-8b": _INTERNVL,
     "llava-video-7b": _LLAVA_VIDEO,
     "qwen3-vl-8b": _QWEN3_VL,
-    # A quarter of the depth of these three, as in "cpu".
+    "qwen3.5-9b": _QWEN3_5,
+    # A quarter of the depth of these, as in "cpu".
     "internvl2.5-8b-cpu": replace(
         _INTERNVL,
         name="internvl2.5-8b-cpu",
@@ -181,14 +184,25 @@ MODEL_SHAPES = {
         text={"num_hidden_layers": 9},
         vision={"depth": 7, "deepstack_visual_indexes": [2, 4, 6]},  # of 27
     ),
+    "qwen3.5-9b-cpu": replace(
+        _QWEN3_5,
+        name="qwen3.5-9b-cpu",
+        frames=56,
+        size=(512, 288),
+        sweep=(4, 20, 56),
+        text={"num_hidden_layers": 8},  # 6 of linear and 2 of full attention
+        vision={"depth": 7},  # of 27
+    ),
     # For tests, as "tiny".
     "internvl2.5-8b-tiny": _narrow(_INTERNVL, _NARROW),
     "llava-video-7b-tiny": _narrow(_LLAVA_VIDEO, _NARROW),
-    "qwen3-vl-8b-tiny": _narrow(
-        _QWEN3_VL,
-        {
-            **{"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2},
-            **{"out_hidden_size": _NARROW_TEXT["hidden_size"], "deepstack_visual_indexes": [0]},
+    "qwen3-vl-8b-tiny": _narrow(_QWEN3_VL, {**_NARROW_QWEN, "deepstack_visual_indexes": [0]}),
+    "qwen3.5-9b-tiny": replace(
+        _narrow(_QWEN3_5, _NARROW_QWEN),
+        text={
+            **{**_NARROW_TEXT, "head_dim": 256, "layer_types": ["linear_attention", "full_attention"]},
+            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
         },
     ),
 }

@@ -9,7 +9,7 @@ import torch
 from ..backbones import backbone_of
 from ..selector_qtsplus import kept_count
 from ..training.freezing import part_of
-from .cost import DATA_SHEETS, Cost, stage_costs
+from .cost import DATA_SHEETS, Cost, mixing_flops, stage_costs
 
 # Trained weights are held in float32, with a gradient and two moments of AdamW.
 TRAINED_BYTES, FROZEN_BYTES = 16, 2
@@ -84,13 +84,13 @@ def language_model_step(text: Any, forward: Cost, length: int) -> float:
     """
     Forward, forward again from the checkpoints, and backward to the inputs of a frozen language model.
 
-    A product with frozen weights has one gradient, one of attention two. The output head is not run again, nor is a
+    A product with frozen weights has one gradient, one of two tokens two. The output head is not run again, nor is a
     layer's last product.
     """
-    attention = text.num_hidden_layers * 2 * text.hidden_size * length**2
+    mixing = mixing_flops(text, length)
     last = text.num_hidden_layers * 2 * length * text.hidden_size * text.intermediate_size
     head = 2 * text.hidden_size * text.vocab_size
-    return 3 * (forward.flops - attention - head) - last + 4 * attention + 2 * head
+    return 3 * (forward.flops - mixing - head) - last + 4 * mixing + 2 * head
 
 
 def _layer_bytes(text: Any, length: int) -> int:

@@ -20,8 +20,8 @@ _Shape = Annotated[
     str,
     typer.Option(
         help="The model's size. cpu has the widths of the 3B and a quarter of its layers. 3b is the whole model, for a "
-        "GPU. small and tiny are smaller. internvl2.5-8b, llava-video-7b and qwen3-vl-8b are other backbones; with "
-        "-cpu behind the name they have a quarter of their layers."
+        "GPU. small and tiny are smaller. internvl2.5-8b, llava-video-7b, qwen3-vl-8b and qwen3.5-9b are other "
+        "backbones; with -cpu behind the name they have a quarter of their layers."
     ),
 ]
 _Device = Annotated[

@@ -4,6 +4,7 @@ Which layers and heads look at what an answer rests on: needle recall of each, o
 While the model answers, for attention distillation; and from where the answer begins, for `selection="lm_attention"`.
 """
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass

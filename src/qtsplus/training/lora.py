@@ -6,7 +6,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 # The vision tower and the selector have projections of the same names.
-LANGUAGE_MODEL_PROJECTIONS = r".*language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
+LANGUAGE_MODEL_PROJECTIONS = (
+    r".*language_model\.layers\.\d+\."
+    r"(self_attn\.(q|k|v|o)_proj|linear_attn\.(in_proj_(qkv|z|a|b)|out_proj)|mlp\.(gate|up|down)_proj)"
+)
 
 
 def lora_config(rank: int, alpha: float = 32.0, dropout: float = 0.0) -> LoraConfig:

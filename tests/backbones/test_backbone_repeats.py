@@ -1,0 +1,89 @@
+"""Steps of a video that repeat the one before are encoded once, on every backbone."""
+
+import pytest
+import torch
+
+from qtsplus.repeats_qtsplus import Repeats
+
+
+@pytest.fixture
+def video(model, prepare):
+    """Three videos: the first stands still behind its first step in time, the last one from its beginning."""
+    inputs = prepare("video", "two videos")
+    grid, pixels = inputs["video_grid_thw"], inputs["pixel_values_videos"].clone()
+    rows = model.model.pixel_rows(grid)
+    first, _, last = (own.unflatten(0, (t, -1)) for own, t in zip(pixels.split(rows), grid[:, 0].tolist(), strict=True))
+    first[2:] = first[1]
+    last[:] = last[0]
+    return {**inputs, "pixel_values_videos": pixels}
+
+
+@pytest.fixture
+def seen(model, monkeypatch):
+    """Rows of pixels that the vision tower was given, call by call."""
+    rows, encode_pixels = [], model.model.encode_pixels
+
+    def count(modality, pixels, grid):
+        rows.append(len(pixels))
+        return encode_pixels(modality, pixels, grid)
+
+    monkeypatch.setattr(model.model, "encode_pixels", count)
+    return rows
+
+
+def taken(inputs):
+    return inputs["pixel_values_videos"], inputs["video_grid_thw"]
+
+
+def test_a_step_is_encoded_once(model, video, seen):
+    every = model.encode_videos(*taken(video), repeats=Repeats(None))
+    total = sum(seen)
+    seen.clear()
+    once = model.encode_videos(*taken(video))
+    grid = taken(video)[1]
+    long, short, _ = (rows // t for rows, t in zip(model.model.pixel_rows(grid), grid[:, 0].tolist(), strict=True))
+    assert sum(seen) == 2 * long + (int(grid[1, 0]) + 1) * short < total
+    for one, other in zip(once, every, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    steps = once[0].unflatten(0, (int(grid[0, 0]), -1))
+    assert torch.equal(steps[1:2].expand_as(steps[1:]), steps[1:]) and not torch.equal(steps[0], steps[1])
+
+
+def test_the_answer_stays(model, video, monkeypatch):
+    call = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    once = model.generate(**video, **call)
+    features = model.encode_videos(*taken(video), repeats=Repeats(None))
+    rest = {name: value for name, value in video.items() if name != "pixel_values_videos"}
+    assert torch.equal(once, model.generate(**rest, video_features=features, **call))
+
+
+def test_from_call_to_call(model, video, seen):
+    pixels, grid = taken(video)
+    whole = model.encode_videos(pixels, grid)[0]
+    rows, repeats, parts = int(model.model.pixel_rows(grid)[0] // grid[0, 0]), Repeats(), []
+    seen.clear()
+    for step in range(int(grid[0, 0])):
+        one = torch.tensor([[1, *grid[0, 1:]]])
+        parts += model.encode_videos(pixels[step * rows : (step + 1) * rows], one, repeats=repeats)
+    assert seen == [rows, rows]
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_a_moving_video_is_encoded_as_ever(model, prepare):
+    inputs = prepare("video")
+    assert torch.equal(*(model.encode_videos(*taken(inputs), repeats=Repeats(given))[0] for given in (0.0, None)))
+
+
+def test_gradients_of_repeated_steps_add_up(backbone, processor, video):
+    gradients = []
+    for tolerance in (0.0, None):
+        model = backbone.build(processor).train()
+        features = model.model.encode(2, *taken(video), repeats=Repeats(tolerance))
+        sum(own.square().mean() for own in features).backward()
+        vision = next(part for part in ("visual", "vision_tower") if hasattr(model.model, part))
+        gradients.append(
+            [weight.grad for weight in getattr(model.model, vision).parameters() if weight.grad is not None]
+        )
+    assert gradients[0]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
