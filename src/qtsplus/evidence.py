@@ -7,7 +7,7 @@ import torch
 
 # Of the highest relevance, what a kept token needs to count as evidence. The others are kept too, since the budget has
 # room for them.
-STRONG = 0.8
+STRONG = 0.7
 
 
 @dataclass(frozen=True)
