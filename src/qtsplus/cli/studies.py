@@ -99,6 +99,7 @@ def needle(
             fps=fps,
             work=work,
             command=_typed(),
+            say=note,
         )
     wrote(target)
 

@@ -249,7 +249,7 @@ def _page(document: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        *markdown_table(columns, [[budget.title, *cells] for budget, rows in parts.items() for cells in rows]),
+        *markdown_table(columns, [[budget.title, *cells] for budget, rows in parts.items() for cells in rows], texts=3),
     ]
 
 
