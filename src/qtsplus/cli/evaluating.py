@@ -7,11 +7,139 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from .console import console, fail, one_line_errors, require_fraction
-from .models import check_model_options, check_selection, load_model
-from .options import AsJson, Device, Model, Retention, Revision, Selection
+from .console import console, fail, note, one_line_errors, require_fraction, wrote
+from .models import check_model_options, check_selection, load_model, name_model
+from .options import AsJson, Device, Dtype, Model, Retention, Revision, Selection
 
-eval_app = typer.Typer(help="Measure how well a model answers.", no_args_is_help=True)
+eval_app = typer.Typer(no_args_is_help=True)
+
+
+@eval_app.callback(invoke_without_command=True)
+def evaluate_tasks(
+    context: typer.Context,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Benchmarks of lmms-eval, with commas between them. paper stands for the paper's, tinyworld for "
+            "rendered videos, and a .jsonl file for records as `records` takes them."
+        ),
+    ] = None,
+    model: Model = None,
+    revision: Revision = None,
+    retention: Retention = None,
+    max_visual_tokens: Annotated[int | None, typer.Option(help="Keep at most this many visual tokens.")] = None,
+    selection: Annotated[
+        str | None,
+        typer.Option(
+            help="Choose tokens in another way than the model's own, such as uniform or random. fewer_frames looks "
+            "at so many frames only that their tokens are the fraction of --retention."
+        ),
+    ] = None,
+    reencode: Annotated[bool, typer.Option(help="Re-encode the kept tokens, or hand them on as they are.")] = True,
+    fps: Annotated[float | None, typer.Option(help="How many frames to look at per second.")] = None,
+    num_frames: Annotated[int | None, typer.Option(help="How many frames to look at in a video, instead.")] = None,
+    max_frames: Annotated[int | None, typer.Option(help="Look at this many frames of a video at most.")] = None,
+    min_pixels: Annotated[int | None, typer.Option(help="The fewest pixels of a frame.")] = None,
+    max_pixels: Annotated[int | None, typer.Option(help="The most pixels of a frame.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Ask only the first questions of each benchmark.", min=1)] = None,
+    batch_size: Annotated[int, typer.Option(help="How many questions are asked at a time.", min=1)] = 1,
+    processes: Annotated[
+        int, typer.Option(help="How many processes share the questions. On GPUs each takes one.", min=1)
+    ] = 1,
+    include_path: Annotated[Path | None, typer.Option(help="A folder with tasks of your own for lmms-eval.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="The folder for answers, logs and results. A run that was stopped goes on there.")
+    ] = Path("evaluation"),
+    device: Device = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")
+    ] = Dtype.auto,
+    as_json: AsJson = False,
+) -> None:
+    """
+    Measure how well a model answers: on benchmarks through lmms-eval, or with one of the commands below.
+
+    A video that cannot be read does not end the run. Its questions count as wrong, and the exit code is 1.
+    """
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
+    if tasks is None:
+        fail("no benchmark is named; give --tasks, such as --tasks videomme, or one of the commands of `qtsplus eval`")
+    check_model_options(model, revision, device)
+    with one_line_errors():
+        from ..evaluation.harness import run as harness
+        from ..evaluation.harness.loading import Reading, Selecting
+
+        options = {
+            **vars(Selecting(selection, retention, max_visual_tokens, reencode)),
+            **vars(Reading(fps, num_frames, max_frames, min_pixels, max_pixels)),
+        }
+        settings = harness.Settings(name_model(model, revision), tasks, options, revision, dtype.value, limit)
+        try:
+            result = harness.run(
+                settings,
+                out,
+                processes=processes,
+                batch_size=batch_size,
+                device=device,
+                include_path=include_path,
+                say=note,
+            )
+        except harness.HarnessError as error:
+            typer.echo(f"qtsplus: {error}", err=True)
+            raise typer.Exit(1) from error
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _print_tasks(result["tasks"])
+        wrote(out / "run.json")
+    failed = harness.failures(result["tasks"])
+    for line in failed:
+        typer.echo(f"qtsplus: {line}", err=True)
+    for task in harness.guessed(result["tasks"]):
+        typer.echo(f"qtsplus: {task} guesses an answer where there is none, so its figures are too high", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Options before a command would be ignored."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        option, command = given[0].replace("_", "-"), context.invoked_subcommand
+        fail(
+            f"--{option} stands before the command {command}; put it behind, as in `qtsplus eval {command} --{option}`"
+        )
+
+
+def _print_tasks(tasks: dict[str, Any]) -> None:
+    table = Table("task", "questions", "metric", "value", "kept")
+    for name, found in tasks.items():
+        samples = found["samples"]
+        total = sum(sample["visual_tokens"] for sample in samples)
+        kept = f"{sum(sample['kept_visual_tokens'] for sample in samples) / total:.1%}" if total else ""
+        for metric, value in found["metrics"].items():
+            table.add_row(name, str(len(samples)), metric, f"{value:.2f}", kept)
+    console.print(table)
+
+
+@eval_app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders that `qtsplus eval --tasks` has finished.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="The Markdown file. An HTML page and JSON stand beside it.")] = Path(
+        "report.md"
+    ),
+) -> None:
+    """Put runs side by side: accuracies, gains at equal tokens, and what the paper published of the same tasks."""
+    with one_line_errors():
+        from ..evaluation.harness.report import read_runs, write_report
+
+        for path in write_report(read_runs(runs), out):
+            wrote(path)
 
 
 @eval_app.command(name="records")

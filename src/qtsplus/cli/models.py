@@ -31,12 +31,18 @@ def load_model(model: str | None, revision: str | None, device: str | None, dtyp
     """
     from .. import session
 
-    _check_code_cache()
-    name = _bundled_model() if model is None else model
-    if model is not None:
-        _announce_code(model, revision)
+    name = name_model(model, revision)
     with notes.status("Loading the model"):
         return session.load(name, device, dtype, revision=revision)
+
+
+def name_model(model: str | None, revision: str | None) -> str:
+    """The folder or Hub id that a command is to load, whose code it announces; the bundled one's without a name."""
+    _check_code_cache()
+    if model is None:
+        return _bundled_model()
+    _announce_code(model, revision)
+    return model
 
 
 def _announce_code(model: str, revision: str | None) -> None:

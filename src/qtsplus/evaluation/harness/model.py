@@ -1,0 +1,280 @@
+"""`python -m lmms_eval --model qtsplus`: our models, and stock ones, behind lmms-eval's chat interface."""
+
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
+from lmms_eval.api.model import lmms
+from rich.console import Console
+from rich.progress import track
+
+from ... import session
+from .answers import Answered, AnswerLog
+from .loading import Reading, Selecting, load, read_video
+
+
+@dataclass
+class VisualTokenCounts(TokenCounts):
+    """What a sample's log says under `token_counts`."""
+
+    answered: Answered | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        if self.answered is None:
+            return super().to_dict()
+        return {name: value for name, value in asdict(self.answered).items() if name != "text"}
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One prompt: where it stands in its task, the messages of its chat template, what it shows, how it is answered."""
+
+    key: str
+    place: str
+    messages: list[dict[str, Any]]
+    videos: list[str]
+    images: list[Any]
+    query: str | None
+    clues: Sequence[Sequence[float]]
+    generation: Mapping[str, Any]
+
+    @property
+    def names(self) -> str:
+        return ",".join(PurePath(video).name for video in self.videos)
+
+
+class QTSplus(lmms):
+    """
+    A QTSplus model, or a stock one whose backbone we have.
+
+    Prompts are those of the chat template, and `until` is left alone, as in lmms-eval's own chat classes. Frames, their
+    size and their times come from our processor, for stock models too: every model that runs here sees the same.
+
+    Args:
+        pretrained: a folder or a Hub id.
+        revision: of a model on the Hub.
+        device: such as `"cuda"`; with several processes on GPUs, each takes the one of its rank.
+        dtype: of the weights; `"auto"` is the checkpoint's.
+        batch_size: prompts at a time.
+        answers: a folder that keeps every answer as it is given; what it holds is not asked again.
+        options: the fields of [`Selecting`] and [`Reading`].
+
+    Raises:
+        ValueError: an unknown option, or a value that is out of its range.
+    """
+
+    is_simple = False
+
+    def __init__(
+        self,
+        pretrained: str,
+        revision: str | None = None,
+        device: str | None = None,
+        dtype: str = "auto",
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        answers: str | None = None,
+        **options: Any,
+    ):
+        super().__init__()
+        self.selecting, self.reading = _take_options(options)
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise ValueError(f"batch_size is {batch_size!r}; expected a whole number, at least 1.")
+        self.batch_size = int(batch_size)
+        self._rank, self._world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if device in (None, "cuda") and torch.cuda.is_available():
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        settings = {"pretrained": str(pretrained), "revision": revision, "dtype": dtype, **options}
+        self.log = AnswerLog(answers, self._rank, settings)
+        self.model, self.processor, self.selecting = load(
+            str(pretrained), revision, session.find_device(device), dtype, self.selecting
+        )
+        self.reading.apply(self.processor)
+        self._encoded: OrderedDict[str, session.EncodedVideo | str] = OrderedDict()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise NotImplementedError("The model qtsplus answers in words; choose a task of the type generate_until.")
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
+        raise NotImplementedError("The model qtsplus answers once; choose a task of the type generate_until.")
+
+    def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
+        """One answer per request, in order; what the log holds is not asked again."""
+        keys = [self._key(instance) for instance in requests]
+        waiting = {key: instance for key, instance in zip(keys, requests, strict=True) if key not in self.log.found}
+        # A random choice is drawn for each prompt by itself: the same one in any batch, process and second run.
+        drawn = self.selecting.selection == "random"
+        batches = _batches(waiting, 1 if drawn else self.batch_size)
+        for batch in track(batches, "Asking", console=Console(stderr=True), disable=self._rank != 0):
+            asked = [self._request(key, waiting[key]) for key in batch]
+            with torch.random.fork_rng(enabled=drawn):
+                if drawn:
+                    torch.manual_seed(zlib.crc32(asked[0].place.encode()))
+                self.log.add(self._answer(asked))
+        return [
+            GenerationResult(answered.text, VisualTokenCounts(output_tokens=answered.output_tokens, answered=answered))
+            for answered in map(self.log.found.__getitem__, keys)
+        ]
+
+    def _key(self, instance: Instance) -> str:
+        prompt, _, generation, doc_id, task, split = instance.args
+        doc = self.task_dict[task][split][doc_id]
+        asked = {name: value for name, value in doc.items() if isinstance(value, (str, int, float))}
+        return self.log.key(f"{task}/{split}", doc_id, {"prompt": prompt, **asked}, generation)
+
+    def _request(self, key: str, instance: Instance) -> _Request:
+        _, doc_to_messages, generation, doc_id, task, split = instance.args
+        doc = self.task_dict[task][split][doc_id]
+        messages, videos, images, query = [], [], [], None
+        for message in doc_to_messages(doc):
+            content = []
+            for part in message["content"]:
+                kind = part["type"]
+                if kind == "text":
+                    query = part.get("query", query)
+                    content.append({"type": "text", "text": part["text"]})
+                elif kind == "video" and part.get("start_time") is None and part.get("end_time") is None:
+                    videos.append(str(part["url"]))
+                    content.append({"type": "video"})
+                elif kind == "image":
+                    images.append(part["url"])
+                    content.append({"type": "image"})
+                else:
+                    raise ValueError(f"{task} {doc_id}: expected text, images and whole videos, got {part!r}.")
+            messages.append({"role": message["role"], "content": content})
+        place, clues = f"{task}/{split}/{doc_id}", doc.get("clue_intervals") or []
+        return _Request(key, place, messages, videos, images, query, clues, generation)
+
+    def _answer(self, batch: Sequence[_Request]) -> dict[str, Answered]:
+        """Answers to prompts of one kind of generation; those whose videos cannot be read fail, the others do not."""
+        answers, readable = {}, []
+        for request in batch:
+            found = [self._encode(video) for video in request.videos]
+            reasons = [reason for reason in found if isinstance(reason, str)]
+            if reasons:
+                answers[request.key] = Answered("", video=request.names, failed="; ".join(reasons))
+            else:
+                readable.append((request, [video for video in found if not isinstance(video, str)]))
+        return {**answers, **(self._generate(readable) if readable else {})}
+
+    def _encode(self, video: str) -> session.EncodedVideo | str:
+        """A video's features, or why it cannot be read; the last few are kept, as several questions are about one."""
+        if video not in self._encoded:
+            try:
+                self._encoded[video] = read_video(self.model, self.processor, video, self.selecting)
+            except (ValueError, OSError) as error:
+                self._encoded[video] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        self._encoded.move_to_end(video)
+        while len(self._encoded) > self.batch_size:
+            self._encoded.popitem(last=False)
+        return self._encoded[video]
+
+    def _generate(self, asked: Sequence[tuple[_Request, list[session.EncodedVideo]]]) -> dict[str, Answered]:
+        videos = [video for _, found in asked for video in found]
+        inputs = self._inputs([request for request, _ in asked], videos)
+        output = self.model.generate(
+            **inputs.to(self.device),
+            **self.selecting.call(),
+            **_generation(asked[0][0].generation),
+            **(
+                {
+                    "video_features": [video.features for video in videos],
+                    "second_per_grid_ts": [second for video in videos for second in video.second_per_grid_ts],
+                }
+                if videos
+                else {}
+            ),
+            return_dict_in_generate=True,
+        )
+        new = output.sequences[:, inputs["input_ids"].shape[1] :]
+        texts = self.processor.batch_decode(new, skip_special_tokens=True)
+        padding = self.processor.tokenizer.pad_token_id
+        answers = {}
+        for row, (request, found) in enumerate(asked):
+            total = sum(len(video.features) for video in found)
+            kept = output.qtsplus.kept_indices[row] if found else torch.empty(0, dtype=torch.long)
+            clues = torch.cat([_in_clues(request.clues, video) for video in found]) if found else kept.bool()
+            answers[request.key] = Answered(
+                text=texts[row],
+                output_tokens=int((new[row] != padding).sum()),
+                video=request.names,
+                frames=sum(len(video.metadata.frames_indices) for video in found),
+                visual_tokens=total,
+                kept_visual_tokens=len(kept),
+                clue_tokens=int(clues.sum()),
+                kept_clue_tokens=int(clues[kept.cpu()].sum()),
+            )
+        return answers
+
+    def _inputs(self, requests: Sequence[_Request], videos: Sequence[session.EncodedVideo]) -> Any:
+        options: dict[str, Any] = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
+        if videos:
+            options["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
+            options["video_metadata"] = [video.metadata for video in videos]
+        if images := [request.images for request in requests if request.images]:
+            options["images"] = images
+        if any(request.query for request in requests):
+            options["query"] = [request.query or _question(request.messages) for request in requests]
+        text = [
+            self.processor.apply_chat_template(request.messages, tokenize=False, add_generation_prompt=True)
+            for request in requests
+        ]
+        return self.processor(text=text, **options)
+
+
+def _take_options(options: Mapping[str, Any]) -> tuple[Selecting, Reading]:
+    selecting, reading = ({field.name for field in fields(kind)} for kind in (Selecting, Reading))
+    if unknown := sorted(set(options) - selecting - reading):
+        known = ", ".join(sorted(selecting | reading))
+        raise ValueError(f"There is no option {', '.join(unknown)}; expected some of {known}.")
+    return (
+        Selecting(**{name: value for name, value in options.items() if name in selecting}),
+        Reading(**{name: value for name, value in options.items() if name in reading}),
+    )
+
+
+def _batches(waiting: Mapping[str, Instance], size: int) -> list[list[str]]:
+    """The keys in order, and no batch with two kinds of generation."""
+    batches: list[list[str]] = []
+    for key, instance in waiting.items():
+        if batches and len(batches[-1]) < size and waiting[batches[-1][0]].args[2] == instance.args[2]:
+            batches[-1].append(key)
+        else:
+            batches.append([key])
+    return batches
+
+
+def _generation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """lmms-eval's arguments as `generate` takes them: greedy, unless a temperature is asked for."""
+    chosen = {"max_new_tokens": given.get("max_new_tokens", 128), "num_beams": given.get("num_beams", 1)}
+    if not given.get("temperature"):
+        return {**chosen, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    sampled = {name: given[name] for name in ("temperature", "top_p", "top_k") if given.get(name) is not None}
+    return {**chosen, "do_sample": True, **sampled}
+
+
+def _in_clues(clues: Sequence[Sequence[float]], video: session.EncodedVideo) -> torch.Tensor:
+    """Bool `[k]`: which tokens of a video stand in the seconds of a clue, in part at least."""
+    steps = int(video.video_grid_thw[0, 0])
+    starts = torch.arange(steps) * video.second_per_grid_ts[0]
+    ends = starts + video.second_per_grid_ts[0]
+    inside = torch.zeros(steps, dtype=torch.bool)
+    for start, end in clues:
+        inside |= (starts <= end) & (ends > start)
+    return inside.repeat_interleave(len(video.features) // steps)
+
+
+def _question(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the last user turn."""
+    turn = next(message for message in reversed(messages) if message["role"] == "user")
+    return "\n".join(part["text"] for part in turn["content"] if part["type"] == "text")

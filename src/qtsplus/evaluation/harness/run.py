@@ -1,0 +1,276 @@
+"""Runs lmms-eval in processes of its own, and keeps what it found, or says what is wrong with it."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.constants import HF_HOME
+
+from ... import __version__
+from . import records
+from .catalogue import SHARES, resolve
+
+HARNESS = "lmms-eval"
+RECORDS = ".jsonl"  # what a task of one's own records ends with
+_PACKAGES = (HARNESS, "transformers", "torch", "av")
+
+
+class HarnessError(RuntimeError):
+    """lmms-eval ended without a result that can be believed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """
+    What decides the answers of a run.
+
+    Args:
+        model, revision, dtype: as for the plugin.
+        tasks: names of lmms-eval with commas between them, `paper`, `tinyworld`, or JSONL files of records.
+        limit: the first questions of each task.
+        options: of the plugin, such as `{"retention": 0.1}`; those that are `None` are left out.
+    """
+
+    model: str
+    tasks: str
+    options: Mapping[str, Any]
+    revision: str | None = None
+    dtype: str = "auto"
+    limit: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        given = {name: value for name, value in self.options.items() if value is not None}
+        return {**asdict(self), "options": given}
+
+
+def run(
+    settings: Settings,
+    out: Path,
+    *,
+    processes: int = 1,
+    batch_size: int = 1,
+    device: str | None = None,
+    include_path: Path | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> dict[str, Any]:
+    """
+    Evaluates a model, or goes on with a run that was stopped, and writes `<out>/run.json` with all that it found.
+
+    Args:
+        out: a folder; beside the result it holds the answers, the harness's log and the log of every sample.
+        processes: that share the questions.
+        batch_size: prompts at a time, in each of them.
+        device: such as `"cuda"`; a GPU per process where there are any when absent.
+        include_path: a folder of tasks of one's own.
+        say: takes one line per step.
+
+    Returns:
+        What `run.json` holds: `settings`, `versions` and `tasks`, see [`collect`].
+
+    Raises:
+        ValueError: lmms-eval is not installed; another run's folder; a name that the harness could not take.
+        HarnessError: the harness failed, or left no result, or not every sample.
+    """
+    if find_spec("lmms_eval") is None:
+        raise ValueError('lmms-eval is not installed; get it with `pip install "qtsplus[eval]"`.')
+    tasks, folder = resolve(settings.tasks), out / "tasks"
+    command = _command(settings, tasks, folder, out, processes, batch_size, device)
+    _claim(out, settings)
+    _write_tasks(tasks, folder, include_path)
+    log = out / "harness.log"
+    say(f"lmms-eval is running; its log is {log}.")
+    shutil.rmtree(out / "harness", ignore_errors=True)  # of an earlier start
+    environment = {**os.environ, "HF_HOME": HF_HOME}  # some of its tasks cannot be read without
+    with log.open("w", encoding="utf-8") as lines:
+        done = subprocess.run(command, env=environment, stdout=lines, stderr=subprocess.STDOUT, check=False)
+    code = done.returncode
+    if code:
+        raise HarnessError(f"lmms-eval ended with exit code {code}: {_last_error(log)} The log is {log}.")
+    found = collect(out / "harness", log)
+    result = {"settings": settings.as_dict(), "versions": _versions(), "tasks": found}
+    _write_json(out / "run.json", result)
+    return result
+
+
+def _claim(out: Path, settings: Settings) -> None:
+    """A folder belongs to the settings of its first run: two would mix their answers."""
+    path = out / "settings.json"
+    wanted = json.loads(json.dumps(settings.as_dict()))
+    if path.exists():
+        held = json.loads(path.read_text(encoding="utf-8"))
+        differing = sorted(name for name in {*held, *wanted} if held.get(name) != wanted.get(name))
+        if differing:
+            raise ValueError(
+                f"{out} holds a run with another {' and another '.join(differing)}; choose another folder with --out."
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    _write_json(path, wanted)
+
+
+def _write_tasks(tasks: Sequence[str], folder: Path, include_path: Path | None) -> None:
+    """One folder with all tasks that the harness does not have itself."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if include_path is not None:
+        shutil.copytree(include_path, folder)
+    records.copy_tasks(folder)
+    for task in tasks:
+        if task.endswith(RECORDS):
+            records.write_task(task, folder)
+
+
+def _command(
+    settings: Settings,
+    tasks: Sequence[str],
+    folder: Path,
+    out: Path,
+    processes: int,
+    batch_size: int,
+    device: str | None,
+) -> list[str]:
+    given = {
+        "pretrained": settings.model,
+        "revision": settings.revision,
+        "dtype": settings.dtype,
+        **settings.as_dict()["options"],
+        "answers": out / "answers",
+    }
+    for name, value in given.items():
+        if any(sign in str(value) for sign in ",=\"'{}[]"):
+            raise ValueError(
+                f"{name} is {str(value)!r}; lmms-eval takes no comma, equals sign, quote or bracket in it."
+            )
+    names = [Path(task).stem if task.endswith(RECORDS) else task for task in tasks]
+    alone = [sys.executable, "-m"]
+    shared = [*alone, "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+    return [
+        *(alone if processes == 1 else shared),
+        "lmms_eval",
+        *("--model", "qtsplus"),
+        *("--model_args", ",".join(f"{name}={value}" for name, value in given.items() if value is not None)),
+        *("--tasks", ",".join(names), "--include_path", str(folder)),
+        *("--batch_size", str(batch_size)),
+        *("--output_path", str(out / "harness"), "--log_samples"),
+        # Else it prints a failure and ends with exit code 0.
+        *("--verbosity", "DEBUG"),
+        *([] if settings.limit is None else ["--limit", str(settings.limit)]),
+        *([] if device is None else ["--device", device]),
+    ]
+
+
+def _last_error(log: Path) -> str:
+    """The last line of the log that names an error."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line and not line.startswith(("torch.distributed", "raise"))]
+    return (named or lines or ["it said nothing."])[-1][:500]
+
+
+def _versions() -> dict[str, str]:
+    return {"qtsplus": __version__, **{name: version(name) for name in _PACKAGES}, "python": platform.python_version()}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the harness left
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def collect(folder: Path, log: Path) -> dict[str, Any]:
+    """
+    The tasks of a run.
+
+    Returns:
+        Per task `metrics` by name, in percent where we know the harness's unit; `samples`, what every question came to:
+        its `doc_id`, `video`, `visual_tokens`, `kept_visual_tokens`, `failed` and its `scores` by metric, from 0 to 1,
+        where the harness logs them in a form that we know.
+
+    Raises:
+        HarnessError: there is no result, or not one of every question.
+    """
+    results = sorted(folder.glob("**/*_results.json"))
+    if len(results) != 1:
+        raise HarnessError(f"lmms-eval left {len(results)} results; expected one. The log is {log}.")
+    document = json.loads(results[0].read_text(encoding="utf-8"))
+    tasks: dict[str, Any] = {}
+    for task, counts in document["n-samples"].items():
+        metrics = document["higher_is_better"][task]
+        path = next(folder.glob(f"**/*_samples_{task}.jsonl"), None)
+        lines = [] if path is None else [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if not lines or len({line["doc_id"] for line in lines}) != int(counts["effective"]):
+            raise HarnessError(
+                f"lmms-eval logged {len(lines)} of {int(counts['effective'])} samples of {task}. The log is {log}."
+            )
+        tasks[task] = {
+            "metrics": _metrics(document["results"][task], metrics),
+            "samples": [_sample(line, metrics) for line in sorted(lines, key=lambda line: line["doc_id"])],
+        }
+    return tasks
+
+
+def _metrics(found: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, float]:
+    values = {}
+    for name, value in found.items():
+        metric = name.split(",")[0]
+        if metric in metrics and isinstance(value, (int, float)):
+            values[metric] = value * 100 if metric in SHARES else value
+    return values
+
+
+def _sample(line: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    (counts,) = line["token_counts"]
+    kept = {name: counts[name] for name in ("video", "visual_tokens", "kept_visual_tokens", "failed")}
+    clues = {name: counts[name] for name in ("clue_tokens", "kept_clue_tokens") if counts.get("clue_tokens")}
+    scores = {metric: _score(line[metric]) for metric in metrics if metric in line}
+    scores = {metric: score for metric, score in scores.items() if score is not None}
+    return {"doc_id": line["doc_id"], **kept, **clues, "scores": scores}
+
+
+def _score(logged: Any) -> float | None:
+    """What a task made of one answer, from 0 to 1; each benchmark logs it in its own way."""
+    if isinstance(logged, (bool, int, float)):
+        return float(logged)
+    if not isinstance(logged, Mapping):
+        return None
+    for name in ("score", "rating"):
+        if isinstance(logged.get(name), (bool, int, float)):
+            return float(logged[name])
+    for name in ("pred_answer", "parsed_pred"):
+        if name in logged and "answer" in logged and isinstance(logged["answer"], str):
+            return float(logged[name] == logged["answer"])
+    return None
+
+
+def failures(tasks: Mapping[str, Any]) -> list[str]:
+    """One line per video that failed: how many questions of it count as wrong, and why."""
+    reasons: dict[tuple[str, str, str], int] = {}
+    for task, found in tasks.items():
+        for sample in found["samples"]:
+            if sample["failed"] is not None:
+                key = (task, sample["video"], sample["failed"])
+                reasons[key] = reasons.get(key, 0) + 1
+    return [
+        f"{task}: {count} question{'s' if count > 1 else ''} about {video} failed and count as wrong: {reason}"
+        for (task, video, reason), count in reasons.items()
+    ]
+
+
+def guessed(tasks: Mapping[str, Any]) -> list[str]:
+    """The tasks that gave points to a question which has no answer: they guess where they cannot read one."""
+    return [
+        task
+        for task, found in tasks.items()
+        if any(sample["failed"] is not None and any(sample["scores"].values()) for sample in found["samples"])
+    ]
+
+
+def _write_json(path: Path, value: Any) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.replace(path)  # a file that stands there is whole

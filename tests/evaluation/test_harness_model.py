@@ -1,0 +1,193 @@
+"""The model that lmms-eval asks: it answers as our own evaluator and as the harness's own class do."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qtsplus import session
+from qtsplus.data.tinyworld import build_dataset
+from qtsplus.evaluation.exact_match import exact_match
+from qtsplus.hub.convert import convert
+from qtsplus.training.dataset import read_records
+
+pytest.importorskip("lmms_eval", reason='lmms-eval is not installed: pip install -e ".[eval]"')
+
+from lmms_eval import models  # noqa: E402
+from lmms_eval.api.instance import Instance  # noqa: E402
+
+from qtsplus.evaluation.harness import records as task  # noqa: E402
+from qtsplus.evaluation.harness.model import QTSplus  # noqa: E402
+
+GREEDY = {"max_new_tokens": 16, "temperature": 0, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Questions about two crowded videos, in part with options; every third one, for they take their time."""
+    folder = tmp_path_factory.mktemp("crowd")
+    return read_records(build_dataset(folder, "harness", 2, seconds=(8,), progress=False, crowd=True))[::3]
+
+
+@pytest.fixture(scope="module")
+def docs(records):
+    names = ("video", "question", "query", "answer")
+    return [{name: getattr(record, name) for name in names} for record in records]
+
+
+def ask(model, docs):
+    """What `python -m lmms_eval` does with a task, in short."""
+    model.task_dict = {"crowd": {"test": docs}}
+    once = {"task": "crowd", "repeats": 1}
+    return model.generate_until(
+        [
+            Instance(
+                "generate_until",
+                (doc["question"], task.messages, GREEDY, index, "crowd", "test"),
+                0,
+                {**once, "doc_id": index},
+            )
+            for index, doc in enumerate(docs)
+        ]
+    )
+
+
+def texts(model, docs):
+    return [result.text for result in ask(model, docs)]
+
+
+def counts(results):
+    return [result.token_counts.to_dict() for result in results]
+
+
+def test_the_same_answers_and_tokens_as_our_own_evaluator(tiny_published, records, docs):
+    results = ask(QTSplus(str(tiny_published), device="cpu", batch_size=4, retention=0.1), docs)
+    expected = exact_match(*session.load(tiny_published, "cpu"), records, retention=0.1, batch_size=3, progress=False)
+    found = [
+        (task.matches(doc, [result.text])["exact_match"] == 1.0, logged["kept_visual_tokens"], logged["visual_tokens"])
+        for doc, result, logged in zip(docs, results, counts(results), strict=True)
+    ]
+    assert found == [(outcome.correct, outcome.kept_tokens, outcome.visual_tokens) for outcome in expected]
+    assert any(outcome.correct for outcome in expected)
+
+
+@pytest.mark.parametrize("selection", [None, "random"])
+def test_the_size_of_a_batch_changes_no_answer(tiny_published, docs, selection):
+    one, four = (
+        texts(QTSplus(str(tiny_published), device="cpu", batch_size=size, retention=0.1, selection=selection), docs)
+        for size in (1, 4)
+    )
+    assert one == four and len(set(one)) > 1
+
+
+def test_fewer_frames_are_as_few_as_the_retention_says(tiny_published, docs):
+    model = QTSplus(str(tiny_published), device="cpu", selection="fewer_frames", retention=0.1)
+    (logged,) = counts(ask(model, docs[:1]))
+    assert (logged["frames"], logged["visual_tokens"], logged["kept_visual_tokens"]) == (2, 36, 36)
+
+
+@pytest.mark.parametrize(("reading", "frames"), [({"fps": 1}, 8), ({"num_frames": 6}, 6), ({"max_frames": 4}, 4)])
+def test_options_say_which_frames_are_looked_at(tiny_published, docs, reading, frames):
+    model = QTSplus(str(tiny_published), device="cpu", **reading)
+    (logged,) = counts(ask(model, docs[:1]))
+    assert (logged["frames"], logged["visual_tokens"]) == (frames, frames * 18)
+    video = model._encode(docs[0]["video"])
+    assert video.second_per_grid_ts == [pytest.approx(2 * 8 / frames)], "the times are the video's own"
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_published, tmp_path_factory) -> Path:
+    """qtsplus-tiny without its selector: a stock Qwen2.5-VL."""
+    return convert(tiny_published, tmp_path_factory.mktemp("stock") / "qwen")
+
+
+def test_with_all_tokens_a_stock_model_answers_as_in_the_class_of_lmms_eval(stock, docs):
+    pixels = 168 * 168  # what the frames have; left alone, that class makes them larger
+    theirs = models.get_model("qwen2_5_vl")(
+        pretrained=str(stock), device="cpu", device_map="cpu", min_pixels=pixels, max_pixels=pixels, fps=2
+    )
+    ours = QTSplus(str(stock), device="cpu", dtype="bfloat16", selection="all", batch_size=3)
+    assert texts(ours, docs) == texts(theirs, docs)
+
+
+@pytest.mark.parametrize("force_simple", [False, True])
+def test_the_stock_class_refuses_a_qtsplus_folder(tiny_published, force_simple):
+    stock_class = models.get_model("qwen2_5_vl", force_simple=force_simple)
+    with pytest.raises(ValueError, match="without its selector.*--model qtsplus"):
+        stock_class(pretrained=str(tiny_published), device="cpu", device_map="cpu")
+
+
+def test_a_stock_model_has_no_selector(stock):
+    for options in ({"retention": 0.1}, {"selection": "qtsplus"}):
+        with pytest.raises(ValueError, match="has no selector"):
+            QTSplus(str(stock), device="cpu", **options)
+
+
+def test_a_corrupt_video_fails_alone(tiny_published, docs, tmp_path):
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes(Path(docs[0]["video"]).read_bytes()[:300])
+    model = QTSplus(str(tiny_published), device="cpu", batch_size=3, retention=0.1)
+    whole = texts(model, docs[:2])
+    results = ask(model, [docs[0], {**docs[0], "video": str(broken)}, docs[1]])
+    assert [result.text for result in results] == [whole[0], "", whole[1]]
+    first, failed, last = counts(results)
+    assert "broken.mp4" in failed["failed"] and first["failed"] is last["failed"] is None
+    assert (failed["video"], failed["visual_tokens"]) == ("broken.mp4", 0)
+
+
+def test_what_was_answered_is_not_asked_again(tiny_published, docs, tmp_path, monkeypatch):
+    options = {"device": "cpu", "retention": 0.1, "answers": str(tmp_path)}
+    first = texts(QTSplus(str(tiny_published), **options), docs[:2])
+    (log,) = tmp_path.glob("answers-*.jsonl")
+    with log.open("a") as file:
+        file.write('{"key": "cut by a ki')
+
+    again = QTSplus(str(tiny_published), **options)
+    monkeypatch.setattr(again.model, "generate", lambda **inputs: pytest.fail("it was asked again"))
+    assert texts(again, docs[:2]) == first
+
+    more = QTSplus(str(tiny_published), **options)
+    assert texts(more, docs[:3])[:2] == first
+    assert sum(line.endswith("}") for line in log.read_text().splitlines()) == 3
+
+    other = QTSplus(str(tiny_published), **{**options, "retention": 0.2})
+    (logged,) = counts(ask(other, docs[:1]))
+    assert logged["kept_visual_tokens"] == 58, "an answer with other settings is another answer"
+
+
+def test_the_tokens_of_annotated_clues_are_counted(tiny_published, docs):
+    model = QTSplus(str(tiny_published), device="cpu", retention=0.1)
+    for clues, tokens in (([[0, 8]], 288), ([[0.5, 1.5], [1.2, 2.1]], 3 * 36), ([], 0)):
+        (logged,) = counts(ask(model, [{**docs[0], "clue_intervals": clues, "qid": tokens}]))
+        assert logged["clue_tokens"] == tokens
+        assert logged["kept_clue_tokens"] == 29 if tokens == 288 else logged["kept_clue_tokens"] <= 29
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retension": 0.1}, "no option retension.*retention"),
+        ({"retention": 2}, "retention is 2"),
+        ({"selection": "best"}, "'best'.*fewer_frames"),
+        ({"selection": "fewer_frames"}, "goes by a retention"),
+        ({"retention": 0.1, "max_visual_tokens": 3}, "expected one of them"),
+        ({"max_visual_tokens": 0}, "max_visual_tokens is 0"),
+        ({"fps": 0}, "fps is 0"),
+        ({"fps": 1, "num_frames": 4}, "expected one of them"),
+        ({"batch_size": "auto"}, "batch_size is 'auto'"),
+    ],
+)
+def test_bad_options_are_named(tiny_published, options, message):
+    with pytest.raises(ValueError, match=message):
+        QTSplus(str(tiny_published), device="cpu", **options)
+
+
+def test_a_task_of_records_holds_what_they_ask(records, tmp_path):
+    source = tmp_path / "asked.jsonl"
+    source.write_text(
+        "".join(json.dumps({"video": r.video, "question": r.question, "answer": r.answer}) + "\n" for r in records)
+    )
+    assert task.write_task(source, tmp_path / "tasks") == "asked"
+    lines = [json.loads(line) for line in (tmp_path / "tasks" / "asked.jsonl").read_text().splitlines()]
+    assert [line["question"] for line in lines] == [record.question for record in records]
+    assert all(Path(line["video"]).is_absolute() for line in lines)

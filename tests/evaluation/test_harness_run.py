@@ -1,0 +1,266 @@
+"""Runs of lmms-eval: what ends them, what they leave, and that a stopped one ends like one that was not."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qtsplus.cli import app
+from qtsplus.data.tinyworld import build_dataset
+from qtsplus.evaluation.harness import run as harness
+from qtsplus.evaluation.harness.answers import Answered, AnswerLog
+from qtsplus.evaluation.harness.catalogue import PAPER, published, resolve
+from qtsplus.evaluation.harness.records import TASKS
+from qtsplus.training.dataset import read_records
+
+NEEDS_HARNESS = pytest.mark.skipif(
+    find_spec("lmms_eval") is None, reason='lmms-eval is not installed: pip install -e ".[eval]"'
+)
+
+
+def assert_refused(result, *words, code=2):
+    assert result.exit_code == code, result.output
+    assert all(word in result.stderr.splitlines()[-1] for word in words), result.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Without lmms-eval: a stand-in that leaves what it is told to
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def left_by_harness(folder: Path, answers, effective: int) -> None:
+    """What lmms-eval leaves of a task `crowd`; `answers` are (score, failed) of each question."""
+    (folder / "model").mkdir(parents=True)
+    results = {
+        "results": {"crowd": {"alias": "crowd", "exact_match,none": 0.5, "exact_match_stderr,none": "N/A"}},
+        "higher_is_better": {"crowd": {"exact_match": True}},
+        "n-samples": {"crowd": {"original": 9, "effective": effective}},
+    }
+    (folder / "model" / "1_results.json").write_text(json.dumps(results))
+    lines = [
+        {
+            "doc_id": index,
+            "exact_match": score,
+            "token_counts": [
+                {"video": f"{index // 2}.mp4", "visual_tokens": 288, "kept_visual_tokens": 29, "failed": failed}
+            ],
+        }
+        for index, (score, failed) in enumerate(answers)
+    ]
+    (folder / "model" / "1_samples_crowd.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def evaluate(tmp_path, monkeypatch, tiny_published):
+    """`qtsplus eval --tasks crowd` with a harness that runs `code` and leaves `answers`."""
+
+    def call(answers=None, effective=2, code="", *arguments):
+        def command(out):
+            if answers is not None:
+                left_by_harness(out / "harness", answers, effective)
+            return [sys.executable, "-c", code]
+
+        def run(*popen, **options):
+            return original(command(tmp_path / "out"), **options)
+
+        original = subprocess.run
+        monkeypatch.setattr(harness.subprocess, "run", run)
+        monkeypatch.setattr(harness, "find_spec", lambda name: True)
+        monkeypatch.setattr(harness, "version", lambda name: "0")
+        options = ["--tasks", "crowd", "--model", str(tiny_published), "--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(app, ["eval", *options, *arguments])
+        monkeypatch.setattr(harness.subprocess, "run", original)
+        return result
+
+    return call
+
+
+def test_a_run_leaves_one_file_with_all_it_found(evaluate, tmp_path):
+    result = evaluate([(1.0, None), (0.0, None)])
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert document["tasks"]["crowd"]["metrics"] == {"exact_match": 50.0}
+    assert [sample["scores"] for sample in document["tasks"]["crowd"]["samples"]] == [
+        {"exact_match": 1.0},
+        {"exact_match": 0.0},
+    ]
+    assert document["settings"]["tasks"] == "crowd" and "lmms-eval" in document["versions"]
+    assert "10.1%" in result.stdout
+
+
+def test_what_the_harness_does_not_say_ends_the_run(evaluate):
+    assert_refused(evaluate(), "left 0 results", "harness.log", code=1)
+
+
+def test_a_harness_that_fails_ends_the_run(evaluate):
+    failing = "import sys; print('ValueError: no such dataset'); sys.exit(3)"
+    assert_refused(evaluate([(1.0, None)] * 2, 2, failing), "exit code 3", "no such dataset", code=1)
+
+
+def test_a_missing_sample_ends_the_run(evaluate):
+    assert_refused(evaluate([(1.0, None)], 2), "1 of 2 samples of crowd", code=1)
+
+
+def test_failed_samples_are_listed_and_the_exit_code_says_so(evaluate, tmp_path):
+    result = evaluate([(1.0, None), (0.0, "no frame could be decoded")])
+    assert_refused(result, "1 question about 0.mp4", "wrong", "no frame could be decoded", code=1)
+    assert (tmp_path / "out" / "run.json").exists()
+
+
+def test_a_task_that_guesses_for_a_failed_sample_is_named(evaluate):
+    result = evaluate([(1.0, None), (1.0, "no frame could be decoded")])
+    assert "crowd guesses" in result.stderr and result.exit_code == 1
+
+
+def test_a_folder_belongs_to_the_settings_of_its_run(evaluate):
+    answers = [(1.0, None), (0.0, None)]
+    assert evaluate(answers).exit_code == 0
+    assert evaluate(answers).exit_code == 0
+    assert_refused(evaluate(answers, 2, "", "--retention", "0.2"), "another options", "--out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--tasks"]),
+        (["--tasks", "videomme,,lvbench"], ["videomme,,lvbench"]),
+        (["--tasks", "crowd", "--selection", "best"], ["'best'", "fewer_frames"]),
+        (["--tasks", "crowd", "--retention", "2"], ["retention is 2"]),
+        (["--tasks", "crowd", "--fps", "nan"], ["fps is nan"]),
+        (["--retention", "0.5", "records", "x.jsonl"], ["--retention stands before the command records"]),
+        (["--tasks", "missing.jsonl"], ["missing.jsonl"]),
+        (["--tasks", "crowd", "--include-path", "missing"], ["missing"]),
+        (["--tasks", "crowd", "--out", "a,b"], ["takes no comma"]),
+        (["report"], []),
+        (["report", "missing"], ["run.json", "missing"]),
+    ],
+)
+def test_bad_input_ends_in_one_line(arguments, words, tiny_published, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "find_spec", lambda name: True)
+    monkeypatch.chdir(tmp_path)
+    commands = ("records", "report")
+    model = [] if any(name in arguments for name in commands) else ["--model", str(tiny_published)]
+    assert_refused(CliRunner().invoke(app, ["eval", *arguments, *model]), *words)
+
+
+def test_without_the_harness_the_command_says_how_to_get_it(tiny_published, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    options = ["--tasks", "videomme", "--model", str(tiny_published), "--out", str(tmp_path / "out")]
+    assert_refused(CliRunner().invoke(app, ["eval", *options]), "qtsplus[eval]")
+
+
+def test_the_papers_benchmarks_have_a_name_together():
+    assert resolve("paper,lvbench, cgbench") == [*PAPER, "cgbench"]
+
+
+def test_each_benchmark_logs_its_scores_in_its_own_way():
+    assert harness._score({"pred_answer": "B", "answer": "B"}) == 1  # Video-MME, MVBench, MLVU
+    assert harness._score({"parsed_pred": "A", "answer": "B"}) == 0  # LongVideoBench, Video-MMMU
+    assert harness._score({"rating": 1, "answer": "x"}) == 1  # TempCompass
+    assert harness._score(True) == 1  # LVBench
+    assert harness._score({"score": 0.0}) == 0  # CG-Bench
+    assert harness._score({"parsed_pred": ["3"], "answer": ["3", "three"]}) is None
+
+
+def test_answers_of_all_processes_are_found_by_the_next(tmp_path):
+    asked, generation = {"video": "1.mp4", "prompt": "What?"}, {"max_new_tokens": 16}
+    key = AnswerLog(None, 0, {"retention": 0.1}).key("crowd", 1, asked, generation)
+    for rank in range(2):
+        AnswerLog(tmp_path, rank, {}).add({f"{rank}": Answered(f"answer {rank}")})
+    with (tmp_path / "answers-0.jsonl").open("a") as file:
+        file.write('{"key": "cut')
+    log = AnswerLog(tmp_path, 0, {})
+    log.add({key: Answered("yes", kept_visual_tokens=3), "failed": Answered("", failed="no video")})
+    assert log.found["failed"].failed == "no video"
+    expected = {"0": Answered("answer 0"), "1": Answered("answer 1"), key: Answered("yes", kept_visual_tokens=3)}
+    assert AnswerLog(tmp_path, 5, {}).found == expected, "what failed is tried again"
+    same = AnswerLog(None, 1, {"retention": 0.1})
+    assert same.key("crowd", 1, dict(asked), generation) == key
+    assert AnswerLog(None, 0, {"retention": 0.2}).key("crowd", 1, asked, generation) != key
+    assert same.key("crowd", 1, {**asked, "video": "2.mp4"}, generation) != key
+    assert same.key("crowd", 1, asked, {"max_new_tokens": 8}) != key
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# With it
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@NEEDS_HARNESS
+def test_the_papers_benchmarks_and_metrics_are_those_of_the_harness():
+    (folder,) = find_spec("lmms_eval").submodule_search_locations
+    files = [path for path in Path(folder, "tasks").rglob("*") if path.name.endswith(("yaml", "yml"))]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    names, metrics = (set(re.findall(rf"{word}: [\"']?(\w+)", text)) for word in (r"(?m)^(?:task|group)", "metric"))
+    rows = [name.split("/") for table in published() for name in table.rows]
+    assert {*PAPER, "cgbench", *(task for task, _ in rows)} <= names
+    assert {metric for _, metric in rows} <= metrics
+
+
+@pytest.fixture
+def environment(tmp_path):
+    return {**os.environ, "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+
+@NEEDS_HARNESS
+def test_the_task_of_this_repository_runs_in_lmms_eval(tiny_published, tmp_path, environment):
+    """As a user of lmms-eval runs it, without our command; the videos are rendered on the spot."""
+    command = [sys.executable, "-m", "lmms_eval", "--model", "qtsplus", "--tasks", "tinyworld", "--limit", "4"]
+    arguments = [f"pretrained={tiny_published}", "retention=0.1", "device=cpu"]
+    command += ["--model_args", ",".join(arguments), "--include_path", str(TASKS), "--batch_size", "2"]
+    command += ["--output_path", str(tmp_path / "out"), "--log_samples", "--verbosity", "DEBUG"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = harness.collect(tmp_path / "out", tmp_path / "log")["tinyworld"]
+    assert [sample["kept_visual_tokens"] / sample["visual_tokens"] for sample in found["samples"]] == [29 / 288] * 4
+    assert found["metrics"]["exact_match"] == 25 * sum(sample["scores"]["exact_match"] for sample in found["samples"])
+
+
+@pytest.fixture
+def records(tmp_path):
+    """Sixteen questions about each of three crowded videos, of which one is corrupt."""
+    path = Path(build_dataset(tmp_path / "crowd", "harness", 3, (8,), multiple_choice=0, progress=False, crowd=True))
+    broken = Path(str(read_records(path)[-1].video))
+    broken.write_bytes(broken.read_bytes()[:300])
+    return path
+
+
+@pytest.mark.slow
+@NEEDS_HARNESS
+def test_killed_and_started_again_with_two_processes_the_table_is_the_same(
+    records, tiny_published, tmp_path, environment
+):
+    """The one with nothing in between, in one process and without batches, tells what the table should be."""
+
+    def command(out, *arguments):
+        options = ["--tasks", str(records), "--model", str(tiny_published), "--retention", "0.1", "--device", "cpu"]
+        return [sys.executable, "-m", "qtsplus.cli", "eval", *options, "--out", str(tmp_path / out), *arguments]
+
+    def end(*started):
+        done = subprocess.run(command(*started), env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert f"{records.stem}: 16 questions about 000002.mp4 failed and count as wrong" in done.stderr
+        return json.loads((tmp_path / started[0] / "run.json").read_text())["tasks"]
+
+    whole = end("whole")
+    started = subprocess.Popen(command("killed"), env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
+    log = tmp_path / "killed" / "answers" / "answers-0.jsonl"
+    while not (log.exists() and log.read_bytes().count(b"\n") >= 4):
+        assert started.poll() is None, "it ended before it could be killed"
+        time.sleep(0.05)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+    before = log.read_bytes()
+    assert not (tmp_path / "killed" / "run.json").exists() and before.count(b"\n") < 48
+
+    assert end("killed", "--processes", "2", "--batch-size", "4") == whole
+    assert log.read_bytes().startswith(before), "what was answered is kept"
+    assert sum(sample["scores"]["exact_match"] for sample in whole[records.stem]["samples"]) > 0
