@@ -33,6 +33,7 @@ def haystack(tmp_path_factory):
 def hunt(model, processor, haystack, out, **more):
     background, needles, folder = haystack
     settings = {"lengths": (6, 10), "depths": (0.0, 1.0), "selections": ("qtsplus", "uniform", "all"), **more}
+    settings.setdefault("retention", 0.1)
     return run_needle(model, processor, needles, background, out, name="test", work=folder, progress=False, **settings)
 
 

@@ -82,7 +82,7 @@ def run_needle(
     lengths: Sequence[float],
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     selections: Sequence[str] = SELECTIONS,
-    retention: float | None = 0.1,
+    retention: float | None = None,
     max_visual_tokens: int | None = None,
     fps: float | None = None,
     work: Path = Path("runs/needle"),
