@@ -60,7 +60,9 @@ def test_a_checkpoint_is_asked_with_each_part_left_out(model, tiny_processor, wo
             or row["kept"] == (15 if retention else full["kept"])
             or name == "with_options"
         )
-        assert ("difference" in row) == (name != policies.DEFAULT)
+        assert ("difference" in row) == ("recall_difference" in row) == (name != policies.DEFAULT)
+        if name in ("no_reencoding", "asked_sequential"):  # read otherwise, not chosen otherwise
+            assert row["recall_difference"]["mean"] == 0.0
         if name not in (policies.DEFAULT, "with_options"):
             assert row["difference"]["mean"] == pytest.approx(row["accuracy"] - full["accuracy"])
             assert 0 < row["difference"]["p"] <= 1 and row["questions"] == full["questions"]
