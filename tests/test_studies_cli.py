@@ -32,7 +32,9 @@ def typed(tmp_path_factory, tiny_published):
 
 
 def test_needles(typed):
-    options = "--length 4 --depth 0.5 --selection uniform --tokens 20 --count 1 --seconds 2 --work {folder}/work"
+    options = (
+        "--length 4 --depth 0.5 --selection uniform --max-visual-tokens 20 --count 1 --seconds 2 --work {folder}/work"
+    )
     document = typed("needle", *options.split(), results="needle-typed.json")
     (cell,) = document["cells"]
     assert (cell["selection"], cell["length"], cell["depth"], cell["kept"]) == ("uniform", 4, 0.5, 20)

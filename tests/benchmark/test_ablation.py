@@ -60,10 +60,12 @@ def test_a_checkpoint_is_asked_with_each_part_left_out(model, tiny_processor, wo
             or row["kept"] == (15 if retention else full["kept"])
             or name == "with_options"
         )
-        assert ("difference" in row) == (name != policies.DEFAULT)
+        assert ("difference" in row) == ("recall_difference" in row) == (name != policies.DEFAULT)
+        if name in ("no_reencoding", "asked_sequential"):  # read otherwise, not chosen otherwise
+            assert row["recall_difference"]["mean"] == 0.0
         if name not in (policies.DEFAULT, "with_options"):
             assert row["difference"]["mean"] == pytest.approx(row["accuracy"] - full["accuracy"])
-            assert 0 < row["p"] <= 1 and row["questions"] == full["questions"]
+            assert 0 < row["difference"]["p"] <= 1 and row["questions"] == full["questions"]
     assert 0 < rows["with_options", 0.2, None]["questions"] < document["questions"]
     page = target.with_suffix(".md").read_text()
     assert "own budget, at most 25,600" in page and page.count("without re-encoding (nREENC)") == 3
@@ -163,9 +165,10 @@ def test_differences_are_on_the_same_questions_and_tested_over_videos():
     whole, row = ablation_rows(results, questions)
     assert whole["policy"] == policies.DEFAULT and whole["accuracy"] == 7 / 8 and whole["token_recall"] is None
     assert row["questions"] == 7 and row["difference"]["mean"] == pytest.approx(-4.5 / 7)
-    assert (row["gained"], row["lost"]) == (0, 5)
+    assert (row["difference"]["gained"], row["difference"]["lost"]) == (0, 5)
     # -2, -2, -0.5 and 0: as extreme are all eight draws in which the first three agree, of sixteen.
-    assert row["p"] == pytest.approx(4 / 16)
+    assert row["difference"]["p"] == pytest.approx(4 / 16)
+    assert "recall_difference" not in row
     assert np.isfinite([row["difference"]["low"], row["difference"]["high"]]).all()
 
 

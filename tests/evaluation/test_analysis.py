@@ -87,7 +87,7 @@ def test_a_run_leaves_out_what_cannot_be_read_and_goes_on_where_it_stopped(
 def found(rho, m, kept):
     """A question with so many of the tokens kept in the first and in the second half."""
     halves = [kept[0] / 10] * 10 + [kept[1] / 10] * 10
-    empty = {"needles": [0] * 40, "others": [0] * 40, "kept_over_time": halves, "all_over_time": [m / 20] * 20}
+    empty = {"needles": [0] * 200, "others": [0] * 200, "kept_over_time": halves, "all_over_time": [m / 20] * 20}
     quantities = dict.fromkeys(analysis.QUANTITIES, 1.0)
     return {**quantities, "log_m": np.log(m), "rho": rho, "m": m, "n": sum(kept), **empty}
 

@@ -33,6 +33,7 @@ def haystack(tmp_path_factory):
 def hunt(model, processor, haystack, out, **more):
     background, needles, folder = haystack
     settings = {"lengths": (6, 10), "depths": (0.0, 1.0), "selections": ("qtsplus", "uniform", "all"), **more}
+    settings.setdefault("retention", 0.1)
     return run_needle(model, processor, needles, background, out, name="test", work=folder, progress=False, **settings)
 
 
@@ -76,7 +77,7 @@ def test_cells_for_every_length_depth_and_selection(model, tiny_processor, hayst
         assert 0 <= cell["low"] <= cell["accuracy"] <= cell["high"] <= 1
         assert selection != "all" or cell["share"] == cell["found"] == 1.0
         assert selection == "all" or cell["share"] < 1.0
-    assert len(document["lengths"]) == 6
+    assert len(document["lengths"]) == 6 and document["warnings"] == []
     page = (tmp_path / "needle-test.md").read_text()
     assert "10.0% of the visual tokens kept" in page and page.count("| uniform |") == 2
     assert (tmp_path / "needle-test.png").stat().st_size > 1000
@@ -136,6 +137,15 @@ def test_exactly_so_many_tokens_and_an_image_that_is_found_anywhere(model, tiny_
         assert cell["kept"] == (cell["visual_tokens"] if cell["selection"] == "all" else 40)
         if cell["selection"] == "uniform":  # of the 36 tokens of its one step, as many as of any other
             assert cell["share"] == pytest.approx(40 / cell["visual_tokens"], abs=0.05)
+
+
+def test_frames_that_a_long_video_makes_smaller_are_told(model, tiny_processor, haystack, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_processor.video_processor, "max_video_tokens", 300)
+    said = []
+    target = hunt(model, tiny_processor, haystack, tmp_path, selections=("uniform",), say=said.append)
+    (warning,) = json.loads(target.read_text())["warnings"]
+    assert said == [warning] and "10 x 10 patches; those of a short video have 12 x 12" in warning
+    assert warning in target.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from .options import Device, Model, Overrides, Retention, Revision
 
 _Results = Annotated[Path, typer.Option(help="The folder of the results.")]
 _RESULTS = Path("benchmarks/results")
-_MostTokens = Annotated[int | None, typer.Option(help="Keep exactly this many visual tokens instead.", min=1)]
+_MaxVisualTokens = Annotated[int | None, typer.Option(help="Keep this many visual tokens instead.", min=1)]
 _HOUR = 3600
 
 
@@ -49,7 +49,7 @@ def needle(
         typer.Option(help="How tokens are chosen. May be repeated. Without it, every way but all."),
     ] = None,
     retention: Retention = None,
-    tokens: _MostTokens = None,
+    max_visual_tokens: _MaxVisualTokens = None,
     fps: Annotated[
         float | None, typer.Option(help="How many frames to look at per second; of a folder, how many it has.")
     ] = None,
@@ -66,8 +66,8 @@ def needle(
     check_model_options(model, revision, device)
     require_text(background=background, name=name)
     require_fraction(retention)
-    if retention is not None and tokens is not None:
-        fail("--retention and --tokens exclude each other")
+    if retention is not None and max_visual_tokens is not None:
+        fail("--retention and --max-visual-tokens exclude each other")
     if fps is not None and not 0 < fps < float("inf"):
         fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
     lengths = length or [60, 300, 600, 1800, _HOUR]
@@ -95,10 +95,11 @@ def needle(
             depths=depths,
             selections=selection or SELECTIONS,
             retention=retention,
-            max_visual_tokens=tokens,
+            max_visual_tokens=max_visual_tokens,
             fps=fps,
             work=work,
             command=_typed(),
+            say=note,
         )
     wrote(target)
 

@@ -23,7 +23,7 @@ from .labelled import LabelledQuestion
 # What the budget head sees, and the gate's threshold: what the paper holds against rho.
 QUANTITIES = ("sq_mean", "log_m", "r_max", "entropy", "threshold", "log_threshold")
 # Of relevance over its mean, in powers of ten.
-_RELEVANCE_EDGES = np.linspace(-6, 4, 41)
+_RELEVANCE_EDGES = np.linspace(-6, 4, 201)
 _TIME_BINS = 20
 
 
@@ -196,7 +196,7 @@ def summarise_choices(records: Sequence[VideoRecord], measured: Sequence[Mapping
         "unreadable": sum(found is None for found in measured),
         "correlations": {name: correlation(columns[name], columns["rho"], clusters) for name in QUANTITIES},
         "budgets": {str(kind): _budget(columns, clusters, kinds == kind) for kind in np.unique(kinds)},
-        "relevance": {"edges": _RELEVANCE_EDGES.tolist(), **_sums(read, ("needles", "others"))},
+        "relevance": {"edges": np.round(_RELEVANCE_EDGES, 3).tolist(), **_sums(read, ("needles", "others"))},
         "time": {
             "all": _density([found for _, found in read]),
             **{
@@ -205,7 +205,7 @@ def summarise_choices(records: Sequence[VideoRecord], measured: Sequence[Mapping
             },
         },
         "pairs": [
-            {"video": int(video), "kind": record.kind, **{name: found[name] for name in columns}}
+            {"video": int(video), "kind": record.kind, **{name: float(f"{found[name]:.6g}") for name in columns}}
             for video, (record, found) in zip(clusters, read, strict=True)
         ],
     }

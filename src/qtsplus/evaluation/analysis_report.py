@@ -76,7 +76,7 @@ def _draw_budget(document: Mapping[str, Any]) -> Figure:
     rho = np.array([pair["rho"] for pair in document["pairs"]])
     for axes, name in zip(panels[:5], list(_TITLES)[:5], strict=True):
         x, found = np.array([pair[name] for pair in document["pairs"]]), document["correlations"][name]
-        axes.scatter(x, rho, s=6, alpha=0.4, color=_POINTS, linewidths=0)
+        axes.scatter(x, rho, s=6, alpha=0.4, color=_POINTS, linewidths=0, rasterized=True)
         if found:
             ends = np.array([x.min(), x.max()])
             axes.plot(ends, found["slope"] * ends + found["intercept"], "--", color=_LINE)
@@ -107,6 +107,8 @@ def _draw_tokens(document: Mapping[str, Any]) -> Figure:
         counts = np.array(document["relevance"][name], dtype=float)
         if counts.sum():
             left.stairs(counts / counts.sum(), edges, fill=True, alpha=0.5, color=colour, label=title)
+    shown = edges[:-1][np.sum([document["relevance"][name] for name in ("others", "needles")], axis=0) > 0]
+    left.set_xlim(shown.min() - 0.1, shown.max() + 0.15)
     left.set_xlabel("log10 of relevance over its mean, r M")
     left.set_ylabel("share of the tokens")
     left.legend(frameon=False, fontsize=8)

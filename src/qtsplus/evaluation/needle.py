@@ -6,7 +6,7 @@ other, so the features are those of a video that was cut that way.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -82,12 +82,13 @@ def run_needle(
     lengths: Sequence[float],
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     selections: Sequence[str] = SELECTIONS,
-    retention: float | None = 0.1,
+    retention: float | None = None,
     max_visual_tokens: int | None = None,
     fps: float | None = None,
     work: Path = Path("runs/needle"),
     command: str = "",
     progress: bool = True,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """
     Asks for every needle at every length and depth, once per selection: `needle-NAME.json`, `.md` and `.png`. An
@@ -109,6 +110,7 @@ def run_needle(
         work: where the background's features are kept.
         command: what was typed, for the record.
         progress: show progress on standard error.
+        say: hears what is odd about the background.
 
     Raises:
         ValueError: a selection, length or depth out of its range, a video that cannot be read, a background shorter
@@ -121,6 +123,9 @@ def run_needle(
     haystack = _encode_background(model, processor, background, fps, work, progress)
     clips = [_encode_needle(model, processor, needle.record, haystack, fps) for needle in needles]
     videos = {length: _cut(haystack, length, clips) for length in lengths}
+    warnings = _shrunk(processor, background, haystack)
+    for warning in warnings:
+        say(warning)
     call = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     hidden = [asdict(needle) for needle in needles]
     clip_digests = [_digest(clip) for clip in clips]
@@ -142,6 +147,7 @@ def run_needle(
     document = {
         "command": command,
         "environment": environment(str(model.device)),
+        "warnings": warnings,
         "settings": {
             **call,
             "needles": len(needles),
@@ -186,6 +192,19 @@ def _encode_background(
         write_tensors(file, {**tensors, "second_per_grid_ts": seconds})
     tensors = load_file(file)
     return Encoded(tensors["video_features"], tensors["video_grid_thw"], float(tensors["second_per_grid_ts"][0]))
+
+
+def _shrunk(processor: Any, video: str, haystack: Encoded) -> list[str]:
+    """What is to be said of frames that are smaller than in a short video."""
+    (_, *short), (_, *long) = (
+        grid[0].tolist() for grid in (processor.video_chunks(video, num_frames=4).video_grid_thw, haystack.grid)
+    )
+    if short == long:
+        return []
+    return [
+        f"The background is so long that its frames have {long[0]} x {long[1]} patches; those of a short video have "
+        f"{short[0]} x {short[1]}. Ask for shorter videos or fewer frames per second to see them as large."
+    ]
 
 
 def _encode_needle(model: Any, processor: Any, record: VideoRecord, haystack: Encoded, fps: float | None) -> Encoded:

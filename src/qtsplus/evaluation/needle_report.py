@@ -40,6 +40,7 @@ def _page(document: Mapping[str, Any]) -> list[str]:
         f"{settings['needles']} needles, each at the depths {depths}; {budget}. A needle is found where one of its "
         f"tokens is kept. A step of the video is {settings['seconds_per_step']:g} s and has "
         f"{settings['tokens_per_step']} tokens. Intervals: 95%, over needles.",
+        *(line for warning in document["warnings"] for line in ("", warning)),
         "",
         f"`{document['command']}`",
         "",

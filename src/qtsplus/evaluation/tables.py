@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table whose first column is text and whose others are figures."""
-    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> list[str]:
+    """The lines of a table whose first columns, `texts` of them, are text and whose others are figures."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * texts + "---:|" * (len(columns) - texts)]
     return lines + ["| " + " | ".join(cells) + " |" for cells in rows]
 
 

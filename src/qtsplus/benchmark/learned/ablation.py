@@ -176,7 +176,8 @@ def _write(
 def ablation_rows(results: list[Outcomes], questions: QuestionSet) -> list[dict[str, Any]]:
     """
     A row for every policy and budget. `difference` is the accuracy minus that of the model as it is, at the same budget
-    on the same questions, and `p` the paired test of it; both are over videos, and several seeds count as one.
+    on the same questions, with its paired test `p`; `recall_difference` is that of the needle tokens kept. Both are
+    over videos, and several seeds count as one.
     """
     correct, kept, recall = (_by_policy(results, name) for name in ("correct", "kept", "token_recall"))
     videos = np.array([str(record.video) for record in questions.records])
@@ -202,8 +203,10 @@ def ablation_rows(results: list[Outcomes], questions: QuestionSet) -> list[dict[
             "kinds": {str(kind): float(value[asked & (kinds == kind)].mean()) for kind in np.unique(kinds[asked])},
         }
         if policy.name != DEFAULT:
-            full = correct[_at(Budget(policy.retention, policy.max_visual_tokens), DEFAULT, DEFAULT)]
-            row |= _against(full[asked], value[asked], videos[asked])
+            full = _at(Budget(policy.retention, policy.max_visual_tokens), DEFAULT, DEFAULT)
+            row["difference"] = _difference(correct[full], value, videos)
+            if row["token_recall"] is not None:
+                row["recall_difference"] = _difference(recall[full], recall[policy], videos)
         rows.append(row)
     return rows
 
@@ -212,10 +215,14 @@ def _by_policy(results: list[Outcomes], name: str) -> dict[Policy, np.ndarray]:
     return means_of(results, name, key=lambda outcomes: outcomes["policy"])
 
 
-def _against(full: np.ndarray, value: np.ndarray, videos: np.ndarray) -> dict[str, Any]:
+def _difference(full: np.ndarray, value: np.ndarray, videos: np.ndarray) -> dict[str, Any]:
+    """On the questions that have both; `gained` and `lost` count those that differ."""
     difference = value - full
+    known = ~np.isnan(difference)
+    difference, videos = difference[known], videos[known]
     return {
-        "difference": {"mean": float(difference.mean()), **clustered_interval(difference, videos)},
+        "mean": float(difference.mean()),
+        **clustered_interval(difference, videos),
         "p": paired_test(difference, videos),
         "gained": int((difference > 0).sum()),
         "lost": int((difference < 0).sum()),
@@ -245,26 +252,31 @@ def _page(document: dict[str, Any]) -> list[str]:
     parts: dict[Budget, list[list[str]]] = {}
     for row in document["rows"]:
         parts.setdefault(Budget(row["retention"], row["max_visual_tokens"]), []).append(_cells(row))
-    columns = ["", "axis", "", "tokens kept", "needle tokens kept", "right answers", "difference, points", "p"]
+    compared = ("difference, points", "p")
+    columns = ["", "axis", "", "tokens kept", "needle tokens kept", *compared, "right answers", *compared]
     return [
         *lines,
         "",
-        *markdown_table(columns, [[budget.title, *cells] for budget, rows in parts.items() for cells in rows]),
+        *markdown_table(columns, [[budget.title, *cells] for budget, rows in parts.items() for cells in rows], texts=3),
     ]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     title = FULL if row["policy"] == DEFAULT else TITLES[row["policy"]]
-    difference = row.get("difference")
+    recall = row["token_recall"]
     return [
         "" if row["policy"] == DEFAULT else row["axis"],
         f"{title}; trained" if row["trained"] else title,
         f"{row['kept']:.1f}",
-        "" if row["token_recall"] is None else percent(row["token_recall"]),
+        "" if recall is None else percent(recall),
+        *_compared(row.get("recall_difference")),
         percent_interval(row["interval"], row["accuracy"]),
-        "" if difference is None else _points(difference),
-        "" if difference is None else f"{row['p']:.2g}",
+        *_compared(row.get("difference")),
     ]
+
+
+def _compared(difference: dict[str, float] | None) -> list[str]:
+    return ["", ""] if difference is None else [_points(difference), f"{difference['p']:.2g}"]
 
 
 def _points(difference: dict[str, float]) -> str:
