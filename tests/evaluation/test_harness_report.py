@@ -71,6 +71,15 @@ def test_gains_are_over_runs_with_as_many_tokens_on_the_same_questions(runs):
     assert interval == "+0.7 to +66.0"  # 1/3 +- 1.96 / 6: the three videos are off the mean by 1/3, 1/3 and -2/3 in sum
 
 
+def test_whole_frames_may_be_a_few_tokens_more(tmp_path):
+    own = write_run(tmp_path / "own", [1, 1, 0, 0])
+    frames = [
+        write_run(tmp_path / str(kept), [1, 0, 0, 0], kept=kept, selection="fewer_frames") for kept in (20, 36, 72)
+    ]
+    (row,) = table_of(read_runs([own, *frames]), "Gains").rows
+    assert row[-2:] == ["29", "36"]
+
+
 def test_other_questions_give_no_gain(tmp_path):
     own = write_run(tmp_path / "own", [1, 1, 0, 0])
     fewer = write_run(tmp_path / "fewer", [1, 0], selection="uniform")

@@ -15,7 +15,8 @@ from ..intervals import clustered_interval, paired_test
 from .catalogue import PublishedTable, published
 from .run import failures
 
-SAME_TOKENS = 0.05  # runs whose mean numbers of kept tokens differ by less, relatively, are compared
+# Runs are compared where the other one keeps this many times our tokens: as many, or the few more of whole frames.
+SAME_TOKENS = (0.95, 1.3)
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,10 @@ def _gains(runs: Sequence[Run]) -> Table:
                 task, metric = name.split("/")
                 if (cells := _gain(own, other, task, metric)) is not None:
                     rows.append([name, own.label, other.label, *cells])
+    fewest, most = SAME_TOKENS
     note = (
-        "Points by which a model's own selection is better than another selection on the same questions, where both "
-        f"keep as many tokens (within {SAME_TOKENS:.0%}). Intervals are 95%, by videos; p is that of no gain, by signs "
+        "Points by which a model's own selection is better than another one on the same questions, where that keeps "
+        f"from {fewest:.0%} to {most:.0%} of our tokens. Intervals are 95%, by videos; p is that of no gain, by signs "
         "drawn for each video."
     )
     head = ["task", "selection", "over", "gain", "95% interval", "p", "tokens", "its tokens"]
@@ -172,7 +174,8 @@ def _gain(own: Run, other: Run, task: str, metric: str) -> list[str] | None:
     if not ours or ours.keys() != theirs.keys():
         return None
     tokens, its_tokens = (_mean(samples.values(), "kept_visual_tokens") for samples in (ours, theirs))
-    if abs(tokens - its_tokens) > SAME_TOKENS * max(tokens, its_tokens):
+    fewest, most = SAME_TOKENS
+    if not fewest * tokens <= its_tokens <= most * tokens:
         return None
     gains = np.array([ours[key]["scores"][metric] - theirs[key]["scores"][metric] for key in ours])
     videos = np.array([sample["video"] for sample in ours.values()])
