@@ -84,6 +84,7 @@ def test_intervals_cover_exactly_the_steps_with_strong_tokens(sample):
     maps = keep_maps(kept_indices, grid_thw, MERGE)
     assert [tuple(kept.shape) for kept in maps] == token_grids(grid_thw, MERGE)
     assert torch.equal(torch.cat([kept.flatten() for kept in maps]).nonzero()[:, 0], kept_indices)
+    relevance = relevance.double()
     highest = relevance[kept_indices].max()
     strong = (relevance >= STRONG * highest) & (relevance > 0) if highest > 0 else torch.ones_like(relevance).bool()
     for video, (kept, is_strong) in enumerate(zip(maps, token_maps(strong, token_grids(grid_thw, MERGE)), strict=True)):

@@ -82,7 +82,7 @@ def evidence_intervals(
     merge_size: int,
 ) -> list[Interval]:
     """
-    The stretches of the videos that hold strong tokens: kept ones with four fifths of the highest relevance at least.
+    The stretches of the videos that hold strong tokens: kept ones with seven tenths of the highest relevance at least.
     Neighbouring grid steps form one stretch.
 
     Args:
@@ -110,8 +110,8 @@ def evidence_intervals(
         weights[kept_indices] = 1.0
     if len(kept_indices) == 0:
         return []
-    weights = weights / weights.sum()
     strong = (weights > 0) & (weights >= STRONG * weights.max())
+    weights = weights / weights.sum()
 
     intervals = []
     for video, (is_strong, weight) in enumerate(
