@@ -36,23 +36,19 @@ class Repeats:
             steps: `[T, ...]`, the pixel values.
             size: (height, width) of the video's grid.
         """
-        if self.tolerance is None:
+        tolerance = self.tolerance
+        if tolerance is None:
             return list(range(len(steps)))
         if size != self._size:
             self._size, self._pixels = size, None
         sources: list[int] = []
         for index, step in enumerate(steps):
-            if self._pixels is not None and self._same(step, self._pixels):
+            if self._pixels is not None and _same(step, self._pixels, tolerance):
                 sources.append(sources[-1] if sources else -1)
             else:
                 sources.append(index)
                 self._pixels = step
         return sources
-
-    def _same(self, step: torch.Tensor, encoded: torch.Tensor) -> bool:
-        if self.tolerance == 0:
-            return torch.equal(step, encoded)
-        return bool((step - encoded).abs().max() <= self.tolerance)
 
     def fill(self, features: torch.Tensor | None, sources: list[int]) -> torch.Tensor:
         """
@@ -80,6 +76,12 @@ class Repeats:
         """Holds no more than one step of what it was given."""
         if self._pixels is not None:
             self._pixels, self._features = self._pixels.clone(), self._features.clone()
+
+
+def _same(step: torch.Tensor, encoded: torch.Tensor, tolerance: float) -> bool:
+    if tolerance == 0:
+        return torch.equal(step, encoded)
+    return bool((step - encoded).abs().max() <= tolerance)
 
 
 __all__ = ["Repeats"]

@@ -85,6 +85,11 @@ def test_max_visual_tokens_caps_the_count(ask, tiny_mp4):
     assert json.loads(ask(tiny_mp4, QUESTION, "--json", "--max-visual-tokens", "3").stdout)["kept_tokens"] == 3
 
 
+def test_two_passes_have_a_time_of_their_own(ask, tiny_mp4):
+    answer = json.loads(ask(tiny_mp4, QUESTION, "--json", "--two-passes").stdout)
+    assert {"encode", "second_pass"} < set(answer["timings"]) and answer["frames"] == 8
+
+
 def test_fps_sets_the_frames_that_are_looked_at(ask, tiny_mp4):
     assert json.loads(ask(tiny_mp4, QUESTION, "--json", "--fps", "4").stdout)["frames"] == 16
 

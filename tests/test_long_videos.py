@@ -233,3 +233,25 @@ def test_peak_memory_is_a_few_chunks(tiny_published, tmp_path):
     # The pixel values alone are 1,500 x 64 patches of 1,176 numbers, 431 MB.
     assert peaks["at once"]["mb"] > 431
     assert peaks["chunks"]["mb"] < 250, peaks
+
+
+def test_what_stands_still_is_encoded_once_over_all_chunks(loaded, tmp_path, monkeypatch):
+    model, processor = loaded
+    for index in range(40):
+        Image.new("RGB", (84, 56), (200, 20 * (index >= 20), 20)).save(tmp_path / f"{index:02d}.png")
+    grids, encode_pixels = [], model.model.encode_pixels
+    monkeypatch.setattr(
+        model.model, "encode_pixels", lambda *args: grids.append(args[2].tolist()) or encode_pixels(*args)
+    )
+    options = {"fps": 2, "frames_per_chunk": 4}
+    once = session.encode(model, processor, tmp_path, **options)
+    assert [[time for time, _, _ in chunk] for chunk in grids] == [[1], [1]], "two pictures in ten chunks"
+    grids.clear()
+    every = session.encode(model, processor, tmp_path, frame_tolerance=None, **options)
+    assert len(grids) == 10
+    torch.testing.assert_close(once.features, every.features, atol=1e-6, rtol=1e-6)
+    answers = [session.ask(model, processor, video, QUESTION, max_new_tokens=8) for video in (once, every)]
+    assert answers[0].answer == answers[1].answer and torch.equal(answers[0].keep_map, answers[1].keep_map)
+    grids.clear()
+    session.encode(model, processor, tmp_path, frame_tolerance=2.0, **options)
+    assert len(grids) == 1, "one picture, to a tolerance of two"

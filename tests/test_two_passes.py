@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from qtsplus import session
+from qtsplus import session, two_passes
 from qtsplus.two_passes import TwoPasses, best_steps
 
 QUESTION = "What colour is the shape that moves to the left?"
@@ -54,6 +54,13 @@ def test_one_question(loaded, clip, seen):
     for one in answer.evidence:
         assert any(one.start <= int(step) < one.end for step in steps)
     assert set(answer.timings) == {"encode", "second_pass", "first_token", "generate"}
+
+
+def test_what_is_kept_stands_where_it_was_chosen(loaded, clip, monkeypatch):
+    monkeypatch.setattr(two_passes, "best_steps", lambda *_: [3, 7])
+    answer = session.ask(*loaded, clip, QUESTION, fps=2, retention=0.2, two_passes=TwoPasses(), max_new_tokens=1)
+    assert answer.keep_map.flatten(1).any(1).nonzero()[:, 0].tolist() == [3, 7]
+    assert answer.evidence and all((one.start, one.end) in ((3, 4), (7, 7.5)) for one in answer.evidence)
 
 
 def test_every_question_chooses_for_itself(loaded, clip, seen):

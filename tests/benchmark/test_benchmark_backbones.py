@@ -105,7 +105,9 @@ def test_the_operations_of_linear_attention_are_those_that_pytorch_counts():
     kernel = text.linear_conv_kernel_dim
     padding = (kernel - 1) * 2 * kernel * (2 * text.linear_num_key_heads * keys + values)
     expected = stage_costs(make_config(toy), (2, 4, 4), length - 32, 5, 1.0)["stock"]["prefill"].flops
-    assert total == expected + future - systems + padding
+    # Older versions of Transformers multiply matrices for the angles of the three rotary axes.
+    angles = 2 * 3 * length * sum(text.rope_parameters["mrope_section"])
+    assert total - (expected + future - systems + padding) in (0, angles)
 
 
 def test_the_page_says_what_fewer_tokens_save_with_and_without_linear_attention():

@@ -34,6 +34,14 @@ def ask(
             help="For a file: how many frames to look at per second. For a folder: how many frames it has per second."
         ),
     ] = None,
+    two_passes: Annotated[
+        bool,
+        typer.Option(
+            "--two-passes",
+            help="Read the video small first, and then at full size only the frames that the question chooses: sooner, "
+            "and less sure.",
+        ),
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="The answer ends after this many tokens at the latest.")] = 128,
     device: Device = None,
     dtype: Annotated[
@@ -52,7 +60,8 @@ def ask(
         started = time.perf_counter()
         loaded, processor = load_model(model, revision, device, dtype.value)
         seconds_to_load = time.perf_counter() - started
-        encoded = session.encode(loaded, processor, video, fps=fps, progress=True)
+        passes = session.TwoPasses() if two_passes else None
+        encoded = session.encode(loaded, processor, video, fps=fps, two_passes=passes, progress=True)
         with notes.status("Asking"):
             answer = session.ask(
                 loaded,
