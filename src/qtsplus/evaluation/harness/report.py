@@ -142,7 +142,7 @@ def _interval(run: Run, task: str, metric: str) -> str:
     scored = [sample for sample in samples if metric in sample["scores"]]
     videos = np.array([sample["video"] for sample in scored])
     found = clustered_interval(np.array([sample["scores"][metric] for sample in scored]), videos) if scored else {}
-    return f"{100 * found['low']:.1f} to {100 * found['high']:.1f}" if found else ""
+    return f"{max(0.0, 100 * found['low']):.1f} to {min(100.0, 100 * found['high']):.1f}" if found else ""
 
 
 def _gains(runs: Sequence[Run]) -> Table:
