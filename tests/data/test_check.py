@@ -206,7 +206,7 @@ def test_the_command_lists_bad_rows_and_ends_with_1(tmp_path, tiny_mp4):
 )
 def test_what_cannot_be_checked_ends_in_one_line(arguments, message, tmp_path):
     (tmp_path / "set").write_text(json.dumps(choice(1).row()))
-    (tmp_path / "broken").write_text("[{]")
-    names = {name: str(tmp_path / name) for name in ("set", "missing", "broken")}
+    (tmp_path / "broken.json").write_text("[{]")
+    names = {name: str(tmp_path / name) for name in ("set", "missing")} | {"broken": str(tmp_path / "broken.json")}
     result = run(*(argument.format(**names) for argument in arguments))
     assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
