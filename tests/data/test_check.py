@@ -144,7 +144,7 @@ def test_letters_that_tell_the_answer_make_a_set_bad(first, unbalanced, tmp_path
 
 
 def test_a_small_bias_of_a_large_set_is_tolerated(tmp_path):
-    letters = "A" * 540 + "B" * 500 + "C" * 480 + "D" * 480
+    letters = "A" * 2160 + "B" * 2000 + "C" * 1920 + "D" * 1920  # beyond chance
     found = checked(tmp_path, [choice(index, answer=letter) for index, letter in enumerate(letters)])
     assert found.unbalanced is None
 
@@ -206,7 +206,7 @@ def test_the_command_lists_bad_rows_and_ends_with_1(tmp_path, tiny_mp4):
 )
 def test_what_cannot_be_checked_ends_in_one_line(arguments, message, tmp_path):
     (tmp_path / "set").write_text(json.dumps(choice(1).row()))
-    (tmp_path / "broken").write_text("[{]")
-    names = {name: str(tmp_path / name) for name in ("set", "missing", "broken")}
+    (tmp_path / "broken.json").write_text("[{]")
+    names = {name: str(tmp_path / name) for name in ("set", "missing")} | {"broken": str(tmp_path / "broken.json")}
     result = run(*(argument.format(**names) for argument in arguments))
     assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
