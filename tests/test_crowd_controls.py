@@ -13,12 +13,12 @@ import torch
 from qtsplus.data.clip import write_mp4
 from qtsplus.data.crowd import LABEL_WORDS, make_crowd, render_crowd, token_labels
 from qtsplus.data.crowd_questions import CROWD_PLAN
+from qtsplus.data.records import VideoRecord
 from qtsplus.data.scene import FPS, GRID, sighting_tokens, sightings
 from qtsplus.data.tinyworld import ask_world, evidence_tokens, make_world
 from qtsplus.evaluation.exact_match import model_inputs
 from qtsplus.hub.publish import load_variant
 from qtsplus.selector_qtsplus import kept_count
-from qtsplus.training.dataset import VideoRecord
 
 SECONDS = 8
 GRID_OF_TOKENS = (SECONDS, GRID, GRID)

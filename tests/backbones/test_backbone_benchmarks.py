@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from qtsplus import session
 from qtsplus.benchmark.learned import policies
 from qtsplus.cli import app
+from qtsplus.data.formats import read_records
 from qtsplus.data.scene import FRAME_SIZE, Sighting, sighting_tokens
 from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation.baselines import fewer_frames, full_video, lower_resolution
 from qtsplus.evaluation.exact_match import exact_match
-from qtsplus.training.dataset import read_records
 from tiny_backbones import BACKBONES, LLAVA_VIDEO
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from qtsplus import session
+from qtsplus.data.records import VideoRecord
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from qtsplus.training.collator import VideoQACollator
-from qtsplus.training.dataset import VideoQADataset, VideoRecord
+from qtsplus.training.dataset import VideoQADataset
 from qtsplus.training.features import encode_videos
 from qtsplus.training.freezing import part_of
 

@@ -13,8 +13,8 @@ from qtsplus.benchmark.learned.report import write_report
 from qtsplus.benchmark.learned.statistics import differences, question_driven, table_rows
 from qtsplus.benchmark.learned.tokens import object_tokens, oracle_order, recalls
 from qtsplus.data.crowd import LABEL_WORDS, make_crowd, token_labels
+from qtsplus.data.records import VideoRecord
 from qtsplus.data.tinyworld import build_dataset
-from qtsplus.training.dataset import VideoRecord
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from qtsplus.data.clip import render_clip
+from qtsplus.data.formats import read_records
+from qtsplus.data.records import VideoRecord
 from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation.baselines import fewer_frames, full_video, lower_resolution
 from qtsplus.evaluation.exact_match import exact_match, summarise
-from qtsplus.training.dataset import VideoRecord, read_records
 from qtsplus.training.models import load_model
 
 

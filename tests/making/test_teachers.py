@@ -117,7 +117,10 @@ def test_screen_and_guard(tmp_path, tiny_mp4):
 
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
-    [("no logprobs", "Unsupported fields: logprobs"), ("ignores logprobs", "gave no log-probabilities: score by letter")],
+    [
+        ("no logprobs", "Unsupported fields: logprobs"),
+        ("ignores logprobs", "gave no log-probabilities: score by letter"),
+    ],
 )
 def test_a_server_without_logprobs_is_named(tmp_path, tiny_mp4, behaviour, reason):
     records = [choice(f"Question {number}?") for number in range(30)]

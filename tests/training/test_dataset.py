@@ -114,14 +114,14 @@ def test_records_are_read_from_beside_their_file(tmp_path):
     first, second = read_records(path)
     assert first.video == str(tmp_path / "clips/a.mp4") and second.video is None and second.query == "Q"
     path.write_text(json.dumps({**line, "source": "guess"}))
-    with pytest.raises(ValueError, match="Line 1 .*source='guess'"):
+    with pytest.raises(ValueError, match="Row 1 .*source is 'guess'"):
         read_records(path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"video": 5}, "video is 5; expected a text or null"),
+        ({"video": 5}, "video is 5; expected a text"),
         ({"question": ["What?"]}, "question is .*; expected a text"),
         ({"question": " "}, "question is empty"),
         ({"fps": "2"}, "fps is '2'; expected a finite number"),
@@ -133,7 +133,7 @@ def test_records_are_read_from_beside_their_file(tmp_path):
 def test_a_value_of_another_type_is_named_with_its_line(tmp_path, change, message):
     good = {"video": None, "question": "What?", "answer": "red"}
     (tmp_path / "train.jsonl").write_text(json.dumps(good) + "\n" + json.dumps({**good, **change}))
-    with pytest.raises(ValueError, match=f"Line 2 of .*train.jsonl is not a record: .*{message}"):
+    with pytest.raises(ValueError, match=f"Row 2 of .*train.jsonl is not a record: .*{message}"):
         read_records(tmp_path / "train.jsonl")
 
 

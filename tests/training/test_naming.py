@@ -5,12 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qtsplus.data.formats import read_records
 from qtsplus.data.tinyworld import build_dataset
 from qtsplus.data.token_words import UNNAMED, NamedTokens, read_token_words, write_token_words
 from qtsplus.hub.files import hub_configs
 from qtsplus.training import naming
 from qtsplus.training.collator import VideoQACollator
-from qtsplus.training.dataset import VideoQADataset, read_records
+from qtsplus.training.dataset import VideoQADataset
 from qtsplus.training.models import load_config, load_model, load_processor
 from training_examples import assert_same_training, collate, examples, make_trainer, steps
 

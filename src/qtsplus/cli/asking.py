@@ -11,7 +11,7 @@ from rich.table import Table
 
 from .console import console, fail, notes, one_line_errors, require_fraction
 from .models import check_model_options, load_model
-from .options import AsJson, Device, Dtype, Model, Retention, Revision, Selection
+from .options import AsJson, Device, Dtype, MediaRoot, Model, Retention, Revision, Selection
 
 if TYPE_CHECKING:
     from ..session import Answer
@@ -72,7 +72,9 @@ def ask(
 
 
 def evaluate(
-    records: Annotated[Path, typer.Argument(help="A JSONL file of records with videos.", show_default=False)],
+    records: Annotated[
+        Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
+    ],
     model: Model = None,
     revision: Revision = None,
     retention: Retention = None,
@@ -80,6 +82,7 @@ def evaluate(
     skip_kind: Annotated[
         list[str] | None, typer.Option(help="Leave out the questions of this kind. May be repeated.")
     ] = None,
+    media_root: MediaRoot = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,12 +94,14 @@ def evaluate(
     check_model_options(model, revision, device)
     require_fraction(retention)
     with one_line_errors():
+        from ..data.formats import read_records
         from ..evaluation.exact_match import exact_match, summarise
-        from ..training.dataset import read_records, require_rates
+        from ..training.dataset import require_rates
 
         _check_selection(selection)
         skipped = set(skip_kind or ())
-        chosen = [record for record in read_records(records) if record.video is not None and record.kind not in skipped]
+        found = read_records(records, media_root)
+        chosen = [record for record in found if record.video is not None and record.kind not in skipped]
         if not chosen:
             fail(f"{records} holds no question about a video that is not left out")
         require_rates(chosen)

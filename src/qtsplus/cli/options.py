@@ -32,6 +32,9 @@ Device = Annotated[
     str | None, typer.Option(help="Where to run, such as cuda or cpu. Without it, a GPU if there is one.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+MediaRoot = Annotated[
+    Path | None, typer.Option(help="The folder of the videos. Without it, the folder of the file.", show_default=False)
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write to the folder even if it holds other files.")]
 Overrides = Annotated[
     list[str] | None,

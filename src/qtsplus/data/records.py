@@ -4,7 +4,7 @@ Every reader, writer and check of `qtsplus data` works on these, and so do `qtsp
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, get_args
 
@@ -259,13 +259,13 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
     The record as the model reads it.
 
     Args:
-        video: where its media lies; its `vision_id` when absent.
+        video: where its media lies; as the record names it when absent.
 
     Raises:
         ValueError: a caption, which asks nothing.
     """
     if isinstance(record, VideoRecord):
-        return record
+        return replace(record, video=video or record.video)
     if isinstance(record, Caption):
         raise ValueError(
             "it is a caption, which asks nothing; make questions of captions with `qtsplus data vscq1` first."

@@ -13,11 +13,13 @@ from accelerate.utils import send_to_device
 from rich.console import Console
 from rich.progress import track
 
+from ..data.formats import read_records
+from ..data.records import VideoRecord
 from ..data.scene import Sighting, sighting_tokens
 from ..selector_qtsplus import kept_count
 from ..training.attention import AttentionChoice, noting_attention
 from ..training.collator import VideoQACollator
-from ..training.dataset import SkippedRecord, VideoQADataset, VideoRecord, read_records
+from ..training.dataset import SkippedRecord, VideoQADataset
 from ..training.distillation import EVERYTHING, evaluating
 from ..training.features import encode_videos
 

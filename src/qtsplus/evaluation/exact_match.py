@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from ..training.dataset import SkippedRecord, VideoRecord, require_rates
+from ..data.records import VideoRecord
+from ..training.dataset import SkippedRecord, require_rates
 from ..training.features import prompt_inputs
 from .oracle import given_order
 

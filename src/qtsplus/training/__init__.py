@@ -1,9 +1,11 @@
 """Training of QTSplus models with the Trainer of Transformers."""
 
+from ..data.formats import read_records
+from ..data.records import VideoRecord
 from ..hub.initialise import initialise_selector
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
-from .dataset import VideoQADataset, VideoRecord, read_records
+from .dataset import VideoQADataset
 from .schedules import Schedule
 from .trainer import QTSplusTrainer
 

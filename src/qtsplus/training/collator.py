@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from .dataset import IGNORED, SOURCES, SkippedRecord
+from ..data.records import SOURCES
+from .dataset import IGNORED, SkippedRecord
 
 _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 

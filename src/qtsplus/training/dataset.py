@@ -1,120 +1,20 @@
-"""Question-and-answer records about videos, and the dataset that turns one into a model's inputs."""
+"""The dataset that turns records of questions and answers about videos into a model's inputs."""
 
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from ..settings import check_types, show
+from ..data.records import VideoRecord
+from ..settings import show
 from ..video_qtsplus import choose_frames, load_frames, read_video
 from .features import AttentionTargets, VideoFeatures, prompt_inputs
 from .naming import load_token_words
 
-SOURCES = ("mcq", "vqa", "caption")
 IGNORED = -100
-
-
-@dataclass(frozen=True)
-class VideoRecord:
-    """
-    One question about one video; a line of a JSONL file, where further keys are ignored.
-
-    Args:
-        video: a file, an address or a folder of frames; `None` for text alone.
-        question: the user's text, with the options where there are any.
-        answer: what the assistant says; the only part that is supervised, with the token that ends it.
-        query: the text to select by, such as the question without its options; `None` selects by `question`.
-        kind: free label of the question's kind.
-        source: whose loss it counts to, one of [`SOURCES`].
-        options: the options, for evaluation.
-        earlier: turns of the same conversation before this one, as (question, answer); the video stands in the first,
-            and every answer is supervised. Many questions about a video then cost one pass over it.
-        fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
-        token_words: a safetensors file that names what each visual token shows, see [`NamedTokens`].
-
-    Raises:
-        ValueError: a value of another type, an empty video or question, an unknown source, an `fps` that is not above
-            0.
-    """
-
-    video: str | None
-    question: str
-    answer: str
-    query: str | None = None
-    kind: str = ""
-    source: str = "vqa"
-    options: tuple[str, ...] | None = None
-    earlier: tuple[tuple[str, str], ...] = ()
-    fps: float | None = None
-    token_words: str | None = None
-
-    def __post_init__(self) -> None:
-        check_types("", VideoRecord, vars(self))
-        if self.video is not None and not self.video.strip():
-            raise ValueError(
-                "video is empty; expected a file, an address or a folder of frames, or null for text alone."
-            )
-        if not self.question.strip():
-            raise ValueError("question is empty; expected some text.")
-        if self.query is not None and not self.query.strip():
-            raise ValueError("query is empty; expected some text, or null to select by the question.")
-        if self.fps is not None and self.fps <= 0:
-            raise ValueError(f"fps is {self.fps:g}; expected more than 0 frames per second.")
-        if self.source not in SOURCES:
-            raise ValueError(f"source={self.source!r} of the question {self.question!r}: expected one of {SOURCES}.")
-
-
-def read_records(path: str | os.PathLike) -> list[VideoRecord]:
-    """
-    Reads a JSONL file. A relative video is looked for beside the file.
-
-    Raises:
-        ValueError: no such file, or a line that is not a record, with its number.
-    """
-    if not os.path.exists(path):
-        raise ValueError(f"There is no file {str(path)!r}; expected a JSONL file of records.")
-    records = []
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                records.append(_parse_record(line, Path(path).parent))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"Line {number} of {path} is not a record: {error}") from error
-    return records
-
-
-def _parse_record(line: bytes, folder: Path) -> VideoRecord:
-    content = json.loads(line.decode("utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"expected a JSON object, got a {type(content).__name__}.")
-    missing = [field.name for field in fields(VideoRecord) if field.default is MISSING and field.name not in content]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}.")
-    known = {field.name: content[field.name] for field in fields(VideoRecord) if field.name in content}
-    for text in _texts(known):
-        text.encode("utf-8")  # JSON can hold halves of surrogate pairs, which no tokenizer takes
-    record = VideoRecord(**known)
-    if record.token_words is not None:
-        record = replace(record, token_words=str(folder / record.token_words))
-    if record.video is None or "://" in record.video:
-        return record
-    return replace(record, video=str(folder / record.video))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a value from JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
 
 
 def require_rates(records: Sequence[VideoRecord]) -> None:
@@ -289,11 +189,8 @@ def _is_readable(video: str) -> bool:
 
 __all__ = [
     "IGNORED",
-    "SOURCES",
     "SkippedRecord",
     "VideoQADataset",
-    "VideoRecord",
     "check_frame_settings",
-    "read_records",
     "require_rates",
 ]

@@ -13,13 +13,15 @@ from transformers import AutoModelForImageTextToText
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..backbones import backbone_of
+from ..data.formats import read_records
+from ..data.records import VideoRecord
 from ..hub.card import card_data
 from ..hub.initialise import INITIALISATIONS, initialise_selector
 from ..settings import check_types, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, check_relevance, note_targets, require_same_backbone, require_same_tokens
 from .collator import VideoQACollator
-from .dataset import VideoQADataset, VideoRecord, check_frame_settings, read_records
+from .dataset import VideoQADataset, check_frame_settings
 from .features import AttentionTargets, VideoFeatures, encode_videos
 from .freezing import count_parameters, freeze, vision_modules
 from .lora import add_lora, lora_config
@@ -76,9 +78,10 @@ class DataArguments:
     The `data` section.
 
     Args:
-        train_files: JSONL files of records, see [`VideoRecord`]; mixed by shuffling, and one that is named twice counts
-            twice.
+        train_files: sets of questions with answers in any format of [`iter_rows`]; mixed by shuffling, and one that is
+            named twice counts twice.
         eval_files: the same for evaluation.
+        media_root: the folder of their videos; beside each file when absent.
         model_max_length: most text tokens of an example.
         processor_kwargs: for every call of the processor, such as `{fps: 1, max_frames: 64}`.
         features: a folder in which the videos' features are kept. Each video is decoded and encoded once, before
@@ -89,17 +92,20 @@ class DataArguments:
 
     train_files: list[str]
     eval_files: list[str] = field(default_factory=list)
+    media_root: str | None = None
     model_max_length: int | None = None
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
     features: str | None = None
 
     def __post_init__(self) -> None:
         if not self.train_files:
-            raise ValueError("data.train_files is empty; expected the JSONL files to train on.")
+            raise ValueError("data.train_files is empty; expected the files to train on.")
         if self.model_max_length is not None and self.model_max_length < 1:
             raise ValueError(f"data.model_max_length is {self.model_max_length}; expected at least 1.")
-        if self.features is not None and not self.features.strip():
-            raise ValueError("data.features is empty; give a folder, or leave it out.")
+        for name in ("media_root", "features"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                raise ValueError(f"data.{name} is empty; give a folder, or leave it out.")
         check_frame_settings(self.processor_kwargs)
 
 
@@ -201,7 +207,8 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     _require_weights(recipe)
     # What is quickly read is read first.
     train, evaluation = (
-        [record for path in files for record in read_records(path)] for files in (data.train_files, data.eval_files)
+        [record for path in files for record in read_records(path, data.media_root)]
+        for files in (data.train_files, data.eval_files)
     )
     if not train:
         raise ValueError(f"{recipe.path}: data.train_files hold no record.")

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ..card_qtsplus import model_card
+from ..data.records import SOURCES
 from .arguments import QTSplusTrainingArguments
 from .attention import (
     AttentionChoice,
@@ -25,7 +26,7 @@ from .attention import (
     require_same_tokens,
 )
 from .budget import Budget
-from .dataset import IGNORED, SOURCES, SkippedRecord
+from .dataset import IGNORED, SkippedRecord
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ...data.crowd import record_world
+from ...data.formats import read_records
+from ...data.records import VideoRecord
 from ...data.scene import Sighting, World, make_world
 from ...data.tinyworld import QUESTION_KINDS
-from ...training.dataset import VideoRecord, read_records
 
 # Asked for rho alone: the widest request there is.
 DESCRIPTION = "caption"

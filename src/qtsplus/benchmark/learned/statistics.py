@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from ...data.records import VideoRecord
 from ...data.tinyworld import POINT_KINDS, QUESTION_KINDS, WIDE_KINDS
 from ...evaluation.exact_match import accuracy
-from ...training.dataset import VideoRecord
 from .policies import DEFAULT, SALIENCE, Policy
 from .questions import DESCRIPTION
 

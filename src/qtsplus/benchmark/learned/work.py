@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...data.records import VideoRecord
 from ...data.scene import sighting_tokens
 from ...evaluation.baselines import fewer_frames, full_video, lower_resolution
 from ...evaluation.exact_match import exact_match, model_inputs
 from ...selector_qtsplus import kept_count
-from ...training.dataset import VideoRecord
 from ...training.models import load_model
 from ..results import Journal
 from .models import Models

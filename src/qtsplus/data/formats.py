@@ -1,0 +1,398 @@
+"""Sets on disk: reads and writes records as JSONL, JSON, Parquet, LLaVA-Video conversations, or captions beside videos.
+
+Readers stream: what they hold does not grow with the file.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from ..settings import show
+from . import parquet
+from .media import VIDEO_SUFFIXES, find_media, is_frame_folder
+from .records import Answer, Caption, Choice, Record, VideoRecord, media_name, parse_record, to_video_record
+
+LARGEST_ITEM = 2**26  # characters of one item of a JSON array
+DESCRIBE = "Describe the video."
+
+_PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:image|video)>")
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    What stands at one place of a file.
+
+    Args:
+        number: the place, from 1: a line of JSONL, an item of a JSON array, a row of a table, a file of a folder.
+        content: by key, as the file has it; `None` where that cannot be read.
+        problem: why it cannot be read, or is no record.
+        record: the record that it is; `None` where there is a problem.
+    """
+
+    number: int
+    content: Any = None
+    problem: str | None = None
+    record: Record | None = None
+
+    @property
+    def id(self) -> str | None:
+        """The record's own id, or its video, as far as they can be read."""
+        content = self.content if isinstance(self.content, Mapping) else {}
+        named = (content.get(name) for name in ("id", "vision_id", "video"))
+        return next((str(name) for name in named if name is not None), None)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
+    """
+    Every row of a set in order, good or bad; blank lines are none.
+
+    Args:
+        path: JSONL or a JSON array of records, of the reference's rows or of LLaVA-Video conversations; a Parquet file;
+            or a folder of videos, or of folders of frames, each with its caption in a .txt beside it.
+
+    Raises:
+        ValueError: no such file, a table that cannot be read, or a JSON array that is broken.
+        ImportError: Parquet without the package that reads it.
+    """
+    path = Path(path)
+    if os.path.isdir(path):
+        yield from _iter_folder(path)
+        return
+    if not os.path.exists(path):
+        raise ValueError(f"There is no file {str(path)!r}; expected a set of records, such as JSONL or Parquet.")
+    found: Iterable[tuple[int, Any, str | None]]
+    if path.suffix == ".parquet":
+        found = ((number, row, None) for number, row in enumerate(parquet.read(path), start=1))
+    elif _is_array(path):
+        found = ((number, item, None) for number, item in enumerate(_iter_array(path), start=1))
+    else:
+        found = _iter_lines(path)
+    for number, content, problem in found:
+        yield Row(number, content, problem) if problem else _parse(number, content)
+
+
+def _parse(number: int, content: Any) -> Row:
+    try:
+        is_conversation = isinstance(content, Mapping) and "conversations" in content
+        record = _from_llava(content) if is_conversation else parse_record(content)
+    except ValueError as error:
+        return Row(number, content, str(error))
+    return Row(number, content, record=record)
+
+
+def iter_records(path: str | os.PathLike) -> Iterator[Record]:
+    """
+    Every record of a set in order, see [`iter_rows`].
+
+    Raises:
+        ValueError: the first row that is not a record, with its number.
+    """
+    for row in iter_rows(path):
+        if row.record is None:
+            raise ValueError(f"Row {row.number} of {path} is not a record: {row.problem}")
+        yield row.record
+
+
+def iter_captions(path: str | os.PathLike) -> Iterator[Caption]:
+    """
+    The captions of a set: [`Caption`] rows, the captions among TinyWorld's questions, and the answers of LLaVA-Video
+    conversations of one turn.
+
+    Raises:
+        ValueError: a row that is not a record, or no caption at all.
+    """
+    found = False
+    for record in iter_records(path):
+        if isinstance(record, VideoRecord) and _tells_all(record):
+            record = Caption(vision_id=str(record.video), id=record.id, fps=record.fps, caption=record.answer)
+        if isinstance(record, Caption):
+            found = True
+            yield record
+    if not found:
+        raise ValueError(f"{path} holds no caption; expected rows with vision_id and caption.")
+
+
+def _tells_all(record: VideoRecord) -> bool:
+    return record.kind == "caption" or not (record.kind or record.earlier or record.options or record.video is None)
+
+
+def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> list[VideoRecord]:
+    """
+    What `qtsplus train` and `qtsplus eval` read of a set.
+
+    Args:
+        path: see [`iter_rows`].
+        media_root: where videos are looked for; beside the file when absent.
+
+    Raises:
+        ValueError: the first row that is no question with an answer, with its number.
+    """
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder; expected a file of questions with answers, such as JSONL or Parquet.")
+    root = media_folder(path, media_root)
+    records = []
+    for row in iter_rows(path):
+        try:
+            if row.record is None:
+                raise ValueError(row.problem)
+            record = to_video_record(row.record, locate(row, root))
+        except ValueError as error:
+            raise ValueError(f"Row {row.number} of {path} is not a record: {error}") from None
+        if record.token_words is not None:
+            record = replace(record, token_words=str(root / record.token_words))
+        records.append(record)
+    return records
+
+
+def media_folder(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> Path:
+    """Where the videos of a set are looked for: the media root, or else beside the file, or in the folder."""
+    if media_root is not None:
+        return Path(media_root)
+    return Path(path) if os.path.isdir(path) else Path(path).parent
+
+
+def locate(row: Row, root: Path) -> str | None:
+    """Where the video of a row should lie, see [`find_media`]; `None` for text alone."""
+    name = None if row.record is None else media_name(row.record)
+    source = row.content.get("data_source") if isinstance(row.content, Mapping) else None
+    return None if name is None else find_media(name, root, source if isinstance(source, str) else None)
+
+
+def _iter_lines(path: Path) -> Iterator[tuple[int, Any, str | None]]:
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line.decode("utf-8")), None
+            except (ValueError, RecursionError) as error:
+                yield number, None, f"it is no JSON: {error}."
+
+
+def _is_array(path: Path) -> bool:
+    with open(path, "rb") as file:
+        while block := file.read(4096):
+            if block.strip():
+                return block.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    return False
+
+
+def _iter_array(path: Path) -> Iterator[Any]:
+    """The items of a JSON array, read piece by piece."""
+    decoder = json.JSONDecoder()
+    with open(path, encoding="utf-8-sig") as file:
+        text = file.read(2**16).lstrip()[1:].lstrip()
+        while not text.startswith("]"):
+            text, item = _next_item(file, text, decoder, path)
+            yield item
+        if (text[1:] + file.read(2**10)).strip():
+            raise ValueError(f"{path} goes on behind its JSON array; expected one array of records.")
+
+
+def _next_item(file: IO[str], text: str, decoder: json.JSONDecoder, path: Path) -> tuple[str, Any]:
+    """An item that is there whole, and the text behind it and its comma."""
+    more = 2**16
+    while True:
+        try:
+            item, end = decoder.raw_decode(text)
+            rest = text[end:].lstrip()
+            if rest.startswith(","):
+                rest = rest[1:].lstrip()
+                if rest and not rest.startswith("]"):
+                    return rest, item
+            elif rest.startswith("]"):
+                return rest, item
+            reason = "expected a comma or the array's end behind an item"
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+        block = file.read(more)
+        if not block or len(text) > LARGEST_ITEM:
+            raise ValueError(f"{path} is no JSON array of records: {reason}.")
+        text += block
+        more *= 2  # an item is parsed again from its start: few times, however long it is
+
+
+def _iter_folder(folder: Path) -> Iterator[Row]:
+    """Videos, or folders of frames, with the captions beside them."""
+    number = 0
+    for where, folders, files in os.walk(folder):
+        names = set(files)
+        videos = [name for name in files if name.lower().endswith(VIDEO_SUFFIXES)]
+        frames = [name for name in folders if f"{name}.txt" in names or is_frame_folder(os.path.join(where, name))]
+        folders[:] = sorted(set(folders) - set(frames))
+        captioned = {f"{Path(name).stem}.txt" for name in videos} | {f"{name}.txt" for name in frames}
+        alone = {name for name in names - captioned if name.endswith(".txt")}
+        for name in sorted([*videos, *frames, *alone]):
+            number += 1
+            vision_id = str(PurePosixPath(Path(where, name).relative_to(folder)))
+            if name in alone:
+                yield Row(number, {"vision_id": vision_id}, "it is a text with no video beside it.")
+                continue
+            beside = Path(where, f"{name if name in frames else Path(name).stem}.txt")
+            yield _caption_beside(number, vision_id, beside)
+
+
+def _caption_beside(number: int, vision_id: str, path: Path) -> Row:
+    content = {"vision_id": vision_id}
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return _parse(number, {**content, "caption": file.read()})
+    except FileNotFoundError:
+        return Row(number, content, f"it has no caption: there is no {path.name} beside it.")
+    except UnicodeDecodeError:
+        return Row(number, content, f"its caption {path.name} is not UTF-8 text.")
+
+
+def _from_llava(row: Mapping[str, Any]) -> VideoRecord:
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not turns or len(turns) % 2:
+        raise ValueError(f"conversations is {show(turns)}; expected turns of human and gpt, one after the other.")
+    said = []
+    for index, turn in enumerate(turns):
+        speaker = ("human", "gpt")[index % 2]
+        text = turn.get("value") if isinstance(turn, Mapping) and turn.get("from") == speaker else None
+        if not isinstance(text, str):
+            raise ValueError(f"conversations.{index} is {show(turn)}; expected a value from {speaker}.")
+        said.append(text if index % 2 else _PLACEHOLDER.sub("", text))
+    pairs = list(zip(said[::2], said[1::2], strict=True))
+    if "video" not in row:
+        raise ValueError("it lacks video.")
+    name = None if row.get("id") is None else str(row["id"])
+    last = {"video": row["video"], "question": pairs[-1][0], "answer": pairs[-1][1], "earlier": pairs[:-1], "id": name}
+    record = parse_record(last)
+    assert isinstance(record, VideoRecord)
+    return record
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Writing
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def write_records(path: str | os.PathLike, records: Iterable[Record], layout: str = "qtsplus") -> int:
+    """
+    Writes a set, which appears whole or not at all.
+
+    Args:
+        path: a name that ends in .jsonl, .json (one array) or .parquet (one kind of record); or, for captions, a
+            folder, which gets each as a .txt beside its video.
+        layout: of the rows, one of [`LAYOUTS`]: our own, the reference's, or LLaVA-Video's. The last two hold less.
+
+    Returns:
+        how many were written.
+
+    Raises:
+        ValueError: another ending, an unknown layout, or a record that the layout has no place for.
+        ImportError: Parquet without the package that writes it.
+    """
+    path = Path(path)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}.")
+    if path.suffix == ".parquet":
+        if layout != "qtsplus":
+            raise ValueError(f"{path} is a table, which has our own columns; expected .jsonl or .json for {layout}.")
+        with _whole(path) as part:
+            return parquet.write(part, records)
+    if path.suffix in (".jsonl", ".json"):
+        with _whole(path) as part, open(part, "w", encoding="utf-8", newline="\n") as file:
+            return _write_rows(file, map(LAYOUTS[layout], records), array=path.suffix == ".json")
+    if path.suffix and not path.is_dir():
+        raise ValueError(f"{path} ends in {path.suffix}; expected .jsonl, .json, .parquet, or a folder for captions.")
+    return _write_folder(path, records)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` when all is there."""
+    part = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write_rows(file: IO[str], rows: Iterable[dict[str, Any]], array: bool) -> int:
+    count = 0
+    file.write("[\n" if array else "")
+    for row in rows:
+        file.write(",\n" if array and count else "")
+        file.write(json.dumps(row, ensure_ascii=False) + ("" if array else "\n"))
+        count += 1
+    file.write("\n]\n" if array else "")
+    return count
+
+
+def _write_folder(folder: Path, records: Iterable[Record]) -> int:
+    count = 0
+    for record in records:
+        if not isinstance(record, Caption):
+            raise ValueError(f"A folder holds captions beside their videos; got {_describe(record)}.")
+        name = record.vision_id
+        stem = name[: -len(Path(name).suffix)] if name.lower().endswith(VIDEO_SUFFIXES) else name
+        with _whole(folder / f"{stem}.txt") as part:
+            part.write_text(record.caption, encoding="utf-8", newline="")
+        count += 1
+    return count
+
+
+def _reference_row(record: Record) -> dict[str, Any]:
+    if isinstance(record, Choice):
+        names = ("vision_id", "question", "options", "answer", "difficulty", "rationale", "evidence")
+        return {name: value for name, value in record.row().items() if name in names}
+    if isinstance(record, Answer):
+        return {"vision_id": record.vision_id, "question": record.question, "prediction": record.answer}
+    raise ValueError(
+        f"The reference has single-choice items and free answers; it has no place for {_describe(record)}."
+    )
+
+
+def _llava_row(record: Record) -> dict[str, Any]:
+    if isinstance(record, Caption):
+        asked = VideoRecord(record.vision_id, DESCRIBE, record.caption, id=record.id)
+    else:
+        asked = to_video_record(record)
+    turns = [*asked.earlier, (asked.question, asked.answer)]
+    if asked.video is None or any(_PLACEHOLDER.search(question) for question, _ in turns):
+        raise ValueError(f"A conversation is about one video, for which <image> stands; got {_describe(record)}.")
+    said = []
+    for number, (question, answer) in enumerate(turns):
+        said.append({"from": "human", "value": question if number else f"<image>\n{question}"})
+        said.append({"from": "gpt", "value": answer})
+    return {**({} if asked.id is None else {"id": asked.id}), "video": asked.video, "conversations": said}
+
+
+def _describe(record: Record) -> str:
+    names = {Caption: "a caption", Choice: "a single-choice item", Answer: "a free answer", VideoRecord: "a question"}
+    return f"{names[type(record)]} about {media_name(record)!r}"
+
+
+LAYOUTS: dict[str, Callable[[Record], dict[str, Any]]] = {
+    "qtsplus": lambda record: record.row(),
+    "reference": _reference_row,
+    "llava": _llava_row,
+}
+
+__all__ = [
+    "LAYOUTS",
+    "Row",
+    "iter_captions",
+    "iter_records",
+    "iter_rows",
+    "locate",
+    "media_folder",
+    "read_records",
+    "write_records",
+]

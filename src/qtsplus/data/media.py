@@ -1,0 +1,66 @@
+"""The videos of a set under their media root: where they lie, and whether they can be read."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
+
+
+def find_media(name: str, root: str | os.PathLike, source: str | None = None) -> str:
+    """
+    Where a video lies: `root/name`, the same with a video's suffix, or either under the `source` that it is from.
+
+    Args:
+        name: as a record has it: a file, a folder of frames, a file without its suffix, or an address.
+        source: a folder of the root, which LLaVA-Video's rows name as their `data_source`.
+
+    Returns:
+        its path, or `root/name` where there is nothing.
+    """
+    plain = os.path.join(root, name)
+    if "://" in name or os.path.exists(plain):
+        return name if "://" in name else plain
+    bases = [plain, *([os.path.join(root, source, name)] if source else [])]
+    return next((base + end for base in bases for end in ("", *VIDEO_SUFFIXES) if os.path.exists(base + end)), plain)
+
+
+def media_key(name: str) -> str:
+    """What one video is called whether its suffix is named or not."""
+    name = os.path.normpath(name)
+    return name[: -len(Path(name).suffix)] if name.lower().endswith(VIDEO_SUFFIXES) else name
+
+
+def is_frame_folder(path: str) -> bool:
+    """Whether a folder holds images."""
+    from ..video_qtsplus import IMAGE_SUFFIXES
+
+    with os.scandir(path) as entries:
+        return any(entry.name.lower().endswith(IMAGE_SUFFIXES) for entry in entries)
+
+
+def media_problem(path: str) -> str | None:
+    """
+    Why a model could not read a video; `None` for a good one.
+
+    Of a file a frame is decoded and every packet is read, which tells whether the end is there; of a folder the first
+    and the last frame are decoded.
+
+    Args:
+        path: a file, a folder of frames, or an address.
+    """
+    from ..video_qtsplus import image_paths, load_frames, open_video
+
+    try:
+        if os.path.isdir(path):
+            frames = image_paths(path)
+            load_frames([frames[0], frames[-1]])
+            return None
+        video = open_video(path, lambda total, fps: np.zeros(1, dtype=np.int64))
+    except (ValueError, OSError) as error:
+        return " ".join(str(error).split())
+    return video.warnings[0] if video.warnings else None
+
+
+__all__ = ["VIDEO_SUFFIXES", "find_media", "is_frame_folder", "media_key", "media_problem"]

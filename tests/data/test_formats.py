@@ -1,0 +1,286 @@
+"""Sets on disk: what is written is read back, from every format; readers stream; bad rows are told by their number."""
+
+import json
+import sys
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from qtsplus.data.formats import iter_captions, iter_records, iter_rows, read_records, write_records
+from qtsplus.data.records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Answer, Caption, Choice, VideoRecord
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30).filter(str.strip)
+NAME = st.text("abcXYZ019_-", min_size=1, max_size=8)
+NAMES = st.lists(NAME, min_size=1, max_size=3).map("/".join)
+SHARED = {
+    "vision_id": NAMES,
+    "id": st.none() | TEXT,
+    "fps": st.none() | st.floats(min_value=0.01, max_value=1000, allow_nan=False),
+}
+LABELS = {"type": st.none() | st.sampled_from(QUESTION_TYPES), "difficulty": st.none() | st.sampled_from(DIFFICULTIES)}
+OPTIONS = st.lists(TEXT, min_size=4, max_size=4, unique_by=lambda text: " ".join(text.casefold().split()))
+CAPTIONS = st.builds(Caption, **SHARED, caption=TEXT)
+ANSWERS = st.builds(Answer, **SHARED, **LABELS, question=TEXT, answer=TEXT)
+CHOICES = st.builds(
+    Choice,
+    **SHARED,
+    **LABELS,
+    question=TEXT,
+    options=OPTIONS.map(lambda texts: dict(zip(LETTERS, texts, strict=True))),
+    answer=st.sampled_from(LETTERS),
+    rationale=st.none() | TEXT,
+    evidence=st.none() | TEXT,
+)
+TURNS = st.lists(st.tuples(TEXT, TEXT), max_size=2).map(tuple)
+QUESTIONS = st.builds(
+    VideoRecord,
+    video=st.none() | NAMES,
+    question=TEXT,
+    answer=TEXT,
+    query=st.none() | TEXT,
+    kind=st.just("") | TEXT,
+    source=st.sampled_from(["mcq", "vqa", "caption"]),
+    options=st.none() | st.lists(TEXT, min_size=1, max_size=4).map(tuple),
+    earlier=TURNS,
+    fps=SHARED["fps"],
+    token_words=st.none() | NAME,
+    id=SHARED["id"],
+)
+KINDS = {"captions": CAPTIONS, "answers": ANSWERS, "choices": CHOICES, "questions": QUESTIONS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sets")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+@settings(max_examples=50)
+@given(records=st.lists(st.one_of(*KINDS.values()), max_size=5))
+def test_lines_and_arrays_give_back_what_was_written(ending, records, folder):
+    path = folder / f"set.{ending}"
+    assert write_records(path, records) == len(records)
+    assert list(iter_records(path)) == records
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_give_back_what_was_written(kind, folder):
+    pytest.importorskip("datasets")
+
+    @settings(max_examples=30)
+    @given(records=st.lists(KINDS[kind], min_size=1, max_size=5))
+    def round_trip(records):
+        path = folder / f"{kind}.parquet"
+        assert write_records(path, iter(records)) == len(records)
+        assert list(iter_records(path)) == records
+
+    round_trip()
+
+
+@settings(max_examples=50)
+@given(records=st.lists(CHOICES | ANSWERS, max_size=5))
+def test_the_references_rows_give_back_what_they_have_a_place_for(records, folder):
+    path = folder / "reference.jsonl"
+    write_records(path, records, "reference")
+    dropped = {"id": None, "fps": None, "type": None}
+    expected = [
+        record.model_copy(update=dropped if isinstance(record, Choice) else {**dropped, "difficulty": None})
+        for record in records
+    ]
+    assert list(iter_records(path)) == expected
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+@settings(max_examples=50)
+@given(records=st.lists(QUESTIONS.filter(lambda record: record.video), max_size=5))
+def test_conversations_give_back_their_turns(ending, records, folder):
+    path = folder / f"llava.{ending}"
+    write_records(path, records, "llava")
+    plain = {"query": None, "kind": "", "source": "vqa", "options": None, "fps": None, "token_words": None}
+    assert list(iter_records(path)) == [replace(record, **plain) for record in records]
+
+
+@settings(max_examples=30)
+@given(records=st.lists(CAPTIONS, max_size=5, unique_by=lambda record: record.vision_id.casefold()))
+def test_captions_beside_videos_give_back_what_was_written(records, tmp_path_factory):
+    root = tmp_path_factory.mktemp("captioned")
+    records = [record.model_copy(update={"id": None, "fps": None}) for record in records]
+    # Names of videos and of their folders are kept apart: `a` may be a folder of others.
+    records = [record.model_copy(update={"vision_id": f"{record.vision_id}!.mp4"}) for record in records]
+    for record in records:
+        (root / record.vision_id).parent.mkdir(parents=True, exist_ok=True)
+        (root / record.vision_id).touch()
+    write_records(root, records)
+    found = list(iter_records(root))
+    assert sorted(found, key=lambda record: record.vision_id) == sorted(records, key=lambda record: record.vision_id)
+
+
+def test_rows_of_the_reference_and_of_llava_are_read_as_they_are_published(tmp_path):
+    options = {"A": "a cup", "B": "a rope", "C": "a hat", "D": "a phone"}
+    choice = {"vision_id": "v_1", "question": "What is held?", "options": options, "answer": "B"}
+    about = {"difficulty": "medium", "rationale": "A rope.", "evidence": "holding a rope"}
+    free = {"vision_id": "v_2", "question": "Why?", "prediction": "To climb."}
+    (tmp_path / "set.jsonl").write_text(f"{json.dumps({**choice, **about})}\n{json.dumps(free)}\n")
+    assert list(iter_records(tmp_path / "set.jsonl")) == [
+        Choice(**choice, **about),
+        Answer(vision_id="v_2", question="Why?", answer="To climb."),
+    ]
+    human, gpt = {"from": "human", "value": "<image>\nWhat moves?"}, {"from": "gpt", "value": "A car."}
+    more = [{"from": "human", "value": "Where?"}, {"from": "gpt", "value": "On a road."}]
+    row = {"id": "Zi4", "conversations": [human, gpt, *more], "data_source": "0_30_s", "video": "videos/Zi4.mp4"}
+    for text in (json.dumps(row), json.dumps([row], indent=2), f"\ufeff [{json.dumps(row)} ]\n"):
+        (tmp_path / "llava.json").write_text(text)
+        (record,) = iter_records(tmp_path / "llava.json")
+        assert record == VideoRecord(
+            "videos/Zi4.mp4", "Where?", "On a road.", earlier=(("What moves?", "A car."),), id="Zi4"
+        )
+    (tmp_path / "0_30_s" / "videos").mkdir(parents=True)
+    (tmp_path / "0_30_s" / "videos" / "Zi4.mp4").touch()
+    (record,) = read_records(tmp_path / "llava.json")
+    assert record.video == str(tmp_path / "0_30_s" / "videos" / "Zi4.mp4")
+    (record,) = read_records(tmp_path / "llava.json", tmp_path / "0_30_s")
+    assert record.video == str(tmp_path / "0_30_s" / "videos" / "Zi4.mp4")
+
+
+def test_media_are_found_by_their_vision_id(tmp_path):
+    (tmp_path / "media" / "v_1").mkdir(parents=True)
+    (tmp_path / "media" / "clips").mkdir()
+    (tmp_path / "media" / "clips" / "v_2.mp4").touch()
+    names = ["v_1", "clips/v_2", "clips/v_2.mp4", "missing"]
+    write_records(tmp_path / "vqa.jsonl", [Answer(vision_id=name, question="Q?", answer="A.") for name in names])
+    found = [record.video for record in read_records(tmp_path / "vqa.jsonl", tmp_path / "media")]
+    places = ["v_1", "clips/v_2.mp4", "clips/v_2.mp4", "missing"]
+    assert found == [str(tmp_path / "media" / name) for name in places]
+
+
+def test_a_folder_of_frames_and_of_files_with_captions_beside_them(tmp_path):
+    (tmp_path / "frames" / "v_1").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "frames" / "v_1" / "0.jpg")
+    (tmp_path / "frames" / "v_1.txt").write_text("A man climbs.")
+    (tmp_path / "clip.MP4").touch()
+    (tmp_path / "clip.txt").write_text("A car.")
+    (tmp_path / "silent.mp4").touch()
+    (tmp_path / "notes.txt").write_text("no video's")
+    (tmp_path / "cafe.mp4").touch()
+    (tmp_path / "cafe.txt").write_bytes(b"caf\xe9")
+    rows = {row.id: row for row in iter_rows(tmp_path)}
+    assert rows["frames/v_1"].record == Caption(vision_id="frames/v_1", caption="A man climbs.")
+    assert rows["clip.MP4"].record == Caption(vision_id="clip.MP4", caption="A car.")
+    assert "no silent.txt beside it" in rows["silent.mp4"].problem
+    assert "no video beside it" in rows["notes.txt"].problem
+    assert "not UTF-8" in rows["cafe.mp4"].problem
+    assert sorted(row.number for row in rows.values()) == [1, 2, 3, 4, 5]
+
+
+def test_captions_are_taken_from_rows_conversations_and_tinyworld(tmp_path):
+    rows = [
+        Caption(vision_id="a", caption="A man."),
+        VideoRecord("b.mp4", "Describe the video.", "A car.", id="1"),
+        VideoRecord("c.mp4", "Describe the video.", "A red square.", kind="caption", source="caption"),
+        VideoRecord("c.mp4", "What colour?", "red", kind="attribute"),
+        VideoRecord("c.mp4", "Where?", "left", earlier=(("What?", "a dot"),)),
+    ]
+    write_records(tmp_path / "set.jsonl", rows)
+    found = [(caption.vision_id, caption.caption) for caption in iter_captions(tmp_path / "set.jsonl")]
+    assert found == [("a", "A man."), ("b.mp4", "A car."), ("c.mp4", "A red square.")]
+    write_records(tmp_path / "none.jsonl", rows[3:])
+    with pytest.raises(ValueError, match="holds no caption"):
+        list(iter_captions(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([], "expected turns of human and gpt"),
+        ([{"from": "human", "value": "Q"}], "expected turns of human and gpt"),
+        ([{"from": "gpt", "value": "A"}, {"from": "human", "value": "Q"}], "expected a value from human"),
+        ([{"from": "human", "value": "Q"}, {"from": "gpt", "value": None}], "expected a value from gpt"),
+        ([{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A"}], "question is empty"),
+        ("Q", "expected turns"),
+    ],
+)
+def test_broken_conversations_are_named(turns, message, tmp_path):
+    (tmp_path / "llava.json").write_text(json.dumps([{"id": 5, "video": "a.mp4", "conversations": turns}]))
+    (row,) = iter_rows(tmp_path / "llava.json")
+    assert row.record is None and message in row.problem and row.id == "5"
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1}', '[{"a": 1} {"a": 2}]', "[nonsense]", '[{"a": 1}] {}', '[{"a": 1}, '])
+def test_a_broken_array_ends_the_reading(text, tmp_path):
+    (tmp_path / "set.json").write_text(text)
+    with pytest.raises(ValueError, match=r"set\.json (is no JSON array|goes on behind)"):
+        list(iter_rows(tmp_path / "set.json"))
+
+
+def test_good_rows_stand_beside_bad_ones(tmp_path):
+    good = json.dumps({"vision_id": "v", "question": "Q?", "answer": "A."}).encode()
+    lines = [good, b"", b"{broken", b"\xff\xfe", b"[1]", good, b"[" * 100_000]
+    (tmp_path / "set.jsonl").write_bytes(b"\n".join(lines))
+    rows = list(iter_rows(tmp_path / "set.jsonl"))
+    assert [row.number for row in rows] == [1, 3, 4, 5, 6, 7]
+    assert [row.record is None for row in rows] == [False, True, True, True, False, True]
+    with pytest.raises(ValueError, match=r"Row 3 of .*set\.jsonl is not a record: it is no JSON"):
+        read_records(tmp_path / "set.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "layout", "message"),
+    [
+        ("set.csv", Caption(vision_id="v", caption="C."), "qtsplus", r"ends in \.csv; expected \.jsonl"),
+        ("set.jsonl", Caption(vision_id="v", caption="C."), "reference", "no place for a caption about 'v'"),
+        ("set.jsonl", VideoRecord(None, "Q?", "A."), "llava", "A conversation is about one video"),
+        ("set.jsonl", VideoRecord("v", "What does <image> say?", "A."), "llava", "for which <image> stands"),
+        ("set.parquet", Caption(vision_id="v", caption="C."), "llava", "is a table, which has our own columns"),
+        ("set.jsonl", Caption(vision_id="v", caption="C."), "other", "layout is 'other'; expected one of qtsplus"),
+        ("folder", Answer(vision_id="v", question="Q?", answer="A."), "qtsplus", "got a free answer about 'v'"),
+    ],
+)
+def test_what_cannot_be_written_leaves_nothing_behind(name, record, layout, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        write_records(tmp_path / name, [record], layout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_holds_one_kind_of_record(tmp_path):
+    pytest.importorskip("datasets")
+    mixed = [Caption(vision_id="v", caption="C."), Answer(vision_id="v", question="Q?", answer="A.")]
+    with pytest.raises(ValueError, match="here Caption; got a Answer"):
+        write_records(tmp_path / "set.parquet", mixed)
+    with pytest.raises(ValueError, match="no record to write"):
+        write_records(tmp_path / "set.parquet", [])
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "set.parquet").write_bytes(b"PAR1 is not all of it")
+    with pytest.raises(ValueError, match=r"set\.parquet cannot be read as Parquet"):
+        list(iter_rows(tmp_path / "set.parquet"))
+
+
+def test_without_datasets_a_table_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'qtsplus\[parquet\]'.*JSONL needs nothing more"):
+        write_records(tmp_path / "set.parquet", [Caption(vision_id="v", caption="C.")])
+
+
+@pytest.mark.parametrize("name", ["set.jsonl", "set.json", "set.parquet"])
+def test_readers_hold_no_more_of_a_longer_file(name, tmp_path):
+    if name.endswith("parquet"):
+        pytest.importorskip("datasets")
+    peaks = []
+    for count in (1_000, 6_000):
+        records = (Caption(vision_id=f"v{index}", caption="A man climbs a wall. " * 5) for index in range(count))
+        assert write_records(tmp_path / name, records) == count
+        assert sum(1 for _ in iter_rows(tmp_path / name)) == count  # what is imported and warmed up is not counted
+        tracemalloc.start()
+        assert sum(1 for _ in iter_rows(tmp_path / name)) == count
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0] + 2**20, f"a file six times as long held {peaks} bytes at most"
+
+
+def test_an_item_longer_than_a_block_is_read(tmp_path):
+    captions = [Caption(vision_id="v", caption="x" * size) for size in (10, 300_000, 70_000)]
+    write_records(tmp_path / "set.json", captions)
+    assert list(iter_records(tmp_path / "set.json")) == captions
