@@ -214,6 +214,8 @@ def test_a_broken_array_ends_the_reading(text, tmp_path):
     (tmp_path / "set.json").write_text(text)
     with pytest.raises(ValueError, match=r"set\.json (is no JSON array|goes on behind)"):
         list(iter_rows(tmp_path / "set.json"))
+    (tmp_path / "set.jsonl").write_text(text)
+    assert all(row.record is None for row in iter_rows(tmp_path / "set.jsonl")), "lines hold no arrays"
 
 
 def test_good_rows_stand_beside_bad_ones(tmp_path):

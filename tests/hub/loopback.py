@@ -52,7 +52,8 @@ def loopback_hub():
                 self.wfile.write(body)
 
         def handle_call(self):
-            path = self.path.partition("?")[0]
+            # A dataset is a repository whose name begins with "datasets/".
+            path = self.path.partition("?")[0].replace("/api/datasets/", "/api/models/datasets/", 1)
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if self.headers.get("Transfer-Encoding") == "chunked":
                 while size := int(self.rfile.readline(), 16):
@@ -76,6 +77,7 @@ def loopback_hub():
         def create(self, body):
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            name = f"datasets/{name}" if asked.get("type") == "dataset" else name
             if name in hub.repositories:
                 return self.answer({"error": "You already created this model repo", "url": f"{hub.url}/{name}"}, 409)
             hub.repositories[name], hub.private[name] = (
@@ -85,8 +87,12 @@ def loopback_hub():
             return self.answer({"url": f"{hub.url}/{name}", "name": name, "id": name})
 
         def yaml(self, body):
-            front_matter = json.loads(body)["content"].split("---")[1]
-            known = yaml.safe_load(front_matter).keys() >= {"library_name", "pipeline_tag", "tags"}
+            asked = json.loads(body)
+            front_matter = asked["content"].split("---")[1]
+            wanted = {"dataset": {"configs", "task_categories", "tags"}}
+            known = yaml.safe_load(front_matter).keys() >= wanted.get(
+                asked.get("repoType"), {"library_name", "pipeline_tag", "tags"}
+            )
             errors = [] if known else [{"message": "no metadata"}]
             self.answer({"errors": errors, "warnings": []}, 200 if known else 400)
 
@@ -167,7 +173,7 @@ def loopback_hub():
         thread.join()
 
 
-NAME = r"([\w.-]+/[\w.-]+)"
+NAME = r"((?:datasets/)?[\w.-]+/[\w.-]+)"
 ROUTES = [
     (r"POST /api/repos/create", "create"),
     (r"POST /api/validate-yaml", "yaml"),

@@ -126,8 +126,8 @@ def test_records_are_read_from_beside_their_file(tmp_path):
         ({"question": " "}, "question is empty"),
         ({"fps": "2"}, "fps is '2'; expected a finite number"),
         ({"fps": 0}, "fps is 0; expected more than 0"),
-        ({"earlier": ["Q", "A"]}, "earlier is"),
-        ({"answer": "\ud800"}, "surrogates"),
+        ({"earlier": ["Q", "A"]}, "earlier.0 is"),
+        ({"answer": "\ud800"}, "surrogate pairs"),
     ],
 )
 def test_a_value_of_another_type_is_named_with_its_line(tmp_path, change, message):

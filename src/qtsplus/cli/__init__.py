@@ -4,9 +4,10 @@ import typer
 
 from .asking import ask, demo, evaluate
 from .bench import bench_app
+from .data import data_app
 from .hub import convert, publish, split
 from .making import merge, vqa, vscq1, vscq2
-from .training import calibrate, data_app, train
+from .training import calibrate, train
 
 app = typer.Typer(
     help="Query-aware visual-token selection for long videos.",

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,11 @@ import typer
 
 from .console import console, fail, note, notes, one_line_errors, require_seeds, require_text, wrote
 from .options import Overwrite
+
+
+class RepoType(str, Enum):
+    model = "model"
+    dataset = "dataset"
 
 
 def convert(
@@ -92,16 +98,29 @@ def split(
 
 
 def publish(
-    model: Annotated[str, typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.")],
-    to: Annotated[Path | None, typer.Option(help="A folder to write.", show_default=False)] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with weights, or a variant's name such as qtsplus-tiny; with --type dataset, a set's folder."
+        ),
+    ],
+    to: Annotated[Path | None, typer.Option(help="A folder to write, of a model.", show_default=False)] = None,
     repo: Annotated[str | None, typer.Option(help="The Hub repository to upload to, ORG/NAME.")] = None,
+    repo_type: Annotated[RepoType, typer.Option("--type", help="What the repository holds.")] = RepoType.model,
     private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files and their sizes. Upload nothing.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it."""
+    """
+    Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it.
+
+    Of a dataset it uploads the files of records, the card and the licence.
+    """
+    if repo_type is RepoType.dataset:
+        _publish_dataset(model, to, repo, private, dry_run, overwrite)
+        return
     if to is None and repo is None:
         fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
     if repo is None and (private or dry_run):
@@ -117,11 +136,33 @@ def publish(
         if keep:
             wrote(folder.resolve())
         if repo is not None and dry_run:
-            _print_files(folder, f"{repo} ({'private' if private else 'public, or as the organization has it'})")
+            _print_files(folder, _target(repo, private))
         elif repo is not None:
             with notes.status(f"Uploading to {repo}"):
                 address = publishing.upload(folder, repo, private, say=note)
             console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
+
+
+def _publish_dataset(
+    folder: str, to: Path | None, repo: str | None, private: bool, dry_run: bool, overwrite: bool
+) -> None:
+    if to is not None or overwrite:
+        fail("--to and --overwrite are about a model: a set's folder is uploaded as it is")
+    if repo is None:
+        fail("nothing to do: give --repo ORG/NAME to upload")
+    with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
+        from ..hub import dataset
+        from ..hub import publish as publishing
+
+        publishing.check_repository(repo)
+        for name in dataset.published_files(folder):
+            (Path(scratch) / name).symlink_to(Path(folder, name).resolve())
+        if dry_run:
+            _print_files(Path(scratch), f"the dataset {_target(repo, private)}")
+            return
+        with notes.status(f"Uploading to {repo}"):
+            address = publishing.upload(scratch, repo, private, say=note, repo_type="dataset")
+        console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
 
 
 def _assemble(publishing: Any, model: str, folder: Path, repo: str | None, overwrite: bool, keep: bool) -> None:
@@ -140,6 +181,10 @@ def _assemble(publishing: Any, model: str, folder: Path, repo: str | None, overw
     )
     if built.random_seed is not None:
         note(f"{model} was built with random weights (seed {built.random_seed}), as its card says.")
+
+
+def _target(repo: str, private: bool) -> str:
+    return f"{repo} ({'private' if private else 'public, or as the organization has it'})"
 
 
 def _print_files(folder: Path, target: str) -> None:

@@ -1,4 +1,4 @@
-"""`qtsplus train`, `qtsplus calibrate` and `qtsplus data`: training, and what it reads."""
+"""`qtsplus train` and `qtsplus calibrate`: training, and what decides it."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,6 @@ from .options import Device, Dtype, Overrides, RecipeFile
 
 if TYPE_CHECKING:
     from ..evaluation.calibration import Calibration
-
-data_app = typer.Typer(help="Make training data.", no_args_is_help=True)
 
 
 def train(
@@ -108,42 +106,3 @@ def _print_calibration(found: "Calibration") -> None:
         console.print(f"{name}: {tokens}, {needles}, and {recall.mass:.1%} of the attention is on them")
     lines = [f"  {name}: {json.dumps(value)}" for name, value in found.fields().items() if value is not None]
     console.print("\n".join(["training:", *lines] if lines else ["All layers are best: a recipe needs no line."]))
-
-
-@data_app.command()
-def tinyworld(
-    out: Annotated[
-        Path, typer.Option(help="The folder for the videos and for SPLIT.jsonl, their records.", show_default=False)
-    ],
-    size: Annotated[int, typer.Option(help="How many videos to render.", min=1, show_default=False)],
-    split: Annotated[str, typer.Option(help="train, validation or test. No two share a video.")] = "train",
-    seconds: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="A length to draw from, 2 to 128 seconds, or 1 to 128 with --crowd. May be repeated. "
-            "Without it, 8 and 16."
-        ),
-    ] = None,
-    crowd: Annotated[
-        bool, typer.Option("--crowd", help="Many marked shapes at a time over a texture, which fill half the tokens.")
-    ] = False,
-    max_objects: Annotated[
-        int | None,
-        typer.Option(help="The most objects in one video, or at a time with --crowd. Without it, 12, or 21.", min=1),
-    ] = None,
-    multiple_choice: Annotated[
-        float, typer.Option(help="The share of questions that come with options.", min=0, max=1)
-    ] = 0.5,
-    conversations: Annotated[
-        bool, typer.Option("--conversations", help="Write one record per video, with its questions as turns.")
-    ] = False,
-    workers: Annotated[int, typer.Option(help="How many processes render.", min=1)] = 1,
-) -> None:
-    """Render TinyWorld: videos of moving shapes, with questions, answers and captions for `qtsplus train`."""
-    with one_line_errors():
-        from ..data.tinyworld import build_dataset
-
-        records = build_dataset(
-            out, split, size, seconds or (8, 16), max_objects, multiple_choice, conversations, workers, crowd=crowd
-        )
-    wrote(records)

@@ -58,7 +58,7 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
     Every row of a set in order, good or bad; blank lines are none.
 
     Args:
-        path: JSONL or a JSON array of records, of the reference's rows or of LLaVA-Video conversations; a Parquet file;
+        path: JSONL or (.json) a JSON array of records, of the reference's rows or of LLaVA-Video conversations; a Parquet file;
             or a folder of videos, or of folders of frames, each with its caption in a .txt beside it.
 
     Raises:
@@ -74,7 +74,7 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
     found: Iterable[tuple[int, Any, str | None]]
     if path.suffix == ".parquet":
         found = ((number, row, None) for number, row in enumerate(parquet.read(path), start=1))
-    elif _is_array(path):
+    elif path.suffix == ".json" and _holds_array(path):
         found = ((number, item, None) for number, item in enumerate(_iter_array(path), start=1))
     else:
         found = _iter_lines(path)
@@ -180,7 +180,7 @@ def _iter_lines(path: Path) -> Iterator[tuple[int, Any, str | None]]:
                 yield number, None, f"it is no JSON: {error}."
 
 
-def _is_array(path: Path) -> bool:
+def _holds_array(path: Path) -> bool:
     with open(path, "rb") as file:
         while block := file.read(4096):
             if block.strip():

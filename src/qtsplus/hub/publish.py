@@ -235,16 +235,21 @@ def code_files(
 
 
 def upload(
-    folder: str | Path, repository: str, private: bool = False, say: Callable[[str], object] = lambda line: None
+    folder: str | Path,
+    repository: str,
+    private: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+    repo_type: str = "model",
 ) -> str:
     """
     Uploads a folder in one commit: a repository never holds the half of it. What an earlier upload left and this one
-    does not bring (shards of another number, code) is removed by the same commit.
+    does not bring (shards of another number, code) is removed by the same commit; of a dataset nothing is.
 
     Args:
         repository: "org/name"; created where it does not exist.
         private: for a new repository; one that exists has to be private already.
         say: takes a line when something that was there is removed.
+        repo_type: "model" or "dataset".
 
     Returns:
         the address of the commit.
@@ -257,16 +262,16 @@ def upload(
     api = HfApi()
     try:
         stale: list[str] = []
-        if not _create(api, repository, private):
-            if private and not api.repo_info(repository).private:
+        if not _create(api, repository, private, repo_type):
+            if private and not api.repo_info(repository, repo_type=repo_type).private:
                 raise ValueError(f"{repository} exists and is public; make it private first, or leave --private out.")
             names = {path.name for path in Path(folder).iterdir()}
-            stale = [
-                path for path in api.list_repo_files(repository) if _REPLACED.fullmatch(path) and path not in names
-            ]
+            there = api.list_repo_files(repository) if repo_type == "model" else []
+            stale = [path for path in there if _REPLACED.fullmatch(path) and path not in names]
             if stale:
                 say(f"Removing what an earlier upload left: {', '.join(stale)}.")
-        return commit_folder(api, folder, repository, "Upload with qtsplus publish", delete=stale).commit_url
+        message = "Upload with qtsplus publish"
+        return commit_folder(api, folder, repository, message, delete=stale, repo_type=repo_type).commit_url
     except (HTTPError, OSError, RuntimeError) as error:
         # A failed upload of one file is told by the file's name, and why by what caused it.
         reason = " ".join(
@@ -285,10 +290,10 @@ def check_repository(repository: str) -> None:
     validate_repo_id(repository)
 
 
-def _create(api: HfApi, repository: str, private: bool) -> bool:
+def _create(api: HfApi, repository: str, private: bool, repo_type: str) -> bool:
     """Whether the repository is new."""
     try:
-        api.create_repo(repository, private=private or None, exist_ok=False)
+        api.create_repo(repository, private=private or None, exist_ok=False, repo_type=repo_type)
     except HfHubHTTPError as error:
         # 409: it exists. 403: so may it, and who may not create may still write.
         if error.response is None or error.response.status_code not in (403, 409):

@@ -1,0 +1,256 @@
+"""`qtsplus data check`: what is wrong with a set, row by row."""
+
+import hashlib
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from .formats import Row, iter_rows, locate, media_folder
+from .media import media_key, media_problem
+from .records import LETTERS, Answer, Caption, Choice, Record, VideoRecord, media_name
+
+ROWS_AT_ONCE = 256
+# A letter may stand for the answer this much more or less often than the others, where chance does not explain it.
+TOLERATED_SHARE = 0.05
+UNLIKELY = 16.27  # chi-square of three degrees of freedom, which chance exceeds once in a thousand sets
+LONG_ANSWER = 3  # words of a free answer that no question holds by chance
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """
+    A row that should not be trained on.
+
+    Args:
+        row: its number, see [`Row`].
+        id: its own, or its video.
+        check: one of "schema", "media", "duplicate", "leak", "overlap".
+        reason: what is wrong, in words.
+    """
+
+    row: int
+    id: str | None
+    check: str
+    reason: str
+
+
+@dataclass
+class Checked:
+    """
+    What a set's check has found.
+
+    Args:
+        rows: how many rows it has.
+        bad: those that should not be trained on, in order; one may stand there for several reasons.
+        letters: how often each letter is the right answer.
+        unbalanced: why the letters tell something about the answer; `None` where they do not.
+        videos: how many videos were decoded.
+    """
+
+    rows: int = 0
+    bad: list[BadRow] = field(default_factory=list)
+    letters: dict[str, int] = field(default_factory=dict)
+    unbalanced: str | None = None
+    videos: int = 0
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.bad and self.unbalanced is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**asdict(self), "good": self.good}
+
+
+def check_set(
+    path: str | os.PathLike,
+    media_root: str | os.PathLike | None = None,
+    against: str | os.PathLike | None = None,
+    media: bool = True,
+) -> Checked:
+    """
+    Checks a set.
+
+    Args:
+        path: in any format of [`iter_rows`].
+        media_root: where its videos are looked for; beside the file, or in the folder, when absent.
+        against: another set, with which it should share no video, such as the test set.
+        media: look for every video, and decode a frame of it.
+
+    Raises:
+        ValueError: a file that is not there or cannot be read at all.
+    """
+    root = media_folder(path, media_root)
+    if media and not root.is_dir():
+        raise ValueError(f"There is no folder {str(root)!r}; expected the media root, where the videos lie.")
+    others = {} if against is None else _videos(against)
+    found, seen, answers = Checked(), _Seen(), Counter[str]()
+    videos: dict[str, str | None] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for rows in _batches(iter_rows(path), ROWS_AT_ONCE):
+            places = [locate(row, root) if media else None for row in rows]
+            new = [place for place in dict.fromkeys(places) if place is not None and place not in videos]
+            videos.update(zip(new, pool.map(_media_problem, new), strict=True))
+            for row, place in zip(rows, places, strict=True):
+                found.rows += 1
+                reasons = [("schema", row.problem)] if row.record is None else list(_reasons(row.record, row, seen))
+                reasons.append(("media", None if place is None else videos[place]))
+                reasons.append(("overlap", _overlap(row.record, others, against)))
+                found.bad += [BadRow(row.number, row.id, check, reason) for check, reason in reasons if reason]
+                answers.update(_letter(row.record))
+    found.videos = len(videos)
+    found.letters = {letter: answers[letter] for letter in LETTERS} if answers else {}
+    found.unbalanced = _unbalanced(found.letters)
+    return found
+
+
+def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+    while batch := list(islice(rows, size)):
+        yield batch
+
+
+def _media_problem(place: str) -> str | None:
+    if "://" not in place and not os.path.exists(place):
+        return f"there is no video at {place!r}."
+    return media_problem(place)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# One row
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class _Seen:
+    """The number of the first row with a text, by the text's digest: a large set's texts are not held."""
+
+    def __init__(self) -> None:
+        self.rows: dict[bytes, int] = {}
+
+    def first(self, number: int, *texts: str | None) -> int | None:
+        """The earlier row with the same texts, but for case and spaces."""
+        normal = "\x00".join(_normal(text or "") for text in texts)
+        return earlier if (earlier := self.rows.setdefault(_digest(normal), number)) != number else None
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=12).digest()
+
+
+def _reasons(record: Record, row: Row, seen: _Seen) -> Iterator[tuple[str, str | None]]:
+    if record.id is not None:
+        earlier = seen.first(row.number, "id", record.id)
+        yield "duplicate", None if earlier is None else f"row {earlier} has the same id."
+    earlier = seen.first(row.number, "text", *_texts(record))
+    same = "caption" if isinstance(record, Caption) else "question"
+    yield "duplicate", None if earlier is None else f"row {earlier} has the same {same} about the same video."
+    yield "leak", _leak(record)
+
+
+def _texts(record: Record) -> Iterator[str | None]:
+    """What makes a record another one's double. The answer does not: one question has one answer."""
+    yield media_key(media_name(record) or "")
+    if isinstance(record, Caption):
+        yield record.caption
+        return
+    yield record.question
+    if isinstance(record, VideoRecord):
+        yield from (question for question, _ in record.earlier)
+
+
+def _leak(record: Record) -> str | None:
+    """Why the question gives its answer away; `None` where it does not."""
+    if isinstance(record, Choice):
+        right = record.answer_text
+        return _leak_of_option(record.question, right, [text for text in record.options.values() if text != right])
+    if isinstance(record, VideoRecord) and record.options is not None:
+        return _leak_of_option(record.query or record.question, *_options(record))
+    if isinstance(record, (Answer, VideoRecord)):
+        if isinstance(record, Answer) and record.answer.strip().rstrip(".") in LETTERS:
+            return f"its answer is the letter {record.answer.strip()}, and it has no options."
+        if len(_words(record.answer)) >= LONG_ANSWER and _holds(record.question, record.answer):
+            return "its question holds its answer."
+    return None
+
+
+def _options(record: VideoRecord) -> tuple[str, list[str]]:
+    """The right option, and the wrong ones."""
+    options = list(record.options or ())
+    place = LETTERS.find(record.answer) if len(record.answer) == 1 else -1
+    right = options[place] if 0 <= place < len(options) else record.answer
+    return right, [text for text in options if text != right]
+
+
+def _leak_of_option(question: str, right: str, wrong: Sequence[str]) -> str | None:
+    # A question may name all that it lets choose from: "Is it red or blue?"
+    if _holds(question, right) and not any(_holds(question, text) for text in wrong):
+        return f"its question holds the right option, {right!r}, and no wrong one."
+    return None
+
+
+def _holds(text: str, part: str) -> bool:
+    words, wanted = _words(text), _words(part)
+    places = range(len(words) - len(wanted) + 1)
+    return bool(wanted) and any(words[place : place + len(wanted)] == wanted for place in places)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The whole set
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _letter(record: Record | None) -> Iterable[str]:
+    """The letter that is right, of an item with four options."""
+    if isinstance(record, Choice):
+        return [record.answer]
+    four = isinstance(record, VideoRecord) and record.options is not None and len(record.options) == len(LETTERS)
+    return [record.answer] if four and isinstance(record, VideoRecord) and record.answer in tuple(LETTERS) else []
+
+
+def _unbalanced(letters: dict[str, int]) -> str | None:
+    count = sum(letters.values())
+    if not count:
+        return None
+    expected = count / len(LETTERS)
+    statistic = math.fsum((found - expected) ** 2 / expected for found in letters.values())
+    letter, most = max(letters.items(), key=lambda entry: abs(entry[1] - expected))
+    if statistic <= UNLIKELY or abs(most - expected) / count <= TOLERATED_SHARE:
+        return None
+    return (
+        f"{letter} is right in {most / count:.0%} of {count} single-choice items, where 25% are expected; shuffle the "
+        "options."
+    )
+
+
+def _videos(path: str | os.PathLike) -> dict[bytes, int]:
+    """By a video's digest the first row of a set that is about it."""
+    found: dict[bytes, int] = {}
+    for row in iter_rows(path):
+        name = None if row.record is None else media_name(row.record)
+        if name is not None:
+            found.setdefault(_digest(media_key(name)), row.number)
+    return found
+
+
+def _overlap(record: Record | None, others: dict[bytes, int], against: str | os.PathLike | None) -> str | None:
+    name = None if record is None or not others else media_name(record)
+    row = None if name is None else others.get(_digest(media_key(name)))
+    return None if row is None else f"row {row} of {Path(str(against)).name} is about the same video."
+
+
+__all__ = ["BadRow", "Checked", "check_set"]

@@ -1,0 +1,179 @@
+"""Sets on the Hub: the card of a set, and the upload of its folder."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import DatasetCard, DatasetCardData, get_token
+from yaml import YAMLError
+
+from ..data.statistics import Statistics, count_set, draw_statistics
+
+CARD = "README.md"
+PLOT = "statistics.png"
+TABLES = (".jsonl", ".json", ".parquet")
+# What belongs to a set; journals, keys and media stay where they are.
+PUBLISHED = (CARD, "LICENSE", "LICENSE.md", PLOT)
+SPLITS = ("train", "validation", "test")
+_SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M", 10_000_000: "1M<n<10M"}
+
+
+def set_files(folder: str | os.PathLike) -> list[Path]:
+    """
+    The files of records in a folder.
+
+    Raises:
+        ValueError: no such folder, or none in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; expected one with the files of a set.")
+    files = sorted(path for path in folder.iterdir() if path.suffix in TABLES and path.is_file())
+    if not files:
+        raise ValueError(f"{folder} holds no set; expected files that end in {', '.join(TABLES)}.")
+    return files
+
+
+def write_card(
+    folder: str | os.PathLike,
+    name: str | None = None,
+    license: str | None = None,
+    language: str = "en",
+    sources: Sequence[str] = (),
+    overwrite: bool = False,
+) -> tuple[Path, Statistics]:
+    """
+    Writes the card of a set into its folder, with a picture of what it counts.
+
+    Args:
+        folder: with the set's files; each file is a split where it is called after one, such as train.jsonl.
+        name: the set's; the folder's when absent.
+        license: as the Hub names it, such as "cc-by-4.0"; the card says that none is known when absent.
+        language: of the texts.
+        sources: the datasets that it was made of, as the Hub names them.
+        overwrite: replace a card that stands there.
+
+    Returns:
+        the card's path, and what was counted.
+
+    Raises:
+        ValueError: no set in the folder, or a row that is not a record.
+        FileExistsError: there is a card.
+    """
+    folder = Path(folder).resolve()
+    files = set_files(folder)
+    path = folder / CARD
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} is there already; give --overwrite to replace it.")
+    found = count_set(files)
+    draw_statistics(found, folder / PLOT)
+    data = _card_data(found, name or folder.name, license, language, sources, files)
+    card = DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{_card_text(found, data.pretty_name or '')}")
+    path.write_text(str(card), encoding="utf-8")
+    return path, found
+
+
+def _card_data(
+    found: Statistics, name: str, license: str | None, language: str, sources: Sequence[str], files: Sequence[Path]
+) -> DatasetCardData:
+    size = next((text for limit, text in _SIZES.items() if found.records < limit), "n>10M")
+    asked = "single choice" in found.kinds or "free answer" in found.kinds
+    return DatasetCardData(
+        pretty_name=name,
+        license=license,
+        language=[language],
+        source_datasets=list(sources) or None,
+        task_categories=["video-text-to-text"] if asked else ["video-to-text"],
+        size_categories=[size],
+        tags=["qtsplus", "video"],
+        configs=_configs(files),
+        ignore_metadata_errors=False,
+    )
+
+
+def _configs(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """Files of one name before the split are one configuration: rows of one make are loaded together."""
+    configs: dict[str, list[dict[str, str]]] = {}
+    for path in files:
+        split = next((split for split in SPLITS if path.stem == split or path.stem.endswith(f"-{split}")), None)
+        config = path.stem if split is None else path.stem.removesuffix(split).rstrip("-") or "default"
+        configs.setdefault(config, []).append({"split": split or "train", "path": path.name})
+    return [{"config_name": name, "data_files": entries} for name, entries in configs.items()]
+
+
+def _card_text(found: Statistics, name: str) -> str:
+    told = found.as_dict()
+    lines = [f"# {name}", "", f"{found.records:,} records about {found.videos:,} videos.", ""]
+    lines += _table(("file", "records"), told["files"].items())
+    lines += ["## What is in it", "", *_table(("records", "number"), told["kinds"].items())]
+    for title, counts in (("type", told["types"]), ("difficulty", told["difficulties"])):
+        if counts:
+            lines += _table((title, "questions"), counts.items())
+    choices = sum(told["letters"].values())
+    if choices:
+        shares = {letter: f"{count:,} ({count / choices:.1%})" for letter, count in told["letters"].items()}
+        share = f"{told['longest_is_right'] / choices:.1%}"
+        lines += _table(("right answer", "items"), shares.items())
+        lines += [f"The right option is the longest one in {share} of the items; by chance it would be in 25%.", ""]
+    words = {
+        text: (f"{row['texts']:,}", f"{row['mean']:.1f}", row["median"], row["p95"], row["most"])
+        for text, row in told["words"].items()
+    }
+    header = ("text", "number", "mean words", "median", "95th percentile", "most")
+    lines += _table(header, ((text, *row) for text, row in words.items()))
+    lines += [f"![Types, difficulties, right answers and lengths]({PLOT})", "", *_USE]
+    return "\n".join(lines)
+
+
+_USE = (
+    "## How to use it",
+    "",
+    "Each row names its video by `vision_id`, a file or a folder of frames under a media root of your own; the videos "
+    "themselves are not in this repository. Check a copy with `qtsplus data check FILE --media-root DIR`, and train on "
+    "it with `qtsplus train`.",
+    "",
+)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for row in rows:
+        cells = (f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return [*lines, ""]
+
+
+def published_files(folder: str | os.PathLike) -> dict[str, int]:
+    """
+    The files of a set's folder that are uploaded, with their sizes in bytes: its records, its card and its licence.
+
+    Raises:
+        ValueError: no set in the folder, a card that is missing or that the Hub cannot read, or an access token of this
+            machine in one of the files.
+    """
+    files = set_files(folder)
+    card = Path(folder) / CARD
+    if not card.exists():
+        raise ValueError(f"{folder} has no {CARD}; write one with `qtsplus data stats {folder} --card`.")
+    try:
+        data: Mapping[str, Any] = DatasetCard.load(card).data.to_dict()
+    except (ValueError, TypeError, YAMLError) as error:
+        raise ValueError(f"{card} cannot be read as a dataset card: {' '.join(str(error).split())}") from error
+    if not data:
+        raise ValueError(f"{card} has no front matter; write one with `qtsplus data stats {folder} --card`.")
+    files += [path for path in map(Path(folder).joinpath, PUBLISHED) if path.exists()]
+    _refuse_token(files)
+    return {path.name: path.stat().st_size for path in sorted(files)}
+
+
+def _refuse_token(files: Iterable[Path]) -> None:
+    token = get_token()
+    for path in files:
+        if token and path.suffix not in (".parquet", ".png"):
+            with open(path, encoding="utf-8", errors="replace") as lines:
+                if any(token in line for line in lines):
+                    raise ValueError(f"{path} holds this machine's access token; take it out before it is published.")
+
+
+__all__ = ["CARD", "published_files", "set_files", "write_card"]

@@ -1,0 +1,212 @@
+"""`qtsplus data check` on rows that are built to fail each of its checks, and on sets that are good."""
+
+import json
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from qtsplus.cli import app
+from qtsplus.data.check import check_set
+from qtsplus.data.formats import write_records
+from qtsplus.data.records import Answer, Caption, Choice, VideoRecord
+
+OPTIONS = {"A": "a cup", "B": "a rope", "C": "a hat", "D": "a phone"}
+
+
+def choice(number: int, **changes) -> Choice:
+    fields = {"vision_id": f"v_{number}", "question": f"What is held at {number}?", "answer": "ABCD"[number % 4]}
+    return Choice(**{**fields, "options": OPTIONS, "id": f"c{number}", **changes})
+
+
+def checked(tmp_path, records, **arguments):
+    write_records(tmp_path / "set.jsonl", records)
+    return check_set(tmp_path / "set.jsonl", **{"media": False, **arguments})
+
+
+def reasons(found, check=None):
+    return [(bad.row, bad.reason) for bad in found.bad if check in (None, bad.check)]
+
+
+def test_a_good_set_has_no_bad_row(tmp_path):
+    questions = [
+        Answer(vision_id="v_1", question="Is it red or blue?", answer="blue"),
+        choice(1, question="Does he hold a cup, a rope, a hat or a phone?", id=None),
+        Caption(vision_id="v_1", caption="A man holds a cup."),
+        VideoRecord("v_1.mp4", "Which is it? A. red B. blue", "A", query="Which is it?", options=("red", "blue")),
+        VideoRecord(None, "What is the colour of grass?", "green"),
+    ]
+    found = checked(tmp_path, [*map(choice, range(2, 42)), *questions])
+    assert found.good and found.rows == 45 and found.bad == []
+    assert found.letters == {"A": 10, "B": 11, "C": 10, "D": 10}
+
+
+def test_rows_that_are_no_records_are_listed_with_their_numbers(tmp_path):
+    good = choice(0).row()
+    rows = [good, {**good, "options": {"A": "1"}}, {**good, "id": "x", "answer": "E"}]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n{broken\n")
+    found = check_set(tmp_path / "set.jsonl", media=False)
+    assert [(bad.row, bad.id, bad.check) for bad in found.bad] == [
+        (2, "c0", "schema"),
+        (3, "x", "schema"),
+        (5, None, "schema"),
+    ]
+    assert "expected A, B, C and D" in found.bad[0].reason and "no JSON" in found.bad[2].reason
+    assert found.rows == 4 and not found.good
+
+
+def test_every_video_is_looked_for_and_decoded(tmp_path, tiny_mp4):
+    media = tmp_path / "media"
+    (media / "frames").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(media / "frames" / "0.png")
+    (media / "bad_frames").mkdir()
+    (media / "bad_frames" / "0.png").write_bytes(b"\x89PNG\r\n")
+    (media / "no_frames").mkdir()
+    (media / "good.mp4").write_bytes(tiny_mp4.read_bytes())
+    (media / "text.mp4").write_text("no video")
+    (media / "empty.mp4").touch()
+    names = ["good", "good.mp4", "frames", "missing", "text", "empty.mp4", "bad_frames", "no_frames", "missing"]
+    records = [Answer(vision_id=name, question=f"Why {index}?", answer="So.") for index, name in enumerate(names)]
+    found = checked(tmp_path, records, media=True, media_root=media)
+    assert [bad.row for bad in found.bad] == [4, 5, 6, 7, 8, 9] and {bad.check for bad in found.bad} == {"media"}
+    expected = ["there is no video at", "Cannot decode", "Cannot decode", "Cannot read the frame", "holds no frames"]
+    for bad, words in zip(found.bad, expected, strict=False):
+        assert words in bad.reason and "\n" not in bad.reason
+    assert found.videos == 7
+    assert checked(tmp_path, records, media=False).good
+
+
+def test_a_video_that_was_cut_off_is_bad(tmp_path, tiny_mp4):
+    import av
+
+    with av.open(str(tiny_mp4)) as source, av.open(str(tmp_path / "whole.mkv"), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+    whole = (tmp_path / "whole.mkv").read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(whole[: len(whole) * 2 // 3])
+    records = [Answer(vision_id=name, question="Why?", answer="So.") for name in ("whole", "cut")]
+    found = checked(tmp_path, records, media=True)
+    assert [(bad.row, bad.check) for bad in found.bad] == [(2, "media")] and "incomplete" in found.bad[0].reason
+
+
+def test_doubles_are_told_with_the_row_that_came_first(tmp_path):
+    records = [
+        choice(0),
+        choice(0, id="other", question="WHAT is  held at 0?", options=dict(zip("ABCD", "wxyz", strict=True))),
+        choice(1, id="c0"),
+        Caption(vision_id="v.mp4", caption="A man."),
+        Caption(vision_id="v", caption="a MAN."),
+        VideoRecord("v.mp4", "And then?", "Left.", earlier=(("Where?", "Here."),)),
+        VideoRecord("v.mp4", "And then?", "Right.", earlier=(("Who?", "He."),)),
+        VideoRecord("v.mp4", "And then?", "Right.", earlier=(("Who?", "He."),)),
+    ]
+    assert reasons(checked(tmp_path, records)) == [
+        (2, "row 1 has the same question about the same video."),
+        (3, "row 1 has the same id."),
+        (5, "row 4 has the same caption about the same video."),
+        (8, "row 7 has the same question about the same video."),
+    ]
+
+
+def test_questions_that_give_their_answer_away_are_bad(tmp_path):
+    records = [
+        choice(1, question="What does the man with a rope hold?"),
+        choice(2, question="Is it a rope or a hat that he holds?"),
+        choice(3, question="Which phones ring?", answer="D", options={**OPTIONS, "D": "phone"}),
+        Answer(vision_id="v", question="Why does he climb up the wall?", answer="He climb up the wall"),
+        Answer(vision_id="v", question="Why does he climb up?", answer="climb up the"),
+        Answer(vision_id="v", question="Does the man climb up the wall?", answer="Climb up the wall."),
+        Answer(vision_id="v", question="Which one?", answer="B."),
+        VideoRecord(
+            "v", "Is a red dot there? A. red B. blue", "A", query="Is a red dot there?", options=("red", "blue")
+        ),
+        VideoRecord(
+            "v", "Is a red dot there? red or blue", "red", query="Is a red dot there?", options=("red", "blue")
+        ),
+        VideoRecord("v", "Is a red or a blue dot there?", "A", options=("red", "blue")),
+    ]
+    found = checked(tmp_path, records)
+    assert [row for row, _ in reasons(found, "leak")] == [1, 4, 6, 7, 8, 9]
+    assert found.bad[0].reason == "its question holds the right option, 'a rope', and no wrong one."
+
+
+@pytest.mark.parametrize(("first", "unbalanced"), [(25, False), (28, False), (60, True)])
+def test_letters_that_tell_the_answer_make_a_set_bad(first, unbalanced, tmp_path):
+    rest = (100 - first) // 3
+    letters = "A" * first + ("BCD" * rest)
+    found = checked(tmp_path, [choice(index, answer=letter) for index, letter in enumerate(letters)])
+    assert (found.unbalanced is not None) is unbalanced and found.good is not unbalanced
+    if unbalanced:
+        assert found.unbalanced.startswith("A is right in 61% of 99 single-choice items")
+
+
+def test_a_small_bias_of_a_large_set_is_tolerated(tmp_path):
+    letters = "A" * 540 + "B" * 500 + "C" * 480 + "D" * 480
+    found = checked(tmp_path, [choice(index, answer=letter) for index, letter in enumerate(letters)])
+    assert found.unbalanced is None
+
+
+def test_videos_of_another_set_are_told(tmp_path):
+    others = [Caption(vision_id="a", caption="."), VideoRecord("v_2.mp4", "Why?", "So."), VideoRecord(None, "W?", "S.")]
+    write_records(tmp_path / "test.jsonl", others)
+    found = checked(tmp_path, [choice(1), choice(2)], against=tmp_path / "test.jsonl")
+    assert [(bad.row, bad.id, bad.check, bad.reason) for bad in found.bad] == [
+        (2, "c2", "overlap", "row 2 of test.jsonl is about the same video.")
+    ]
+
+
+def test_tinyworlds_own_questions_pass(tmp_path):
+    from qtsplus.data.tinyworld import build_dataset
+
+    path = build_dataset(tmp_path, "train", 6, seconds=(2,), max_objects=4, progress=False)
+    found = check_set(path)
+    assert found.bad == [] and found.videos == 6
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["data", "check", *map(str, arguments)])
+
+
+def test_the_command_lists_bad_rows_and_ends_with_1(tmp_path, tiny_mp4):
+    (tmp_path / "v_1.mp4").write_bytes(tiny_mp4.read_bytes())
+    records = [choice(1), choice(2), choice(1)]
+    write_records(tmp_path / "set.jsonl", records)
+    result = run(tmp_path / "set.jsonl")
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("Row 2 (c2), media: there is no video at")
+    assert lines[1:3] == [
+        "Row 3 (c1), duplicate: row 1 has the same id.",
+        "Row 3 (c1), duplicate: row 1 has the same question about the same video.",
+    ]
+    assert lines[-1] == "3 rows, 2 of them bad; 2 videos looked at."
+    result = run(tmp_path / "set.jsonl", "--json")
+    assert result.exit_code == 1
+    told = json.loads(result.stdout)
+    assert [bad["row"] for bad in told["bad"]] == [2, 3, 3] and told["rows"] == 3 and told["good"] is False
+    result = run(tmp_path / "set.jsonl", "--no-media", "--media-root", tmp_path)
+    assert result.exit_code == 1 and "0 videos" in result.stdout
+    write_records(tmp_path / "set.jsonl", records[:1])
+    result = run(tmp_path / "set.jsonl")
+    assert result.exit_code == 0 and result.stdout == "1 row, none of them bad; 1 video looked at.\n"
+    assert run(tmp_path / "set.jsonl", "--against", tmp_path / "set.jsonl").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{missing}"], "There is no file"),
+        (["{set}", "--media-root", "{missing}"], "There is no folder"),
+        (["{set}", "--against", "{missing}"], "There is no file"),
+        (["{broken}"], "is no JSON array of records"),
+    ],
+)
+def test_what_cannot_be_checked_ends_in_one_line(arguments, message, tmp_path):
+    (tmp_path / "set").write_text(json.dumps(choice(1).row()))
+    (tmp_path / "broken.json").write_text("[{]")
+    names = {name: str(tmp_path / name) for name in ("set", "missing")} | {"broken": str(tmp_path / "broken.json")}
+    result = run(*(argument.format(**names) for argument in arguments))
+    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1

@@ -1,0 +1,192 @@
+"""What a set holds, counted and drawn; its card; and its way to the Hub."""
+
+import json
+
+import huggingface_hub.constants
+import pytest
+from huggingface_hub import DatasetCard
+from PIL import Image
+from typer.testing import CliRunner
+
+from loopback import loopback_hub
+from qtsplus.cli import app
+from qtsplus.data.formats import write_records
+from qtsplus.data.records import Answer, Caption, Choice, VideoRecord
+from qtsplus.data.statistics import count_set
+
+REPOSITORY = "lab/QTS-VSCQ2"
+OPTIONS = {"A": "a cup", "B": "a very long rope", "C": "a hat", "D": "a phone"}
+RECORDS = [
+    Choice(vision_id="v_1.mp4", question="What is held?", options=OPTIONS, answer="B", type="object"),
+    Choice(vision_id="v_1", question="What is worn?", options=OPTIONS, answer="C", type="object", difficulty="hard"),
+    Choice(vision_id="v_2", question="What rings?", options=OPTIONS, answer="D", type="causal", difficulty="easy"),
+    Answer(vision_id="v_2", question="Why does he climb?", answer="To reach the top.", type="causal"),
+    Caption(vision_id="v_3", caption="A man climbs a wall."),
+    VideoRecord("v_4", "Red? A. yes B. no Answer.", "B", query="Red?", options=("yes", "no"), source="mcq", kind="x"),
+    VideoRecord(None, "What colour is grass?", "green"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "set"
+    write_records(folder / "vscq2-train.jsonl", RECORDS[:2])
+    write_records(folder / "vscq2-test.jsonl", RECORDS[2:3])
+    write_records(folder / "vqa.json", RECORDS[3:4])
+    (folder / "journal.sqlite").write_text("sk-secret")
+    return folder
+
+
+def stats(*arguments):
+    return CliRunner().invoke(app, ["data", "stats", *map(str, arguments)])
+
+
+def publish(folder, *arguments):
+    command = ["publish", str(folder), "--type", "dataset", "--repo", REPOSITORY, *arguments]
+    return CliRunner().invoke(app, command)
+
+
+def test_everything_is_counted_once(tmp_path):
+    write_records(tmp_path / "set.jsonl", RECORDS)
+    told = count_set([tmp_path / "set.jsonl"]).as_dict()
+    assert told["records"] == 7 and told["videos"] == 4 and told["files"] == {"set.jsonl": 7}
+    assert told["kinds"] == {"single choice": 4, "free answer": 2, "caption": 1}
+    assert told["types"] == {"object": 2, "causal": 2, "not said": 1, "x": 1}
+    assert told["difficulties"] == {"easy": 1, "hard": 1, "not said": 2}
+    assert told["letters"] == {"B": 2, "C": 1, "D": 1}
+    assert told["longest_is_right"] == 1, "one rope is the longest and right, the phone is longer than cup and hat only"
+    assert told["words"]["option"] == {"texts": 14, "mean": 32 / 14, "median": 2, "p95": 4, "most": 4}
+    assert told["words"]["answer"]["texts"] == 2 and told["words"]["caption"]["most"] == 5
+    assert told["words"]["question"]["texts"] == 6
+
+
+def test_the_command_prints_tables_and_json(folder):
+    result = stats(folder)
+    assert result.exit_code == 0, result.output
+    for words in ("vscq2-train.jsonl", "single choice", "object", "difficulty", "95th percentile", "about 2 videos"):
+        assert words in result.stdout
+    told = json.loads(stats(folder / "vscq2-train.jsonl", "--json").stdout)
+    assert told["records"] == 2 and told["letters"] == {"B": 1, "C": 1}
+    assert not (folder / "README.md").exists()
+
+
+def test_a_card_says_what_the_set_holds_and_how_the_hub_loads_it(folder):
+    about = ["--card", "--license", "cc-by-4.0", "--name", "QTS set", "--source", "lmms-lab/LLaVA-Video-178K"]
+    result = stats(folder, *about)
+    assert result.exit_code == 0, result.output
+    card = DatasetCard.load(folder / "README.md")
+    assert card.data.license == "cc-by-4.0" and card.data.pretty_name == "QTS set"
+    assert card.data.task_categories == ["video-text-to-text"] and card.data.size_categories == ["n<1K"]
+    assert card.data.source_datasets == ["lmms-lab/LLaVA-Video-178K"]
+    splits = [{"split": split, "path": f"vscq2-{split}.jsonl"} for split in ("test", "train")]
+    assert card.data.configs == [
+        {"config_name": "vqa", "data_files": [{"split": "train", "path": "vqa.json"}]},
+        {"config_name": "vscq2", "data_files": splits},
+    ]
+    assert "# QTS set" in card.text and "4 records about 2 videos" in card.text
+    assert "| causal | 2 |" in card.text and "| B | 1 (33.3%) |" in card.text and "sk-secret" not in card.content
+    with Image.open(folder / "statistics.png") as image:
+        assert image.width > image.height
+    result = stats(folder, "--card")
+    assert result.exit_code == 2 and "is there already; give --overwrite" in result.stderr
+    assert stats(folder, "--card", "--overwrite").exit_code == 0
+    assert DatasetCard.load(folder / "README.md").data.license is None
+
+
+def test_the_splits_of_a_card_are_those_that_datasets_loads(folder, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    assert stats(folder, "--card").exit_code == 0
+    found = datasets.load_dataset(str(folder), "vscq2", cache_dir=str(tmp_path / "cache"))
+    assert {split: len(rows) for split, rows in found.items()} == {"train": 2, "test": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{missing}"], "There is no file"),
+        (["{missing}", "--card"], "is not a folder"),
+        (["{empty}"], "holds no set; expected files that end in .jsonl, .json, .parquet"),
+        (["{set}", "--license", "mit"], "give --card too"),
+        (["{set}", "--card", "--name", ""], "--name is empty"),
+        (["{bad}"], "Row 1 of"),
+        (["{nothing}"], "nothing.jsonl holds no record"),
+    ],
+)
+def test_what_cannot_be_counted_ends_in_one_line(arguments, message, folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.jsonl").write_text("{}")
+    (tmp_path / "nothing.jsonl").touch()
+    names = {name: tmp_path / name for name in ("missing", "empty", "set")}
+    names |= {name: tmp_path / f"{name}.jsonl" for name in ("bad", "nothing")}
+    result = stats(*(argument.format(**names) for argument in arguments))
+    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with loopback_hub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", "hf_loopback")
+        yield hub
+
+
+def test_a_set_is_published_with_its_card_and_without_its_journal(hub, folder):
+    assert stats(folder, "--card").exit_code == 0
+    result = publish(folder, "--private")
+    assert result.exit_code == 0, result.output
+    name = f"datasets/{REPOSITORY}"
+    assert list(hub.repositories) == [name] and hub.private[name] and hub.commits == 1
+    files = hub.repositories[name]
+    assert set(files) == {"README.md", "statistics.png", "vqa.json", "vscq2-test.jsonl", "vscq2-train.jsonl"}
+    for file, content in files.items():
+        assert content == (folder / file).read_bytes()
+    # Again with another row: one more commit, and what others put there stays.
+    hub.repositories[name]["notes.md"] = b"mine"
+    write_records(folder / "vqa.json", RECORDS[3:4] * 2)
+    assert publish(folder).exit_code == 0
+    assert hub.commits == 2 and b"notes.md" not in hub.repositories[name]["vqa.json"]
+    assert hub.repositories[name]["notes.md"] == b"mine"
+
+
+def test_a_dry_run_of_a_set_names_files_and_calls_nobody(hub, folder):
+    assert stats(folder, "--card").exit_code == 0
+    result = publish(folder, "--dry-run")
+    assert result.exit_code == 0 and hub.calls == [], result.output
+    assert "vqa.json" in result.stdout and "journal" not in result.stdout and "the dataset lab/" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "README.md").unlink(), "has no README.md; write one with"),
+        (lambda folder: (folder / "README.md").write_text("# A set"), "has no front matter"),
+        (lambda folder: (folder / "README.md").write_text("---\n: [\n---\n"), "cannot be read as a dataset card"),
+        (lambda folder: [path.unlink() for path in folder.glob("v*")], "holds no set"),
+        (lambda folder: (folder / "more.jsonl").write_text('{"note": "hf_loopback"}'), "holds this machine's access"),
+    ],
+)
+def test_what_is_no_set_is_not_published(spoil, message, hub, folder):
+    assert stats(folder, "--card").exit_code == 0
+    spoil(folder)
+    result = publish(folder)
+    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+    assert hub.calls == []
+
+
+def test_publish_refuses_what_is_about_a_model(folder):
+    result = publish(folder, "--to", str(folder / "x"))
+    assert result.exit_code == 2 and "are about a model" in result.stderr
+    result = CliRunner().invoke(app, ["publish", str(folder), "--type", "dataset"])
+    assert result.exit_code == 2 and "give --repo ORG/NAME" in result.stderr
+
+
+def test_convert_writes_another_format(folder, tmp_path):
+    source, target = folder / "vscq2-train.jsonl", tmp_path / "llava.json"
+    result = CliRunner().invoke(app, ["data", "convert", str(source), str(target), "--layout", "llava"])
+    assert result.exit_code == 0 and "(2 records)" in result.stdout, result.output
+    first = json.loads(target.read_text())[0]
+    assert first["video"] == "v_1.mp4" and first["conversations"][1] == {"from": "gpt", "value": "B"}
+    result = CliRunner().invoke(app, ["data", "convert", str(source), str(target)])
+    assert result.exit_code == 2 and "give --overwrite" in result.stderr
