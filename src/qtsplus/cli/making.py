@@ -338,7 +338,7 @@ def _endpoint_teacher(
 ) -> "Teacher":
     from ..making.endpoint_teacher import EndpointTeacher
 
-    chosen = (scoring or Scoring.letter).value
+    chosen = Scoring.letter.value if scoring is None else scoring.value
     return EndpointTeacher(endpoint, send.value, frames, longest_side, chosen, max_tokens)
 
 
@@ -366,7 +366,7 @@ def _local_teacher(
         if revision is not None or selection is not None:
             fail("--revision and --selection are about a QTSplus model; this one is stock, and reads all tokens")
         loaded, processor = load_stock(model, device, dtype.value)
-    chosen = (scoring or Scoring.logprob).value
+    chosen = Scoring.logprob.value if scoring is None else scoring.value
     return LocalTeacher(loaded, processor, model, batch_size, chosen, max_tokens, selection)
 
 
