@@ -21,6 +21,7 @@ NO_MODELS = (
     *("{wrong_types}", "{foreign}", "{number_type}", "{binary_config}", "{garbage_weights}", "{no_tokenizer}"),
     *("org//name", "org/na me", "ünïcode/модель", "-", ".", "..", "https://example.invalid/model", "\n", LONG),
 )
+NO_SETS = ("", " ", "{missing}", "{video}", "{empty_folder}", "{records}", "{frames}", "\x00", LONG)
 NO_VIDEOS = (
     *("{missing}.mp4", "{empty}", "{garbage}", "{cut}", "{text}", "{records}", "/dev/null", "", " "),
     *("ftp://example.invalid/a.mp4", "file:///nonexistent.mp4", "http://", "http://127.0.0.1:9/a.mp4", "://", LONG),
@@ -163,6 +164,8 @@ def publish_lines() -> list[list[str]]:
         ),
         ["publish", "{model}"],
         ["publish"],
+        *(["publish", folder, "--type", "dataset", "--repo", "a/b", "--dry-run"] for folder in NO_SETS),
+        *(["publish", "{empty_folder}", f"--type={name}", "--repo", "a/b"] for name in ("", "space", "Dataset")),
         ["publish", "{model}", "--dry-run"],
         ["publish", "{model}", "--private", "--to", "{out}"],
         ["publish", "{model}", "--too", "{out}"],
@@ -192,6 +195,22 @@ def data_lines() -> list[list[str]]:
         ["data", "bigworld"],
         ["data", "tinyworld", "--out", "{out}"],
         *([*data, *more] for more in (("--seed", "1"), ("--crowd", "--max-objects", "23"))),
+        *(
+            ["data", *command, path]
+            for command in (["check", "--no-media"], ["stats"], ["convert", "--overwrite", "--", "{missing}"])
+            for path in ("{missing}", "/dev/null/x", "\x00", LONG)
+        ),
+        *(["data", "stats", path] for path in ("{video}", "{garbage}", "{text}", "{empty}", "{empty_folder}")),
+        *(["data", "stats", "{empty_folder}", *more] for more in (["--card"], ["--card=yes"], ["--name", "x"])),
+        *(
+            ["data", "check", "{records}", *more]
+            for more in (["--media-root", "{missing}"], ["--against", "{missing}"])
+        ),
+        *(["data", "check", "{records}", *more] for more in (["--media-root", "{video}"], ["extra"], ["--json=1"])),
+        *(["data", "convert", "{records}", out] for out in ("{out}.csv", "{video}", "/dev/null/x.jsonl", "\x00")),
+        *(["data", "convert", "{records}", "{out}.jsonl", "--layout", name] for name in ("", "csv", "reference")),
+        ["data", "check"],
+        ["data", "convert", "{records}"],
     ]
 
 

@@ -144,7 +144,7 @@ def test_letters_that_tell_the_answer_make_a_set_bad(first, unbalanced, tmp_path
 
 
 def test_a_small_bias_of_a_large_set_is_tolerated(tmp_path):
-    letters = "A" * 540 + "B" * 500 + "C" * 480 + "D" * 480
+    letters = "A" * 2160 + "B" * 2000 + "C" * 1920 + "D" * 1920  # beyond chance
     found = checked(tmp_path, [choice(index, answer=letter) for index, letter in enumerate(letters)])
     assert found.unbalanced is None
 

@@ -1,6 +1,7 @@
 """`qtsplus data`: makes sets of questions about videos, checks them, and tells what they hold."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,7 +84,7 @@ def stats(
     require_text(name=name, license=license)
     if not card and (name or license or source or overwrite):
         fail("--name, --license, --source and --overwrite are about the card: give --card too")
-    if card and not path.is_dir():
+    if card and not os.path.isdir(path):
         fail(f"{path} is not a folder; a card stands in the folder of a set's files")
     with one_line_errors():
         from ..data.statistics import count_set
@@ -92,7 +93,7 @@ def stats(
         if card:
             written, found = dataset.write_card(path, name, license, sources=source or (), overwrite=overwrite)
         else:
-            found = count_set(dataset.set_files(path) if path.is_dir() else [path])
+            found = count_set(dataset.set_files(path) if os.path.isdir(path) else [path])
     if as_json:
         print(json.dumps(found.as_dict()))
         return
@@ -142,7 +143,7 @@ def convert(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a set in another format."""
-    if out.is_file() and not overwrite:
+    if os.path.isfile(out) and not overwrite:
         fail(f"{out} is there already; give --overwrite to replace it")
     with one_line_errors():
         from ..data.formats import iter_records, write_records

@@ -58,8 +58,8 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
     Every row of a set in order, good or bad; blank lines are none.
 
     Args:
-        path: JSONL or (.json) a JSON array of records, of the reference's rows or of LLaVA-Video conversations; a Parquet file;
-            or a folder of videos, or of folders of frames, each with its caption in a .txt beside it.
+        path: lines (.jsonl) or an array (.json) of records, of the reference's rows or of LLaVA-Video conversations; a
+            table (.parquet); or a folder of videos, or of folders of frames, each with its caption in a .txt beside it.
 
     Raises:
         ValueError: no such file, a table that cannot be read, or a JSON array that is broken.
