@@ -66,11 +66,12 @@ class Server:
         return "good"
 
     def respond(self, behaviour, request, text, head):
-        if behaviour.isdigit():
+        status, _, pause = behaviour.partition(" after ")
+        if status.isdigit():
             # A careless server: it tells everyone what key it was given.
             told = next((line for line in head.splitlines() if line.lower().startswith("authorization")), "")
-            error = {"error": {"message": f"refused as told: {told}", "code": behaviour}}
-            return int(behaviour), ["Retry-After: 0.05"] if behaviour == "429" else [], error
+            error = {"error": {"message": f"refused as told: {told}", "code": status}}
+            return int(status), [f"Retry-After: {pause or 0.05}"] if status == "429" else [], error
         if behaviour == "no schema" and "response_format" in request:
             return 422, [], {"error": {"message": "Unsupported fields: response_format"}}
         if behaviour == "no logprobs" and "logprobs" in request:

@@ -98,15 +98,16 @@ def test_no_server_ends_the_run():
 
 def test_a_rate_limit_holds_up_every_request(tmp_path):
     """The second request comes while the first one waits, and is sent only when the pause is over."""
-    rules = [{"contains": "first", "then": ["429", "good"]}]
+    rules = [{"contains": "first", "then": ["429 after 0.5", "good"]}]
 
     async def both(url):
         async with Endpoint(settings(url)) as endpoint:
-            asked = {"max_tokens": 5, "seed": 0}
+            asked, started = {"max_tokens": 5, "seed": 0}, asyncio.get_running_loop().time()
             first = asyncio.create_task(endpoint.chat([{"role": "user", "content": "first"}], Ledger(), **asked))
             while endpoint.not_before == 0:
                 await asyncio.sleep(0)
             pause = endpoint.not_before
+            assert pause >= started + 0.5
             await endpoint.chat([{"role": "user", "content": "second"}], Ledger(), **asked)
             assert asyncio.get_running_loop().time() >= pause
             await first

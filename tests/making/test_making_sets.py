@@ -1,6 +1,7 @@
 """From TinyWorld's captions to a model that trains on the sets, by the commands alone."""
 
 import json
+import sys
 
 import pytest
 import yaml
@@ -89,6 +90,16 @@ def test_a_stock_teacher_reads_all_tokens(tmp_path, tiny_published, tiny_mp4):
     model, _ = load_stock(str(tmp_path / "stock"), "cpu")
     assert model.config.qtsplus_config.selection == "all"
     assert model.config.qtsplus_config.reencode_layers == 0
+
+
+def test_the_packages_of_endpoints_are_named(tmp_path, monkeypatch):
+    for module in ("questions", "endpoint"):
+        monkeypatch.delitem(sys.modules, f"qtsplus.making.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "openai", None)
+    arguments = ["captions.jsonl", "--out", "out", "--endpoint", "http://x/v1", "--teacher", "m"]
+    result = CliRunner().invoke(app, ["data", "vscq1", *arguments])
+    assert result.exit_code == 2
+    assert result.stderr == "qtsplus: the package openai is not installed: pip install 'qtsplus[data]'\n"
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,18 @@ def test_a_video_that_a_local_teacher_cannot_read(tiny, tiny_mp4, tmp_path):
     assert isinstance(told[1], ItemFailed)
 
 
+def test_a_folder_of_frames_needs_its_rate(tiny, tmp_path):
+    for index in range(4):
+        Image.new("RGB", (112, 112), (60 * index, 0, 0)).save(tmp_path / f"{index}.png")
+    (question,) = local_questions(tmp_path, 1)
+    (rated,) = ask_all(LocalTeacher(*tiny, "tiny", fps=2.0), [question], "choose")
+    assert rated.letter
+    (unrated,) = ask_all(LocalTeacher(*tiny, "tiny"), [question], "choose")
+    assert isinstance(unrated, ItemFailed)
+    with pytest.raises(ValueError, match="fps is -1"):
+        LocalTeacher(*tiny, "tiny", fps=-1.0)
+
+
 def test_a_fault_of_the_model_ends_the_run(tiny, tiny_mp4, tmp_path, monkeypatch):
     monkeypatch.setattr(tiny[0], "forward", lambda **inputs: (_ for _ in ()).throw(RuntimeError("out of memory")))
     records = [choice(f"Question {number}?") for number in range(8)]

@@ -69,6 +69,13 @@ _Limit = Annotated[int | None, typer.Option(help="Only the first items, to see w
 _Retry = Annotated[bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")]
 _PriceIn = Annotated[float | None, typer.Option(help="Price of a million tokens that the teacher reads.", min=0)]
 _PriceOut = Annotated[float | None, typer.Option(help="Price of a million tokens that the teacher writes.", min=0)]
+_Fps = Annotated[
+    float | None,
+    typer.Option(
+        help="For a teacher that runs here and records without a rate. For a file: how many frames to look at per "
+        "second. For a folder: how many frames it has per second."
+    ),
+]
 _Scoring = Annotated[
     Scoring | None,
     typer.Option(
@@ -138,6 +145,7 @@ def vscq2(
     send: _Send = Send.frames,
     frames: _Frames = 16,
     longest_side: _Side = 640,
+    fps: _Fps = None,
     selection: Selection = None,
     device: Device = None,
     dtype: Dtype = Dtype.auto,
@@ -168,7 +176,7 @@ def vscq2(
             chosen = _endpoint_teacher(asked, send, frames, longest_side, scoring, max_tokens=64)
         else:
             _only_local(endpoint, teacher)
-            chosen = _local_teacher(model, revision, device, dtype, batch_size, scoring, selection, max_tokens=16)
+            chosen = _local_teacher(model, revision, device, dtype, batch_size, scoring, selection, fps, max_tokens=16)
             concurrency = 2 * batch_size
         step = Screen(chosen, _finder(questions, media_root), drop_guessable)
         job = Job("vscq2", lambda: _choices(questions), step, chosen, step.settings())
@@ -189,6 +197,7 @@ def vqa(
     send: _Send = Send.frames,
     frames: _Frames = 16,
     longest_side: _Side = 640,
+    fps: _Fps = None,
     selection: Selection = None,
     device: Device = None,
     dtype: Dtype = Dtype.auto,
@@ -220,7 +229,7 @@ def vqa(
         else:
             _only_local(endpoint, teacher)
             letter = Scoring.letter
-            chosen = _local_teacher(model, revision, device, dtype, batch_size, letter, selection, max_tokens)
+            chosen = _local_teacher(model, revision, device, dtype, batch_size, letter, selection, fps, max_tokens)
             concurrency = 2 * batch_size
         step = WriteAnswers(chosen, _finder(questions, media_root), fewest_words, most_words)
         job = Job("vqa", lambda: _choices(questions), step, chosen, step.settings())
@@ -338,8 +347,8 @@ def _endpoint_teacher(
 ) -> "Teacher":
     from ..making.endpoint_teacher import EndpointTeacher
 
-    chosen = (scoring or Scoring.letter).value
-    return EndpointTeacher(endpoint, send.value, frames, longest_side, chosen, max_tokens)
+    chosen = scoring or Scoring.letter
+    return EndpointTeacher(endpoint, send.value, frames, longest_side, chosen.value, max_tokens)
 
 
 def _local_teacher(
@@ -350,6 +359,7 @@ def _local_teacher(
     batch_size: int,
     scoring: Scoring | None,
     selection: str | None,
+    fps: float | None,
     max_tokens: int,
 ) -> "Teacher":
     from ..backbones import OURS
@@ -366,8 +376,8 @@ def _local_teacher(
         if revision is not None or selection is not None:
             fail("--revision and --selection are about a QTSplus model; this one is stock, and reads all tokens")
         loaded, processor = load_stock(model, device, dtype.value)
-    chosen = (scoring or Scoring.logprob).value
-    return LocalTeacher(loaded, processor, model, batch_size, chosen, max_tokens, selection)
+    chosen = scoring or Scoring.logprob
+    return LocalTeacher(loaded, processor, model, batch_size, chosen.value, max_tokens, selection, fps)
 
 
 def _choices(path: Path) -> Iterator[Any]:

@@ -155,7 +155,7 @@ class Endpoint:
             "max_tokens": max_tokens,
             "seed": seed,
             "temperature": self.settings.temperature,
-            "extra_body": dict(self.settings.extra_body),
+            **self.settings.extra_body,
         }
         if logprobs:
             request |= {"logprobs": True, "top_logprobs": 20}
@@ -170,7 +170,7 @@ class Endpoint:
             self.takes_schema = False
             return reply
 
-    async def _patiently(self, request: dict[str, Any], ledger: Ledger) -> Reply:
+    async def _patiently(self, request: Mapping[str, Any], ledger: Ledger) -> Reply:
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self.settings.attempts),
             wait=self._wait,
@@ -193,11 +193,12 @@ class Endpoint:
         asked = error.wait if isinstance(error, _Again) else 0.0
         return max(asked, wait_random_exponential(multiplier=self.settings.backoff, max=60)(state))
 
-    async def _send(self, request: dict[str, Any], ledger: Ledger) -> Reply:
+    async def _send(self, request: Mapping[str, Any], ledger: Ledger) -> Reply:
         await self._turn()
         ledger.requests += 1
         try:
-            made = await self.client.chat.completions.create(**request)
+            # Not `chat.completions.create`, which walks through schema and messages for longer than it takes to send.
+            made = await self.client.post("/chat/completions", body=request, cast_to=ChatCompletion)
         except OpenAIError as error:
             raise self._explained(error, ledger) from None
         except json.JSONDecodeError:

@@ -181,30 +181,32 @@ def merge(out: Path, price: Price | None = None) -> Path:
 
 def write_sets(folder: Path, name: str, journals: Sequence[Journal], price: Price | None) -> Path:
     """Writes what journals hold, in the input's order; see [`run`]."""
-    kept = folder / f"{name}.jsonl"
-    paths = [kept, folder / "dropped.jsonl", folder / "failed.jsonl"]
-    counts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
+    paths = [folder / f"{name}.jsonl", folder / "dropped.jsonl", folder / "failed.jsonl"]
+    counts, reasons = [0] * len(paths), Counter[str]()
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(f"{path}.part", "w", encoding="utf-8")) for path in paths]
         for entry in heapq.merge(*(journal.entries() for journal in journals), key=attrgetter("position")):
             failed = [{"id": entry.id, "reasons": entry.ledger.reasons}] if entry.failed else []
-            for path, file, rows in zip(paths, files, (entry.kept, entry.dropped, failed), strict=True):
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-                counts[path.stem] += len(rows)
+            for index, rows in enumerate((entry.kept, entry.dropped, failed)):
+                files[index].writelines(json.dumps(row) + "\n" for row in rows)
+                counts[index] += len(rows)
             reasons.update(row["reason"].partition(":")[0] for row in entry.dropped)
     for path in paths:
         os.replace(f"{path}.part", path)
-    totals: Counter[str] = Counter()
+    told = {"kept": counts[0], "dropped": counts[1], "dropped_because": dict(sorted(reasons.items()))}
+    summary = {**_sum_up(journals, price), **told}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return paths[0]
+
+
+def _sum_up(journals: Sequence[Journal], price: Price | None) -> dict[str, Any]:
+    """The settings of a run, and the totals of its journals."""
+    settings = {name: value for name, value in journals[0].settings().items() if name != "shard"}
+    totals = Counter[str]()
     for journal in journals:
         totals.update(journal.totals())
-    settings = {key: value for key, value in journals[0].settings().items() if key != "shard"}
-    rows = {"kept": counts[name], "dropped": counts["dropped"], "dropped_because": dict(sorted(reasons.items()))}
-    summary = {**settings, "finished": totals.pop("items"), **rows, **totals}
-    if price is not None:
-        summary["cost"] = round(price.of(totals["prompt_tokens"], totals["completion_tokens"]), 4)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    return kept
+    cost = {} if price is None else {"cost": round(price.of(totals["prompt_tokens"], totals["completion_tokens"]), 4)}
+    return {**settings, "finished": totals.pop("items"), **totals, **cost}
 
 
 def _measure(records: Iterable[Any]) -> tuple[int, str]:

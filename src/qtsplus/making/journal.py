@@ -126,10 +126,9 @@ class Journal:
 
     def entries(self) -> Iterator[Entry]:
         """All finished items by position, one at a time."""
-        for position, name, failed, kept, dropped, reasons, *costs in self.database.execute(
-            "SELECT * FROM items ORDER BY position"
-        ):
-            ledger = Ledger(*costs, json.loads(reasons))
+        rows = self.database.execute("SELECT * FROM items ORDER BY position")
+        for position, name, failed, kept, dropped, reasons, requests, read, written in rows:
+            ledger = Ledger(requests, read, written, json.loads(reasons))
             yield Entry(position, name, bool(failed), _load(kept), _load(dropped), ledger)
 
     def totals(self) -> dict[str, int]:

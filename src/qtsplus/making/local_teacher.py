@@ -69,9 +69,11 @@ class LocalTeacher:
         scoring: of options: by the "logprob" of their letters as the first token, or by the "letter" that is said.
         max_tokens: of an answer in words.
         selection: how visual tokens are chosen, as in `QTSplusConfig`; the model's own way when absent.
+        fps: for questions without one: of a folder, the rate at which its frames were taken; of a file, frames to look
+            at per second.
 
     Raises:
-        ValueError: `logprob` with a tokenizer that has no token for a letter.
+        ValueError: an `fps` that is not above 0; `logprob` with a tokenizer that has no token for a letter.
     """
 
     def __init__(
@@ -83,7 +85,11 @@ class LocalTeacher:
         scoring: Scoring = "logprob",
         max_tokens: int = 128,
         selection: str | None = None,
+        fps: float | None = None,
     ):
+        if fps is not None and not 0 < fps < float("inf"):
+            raise ValueError(f"fps is {fps:g}; expected a finite number above 0.")
+        self.fps = fps
         self.model, self.processor, self.name = model, processor, name
         self.batch_size, self.scoring, self.max_tokens, self.selection = batch_size, scoring, max_tokens, selection
         ids = [processor.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in LETTERS]
@@ -94,7 +100,7 @@ class LocalTeacher:
 
     def settings(self) -> dict[str, Any]:
         chosen = {"scoring": self.scoring, "max_tokens": self.max_tokens, "selection": self.selection}
-        return {"model": self.name, **chosen}
+        return {"model": self.name, **chosen, "fps": self.fps}
 
     async def __aenter__(self) -> "LocalTeacher":
         self.waiting: list[tuple[_Asked, asyncio.Future[_Told]]] = []
@@ -116,7 +122,7 @@ class LocalTeacher:
         return (await self._ask(question, f"{question.text}\n{FREE_ANSWER}", self.max_tokens, ledger)).reply
 
     async def _ask(self, question: Question, text: str, max_tokens: int | None, ledger: Ledger) -> _Told:
-        record = VideoRecord(question.video, text, "", query=question.query, fps=question.fps)
+        record = VideoRecord(question.video, text, "", query=question.query, fps=question.fps or self.fps)
         told = await self._in_batch(_Asked(record, max_tokens))
         ledger.requests += 1
         ledger.prompt_tokens += told.prompt_tokens
