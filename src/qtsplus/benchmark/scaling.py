@@ -13,7 +13,7 @@ from ..configuration_qtsplus import QTSplusConfig
 from ..hub.files import hub_configs
 from ..selection_qtsplus import LM_ATTENTION
 from ..selector_qtsplus import QTSplusSelector
-from .clock import now
+from .clock import busy, now
 from .peak import extra_memory, in_own_process
 from .plots import draw_scaling
 from .results import Journal, environment, label, spread, steps, summarise
@@ -158,7 +158,7 @@ def measure_lm_attention(
         group: visual tokens read together; the configuration's if `None`.
 
     Returns:
-        as [`measure_selection`]; the model's inputs and their layout count as there before.
+        as [`measure_selection`], but on a CPU the processor's seconds. The layout of the inputs counts as theirs.
     """
     shape = find_shape(shape_name)
     model, processor = build(shape, "ours", device, getattr(torch, dtype)), make_processor(shape)
@@ -169,9 +169,9 @@ def measure_lm_attention(
 
     def measured(*arguments: Any) -> torch.Tensor:
         with extra_memory(device) as peak:
-            began = now(device)
+            began = busy(device)
             relevance = attend(*arguments)
-            seconds.append(now(device) - began)
+            seconds.append(busy(device) - began)
         extra.append(peak.mb)
         by.append(peak.by)
         return relevance

@@ -377,7 +377,7 @@ def _layer(choice: AttentionChoice) -> int:
 
 
 def _rounded(recall: Recall) -> dict[str, float]:
-    return {f"needle_{name}" if name == "mass" else name: round(value, 4) for name, value in asdict(recall).items()}
+    return {name: round(value, 4) for name, value in asdict(recall).items()}
 
 
 def _best(recalls: Mapping[Any, Recall]) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from ...evaluation.exact_match import model_inputs
 from ...lm_attention_qtsplus import attention_layer
 from ...training.models import load_model, load_processor
-from ..clock import now
+from ..clock import busy
 from ..results import environment, write_json
 from .policies import ATTENTION, BASE, CONTROLLED, DEFAULT, WRONG_QUESTIONS, Policy, name_of, policies_of, title_of
 from .questions import QuestionSet
@@ -139,10 +139,10 @@ def _seconds(asked: Any, policies: Sequence[Policy]) -> dict[str, float]:
             model = asked.models.load(0, policy.model)
             given = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in inputs.items()}
             retention = None if policy.selection == "all" else policy.retention
-            began = now(str(model.device))
+            began = busy(str(model.device))
             model.generate(**given, selection=policy.selection, retention=retention, max_new_tokens=1, do_sample=False)
             if index:  # the first warms up
-                found[policy.name].append(now(str(model.device)) - began)
+                found[policy.name].append(busy(str(model.device)) - began)
     return {name: median(values) for name, values in found.items()}
 
 
@@ -172,8 +172,8 @@ def _report(document: dict[str, Any]) -> list[str]:
         f"{document['questions']} questions on {document['videos']} held-out videos of the "
         f"{'crowded' if document['crowd'] else 'sparse'} world; {count} base{'s' if count > 1 else ''} ({read}). "
         "Nothing is trained but the base, and QTSplus where it stands beside. Seconds go from the encoded video to the "
-        "first token, one question at a time, on this machine; a tiny model's are those of its many small steps. What "
-        "it costs a model of size is in docs/selection_cost.md.",
+        "first token, one question at a time, and on a CPU are the processor's; a tiny model's are those of its many "
+        "small steps. What it costs a model of size is in docs/selection_cost.md.",
         "",
         f"`{document['command']}`",
         "",
