@@ -163,7 +163,7 @@ def _report(document: dict[str, Any]) -> list[str]:
                 title_of(row["policy"]),
                 f"{row['kept_fraction']:.1%}" + ("" if row["retention"] else " (own budget)"),
                 *(f"{row['groups'][group]['accuracy']:.1%}" for group in groups),
-                f"{row['accuracy'] / everything['accuracy']:.0%}",
+                f"{row['accuracy'] / everything['accuracy']:.0%}" if everything["accuracy"] else "",
                 "" if row["token_recall"] is None else f"{row['token_recall']:.1%}",
                 f"{sum(times) / len(times):.3f}" if timed else "",
             ]
