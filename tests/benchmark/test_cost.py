@@ -66,7 +66,7 @@ def test_attention_selection_is_the_first_layers_over_every_group(group):
     costs = stage_costs(model.config, shape.grid, text, 1, RETENTION, selection="lm_attention")["ours"]
     assert set(costs) == {"vision", "relevance", "prefill", "per_token"}
     groups = 2 if group == 32 else 1
-    depth = attention_layer(model.config.text_config)
+    depth = attention_layer(model.config.text_config, model.config.qtsplus_config.attention_layer)
     attention = groups * depth * 4 * 128 * (tokens / groups + text) ** 2  # PyTorch counts it as if it were full
     assert total - attention / 2 == pytest.approx(costs["relevance"].flops, rel=0.01)
 

@@ -162,8 +162,9 @@ def measure_lm_attention(
     """
     shape = find_shape(shape_name)
     model, processor = build(shape, "ours", device, getattr(torch, dtype)), make_processor(shape)
-    if group is not None:
-        model.config.qtsplus_config.attention_group = group
+    selector = model.config.qtsplus_config
+    selector.attention_layer = selector.attention_heads = None  # as in a model that was not calibrated
+    selector.attention_group = selector.attention_group if group is None else group
     seconds, extra, by, base = [], [], [], model.model
     attend = base.attention_relevance
 

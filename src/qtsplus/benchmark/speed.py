@@ -312,7 +312,8 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
     }
     journal.finish(target, document)
     if "selection" in settings:  # a column of its own
-        document = {"summary": {key: document["figures"].get(key) for key in SUMMARY}, **document}
+        figures = speed_figures(stages)
+        document = {"summary": {key: figures.get(key) for key in SUMMARY}, **document}
         write_json(target, document)
         write_overview(target.parent)
     else:

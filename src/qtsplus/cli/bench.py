@@ -144,8 +144,16 @@ def speed(
     with one_line_errors(), _resumable():
         from ..benchmark.speed import run_speed
 
-        call = {"device": device, "dtype": dtype.value, "repeats": repeats, "retention": retention}
-        file = run_speed(shape, out, **call, selection=selection, sweep=sweep)
+        file = run_speed(
+            shape,
+            out,
+            device=device,
+            dtype=dtype.value,
+            repeats=repeats,
+            retention=retention,
+            selection=selection,
+            sweep=sweep,
+        )
     _print_figures(file)
 
 

@@ -99,7 +99,7 @@ def run_attention(
     questions = QuestionSet.read(test)
     results, seconds, setups, facts = [], [], [], {}
     for seed, base in enumerate(bases):
-        models = GivenModels(base, trained[seed] if trained else None, work, say)
+        models: Any = GivenModels(base, trained[seed] if trained else None, work, say)
         asked: Any = Work(models, questions, batch_size)
         policies = chosen_policies(bool(trained))
         results += asked.ask(seed, policies, seed)
@@ -132,7 +132,8 @@ def _seconds(asked: Any, policies: Sequence[Policy]) -> dict[str, float]:
     """By policy the median time from features to an answer's first token, one question at a time, policies in turn."""
     timed = [policy for policy in policies if policy.layout == "full" and policy.wrong_question is None]
     timed = [policy for policy in timed if policy.retention in (1.0, RETENTION)]
-    features, found = asked.features(), {policy.name: [] for policy in timed}
+    features = asked.features()
+    found: dict[str, list[float]] = {policy.name: [] for policy in timed}
     for index, record in enumerate(asked.test.records[: TIMED + 1]):
         inputs = model_inputs(asked.processor, [record], features)
         for policy in timed:

@@ -156,7 +156,7 @@ class Work:
         n_max = model.config.qtsplus_config.n_max
         own: list[set[int]] = []
         if policy.wrong_question is not None:
-            call = {"retention": policy.retention, "selection": policy.selection}
+            call: dict[str, Any] = {"retention": policy.retention, "selection": policy.selection}
             own = self._selected(model, [self.test.records[index] for index in asked], **call)
         found: dict[str, list] = {}
         for place, (index, outcome) in enumerate(zip(asked, outcomes, strict=True)):
