@@ -167,12 +167,12 @@ def look(
         return GroupAttention(log_weights - torch.tensor(float(text.numel())).log(), together - text)
 
 
-def group_shares(groups: Sequence[GroupAttention]) -> torch.Tensor:
+def group_shares(log_odds: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     `[G]`, the attention that each group would get in one softmax over the text and all groups: they are compared by how
     much they outweigh the same text. (The mean over heads and words.)
     """
-    odds = torch.stack([group.log_odds for group in groups])
+    odds = torch.stack(list(log_odds))
     return torch.cat([torch.zeros_like(odds[:1]), odds]).softmax(0)[1:].flatten(1).mean(1)
 
 
@@ -271,7 +271,7 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
             input_ids = pad_rows(ids, 0, left=False)
             if embeds is not None:
                 embeds = nn.utils.rnn.pad_sequence(embeds, batch_first=True)
-            prompt = AskedPrompt(input_ids, embeds, layout(input_ids, mask, starts), starts, [])
+            prompt = AskedPrompt(input_ids, embeds, layout(input_ids, mask, starts), list(starts), [])
         prompt.places = [
             self.looking(prompt.input_ids[b, row.columns], asked[b], row.candidates)
             for b, row in enumerate(prompt.rows)
@@ -352,7 +352,7 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
         # What stands behind the looking words changes nothing, but visual tokens have to be there for their features.
         stop = max(1 + int(prompt.places[index].max()), row.spans[-1].start + row.spans[-1].length)
         images = [span for span in row.spans if span.modality not in self._candidate_modalities]
-        found, dealt = [], []
+        log_relevance, found = torch.empty(len(row.candidates), device=device), []
         for kept, chosen in parts_of_groups(row, groups):
             kept = kept[kept < stop]
             part = replace(
@@ -367,12 +367,11 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
             )
             tokens = take_rows(sources, chosen)
             places = torch.searchsorted(kept, prompt.places[index])
-            found.append(self._read_group(prompt, index, part, tokens, features, places))
-            dealt.append(chosen)
-
-        log_relevance = torch.empty(len(row.candidates), device=device)
-        for group, chosen, share in zip(found, dealt, group_shares(found), strict=True):
-            log_relevance[chosen] = group.log_weights - group.log_weights.logsumexp(0) + share.log()
+            group = self._read_group(prompt, index, part, tokens, features, places)
+            log_relevance[chosen] = group.log_weights - group.log_weights.logsumexp(0)
+            found.append(group.log_odds)
+        for number, share in enumerate(group_shares(found)):
+            log_relevance[groups.tokens(number)] += share.log()
         return log_relevance
 
     def _read_group(self, prompt: AskedPrompt, index: int, row: PromptRow, tokens, features, places) -> GroupAttention:
@@ -399,8 +398,8 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
         first = self.first_layers(nn.ModuleList([*layers[:layer], LayerReader(layers[layer], read)]))
         kind = tokens.device.type
         # Without autocast's cache, which would keep weights that were cast here for a pass that needs their gradient.
-        cast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-        with torch.no_grad(), torch.autocast(kind, **cast, cache_enabled=False):
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        with torch.no_grad(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
             type(first).forward(
                 first,
                 **self.language_inputs(embeds, compact.input_ids, compact.features),

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from qtsplus import QTSplusConfig
 from qtsplus.inputs_qtsplus import NAMES
-from qtsplus.selection_qtsplus import METHODS, Candidates, diversity, temporal_redundancy
+from qtsplus.selection_qtsplus import METHODS, Candidates, diversity, temporal_redundancy, tokens_for_mass
 from tiny import batch, prompt, stock_twin, tiny_model, token_types
 
 GRIDS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3)
@@ -108,6 +108,17 @@ def test_without_re_encoding_everything_is_stock(model, inputs):
         ours = model(**inputs, selection="all", reencode=False)
         stock = stock_twin(model)(**inputs, mm_token_type_ids=token_types(inputs["input_ids"]))
     torch.testing.assert_close(ours.logits[real], stock.logits[real], atol=1e-5, rtol=1e-5)
+
+
+def test_a_selector_alone_has_no_attention_to_ask(model):
+    visual = torch.randn(9, 64)
+    with pytest.raises(ValueError, match="'lm_attention' asks the language model: call the whole model"):
+        model.model.qtsplus([visual], [visual[:2]], [torch.zeros(3, 9)], selection="lm_attention")
+
+
+def test_the_mass_of_the_attention_is_held_by_the_fewest_tokens():
+    log_relevance = torch.tensor([0.1, 0.5, 0.05, 0.25, 0.1]).log() - 3
+    assert [tokens_for_mass(log_relevance, mass) for mass in (0.3, 0.6, 0.8, 1.0)] == [1, 2, 3, 5]
 
 
 def test_relevance_is_none_where_nothing_was_scored(model, inputs):

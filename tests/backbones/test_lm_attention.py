@@ -21,7 +21,7 @@ def model(backbone, processor):
 @pytest.fixture(scope="session")
 def in_groups(backbone, processor):
     """Reads a few frames at a time."""
-    return backbone.build(processor, selection="lm_attention", reencode_layers=0, attention_group=40)
+    return backbone.build(processor, selection="lm_attention", reencode_layers=0, attention_group=20)
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def test_groups_share_the_attention_of_one_softmax(in_groups, prepare):
     for name in ("video", "two videos"):
         inputs = prepare(name)
         grids = in_groups.model.merged_grid(inputs["video_grid_thw"])
-        dealt = FrameGroups.deal(grids, 40)
+        dealt = FrameGroups.deal(grids, 20)
         groups = [dealt.tokens(group) for group in range(dealt.count)]
         assert torch.equal(torch.cat(groups).sort().values, torch.arange(sum(t * h * w for t, h, w in grids)))
         assert len(groups) > 1

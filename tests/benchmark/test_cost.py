@@ -7,7 +7,8 @@ import torch
 
 from model_checks import counted_flops
 from qtsplus.benchmark.cost import DATA_SHEETS, Cost, Device, cost_table, stage_costs
-from qtsplus.benchmark.shapes import MODEL_SHAPES, build_pair, make_config
+from qtsplus.benchmark.shapes import MODEL_SHAPES, build_pair, make_config, make_processor, prompt_text
+from qtsplus.lm_attention_qtsplus import attention_layer
 from qtsplus.relevance_qtsplus import REDUCTIONS
 
 TEXT, QUESTION, RETENTION = 10, 5, 0.11
@@ -47,6 +48,27 @@ def test_counts_are_those_of_pytorch():
         costs = stage_costs(models["ours"].config, shape.grid, TEXT, QUESTION, RETENTION, bytes_per_value=4)
         total = counted_flops(lambda: models["ours"].model.qtsplus(visual, query, place, retention=RETENTION))
         assert total == costs["ours"]["relevance"].flops + costs["ours"]["re-encode"].flops
+
+
+@pytest.mark.parametrize("group", [32, 8192])
+def test_attention_selection_is_the_first_layers_over_every_group(group):
+    shape = MODEL_SHAPES["tiny"]
+    model, tokens = build_pair(shape, "cpu", torch.float32)["ours"], shape.visual_tokens
+    model.config.qtsplus_config.attention_group = group
+    time, height, width = shape.grid
+    processor = make_processor(shape)
+    grid = torch.tensor([[time, 2 * height, 2 * width]])
+    inputs = processor(text=[prompt_text(processor, "Where?")], video_grid_thw=grid, return_tensors="pt")
+    inputs.pop("mm_token_type_ids", None)
+    features, text = [torch.randn(tokens, 128)], inputs["input_ids"].shape[1] - tokens
+    call = {"selection": "lm_attention", "retention": RETENTION, "reencode": False}
+    total = counted_flops(lambda: model.model.compress(**inputs, video_features=features, **call))
+    costs = stage_costs(model.config, shape.grid, text, 1, RETENTION, selection="lm_attention")["ours"]
+    assert set(costs) == {"vision", "relevance", "prefill", "per_token"}
+    groups = 2 if group == 32 else 1
+    depth = attention_layer(model.config.text_config, model.config.qtsplus_config.attention_layer)
+    attention = groups * depth * 4 * 128 * (tokens / groups + text) ** 2  # PyTorch counts it as if it were full
+    assert total - attention / 2 == pytest.approx(costs["relevance"].flops, rel=0.01)
 
 
 def test_the_papers_longest_video():

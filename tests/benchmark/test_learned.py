@@ -97,7 +97,9 @@ def test_rows_for_every_policy_in_the_crowd(setting, crowded):
     plain = {*models, *policies.BASELINES, *policies.ORACLES, *policies.WRONG_QUESTIONS, "untrained_selector"}
     controls = {f"gumbel_{name}" for name in policies.WRONG_QUESTIONS}
     # A frozen language model without a re-encoder reads all tokens as its base does, and knows no budget.
-    assert set(pooled) == {("base_all", 1.0), *((name, 0.1) for name in plain | controls)}
+    untrained = {("base_lm_attention", 0.1), ("base_lm_attention", None)}
+    untrained |= {(f"base_{name}", 0.1) for name in policies.WRONG_QUESTIONS}
+    assert set(pooled) == {("base_all", 1.0), *untrained, *((name, 0.1) for name in plain | controls)}
     for name in plain | controls:
         assert {row["seed"] for row in rows if row["policy"] == name} == {None, 3, 5}
         row = pooled[name, 0.1]
@@ -124,7 +126,7 @@ def test_oracles_keep_what_they_know(setting, crowded):
 def test_what_the_choice_owes_to_the_question(setting, crowded):
     _, _, details = results(setting, "taught")
     found = {(row["model"], row["wrong_question"], row["group"]): row for row in details["question_driven"]}
-    for model in (policies.DEFAULT, "gumbel"):
+    for model in (policies.DEFAULT, "gumbel", "base_lm_attention"):
         for wrong in policies.WRONG_QUESTIONS:
             row = found[model, wrong, "all"]
             assert row["questions"] > 0 and 0 <= row["disagreement"] <= 1

@@ -36,6 +36,20 @@ def test_every_size_is_counted_and_kept(here, tmp_path):
     assert {"scaling-tiny.png", "scaling-tiny.svg"} <= {file.name for file in tmp_path.iterdir()}
 
 
+def test_attention_is_measured_in_groups(here, tmp_path, monkeypatch):
+    """And what it leaves in memory is a number per token."""
+    monkeypatch.setattr(scaling, "TINY_GROUP", 200)
+    file = scaling.run_scaling("tiny", tmp_path, selection="lm_attention", sizes=SIZES, repeats=2, progress=False)
+    document = read_json(file)
+    assert file.name == "scaling-lm-attention-tiny.json" and "--selection lm_attention" in document["command"]
+    assert here == list(SIZES) and document["settings"]["group"] == 200
+    for point in document["sizes"]:
+        assert point["kept"] == 1 and min(point["repeats"]["seconds"]) > 0
+        assert len(point["repeats"]["seconds"]) == len(point["repeats"]["extra_mb"]) == 2
+    with pytest.raises(ValueError, match="selection='random': expected one of"):
+        scaling.run_scaling("tiny", tmp_path, selection="random")
+
+
 def test_an_interrupted_run_measures_only_what_is_missing(here, tmp_path, monkeypatch):
     measure = scaling.measure_selection
 

@@ -87,6 +87,20 @@ def test_every_repeat_is_kept_and_the_figures_follow(document):
         assert summary[name] == pytest.approx(expected), name
 
 
+def test_attention_selection_stands_beside(tmp_path):
+    how = {"selection": "lm_attention", "dtype": "float32", "repeats": 1, "sweep": False, "progress": False}
+    file = speed.run_speed("tiny", tmp_path, **how)
+    document = read_json(file)
+    assert file.name == "speed-lm-attention-tiny.json" and "--selection lm_attention" in document["command"]
+    ours = document["repeats"]["ours"][0]
+    assert ours["relevance"] == ours["selection"] > 0 and not {"gate", "re-encode"} & set(ours)
+    assert set(document["cost"]["ours"]) == {"vision", "relevance", "prefill", "per_token"}
+    assert document["summary"]["first_token_speedup"] == document["figures"]["first_token_speedup"]
+    assert "| lm-attention-tiny |" in (tmp_path / "summary.md").read_text()
+    with pytest.raises(ValueError, match="selection='random': expected 'qtsplus' or 'lm_attention'"):
+        speed.run_speed("tiny", tmp_path, selection="random")
+
+
 def test_stages_are_parts_of_the_whole(document):
     parts = {
         "stock": ("decode", "preprocess", "vision", "prefill"),

@@ -1,6 +1,7 @@
 """Needle recall of layers and heads, and what `qtsplus calibrate` makes of it."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -106,6 +107,27 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(monkeypatc
     }
 
 
+def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, tiny, tiny_processor, questions):
+    """From where the answer begins, which knows no answer; the heads that look elsewhere are left out."""
+    asked = []
+
+    def by_head(model, dataset, questions, positions, progress):
+        asked.append(positions)
+        return planted([(1, 2), (3, 0), (3, 1)] if positions == "prompt" else [(0, 0)])(
+            model, dataset, questions, positions, progress
+        )
+
+    monkeypatch.setattr(calibration, "_attention_by_head", by_head)
+    found = calibrate(tiny, tiny_processor, questions, layers=4, heads=20, progress=False)
+    assert asked == ["answer", "answer", "prompt", "prompt"]
+    fields = found.attention_fields()
+    assert (fields["attention_layer"], fields["attention_heads"]) == (1, [2])
+    figures = fields["attention_found"]
+    assert figures["tokens"] == pytest.approx(2 / 3, abs=1e-4) and figures["questions"] == found.checked
+    assert figures["default_layer"] == 2 and figures["default"]["tokens"] < 0.5
+    assert found.fields()["relevance_heads"] == [[0, 0]]
+
+
 def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questions):
     question = questions[0]
     dataset = VideoQADataset([question.record], tiny_processor)
@@ -143,15 +165,22 @@ training:
 def test_the_command_prints_a_table_and_writes_json_and_recipe(records, tiny_published, tmp_path, monkeypatch):
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "new" / "found.json"
     recipe.write_text(RECIPE)
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_published, folder)
+    before = json.loads((folder / "config.json").read_text())
     best = {"relevance_layers": None, "relevance_heads": [[0, 3], [2, 1]]}
     monkeypatch.setattr(calibration.Calibration, "fields", lambda self: best)
-    command = ["calibrate", str(tiny_published), str(records), "--recipe", str(recipe), "--out", str(out)]
+    command = ["calibrate", str(folder), str(records), "--recipe", str(recipe), "--out", str(out)]
     result = CliRunner().invoke(app, [*command, "--device", "cpu", "--skip-kind", "caption", "--heads", "3"])
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text())
     assert len(content["layers"]) == 4 and len(content["heads"]) == 16 and len(content["choices"]) == 3
     assert len(content["choices"][2]["heads"]) == 3
     assert all(0 <= row["tokens"] <= 1 and 0 <= row["needles"] <= 1 for row in content["heads"])
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {**before, "qtsplus_config": {**before["qtsplus_config"], **content["best_reading"]}}
+    assert load_model(None, str(folder)).config.qtsplus_config.attention_layer in range(4)
+    assert "selection=lm_attention: " in result.stdout
     for words in ("needle tokens", "all layers: ", "best heads: ", "relevance_heads: [[0, 3], [2, 1]]"):
         assert words in result.stdout
     assert recipe.read_text() == RECIPE.replace("relevance_layers: [1]", "relevance_layers: null").replace(

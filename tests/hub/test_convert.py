@@ -140,6 +140,31 @@ def test_a_variant_gives_the_hyperparameters_and_settings_come_on_top(stock_fold
     assert (selector.lambda_t, selector.lambda_m, selector.n_max) == (0.2, 0.3, 77)
 
 
+def test_attention_selects_without_training(stock_folder, tmp_path):
+    """The selector's weights are there, and nothing reads them."""
+    result = run(stock_folder, "--out", tmp_path / "ours", "--selection", "lm_attention", "--set", "attention_layer=1")
+    assert result.exit_code == 0, result.output
+    assert "the attention of layer 1 selects" in result.stderr.replace("\n", " ")
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path / "ours").eval()
+    selector = model.config.qtsplus_config
+    assert (selector.selection, selector.attention_layer, selector.reencode_layers) == ("lm_attention", 1, 0)
+    inputs = batch(prompt(videos=[(4, 8, 12)]), prompt(videos=[(2, 4, 8), (3, 4, 4)], seed=1), prompt(seed=2))
+    question = {"query_input_ids": torch.tensor([[30, 31], [40, 41], [50, 51]])}  # whose ids are not a stock model's
+    inputs = {**inputs, **question}
+    with torch.no_grad():
+        first = model(**inputs)
+        for parameter in model.model.qtsplus.parameters():
+            parameter.fill_(torch.nan)
+        second = model(**inputs)
+    assert torch.equal(first.logits, second.logits) and all(first.qtsplus.n[:2] > 0)
+    assert "**Nothing is trained:**" in (tmp_path / "ours" / "README.md").read_text()
+    assert (tmp_path / "ours" / "lm_attention_qtsplus.py").exists()
+    for setting, words in (("attention_layer=2", "none of the 2 layers"), ("attention_heads=[9]", "heads from 0 to 3")):
+        target = tmp_path / "other"
+        assert_refused(run(stock_folder, "--out", target, "--selection", "lm_attention", "--set", setting), words)
+    assert_refused(run(stock_folder, "--out", tmp_path / "other", "--selection", "best"), "selection='best'")
+
+
 def test_bfloat16_stays_bfloat16(tmp_path):
     stock_twin(tiny_model()).to(torch.bfloat16).save_pretrained(tmp_path / "stock")
     folder = convert(tmp_path / "stock", tmp_path / "ours")

@@ -112,6 +112,47 @@ def test_a_chosen_layer_has_to_be_the_teachers(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# In groups of frames
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", ["answer", "question"])
+def test_one_group_teaches_as_the_layer_that_reads_all_tokens(inputs, positions):
+    model, labels = tiny_model(), inputs.pop("labels")
+    labels[2] = -100
+    for layer in (0, 1):
+        model.config.qtsplus_config.attention_layer = layer
+        expected = answer_attention(model, inputs, labels, AttentionChoice((layer,), positions=positions))
+        found = answer_attention(model, inputs, labels, AttentionChoice(positions=positions, grouped=True))
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+    model.config.qtsplus_config.attention_group = 1
+    in_groups = answer_attention(model, inputs, labels, AttentionChoice(positions=positions, grouped=True))
+    assert [len(row) for row in in_groups] == [len(row) for row in expected]
+    assert all(float(row.sum()) == pytest.approx(1, abs=1e-5) for row in in_groups if len(row))
+
+
+def test_lm_attention_teaches_without_a_pass_over_all_tokens(tmp_path):
+    """The model that reads its own first layers; the loss is that of its targets."""
+    student = make_trainer(tmp_path, max_steps=1, relevance_weight=1.0, freeze_language_model=True)
+    settings = {"rho_min": 0.1, "rho_max": 0.9, "n_max": 10, "attention_layer": 1, "attention_group": 1}
+    given = {"train_dataset": examples(4), "data_collator": collate, "relevance_teacher": "lm_attention"}
+    trainer = InOrder(tiny_model(**settings), student.args, **given)
+    batch = collate(examples(4))
+    labels = batch.pop("labels")
+    batch.pop("source_ids")
+    targets = answer_attention(tiny_model(**settings), batch, labels, AttentionChoice(grouped=True))
+    expected = relevance_divergences(trainer.model.train()(**batch).qtsplus.log_relevance, targets).mean().detach()
+    assert passes_with_all_tokens(trainer.model, trainer.train) == 0
+    assert steps(trainer)[0]["loss_relevance"] == pytest.approx(float(expected), rel=1e-5)
+    with pytest.raises(ValueError, match="which reads attention_layer and attention_heads of qtsplus_config"):
+        student.args.relevance_layers = [0]
+        InOrder(tiny_model(**settings), student.args, **given)
+    with pytest.raises(ValueError, match="relevance_teacher='it': expected a model, or 'lm_attention'"):
+        InOrder(tiny_model(**settings), student.args, **{**given, "relevance_teacher": "it"})
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Other tokens
 # --------------------------------------------------------------------------------------------------------------------
 
@@ -205,6 +246,23 @@ training:
     freeze_language_model: false, relevance_weight: 1.0, save_strategy: "no", logging_steps: 1, report_to: none}}
 """)
     return path
+
+
+def test_a_recipe_keeps_what_lm_attention_taught(recipe_file, tmp_path, monkeypatch):
+    settings = ["model.relevance_teacher=lm_attention", "training.freeze_language_model=true"]
+    every_time = build_trainer(load_recipe(recipe_file, settings))
+    every_time.train()
+    once = build_trainer(load_recipe(recipe_file, [*settings, f"data.features={tmp_path}/features"]))
+    monkeypatch.setattr("qtsplus.training.trainer.answer_attention", None)
+    once.train()
+    for line, expected in zip(steps(once), steps(every_time), strict=True):
+        assert line.keys() == expected.keys()
+        for name in {"loss", "loss_relevance"} & line.keys():
+            assert line[name] == pytest.approx(expected[name], rel=1e-4), name
+    changed = [*settings, "model.selector={n_max: 20, attention_group: 1}", f"data.features={tmp_path}/features"]
+    monkeypatch.setattr("qtsplus.training.attention.answer_attention", None)
+    with pytest.raises(TypeError):  # other groups see other things
+        build_trainer(load_recipe(recipe_file, changed))
 
 
 @pytest.mark.parametrize("settings", [[], ["training.relevance_from=question", "training.relevance_layers=[1, 3]"]])

@@ -18,6 +18,14 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
+def busy(device: str) -> float:
+    """
+    Seconds as [`now`] on a GPU; on a CPU those that all threads of this process have computed, which hardly depend on
+    what else the machine does.
+    """
+    return time.process_time() if torch.device(device).type == "cpu" else now(device)
+
+
 class StageClock:
     """
     Notes when the modules that it watches begin and end; a context, which leaves no hook behind.

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..lm_attention_qtsplus import FrameGroups, attention_layer
+from ..selection_qtsplus import LM_ATTENTION
 from ..selector_qtsplus import kept_count
 from .clock import now
 
@@ -49,6 +51,7 @@ def stage_costs(
     retention: float,
     bytes_per_value: int = 2,
     stock_text_tokens: int | None = None,
+    selection: str = "qtsplus",
 ) -> dict[str, dict[str, Cost]]:
     """
     Costs of one question about one video, by side and stage.
@@ -60,18 +63,22 @@ def stage_costs(
         stock_text_tokens: of stock's prompt, where it is another one.
         question_tokens: of them, those that the selection goes by.
         bytes_per_value: of weights, activations and cache.
+        selection: `"qtsplus"` or `"lm_attention"`, of our side. The latter has one stage, and re-encodes nothing.
     """
     num_tokens = math.prod(grid)
     kept = kept_count(retention, num_tokens, config.qtsplus_config.n_max)
     vision = _VISION[config.vision_config.model_type](config, grid, bytes_per_value)
     stock_length = (text_tokens if stock_text_tokens is None else stock_text_tokens) + num_tokens
     our_length = text_tokens + kept
-    selection = {
-        "relevance": _relevance(config, num_tokens, question_tokens, bytes_per_value),
-        # Budget, entropy and top-n pass over M float32 values a few times; log r and r are written once.
-        "gate": Cost(0.0, 4 * 4 * num_tokens),
-        "re-encode": _reencode(config, kept, bytes_per_value),
-    }
+    if selection == LM_ATTENTION:
+        stages = {"relevance": _attention_relevance(config, grid, text_tokens, bytes_per_value)}
+    else:
+        stages = {
+            "relevance": _relevance(config, num_tokens, question_tokens, bytes_per_value),
+            # Budget, entropy and top-n pass over M float32 values a few times; log r and r are written once.
+            "gate": Cost(0.0, 4 * 4 * num_tokens),
+            "re-encode": _reencode(config, kept, bytes_per_value),
+        }
     return {
         "stock": {
             "vision": vision,
@@ -80,7 +87,7 @@ def stage_costs(
         },
         "ours": {
             "vision": vision,
-            **selection,
+            **stages,
             "prefill": _prefill(config.text_config, our_length, bytes_per_value),
             "per_token": _one_token(config.text_config, our_length, bytes_per_value),
         },
@@ -273,6 +280,20 @@ def _relevance(config, num_tokens: int, question_tokens: int, width: int) -> Cos
     projection, scores = d * key_value, d * passes
     flops = 2 * num_tokens * (projection + scores) + 2 * question_tokens * d**2
     return Cost(flops, width * (num_tokens * d + projection + d**2) + 4 * num_tokens)
+
+
+def _attention_relevance(config, grid: tuple[int, int, int], text_tokens: int, width: int) -> Cost:
+    """The first layers over every group with the text, the projections of the layer that is read, a row of scores."""
+    text, selector = config.text_config, config.qtsplus_config
+    d, key_value, layer = _text_sizes(text)
+    depth, groups = attention_layer(text, selector.attention_layer), FrameGroups.deal([grid], selector.attention_group)
+    projections = 2 * d**2 + 2 * d * key_value
+    flops, moved = 0, 4 * math.prod(grid)
+    for group in range(groups.count):
+        length = len(groups.tokens(group)) + text_tokens
+        flops += depth * (2 * length * layer + 2 * d * length**2) + 2 * length * projections + 2 * d * length
+        moved += width * (depth * layer + projections + length * d)
+    return Cost(flops, moved)
 
 
 def _reencode(config, kept: int, width: int) -> Cost:

@@ -1,5 +1,7 @@
 """Peak memory, measured in a Python process of its own."""
 
+import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -50,10 +52,19 @@ def extra_memory(device: str) -> Iterator[Peak]:
             raise ValueError(
                 f"Peak memory of a CPU process is read from Linux's {_CLEAR}, which is not here: use Linux or a GPU."
             )
+        _return_freed_memory()
         _CLEAR.write_text("5")  # the high-water mark starts again from here
         before = _status("VmRSS")
         yield peak
         peak.mb, peak.by = (_status("VmHWM") - before) / 1e6, "kernel's high-water mark"
+
+
+def _return_freed_memory() -> None:
+    """To the system: it would hide what is used from now on."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def _status(name: str) -> int:

@@ -14,7 +14,7 @@ from ..hub.files import hub_configs
 from ..results import Journal, environment, spread, steps
 from ..selection_qtsplus import LM_ATTENTION
 from ..selector_qtsplus import QTSplusSelector
-from .clock import now
+from .clock import busy, now
 from .peak import extra_memory, in_own_process
 from .plots import draw_scaling
 from .results import label, summarise
@@ -159,20 +159,21 @@ def measure_lm_attention(
         group: visual tokens read together; the configuration's if `None`.
 
     Returns:
-        as [`measure_selection`]; the model's inputs and their layout count as there before.
+        as [`measure_selection`], but on a CPU the processor's seconds. The layout of the inputs counts as theirs.
     """
     shape = find_shape(shape_name)
     model, processor = build(shape, "ours", device, getattr(torch, dtype)), make_processor(shape)
-    if group is not None:
-        model.config.qtsplus_config.attention_group = group
+    selector = model.config.qtsplus_config
+    selector.attention_layer = selector.attention_heads = None  # as in a model that was not calibrated
+    selector.attention_group = selector.attention_group if group is None else group
     seconds, extra, by, base = [], [], [], model.model
     attend = base.attention_relevance
 
     def measured(*arguments: Any) -> torch.Tensor:
         with extra_memory(device) as peak:
-            began = now(device)
+            began = busy(device)
             relevance = attend(*arguments)
-            seconds.append(now(device) - began)
+            seconds.append(busy(device) - began)
         extra.append(peak.mb)
         by.append(peak.by)
         return relevance

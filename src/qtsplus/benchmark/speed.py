@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from transformers import BatchFeature
 
-from ..results import Journal, environment, spread, steps
+from ..results import Journal, environment, spread, steps, write_json
+from ..selection_qtsplus import LM_ATTENTION
 from ..session import EncodedVideo, encode
 from ..video_qtsplus import choose_frames, read_video
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages
-from .results import device_name, label, summarise
+from .results import SUMMARY, device_name, label, summarise, write_overview
 from .shapes import (
     FRAME_BOUNDS,
     FRAMES_PER_SECOND,
@@ -49,11 +50,13 @@ def run_speed(
     repeats: int = 5,
     retention: float = 0.11,
     new_tokens: int = 5,
+    selection: str = "qtsplus",
     sweep: bool = True,
     progress: bool = True,
 ) -> Path:
     """
-    Measures, and writes `speed-LABEL.json` with its two figures. An interrupted run goes on where it stopped.
+    Measures, and writes `speed-LABEL.json` (`speed-lm-attention-LABEL.json`) with its two figures. An interrupted run
+    goes on where it stopped.
 
     Args:
         shape_name: of [`MODEL_SHAPES`].
@@ -63,13 +66,16 @@ def run_speed(
         repeats: of each side at each size, behind one to warm up.
         retention: fraction of the visual tokens that our side keeps.
         new_tokens: to generate, at least 2.
+        selection: of our side, `"qtsplus"` or `"lm_attention"`, which re-encodes nothing.
         sweep: also measure over the number of frames.
         progress: show a progress bar.
 
     Raises:
-        ValueError: no such shape or device, or a number out of its range.
+        ValueError: no such shape, device or selection, or a number out of its range.
     """
     shape = find_shape(shape_name)
+    if selection not in ("qtsplus", LM_ATTENTION):
+        raise ValueError(f"selection={selection!r}: expected 'qtsplus' or {LM_ATTENTION!r}.")
     if repeats < 1 or new_tokens < 2 or not 0 < retention <= 1:
         raise ValueError(
             f"repeats={repeats}, new_tokens={new_tokens}, retention={retention}: expected at least 1, at least 2 and a "
@@ -91,6 +97,8 @@ def run_speed(
         "new_tokens": new_tokens,
     }
     name = f"speed-{label(shape_name)}"
+    if selection == LM_ATTENTION:
+        name, settings["selection"] = f"speed-lm-attention-{label(shape_name)}", selection
     # With the sweep or without it: what has been measured is the same.
     journal = Journal(out / f".{name}.jsonl", settings)
     settings |= {"repeats": repeats, "sweep": [list(swept.sweep), swept.name] if sweep else None}
@@ -103,7 +111,9 @@ def run_speed(
                 for repeat in range(repeats):
                     key = _key(measured, frames, repeat)
                     if key not in journal.done:
-                        bench = bench or _Bench(measured, device, torch_dtype, attention, retention, new_tokens)
+                        bench = bench or _Bench(
+                            measured, device, torch_dtype, attention, retention, new_tokens, selection
+                        )
                         video = video or render_video(measured, frames, Path(folder))
                         if not warm:
                             bench.measure(video)
@@ -126,10 +136,12 @@ def _key(shape: Shape, frames: int, repeat: int) -> str:
 class _Bench:
     """Both models of a shape on the same weights, and what they are asked."""
 
-    def __init__(self, shape, device, dtype, attention, retention, new_tokens):
+    def __init__(self, shape, device, dtype, attention, retention, new_tokens, selection):
         self.models = build_pair(shape, device, dtype, attention)
         self.processor, self.stock_processor = make_processor(shape), make_stock_processor(shape)
         self.device, self.retention, self.new_tokens = device, retention, new_tokens
+        self.by_attention = selection == LM_ATTENTION
+        self.how = {"selection": selection, "reencode": not self.by_attention}
 
     def measure(self, video: Path) -> dict[str, dict[str, float]]:
         """Seconds and tokens of one run of stock, then of ours."""
@@ -171,6 +183,7 @@ class _Bench:
         modules.update({f"re-encode {i}": layer for i, layer in enumerate(selector.reencode_layers)})
         call = {
             "retention": self.retention,
+            **self.how,
             "max_new_tokens": self.new_tokens,
             "return_dict_in_generate": True,
         }
@@ -187,15 +200,20 @@ class _Bench:
             for stage in ("relevance", "re-encode")
         )
 
+        selected = {
+            "relevance": relevance,
+            "gate": stages.seconds("selection") - relevance - reencode,
+            "re-encode": reencode,
+        }
+        if self.by_attention:
+            selected = {"relevance": stages.seconds("selection")}
         second, inputs_again = TokenClock(), self._ask(SECOND_QUESTION, known)
         asked = now(self.device)
         model.generate(**inputs_again, **call, video_features=[known.features], streamer=second)
         return {
             "reading": encoded - began - stages.seconds("vision"),
             "vision": stages.seconds("vision"),
-            "relevance": relevance,
-            "gate": stages.seconds("selection") - relevance - reencode,
-            "re-encode": reencode,
+            **selected,
             "selection": stages.seconds("selection"),
             "second_question": second.first_token - asked,
             "question_tokens": int(inputs["query_mask"].sum()),
@@ -258,12 +276,14 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
         settings["retention"],
         dtype.itemsize,
         stock_text_tokens=int(runs["stock"][0]["text_tokens"]),
+        selection=settings.get("selection", "qtsplus"),
     )
     reached = probe(device, dtype)
     stages = _spreads(runs)
     document = {
         "command": f"qtsplus bench speed --shape {shape.name} --device {device} --dtype {settings['dtype']} "
-        f"--retention {settings['retention']:g} --repeats {repeats} --{'sweep' if settings['sweep'] else 'no-sweep'}",
+        + (f"--selection {settings['selection']} " if "selection" in settings else "")
+        + f"--retention {settings['retention']:g} --repeats {repeats} --{'sweep' if settings['sweep'] else 'no-sweep'}",
         "environment": environment(device),
         "settings": settings,
         "tokens": {key: int(counted[key]) for key in ("visual_tokens", "visual_tokens_to_lm", "text_tokens")},
@@ -292,7 +312,13 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
         ],
     }
     journal.finish(target, document)
-    summarise(target.parent, shape.name)
+    if "selection" in settings:  # a column of its own
+        figures = speed_figures(stages)
+        document = {"summary": {key: figures.get(key) for key in SUMMARY}, **document}
+        write_json(target, document)
+        write_overview(target.parent)
+    else:
+        summarise(target.parent, shape.name)
     draw_stages(document, target.with_suffix(""))
     if document["frames"]:
         draw_frames({device_name(document): document}, target.with_name(target.stem.replace("speed", "frames")))

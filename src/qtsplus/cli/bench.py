@@ -33,6 +33,9 @@ _Retention = Annotated[float, typer.Option(help="The fraction of the visual toke
 _Dtype = Annotated[
     Dtype, typer.Option(help="The type of both models' weights. auto takes what the device multiplies faster.")
 ]
+_Selection = Annotated[
+    str, typer.Option(help="What chooses: qtsplus, the selector, or lm_attention, the language model's attention.")
+]
 _RESULTS = Path("benchmarks/results")
 
 
@@ -131,6 +134,7 @@ def speed(
     repeats: _Repeats = 5,
     retention: _Retention = 0.11,
     dtype: _Dtype = Dtype.auto,
+    selection: _Selection = "qtsplus",
     sweep: Annotated[bool, typer.Option(help="Also measure with other numbers of frames.")] = True,
 ) -> None:
     """Time each stage, and the way from an mp4 to the first token: the stock model and ours, on the same weights."""
@@ -139,7 +143,14 @@ def speed(
         from ..benchmark.speed import run_speed
 
         file = run_speed(
-            shape, out, device=device, dtype=dtype.value, repeats=repeats, retention=retention, sweep=sweep
+            shape,
+            out,
+            device=device,
+            dtype=dtype.value,
+            repeats=repeats,
+            retention=retention,
+            selection=selection,
+            sweep=sweep,
         )
     _print_figures(file)
 
@@ -172,9 +183,7 @@ def scaling(
         list[int] | None,
         typer.Option(help="A number of visual tokens. May be repeated. Without it, five sizes up to 1,000,000."),
     ] = None,
-    selection: Annotated[
-        str, typer.Option(help="What chooses: qtsplus, the selector, or lm_attention, the language model's attention.")
-    ] = "qtsplus",
+    selection: _Selection = "qtsplus",
 ) -> None:
     """Measure how time and memory of the selection grow with the number of visual tokens."""
     require_text(device=device)

@@ -233,7 +233,7 @@ def _readings(
 ) -> list[AttentionChoice]:
     """The default layer and the best ones, each with all its heads and with its best ones."""
     full = {layer: measured.layers[layer] for layer in full_attention_layers(text_config)}
-    chosen = {*default.layers, *HeadRecalls(0, full, {}).best_layers(layers)}
+    chosen = {*(default.layers or ()), *HeadRecalls(0, full, {}).best_layers(layers)}
     found = [default]
     for layer in sorted(chosen):
         own = {pair: recall for pair, recall in measured.heads.items() if pair[0] == layer}
@@ -348,12 +348,12 @@ def _means(recalls: Mapping[Any, list[Recall]]) -> dict[Any, Recall]:
 
 def _layer(choice: AttentionChoice) -> int:
     """The one layer of a reading."""
-    (layer,) = choice.layers if choice.heads is None else {layer for layer, _ in choice.heads}
+    (layer,) = choice.layers or () if choice.heads is None else {layer for layer, _ in choice.heads}
     return layer
 
 
 def _rounded(recall: Recall) -> dict[str, float]:
-    return {f"needle_{name}" if name == "mass" else name: round(value, 4) for name, value in asdict(recall).items()}
+    return {name: round(value, 4) for name, value in asdict(recall).items()}
 
 
 def _best(recalls: Mapping[Any, Recall]) -> list[Any]:

@@ -197,7 +197,7 @@ def attention_policies(model: str) -> list[Policy]:
     name = name_of(ATTENTION, model)
     chosen = [Policy(name, model, retention, ATTENTION) for retention in (*RETENTIONS, None)]
     for wrong in WRONG_QUESTIONS:
-        for retention in CONTROLLED:
+        for retention in (share for share in RETENTIONS if share in CONTROLLED):
             chosen.append(Policy(name_of(wrong, model), model, retention, ATTENTION, wrong_question=wrong))
     return chosen
 

@@ -10,9 +10,9 @@ import torch
 
 from ...evaluation.exact_match import model_inputs
 from ...lm_attention_qtsplus import attention_layer
+from ...results import environment, write_json
 from ...training.models import load_model, load_processor
-from ..clock import now
-from ..results import environment, write_json
+from ..clock import busy
 from .policies import ATTENTION, BASE, CONTROLLED, DEFAULT, WRONG_QUESTIONS, Policy, name_of, policies_of, title_of
 from .questions import QuestionSet
 from .statistics import question_driven, table_rows
@@ -99,7 +99,7 @@ def run_attention(
     questions = QuestionSet.read(test)
     results, seconds, setups, facts = [], [], [], {}
     for seed, base in enumerate(bases):
-        models = GivenModels(base, trained[seed] if trained else None, work, say)
+        models: Any = GivenModels(base, trained[seed] if trained else None, work, say)
         asked: Any = Work(models, questions, batch_size)
         policies = chosen_policies(bool(trained))
         results += asked.ask(seed, policies, seed)
@@ -132,17 +132,18 @@ def _seconds(asked: Any, policies: Sequence[Policy]) -> dict[str, float]:
     """By policy the median time from features to an answer's first token, one question at a time, policies in turn."""
     timed = [policy for policy in policies if policy.layout == "full" and policy.wrong_question is None]
     timed = [policy for policy in timed if policy.retention in (1.0, RETENTION)]
-    features, found = asked.features(), {policy.name: [] for policy in timed}
+    features = asked.features()
+    found: dict[str, list[float]] = {policy.name: [] for policy in timed}
     for index, record in enumerate(asked.test.records[: TIMED + 1]):
         inputs = model_inputs(asked.processor, [record], features)
         for policy in timed:
             model = asked.models.load(0, policy.model)
             given = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in inputs.items()}
             retention = None if policy.selection == "all" else policy.retention
-            began = now(str(model.device))
+            began = busy(str(model.device))
             model.generate(**given, selection=policy.selection, retention=retention, max_new_tokens=1, do_sample=False)
             if index:  # the first warms up
-                found[policy.name].append(now(str(model.device)) - began)
+                found[policy.name].append(busy(str(model.device)) - began)
     return {name: median(values) for name, values in found.items()}
 
 
@@ -163,7 +164,7 @@ def _report(document: dict[str, Any]) -> list[str]:
                 title_of(row["policy"]),
                 f"{row['kept_fraction']:.1%}" + ("" if row["retention"] else " (own budget)"),
                 *(f"{row['groups'][group]['accuracy']:.1%}" for group in groups),
-                f"{row['accuracy'] / everything['accuracy']:.0%}",
+                f"{row['accuracy'] / everything['accuracy']:.0%}" if everything["accuracy"] else "",
                 "" if row["token_recall"] is None else f"{row['token_recall']:.1%}",
                 f"{sum(times) / len(times):.3f}" if timed else "",
             ]
@@ -172,8 +173,8 @@ def _report(document: dict[str, Any]) -> list[str]:
         f"{document['questions']} questions on {document['videos']} held-out videos of the "
         f"{'crowded' if document['crowd'] else 'sparse'} world; {count} base{'s' if count > 1 else ''} ({read}). "
         "Nothing is trained but the base, and QTSplus where it stands beside. Seconds go from the encoded video to the "
-        "first token, one question at a time, on this machine; a tiny model's are those of its many small steps. What "
-        "it costs a model of size is in docs/selection_cost.md.",
+        "first token, one question at a time, and on a CPU are the processor's; a tiny model's are those of its many "
+        "small steps. What it costs a model of size is in docs/selection_cost.md.",
         "",
         f"`{document['command']}`",
         "",

@@ -163,7 +163,7 @@ class Work:
         n_max = min(model.config.qtsplus_config.n_max, policy.max_visual_tokens or sys.maxsize)
         own: list[set[int]] = []
         if policy.wrong_question is not None:
-            call = {"retention": policy.retention, "selection": policy.selection}
+            call: dict[str, Any] = {"retention": policy.retention, "selection": policy.selection}
             own = self._selected(model, [self.test.records[index] for index in asked], **call)
         found: dict[str, list] = {}
         for place, (index, outcome) in enumerate(zip(asked, outcomes, strict=True)):
