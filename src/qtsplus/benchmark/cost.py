@@ -274,33 +274,42 @@ def _selector_sizes(text) -> tuple[int, int]:
 
 
 def _relevance(config, num_tokens: int, question_tokens: int, width: int) -> Cost:
-    """Keys of all tokens, then scores: of each word twice, for a log-sum-exp once, for a sum as of one word."""
+    """
+    Keys of all tokens, then scores: of each word twice, for a log-sum-exp once, for a sum as of one word. Before them a
+    layer over the question, where there is one.
+    """
     d, key_value = _selector_sizes(config.text_config)
     passes = {"sum": 1, "logsumexp": question_tokens}.get(config.qtsplus_config.reduction, 2 * question_tokens)
     projection, scores = d * key_value, d * passes
     flops = 2 * num_tokens * (projection + scores) + 2 * question_tokens * d**2
+    if config.qtsplus_config.query_states == "layer":
+        flops += _layers(config, 1, question_tokens, width).flops
     return Cost(flops, width * (num_tokens * d + projection + d**2) + 4 * num_tokens)
 
 
 def _attention_relevance(config, grid: tuple[int, int, int], text_tokens: int, width: int) -> Cost:
     """The first layers over every group with the text, the projections of the layer that is read, a row of scores."""
     text, selector = config.text_config, config.qtsplus_config
-    d, key_value, layer = _text_sizes(text)
-    depth, groups = attention_layer(text, selector.attention_layer), FrameGroups.deal([grid], selector.attention_group)
-    projections = 2 * d**2 + 2 * d * key_value
+    d, depth = text.hidden_size, attention_layer(text, selector.attention_layer)
+    groups, (*first, read) = FrameGroups.deal([grid], selector.attention_group), _mixers(text)[: depth + 1]
+    weights = sum(mixer.weights + 3 * d * text.intermediate_size for mixer in first) + read.weights
     flops, moved = 0, 4 * math.prod(grid)
     for group in range(groups.count):
         length = len(groups.tokens(group)) + text_tokens
-        flops += depth * (2 * length * layer + 2 * d * length**2) + 2 * length * projections + 2 * d * length
-        moved += width * (depth * layer + projections + length * d)
+        flops += 2 * length * weights + sum(mixer.prompt(length) for mixer in first) + 2 * d * length
+        moved += width * (weights + length * d)
     return Cost(flops, moved)
 
 
 def _reencode(config, kept: int, width: int) -> Cost:
-    """Bidirectional attention over the kept tokens, and a feed-forward block four times as wide."""
+    return _layers(config, config.qtsplus_config.reencode_layers, kept, width)
+
+
+def _layers(config, depth: int, length: int, width: int) -> Cost:
+    """Layers of the selector: bidirectional attention among tokens, and a feed-forward block four times as wide."""
     d, key_value = _selector_sizes(config.text_config)
-    layer, depth = 2 * d**2 + 2 * d * key_value + 8 * d**2, config.qtsplus_config.reencode_layers
-    return Cost(depth * (2 * kept * layer + 4 * d * kept**2), width * (depth * layer + 2 * kept * d))
+    layer = 2 * d**2 + 2 * d * key_value + 8 * d**2
+    return Cost(depth * (2 * length * layer + 4 * d * length**2), width * (depth * layer + 2 * length * d))
 
 
 # --------------------------------------------------------------------------------------------------------------------
