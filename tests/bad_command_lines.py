@@ -142,17 +142,7 @@ def convert_lines() -> list[list[str]]:
 
 def publish_lines() -> list[list[str]]:
     repositories = (
-        "",
-        "name",
-        "a/b/c",
-        "/",
-        "org/",
-        "/name",
-        "org/na me",
-        "org/-name",
-        "org/name.git",
-        "орг/имя",
-        LONG,
+        *("", "name", "a/b/c", "/", "org/", "/name", "org/na me", "org/-name", "org/name.git", "орг/имя", LONG),
     )
     models = tuple(model for model in NO_MODELS if model != "{no_tokenizer}")
     return [
@@ -278,18 +268,7 @@ def record_files() -> list[bytes]:
     texts = [_line({**GOOD, name: value}) for name, values in NO_VALUES.items() for value in values]
     texts += [_line({key: value for key, value in GOOD.items() if key != name}) for name in GOOD]
     texts += [
-        "{",
-        "}",
-        "[]",
-        "5",
-        '"text"',
-        "null",
-        "true",
-        "{}",
-        '{"video"}',
-        "video: a.mp4",
-        "question,answer",
-        "NaN",
+        *("{", "}", "[]", "5", '"text"', "null", "true", "{}", '{"video"}', "video: a.mp4", "question,answer", "NaN"),
     ]
     texts += [
         good + good,
