@@ -396,7 +396,7 @@ class QTSplusSelector(nn.Module):
 
     def _candidates(self, row, visual, query, positions, grids, given) -> Candidates:
         """One sample, with lines 1 and 2 for whoever asks for them."""
-        if len(query):
+        if len(query) and given is None:
             order = torch.arange(len(query), device=query.device).expand(3, -1)
             query = self._encode(self.question_layers, query, order)
 
