@@ -132,7 +132,7 @@ class Calibration:
         """All figures, for JSON."""
         heads = [{"layer": layer, "head": head, **asdict(got)} for (layer, head), got in self.measured.heads.items()]
         choices = [
-            {"choice": name, **asdict(self.choices[name]), **asdict(recall)} for name, recall in self.found.items()
+            {"choice": name, **_described(self.choices[name]), **asdict(recall)} for name, recall in self.found.items()
         ]
         return {
             "share": SHARE,
@@ -350,6 +350,10 @@ def _layer(choice: AttentionChoice) -> int:
     """The one layer of a reading."""
     (layer,) = choice.layers or () if choice.heads is None else {layer for layer, _ in choice.heads}
     return layer
+
+
+def _described(choice: AttentionChoice) -> dict[str, Any]:
+    return {"layers": choice.layers, "heads": choice.heads, "positions": choice.positions}
 
 
 def _rounded(recall: Recall) -> dict[str, float]:
