@@ -49,10 +49,10 @@ def test_a_checkpoint_is_asked_with_each_part_left_out(model, tiny_processor, wo
     target = ablate_checkpoint(model, tiny_processor, world / "test.jsonl", tmp_path, **call)
     document = json.loads(target.read_text())
     rows = {(row["policy"], row["retention"], row["max_visual_tokens"]): row for row in document["rows"]}
-    # The tiny model has a re-encoder with absolute time, the reduction logsumexp and the prompt's positions.
-    asked = {"uniform", "uniform_no_reencoding", "no_reencoding", "asked_max", "asked_mean", "asked_no_time"}
-    asked |= {"asked_sequential", "with_options"}
-    assert {name for name, *_ in rows} == {policies.DEFAULT, *asked} and len(rows) == 9 * 3
+    # The tiny model has a re-encoder with absolute time, the reduction sum and the prompt's positions.
+    asked = {"uniform", "uniform_no_reencoding", "no_reencoding", "asked_max", "asked_mean", "asked_logsumexp"}
+    asked |= {"asked_no_time", "asked_sequential", "with_options"}
+    assert {name for name, *_ in rows} == {policies.DEFAULT, *asked} and len(rows) == 10 * 3
     for (name, retention, cap), row in rows.items():
         full = rows[policies.DEFAULT, retention, cap]
         assert (
@@ -89,7 +89,7 @@ def test_every_policy_reaches_the_model(model, tiny_processor, world, tmp_path, 
     monkeypatch.setattr(model, "generate", note)
     call = {"name": "test", "budgets": [Budget(None, 4)], "work": tmp_path}
     ablate_checkpoint(model, tiny_processor, world / "test.jsonl", tmp_path, **call)
-    as_it_is = ("logsumexp", True, "original")
+    as_it_is = ("sum", True, "original")
     assert seen == {
         ("qtsplus", True, 4, None, *as_it_is),
         ("qtsplus", False, 4, None, *as_it_is),
@@ -97,15 +97,16 @@ def test_every_policy_reaches_the_model(model, tiny_processor, world, tmp_path, 
         ("uniform", False, 4, None, *as_it_is),
         ("qtsplus", True, 4, None, "max", True, "original"),
         ("qtsplus", True, 4, None, "mean", True, "original"),
-        ("qtsplus", True, 4, None, "logsumexp", False, "original"),
-        ("qtsplus", True, 4, None, "logsumexp", True, "sequential"),
+        ("qtsplus", True, 4, None, "logsumexp", True, "original"),
+        ("qtsplus", True, 4, None, "sum", False, "original"),
+        ("qtsplus", True, 4, None, "sum", True, "sequential"),
     }
 
 
 def test_a_model_without_a_part_is_not_asked_without_it(model):
     bare = load_model("qtsplus-tiny", None, {"reencode_layers": 0}).config.qtsplus_config
     asked = [name for name, changes in policies.ASKED.items() if changes_something(changes, bare)]
-    assert not {"no_reencoding", "asked_no_time", "asked_time", "asked_logsumexp", "asked_original"} & set(asked)
+    assert not {"no_reencoding", "asked_no_time", "asked_time", "asked_sum", "asked_original"} & set(asked)
     assert {"uniform", "asked_max", "asked_sequential", "with_options"} <= set(asked)
 
 
@@ -115,7 +116,7 @@ def test_settings_hold_for_as_long_as_they_are_asked(model):
     with pytest.raises(KeyError), configured(model, (("reduction", "max"), ("position_ids", "sequential"))):
         assert (config.reduction, config.position_ids) == ("max", "sequential")
         raise KeyError
-    assert (config.reduction, config.position_ids) == ("logsumexp", "original")
+    assert (config.reduction, config.position_ids) == ("sum", "original")
 
 
 def test_variants_are_trained_by_the_learned_benchmarks_machinery(world, tiny_processor, tmp_path):

@@ -157,7 +157,7 @@ def test_frames_that_a_long_video_makes_smaller_are_told(model, tiny_processor, 
         ({"lengths": (-5,)}, r"above 0"),
         ({"depths": (1.5,)}, r"depth is 1.5; expected a share"),
         ({"depths": (0.5, 0.5)}, r"each once"),
-        ({"selections": ("best",)}, r"expected some of qtsplus, uniform"),
+        ({"selections": ("best",)}, r"expected some of qtsplus, lm_attention, uniform"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(model, tiny_processor, haystack, tmp_path, settings, message):
