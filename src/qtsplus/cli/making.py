@@ -65,6 +65,13 @@ _Batch = Annotated[int, typer.Option(help="How many questions a teacher that run
 _Shard = Annotated[
     str | None, typer.Option(help="Only this part, such as 2/8 for the second of eight machines; then `data merge`.")
 ]
+_Ray = Annotated[
+    str | None,
+    typer.Option(
+        help="Spread the requests over the machines of a Ray cluster: its address, auto for the one that this machine "
+        "belongs to, or local for one of this machine alone.",
+    ),
+]
 _Limit = Annotated[int | None, typer.Option(help="Only the first items, to see what they cost.", min=1)]
 _Retry = Annotated[bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")]
 _PriceIn = Annotated[float | None, typer.Option(help="Price of a million tokens that the teacher reads.", min=0)]
@@ -111,6 +118,7 @@ def vscq1(
     extra_body: _Body = None,
     concurrency: _Concurrency = 64,
     shard: _Shard = None,
+    ray: _Ray = None,
     limit: _Limit = None,
     retry_failed: _Retry = False,
     price_in: _PriceIn = None,
@@ -123,11 +131,11 @@ def vscq1(
         from ..making.questions import WriteQuestions
 
         asked = _open_endpoint(
-            endpoint, teacher, api_key_env, api_key_file, temperature, timeout, requests_per_minute, extra_body
+            endpoint, teacher, api_key_env, api_key_file, temperature, timeout, requests_per_minute, extra_body, ray
         )
         step = WriteQuestions(asked, per_caption, rounds, max_tokens)
         job = Job("vscq1", lambda: iter_captions(captions), step, asked, step.settings())
-        _run(job, out, concurrency, shard, limit, retry_failed, _price(price_in, price_out))
+        _run(job, out, concurrency, shard, limit, retry_failed, _price(price_in, price_out), ray)
 
 
 def vscq2(
@@ -158,6 +166,7 @@ def vscq2(
     extra_body: _Body = None,
     concurrency: _Concurrency = 64,
     shard: _Shard = None,
+    ray: _Ray = None,
     limit: _Limit = None,
     retry_failed: _Retry = False,
     price_in: _PriceIn = None,
@@ -171,16 +180,16 @@ def vscq2(
         chosen: Teacher
         if model is None:
             asked = _open_endpoint(
-                endpoint, teacher, api_key_env, api_key_file, temperature, timeout, requests_per_minute, extra_body
+                endpoint, teacher, api_key_env, api_key_file, temperature, timeout, requests_per_minute, extra_body, ray
             )
             chosen = _endpoint_teacher(asked, send, frames, longest_side, scoring, max_tokens=64)
         else:
-            _only_local(endpoint, teacher)
+            _only_local(endpoint, teacher, ray)
             chosen = _local_teacher(model, revision, device, dtype, batch_size, scoring, selection, fps, max_tokens=16)
             concurrency = 2 * batch_size
         step = Screen(chosen, _finder(questions, media_root), drop_guessable)
         job = Job("vscq2", lambda: _choices(questions), step, chosen, step.settings())
-        _run(job, out, concurrency, shard, limit, retry_failed, _price(price_in, price_out))
+        _run(job, out, concurrency, shard, limit, retry_failed, _price(price_in, price_out), ray)
 
 
 def vqa(
@@ -210,6 +219,7 @@ def vqa(
     extra_body: _Body = None,
     concurrency: _Concurrency = 64,
     shard: _Shard = None,
+    ray: _Ray = None,
     limit: _Limit = None,
     retry_failed: _Retry = False,
     price_in: _PriceIn = None,
@@ -223,17 +233,17 @@ def vqa(
         chosen: Teacher
         if model is None:
             asked = _open_endpoint(
-                endpoint, teacher, api_key_env, api_key_file, temperature, timeout, requests_per_minute, extra_body
+                endpoint, teacher, api_key_env, api_key_file, temperature, timeout, requests_per_minute, extra_body, ray
             )
             chosen = _endpoint_teacher(asked, send, frames, longest_side, Scoring.letter, max_tokens)
         else:
-            _only_local(endpoint, teacher)
+            _only_local(endpoint, teacher, ray)
             letter = Scoring.letter
             chosen = _local_teacher(model, revision, device, dtype, batch_size, letter, selection, fps, max_tokens)
             concurrency = 2 * batch_size
         step = WriteAnswers(chosen, _finder(questions, media_root), fewest_words, most_words)
         job = Job("vqa", lambda: _choices(questions), step, chosen, step.settings())
-        _run(job, out, concurrency, shard, limit, retry_failed, _price(price_in, price_out))
+        _run(job, out, concurrency, shard, limit, retry_failed, _price(price_in, price_out), ray)
 
 
 def merge(
@@ -256,9 +266,11 @@ def _making() -> Iterator[None]:
         try:
             yield
         except ImportError as error:
-            if error.name not in ("openai", "tenacity"):
+            package = (error.name or "").partition(".")[0]
+            extra = {"openai": "data", "tenacity": "data", "ray": "ray"}.get(package)
+            if extra is None:
                 raise
-            fail(f"the package {error.name} is not installed: pip install 'qtsplus[data]'")
+            fail(f"the package {package} is not installed: pip install 'qtsplus[{extra}]'")
 
 
 def _run(
@@ -269,12 +281,15 @@ def _run(
     limit: int | None,
     retry_failed: bool,
     price: "Price | None",
+    ray: str | None,
 ) -> None:
     from ..making.engine import Shard, run
+    from ..making.ray_runner import RayRunner
 
     part = None if shard is None else Shard.parse(shard)
     settings: dict[str, Any] = {"shard": part, "limit": limit, "retry_failed": retry_failed, "price": price}
-    _report(run(job, out, concurrency=concurrency, progress=True, **settings))
+    runner = None if ray is None else RayRunner(ray)
+    _report(run(job, out, concurrency=concurrency, progress=True, runner=runner, **settings))
 
 
 def _report(kept: Path) -> None:
@@ -307,8 +322,11 @@ def _open_endpoint(
     timeout: float,
     requests_per_minute: float | None,
     extra_body: str | None,
+    ray: str | None,
 ) -> "Endpoint":
-    require_text(endpoint=endpoint, teacher=teacher)
+    require_text(endpoint=endpoint, teacher=teacher, ray=ray)
+    if ray is not None and requests_per_minute is not None:
+        fail("--requests-per-minute counts in one process; with --ray, bound the requests by --concurrency")
     if endpoint is None or teacher is None:
         fail("no teacher: give --endpoint URL and --teacher NAME")
     from ..making.endpoint import Endpoint, EndpointSettings, read_key
@@ -337,9 +355,11 @@ def _json_object(text: str | None) -> dict[str, Any]:
     return found
 
 
-def _only_local(endpoint: str | None, teacher: str | None) -> None:
+def _only_local(endpoint: str | None, teacher: str | None, ray: str | None) -> None:
     if endpoint is not None or teacher is not None:
         fail("--model is a teacher that runs here; leave out --endpoint and --teacher")
+    if ray is not None:
+        fail("--ray spreads requests to an endpoint; for a teacher that runs here, give each machine its --shard")
 
 
 def _endpoint_teacher(

@@ -54,6 +54,7 @@ class Result:
 
 
 Step = Callable[[Item, Ledger], Awaitable[Result]]
+Record = Callable[[Entry], None]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ class Job:
     step: Step
     teacher: contextlib.AbstractAsyncContextManager[Any]
     settings: Mapping[str, Any]
+
+
+# Does a job's step with the items, so many at a time, and has each recorded as soon as it is finished.
+Runner = Callable[[Job, Iterator[Item], int, Record], None]
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ def run(
     retry_failed: bool = False,
     price: Price | None = None,
     progress: bool = False,
+    runner: Runner | None = None,
 ) -> Path:
     """
     Runs a job to its end, or goes on where it was stopped: finished items are in the journal and are not asked again.
@@ -128,6 +134,7 @@ def run(
         retry_failed: try again what failed in an earlier run.
         price: of the teacher's tokens, for what is told and for the summary.
         progress: show a bar on standard error.
+        runner: where the work is done, such as [`~qtsplus.making.ray_runner.RayRunner`]; without it, in this process.
 
     Returns:
         the file of the kept rows.
@@ -151,8 +158,9 @@ def run(
         if retry_failed:
             journal.forget_failed()
         bar = ProgressBar(f"Making {job.name}", len(positions), journal.totals(), price, enabled=progress)
+        unfinished = (item for item in _mine(job, positions) if not journal.has(item.position))
         with bar:
-            asyncio.run(_run(job, journal, _mine(job, positions), concurrency, bar))
+            (runner or run_here)(job, unfinished, concurrency, _recorder(journal, bar, concurrency))
         return write_sets(folder, job.name, [journal], price)
 
 
@@ -224,38 +232,53 @@ def _mine(job: Job, positions: range) -> Iterator[Item]:
         yield Item(position, record.id or f"{position:08d}", record)
 
 
-async def _run(job: Job, journal: Journal, items: Iterator[Item], concurrency: int, bar: ProgressBar) -> None:
+def run_here(job: Job, items: Iterator[Item], concurrency: int, record: Record) -> None:
+    """The [`Runner`] of this process."""
+
+    async def run_all() -> None:
+        async with job.teacher:
+            await finish_all(job.step, items, concurrency, record)
+
+    asyncio.run(run_all())
+
+
+async def finish_all(step: Step, items: Iterator[Item], concurrency: int, record: Record) -> None:
     """Workers take items from one iterator, so that no more than `concurrency` of them are in memory."""
-    in_a_row = 0
 
     async def work() -> None:
-        nonlocal in_a_row
         for item in items:
-            if journal.has(item.position):
-                continue
             ledger, result, failed = Ledger(), Result(), False
             try:
-                result = await job.step(item, ledger)
-                in_a_row = 0
+                result = await step(item, ledger)
             except ItemFailed:
                 failed = True
-                in_a_row += 1
-            journal.write(Entry(item.position, item.id, failed, result.kept, result.dropped, ledger))
-            bar.advance(ledger, failed)
-            if in_a_row >= max(20, 2 * concurrency):
-                raise ValueError(
-                    f"The last {in_a_row} items failed, the last one because {ledger.reasons[-1]} Mend that, and run "
-                    "the same command with --retry-failed."
-                )
+            record(Entry(item.position, item.id, failed, result.kept, result.dropped, ledger))
 
-    async with job.teacher:
-        workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+    workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _recorder(journal: Journal, bar: ProgressBar, concurrency: int) -> Record:
+    """Writes items down; stops a run in which one after another fails."""
+    in_a_row = 0
+
+    def record(entry: Entry) -> None:
+        nonlocal in_a_row
+        journal.write(entry)
+        bar.advance(entry.ledger, entry.failed)
+        in_a_row = in_a_row + 1 if entry.failed else 0
+        if in_a_row >= max(20, 2 * concurrency):
+            raise ValueError(
+                f"The last {in_a_row} items failed, the last one because {entry.ledger.reasons[-1]} Mend that, and run "
+                "the same command with --retry-failed."
+            )
+
+    return record
 
 
 @contextlib.contextmanager
@@ -286,4 +309,18 @@ def _check_shards(folders: Sequence[Path], journals: Sequence[Journal], settings
             raise ValueError(f"{folder} has finished {found_items} of {wanted} items: run that shard to its end first.")
 
 
-__all__ = ["Item", "ItemFailed", "Job", "Result", "Shard", "Step", "merge", "run", "write_sets"]
+__all__ = [
+    "Item",
+    "ItemFailed",
+    "Job",
+    "Record",
+    "Result",
+    "Runner",
+    "Shard",
+    "Step",
+    "finish_all",
+    "merge",
+    "run",
+    "run_here",
+    "write_sets",
+]

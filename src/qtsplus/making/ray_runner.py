@@ -1,0 +1,119 @@
+"""Runs a step on the machines of a Ray cluster: the same step, and the same journal here."""
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .engine import Item, Job, Record, finish_all
+from .journal import Entry
+
+if TYPE_CHECKING:
+    import pyarrow
+
+BLOCK = 4  # items that a worker is given at a time, for each that it works on at a time
+
+
+@dataclass(frozen=True)
+class RayRunner:
+    """
+    The [`~qtsplus.making.engine.Runner`] of a Ray cluster, with one worker on each of its machines.
+
+    The workers share the concurrency. Finished items come back when all of their block are finished; those of a block
+    that was under way when this process was killed are asked again.
+
+    Args:
+        address: of the cluster; "auto" for the one that this machine belongs to, "local" for a new one here.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: there is no cluster at the address; what the step raises.
+    """
+
+    address: str
+
+    def __post_init__(self) -> None:
+        import ray.data  # noqa: F401
+
+    def __call__(self, job: Job, items: Iterator[Item], concurrency: int, record: Record) -> None:
+        import ray
+
+        first = next(items, None)
+        if first is None:  # nothing is left to do
+            return
+        # What workers print stays in Ray's logs on their machines.
+        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+        try:
+            ray.init(address=self.address, **settings)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"--ray is {self.address!r}, and no Ray cluster answers there; expected an address such as "
+                "10.0.0.1:6379, auto or local."
+            ) from error
+        try:
+            for entry in _finished(job, itertools.chain([first], items), concurrency):
+                record(entry)
+        finally:
+            ray.shutdown()
+
+
+def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[Entry]:
+    """The entries of items as their blocks are finished."""
+    import ray
+    from ray.data import ActorPoolStrategy, DataContext, from_arrow_refs
+
+    DataContext.get_current().enable_progress_bars = False
+    workers = min(concurrency, sum(node["Alive"] for node in ray.nodes()))
+    share = concurrency // workers
+    # An object of Ray's, not an argument: Ray writes arguments into its logs, and the endpoint holds the key.
+    work = ray.put((job.step, job.teacher))
+    blocks = [ray.put(_to_table(block)) for block in iter(lambda: list(itertools.islice(items, BLOCK * share)), [])]
+    finished = from_arrow_refs(blocks).map_batches(
+        _Worker,
+        fn_constructor_args=(work, share),
+        batch_size=None,  # a block
+        batch_format="pyarrow",
+        compute=ActorPoolStrategy(size=min(workers, len(blocks))),
+    )
+    for table in finished.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        for found in _from_table(table):
+            if isinstance(found, ValueError):
+                raise found
+            yield found
+
+
+class _Worker:
+    """Works on blocks, one after another, with one teacher for all of them."""
+
+    def __init__(self, work: Any, concurrency: int):
+        import ray
+
+        self.step, teacher = ray.get(work)
+        self.concurrency = concurrency
+        self.loop = asyncio.new_event_loop()
+        # It is left when Ray ends this process.
+        self.loop.run_until_complete(teacher.__aenter__())
+
+    def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
+        found: list[Entry | ValueError] = []
+        try:
+            self.loop.run_until_complete(finish_all(self.step, _from_table(block), self.concurrency, found.append))
+        except ValueError as error:
+            # Raised here, it would come with Ray's traces, and without what the block has finished.
+            found.append(ValueError(str(error)))
+        return _to_table(found)
+
+
+def _to_table(rows: Iterable[Any]) -> "pyarrow.Table":
+    import pyarrow
+
+    return pyarrow.table({"row": pyarrow.array([pickle.dumps(row) for row in rows], pyarrow.large_binary())})
+
+
+def _from_table(table: "pyarrow.Table") -> Iterator[Any]:
+    return (pickle.loads(row) for row in table["row"].to_pylist())
+
+
+__all__ = ["RayRunner"]
