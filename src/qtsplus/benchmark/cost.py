@@ -281,7 +281,7 @@ def _relevance(config, num_tokens: int, question_tokens: int, width: int) -> Cos
     d, key_value = _selector_sizes(config.text_config)
     passes = {"sum": 1, "logsumexp": question_tokens}.get(config.qtsplus_config.reduction, 2 * question_tokens)
     projection, scores = d * key_value, d * passes
-    flops = 2 * num_tokens * (projection + scores) + 2 * question_tokens * d**2
+    flops: float = 2 * num_tokens * (projection + scores) + 2 * question_tokens * d**2
     if config.qtsplus_config.query_states == "layer":
         flops += _layers(config, 1, question_tokens, width).flops
     return Cost(flops, width * (num_tokens * d + projection + d**2) + 4 * num_tokens)
