@@ -1,9 +1,11 @@
 """`--ray`: the same set as in one process, on a Ray cluster of this machine."""
 
 import json
+import socket
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -81,6 +83,16 @@ def test_a_wrong_key_ends_the_run_in_one_line(tmp_path, ray_logs):
         make(tmp_path / "ray", 4, rules=[{"contains": "", "then": ["401"]}], runner=RayRunner("local"))
     assert len(str(caught.value).splitlines()) == 1
     assert KEY not in str(caught.value)
+
+
+def test_an_address_without_a_cluster_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(data=None))
+    monkeypatch.setitem(sys.modules, "ray.data", SimpleNamespace())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"  # nobody listens
+        with pytest.raises(ValueError, match=f"--ray is '{address}', and no Ray cluster answers there"):
+            make(tmp_path / "ray", 4, runner=RayRunner(address))
 
 
 @pytest.mark.parametrize(

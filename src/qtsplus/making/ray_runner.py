@@ -3,9 +3,11 @@
 import asyncio
 import itertools
 import pickle
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from .engine import Item, Job, Record, finish_all
 from .journal import Entry
@@ -46,8 +48,9 @@ class RayRunner:
         # What workers print stays in Ray's logs on their machines.
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         try:
+            _knock(self.address)
             ray.init(address=self.address, **settings)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"--ray is {self.address!r}, and no Ray cluster answers there; expected an address such as "
                 "10.0.0.1:6379, auto or local."
@@ -57,6 +60,14 @@ class RayRunner:
                 record(entry)
         finally:
             ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Ray itself tries an address for minutes."""
+    place = urlsplit(address if "://" in address else f"ray://{address}")
+    if place.port is not None:
+        with socket.create_connection((place.hostname, place.port), timeout=10):
+            pass
 
 
 def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[Entry]:
