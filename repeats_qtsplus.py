@@ -66,9 +66,9 @@ class Repeats:
         carried = sources.count(-1)  # they stand in front
         if carried:
             steps[:carried] = self._features
-        repeated = [index for index, source in enumerate(sources) if source not in (index, -1)]
-        if repeated:
-            steps[repeated] = steps[[sources[index] for index in repeated]]
+        for index, source in enumerate(sources):  # one by one: all at once would hold them twice
+            if source not in (index, -1):
+                steps[index] = steps[source]
         self._features = steps[-1]
         return features
 
