@@ -123,7 +123,8 @@ def run(
     """
     Runs a job to its end, or goes on where it was stopped: finished items are in the journal and are not asked again.
 
-    Memory does not grow with the input. The files of a run are written when all its items are finished: `<name>.jsonl`,
+    Memory does not grow with the input, but for a Ray runner, which holds all that is left to do. The files of a run
+    are written when all its items are finished: `<name>.jsonl`,
     `dropped.jsonl` and `failed.jsonl` in the input's order, and `summary.json`.
 
     Args:
