@@ -1,15 +1,15 @@
-"""The random models that `recipes/tinyworld-*.yaml` start from."""
+"""The models of other backbones that learn TinyWorld."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from qtsplus.data.clip import write_mp4
 from qtsplus.data.tinyworld import FPS, render, split_world
+from qtsplus.hub.files import hub_configs
 from qtsplus.hub.tinyworld_models import write_tinyworld_models
 from qtsplus.training.models import load_model, load_processor
 
@@ -22,9 +22,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["internvl", "llava_onevision"])
-def test_a_recipe_starts_from_36_tokens_a_second(name, written, tmp_path, pytestconfig):
-    recipe = pytestconfig.rootpath / "recipes" / f"tinyworld-{name.split('_')[0]}-base.yaml"
-    assert yaml.safe_load(recipe.read_text())["model"]["weights"] == f"runs/tinyworld/{name}"
+def test_a_second_has_36_tokens(name, written, tmp_path):
     model = load_model(None, str(written / name))
     processor = load_processor(None, str(written / name), model.config)
     write_mp4(tmp_path / "clip.mp4", render(split_world("test", 0, (4,))), FPS)
@@ -47,3 +45,20 @@ def test_the_weights_are_the_same_every_time(written, tmp_path):
         first, again = (load_file(parent / folder.name / "model.safetensors") for parent in (written, tmp_path))
         assert first.keys() == again.keys() and all(torch.equal(first[key], again[key]) for key in first)
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["internvl", "llava_onevision"])
+def test_the_language_model_may_come_from_qtsplus_tiny(name, written, tmp_path):
+    source = hub_configs() / "qtsplus-tiny"
+    write_tinyworld_models(tmp_path, source)
+    given = load_file(source / "model.safetensors")
+    random, made = (load_file(folder / name / "model.safetensors") for folder in (written, tmp_path))
+    assert made.keys() == random.keys()
+    for key, weight in made.items():
+        lent = given.get(key) if ".language_model." in key else None
+        if lent is None:
+            assert key == "lm_head.weight" or torch.equal(weight, random[key])
+        else:  # the backbone's own special tokens stay as they were
+            assert torch.equal(weight[: len(lent)], lent) and torch.equal(weight[len(lent) :], random[key][len(lent) :])
+    if "lm_head.weight" in made:
+        assert torch.equal(made["lm_head.weight"], made["model.language_model.embed_tokens.weight"])

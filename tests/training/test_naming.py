@@ -1,4 +1,4 @@
-"""Dense supervision: what every visual token shows, and the second it stands in."""
+"""Dense supervision: what every visual token shows, and the second, row and column it stands in."""
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from training_examples import assert_same_training, collate, examples, make_trai
 
 WORDS = ("nothing", "red", "blue", "circle", "star")
 ASPECTS = (("nothing", "red", "blue"), ("nothing", "circle", "star"))
+PLACES = (torch.arange(20, 30), torch.arange(30, 36), torch.arange(36, 42))
 
 
 def some_labels(grid: tuple[int, int, int], seed: int = 0) -> np.ndarray:
@@ -26,11 +27,9 @@ def some_labels(grid: tuple[int, int, int], seed: int = 0) -> np.ndarray:
 
 
 def words_of(grid: tuple[int, int, int], seed: int = 0) -> naming.TokenWords:
-    """As for a vocabulary in which these words have the ids 10 to 14, and the digits 20 to 29."""
+    """As for a vocabulary in which these words have the ids 10 to 14, and the signs of a place those of [`PLACES`]."""
     aspects = torch.tensor([[word in aspect for word in WORDS] for aspect in ASPECTS])
-    return naming.TokenWords(
-        torch.from_numpy(some_labels(grid, seed)), torch.arange(10, 15), aspects, torch.arange(20, 30)
-    )
+    return naming.TokenWords(torch.from_numpy(some_labels(grid, seed)), torch.arange(10, 15), aspects, PLACES)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def test_the_loss_is_that_of_every_token_by_itself():
     torch.manual_seed(0)
     features, embeddings = torch.randn(12, 8, requires_grad=True), torch.randn(32, 8, requires_grad=True)
     named = words_of((3, 2, 2))
-    loss = naming.naming_loss(features, named, embeddings)
+    loss = naming.naming_loss(features, named.labels_on((3, 2, 2)), named, embeddings)
 
     means = []
     for aspect, words in enumerate(ASPECTS):
@@ -65,8 +64,33 @@ def test_the_loss_is_that_of_every_token_by_itself():
 
 def test_tokens_without_any_word_add_nothing():
     named = words_of((1, 1, 2))
-    silent = naming.TokenWords(torch.full_like(named.labels, UNNAMED), named.words, named.aspects, named.digits)
-    assert naming.naming_loss(torch.randn(2, 8), silent, torch.randn(32, 8)) == 0
+    silent = torch.full_like(named.labels_on((1, 1, 2)), UNNAMED)
+    assert naming.naming_loss(torch.randn(2, 8), silent, named, torch.randn(48, 8)) == 0
+
+
+def test_a_token_of_several_cells_names_what_each_of_them_shows():
+    """A red circle and a blue one beside nothing; nothing alone; a star beside what has no label."""
+    cells = [[[1, 3], [2, 3], [0, 0], [0, 0]], [[0, 0]] * 4, [[UNNAMED, UNNAMED], [2, 4], [0, 0], [0, 0]]]
+    grid = torch.tensor(cells).reshape(1, 3, 2, 2, 2).permute(0, 2, 1, 3, 4).reshape(1, 2, 6, 2)
+    named = naming.TokenWords(grid, torch.arange(10, 15), words_of((1, 1, 1)).aspects, PLACES)
+    labels = named.labels_on((1, 1, 3))
+    assert labels.tolist() == cells
+    features, embeddings = torch.randn(3, 8), torch.randn(48, 8)
+    loss = naming.naming_loss(features, labels, named, embeddings)
+    tokens = F.rms_norm(features, (8,))
+    colours = -(tokens @ embeddings[[10, 11, 12]].T).log_softmax(-1)
+    shapes = -(tokens @ embeddings[[10, 13, 14]].T).log_softmax(-1)
+    by_hand = [
+        (colours[0, 1] + colours[0, 2]) / 2 + colours[1, 0] + colours[2, 2],
+        shapes[0, 1] + shapes[1, 0] + shapes[2, 2],
+    ]
+    torch.testing.assert_close(loss, sum(by_hand) / 6)
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 3), (1, 4, 3), (1, 1, 2), (1, 3, 6)])
+def test_a_grid_that_does_not_cover_whole_cells_is_refused(grid):
+    with pytest.raises(ValueError, match="token_words name a grid of .1, 2, 3. tokens; the model has"):
+        words_of((1, 2, 3)).labels_on(grid)
 
 
 def test_a_file_comes_back_as_it_was_written(tmp_path, tokenizer):
@@ -77,7 +101,7 @@ def test_a_file_comes_back_as_it_was_written(tmp_path, tokenizer):
     np.testing.assert_array_equal(found.labels, written.labels)
     loaded = naming.load_token_words(tmp_path / "words.safetensors", tokenizer)
     assert tokenizer.convert_ids_to_tokens(loaded.words.tolist()) == [f"\u0120{word}" for word in WORDS]
-    assert tokenizer.decode(loaded.digits) == "0123456789"
+    assert [tokenizer.decode(signs) for signs in loaded.places] == ["0123456789", "abcdefghijklm", "nopqrstuvwxyz"]
     assert [[WORDS[index] for index in aspect.nonzero()] for aspect in loaded.aspects] == list(map(list, ASPECTS))
 
 
@@ -135,7 +159,7 @@ def test_micro_batches_add_up_to_one_big_batch(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [{}, {"selection": "random", "retention": 0.5}])
-def test_seconds_are_told_by_the_tokens_that_are_left(tmp_path, keep):
+def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
     model = make_trainer(tmp_path).model
     rows = examples(5)[1:]
     inputs = collate_with_words(rows)
@@ -151,16 +175,19 @@ def test_seconds_are_told_by_the_tokens_that_are_left(tmp_path, keep):
         t, h, w, _ = word.labels.shape
         columns = outputs.qtsplus.columns[row]
         visual = (inputs["input_ids"][row] == model.config.video_token_id).nonzero()[:, 0].tolist()
-        states = outputs.hidden_states[-2][row]
+        states = outputs.hidden_states[1][row]
         parts = []
         for place, column in enumerate(columns.tolist()):
             if column in visual:
-                second = visual.index(column) // (h * w)
-                scores = embeddings[20:30] @ F.rms_norm(states[place], states[place].shape)
-                parts.append(-scores.log_softmax(0)[second])
-        assert len(parts) == len(outputs.qtsplus.kept_indices[row]) and (not keep or len(parts) < t * h * w)
-        shown = naming.naming_loss(inputs["video_features"][row], word, embeddings)
-        torch.testing.assert_close(loss, shown + naming.SECOND_WEIGHT * torch.stack(parts).mean())
+                index = visual.index(column)
+                state = F.rms_norm(states[place], states[place].shape)
+                where = index // (h * w), index // w % h, index % w
+                for signs, number in zip(PLACES, where, strict=True):
+                    parts.append(-(embeddings[signs] @ state).log_softmax(0)[number])
+        kept = len(outputs.qtsplus.kept_indices[row])
+        assert len(parts) == 3 * kept and (not keep or kept < t * h * w)
+        shown = naming.naming_loss(inputs["video_features"][row], word.labels_on((t, h, w)), word, embeddings)
+        torch.testing.assert_close(loss, shown + naming.PLACE_WEIGHT * torch.stack(parts).mean())
     assert labels.shape == inputs["input_ids"].shape
 
 

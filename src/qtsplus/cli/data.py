@@ -179,13 +179,15 @@ def tinyworld(
     conversations: Annotated[
         bool, typer.Option("--conversations", help="Write one record per video, with its questions as turns.")
     ] = False,
+    frame_size: Annotated[
+        int, typer.Option(help="Pixels a side: 168, 84, 56 or 28. The same videos and questions, smaller.")
+    ] = 168,
     workers: Annotated[int, typer.Option(help="How many processes render.", min=1)] = 1,
 ) -> None:
     """Render TinyWorld: videos of moving shapes, with questions, answers and captions for `qtsplus train`."""
     with one_line_errors():
         from ..data.tinyworld import build_dataset
 
-        records = build_dataset(
-            out, split, size, seconds or (8, 16), max_objects, multiple_choice, conversations, workers, crowd=crowd
-        )
+        given = seconds or (8, 16), max_objects, multiple_choice, conversations, workers
+        records = build_dataset(out, split, size, *given, crowd=crowd, frame_size=frame_size)
     wrote(records)

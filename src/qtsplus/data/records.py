@@ -62,6 +62,7 @@ def _inside(vision_id: str) -> str:
 String = Annotated[str, AfterValidator(_encodable)]
 Text = Annotated[String, AfterValidator(_filled)]
 VisionId = Annotated[Text, AfterValidator(_inside)]
+Index = Annotated[int, Strict(), Field(ge=0)]
 Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 
 
@@ -166,11 +167,12 @@ class VideoRecord:
             and every answer is supervised. Many questions about a video then cost one pass over it.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
         token_words: a safetensors file that names what each visual token shows, see `NamedTokens`.
+        needles: of each answer in turn, the visual tokens of that file's grid that it rests on; may be empty.
         id: of the record in its set.
 
     Raises:
         ValueError: a value of another type, an empty video or question, an unknown source, an `fps` that is not above
-            0.
+            0, or needles of more or fewer answers.
     """
 
     video: Text | None
@@ -183,7 +185,14 @@ class VideoRecord:
     earlier: tuple[tuple[String, String], ...] = ()
     fps: Rate | None = None
     token_words: String | None = None
+    needles: tuple[tuple[Index, ...], ...] = ()
     id: String | None = None
+
+    @model_validator(mode="after")
+    def _check_needles(self) -> "VideoRecord":
+        if self.needles and len(self.needles) != len(self.earlier) + 1:
+            raise ValueError(f"has needles of {len(self.needles)} answers, but {len(self.earlier) + 1} answers")
+        return self
 
     def row(self) -> dict[str, Any]:
         """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""

@@ -36,6 +36,8 @@ from qtsplus.data.questions import (
 from qtsplus.data.scene import CELL, FPS, FRAME_SIZE, GRID, Sighting, World, WorldObject, make_world, render
 from qtsplus.data.token_words import NamedTokens, write_token_words
 
+FRAME_SIZES = tuple(FRAME_SIZE // times for times in (1, 2, 3, 6))  # all of whole visual tokens
+
 # The seeds of one split are never those of another.
 SPLITS = {
     "train": range(0, 10_000_000),
@@ -108,6 +110,7 @@ def build_dataset(
     workers: int = 1,
     progress: bool = True,
     crowd: bool = False,
+    frame_size: int = FRAME_SIZE,
 ) -> str:
     """
     Writes `size` worlds of a split as `<folder>/<split>/<index>.mp4` and their questions as `<folder>/<split>.jsonl`.
@@ -126,6 +129,8 @@ def build_dataset(
         workers: processes that render.
         progress: show a progress bar.
         crowd: crowded worlds, see [`make_crowd`].
+        frame_size: pixels a side of the frames, [`FRAME_SIZE`] or a part of it in whole visual tokens: the same videos,
+            smaller. Their records and what the tokens show stay those of full size.
 
     Returns:
         The path of the JSONL file, which training reads. A record has the fields of [`Question`] and `id`, `video`
@@ -135,14 +140,18 @@ def build_dataset(
         ValueError: an argument out of range, or videos in the folder that other arguments made.
     """
     most = _most_objects(max_objects, crowd)
-    made_with = {"seconds": list(seconds), "max_objects": most, "crowd": crowd}
+    made_with: dict[str, Any] = {"seconds": list(seconds), "max_objects": most, "crowd": crowd}
+    if frame_size != FRAME_SIZE:
+        made_with["frame_size"] = frame_size
     make = functools.partial(split_world, split, seconds=tuple(seconds), max_objects=most, crowd=crowd)
     _check_arguments(split, size, seconds, most, crowd, multiple_choice, workers)
+    if frame_size not in FRAME_SIZES:
+        raise ValueError(f"frame_size={frame_size!r}: expected one of {', '.join(map(str, FRAME_SIZES))}.")
     folder = os.fspath(folder)
     os.makedirs(os.path.join(folder, split), exist_ok=True)
     first_video = hashlib.sha256(draw_world(make(0)).tobytes()).hexdigest()
     _check_videos(os.path.join(folder, split), {**made_with, "first_video": first_video})
-    jobs = [(os.path.join(folder, _video_name(split, index)), index, make) for index in range(size)]
+    jobs = [(os.path.join(folder, _video_name(split, index)), index, make, frame_size) for index in range(size)]
     with contextlib.ExitStack() as stack:
         done: Iterable[World] = map(_write_video, jobs)
         if workers > 1:
@@ -193,9 +202,9 @@ def _check_videos(folder: str, wanted: dict[str, Any]) -> None:
             f"{folder} holds videos, but no videos.json says how they were made: remove the folder or choose another."
         ) from error
     differing = [
-        f"{name}={found.get(name)}, not {wanted[name]}"
-        for name in ("seconds", "max_objects", "crowd")
-        if found.get(name) != wanted[name]
+        f"{name}={found.get(name)}, not {wanted.get(name)}"
+        for name in ("seconds", "max_objects", "crowd", "frame_size")
+        if found.get(name) != wanted.get(name)
     ]
     if not differing and found.get("first_video") != wanted["first_video"]:
         differing = ["another version of this package or of its libraries"]
@@ -214,26 +223,44 @@ def _words_name(video: str) -> str:
     return video.removesuffix(".mp4") + ".safetensors"
 
 
-def _write_video(job: tuple[str, int, Callable[[int], World]]) -> World:
-    path, index, make = job
+def _write_video(job: tuple[str, int, Callable[[int], World], int]) -> World:
+    path, index, make, frame_size = job
     world = make(index)
     if not os.path.exists(path):
         # Written under another name first: a file that stands there is whole.
         part = path.removesuffix(".mp4") + ".part.mp4"
-        write_mp4(part, draw_world(world), FPS)
+        write_mp4(part, _shrink(draw_world(world), frame_size), FPS)
         if isinstance(world, Crowd):
-            labels = token_labels(world, (world.seconds, GRID, GRID))
+            labels = token_labels(world, _grid(world))
             write_token_words(_words_name(path), NamedTokens(labels, LABEL_WORDS, ASPECTS))
         os.replace(part, path)
     return world
 
 
+def _shrink(frames: np.ndarray, frame_size: int) -> np.ndarray:
+    """`[T, FRAME_SIZE, FRAME_SIZE, 3]` uint8 frames with `frame_size` pixels a side, each the mean of those it covers."""
+    times = FRAME_SIZE // frame_size
+    if times == 1:
+        return frames
+    covered = frames.reshape(len(frames), frame_size, times, frame_size, times, 3)
+    return covered.mean(axis=(2, 4)).round().astype(np.uint8)
+
+
+def _grid(world: World) -> tuple[int, int, int]:
+    """Of a world's visual tokens, one step a second."""
+    return world.seconds, GRID, GRID
+
+
 def _records(split: str, index: int, world: World, multiple_choice: float, made_with: dict[str, Any]) -> Iterator[dict]:
     for number, question in enumerate(ask_world(world, multiple_choice)):
+        supervision: dict[str, Any] = {}
+        if isinstance(world, Crowd):
+            needles = sorted(set[int]().union(*(part.tolist() for part in evidence_tokens(question, _grid(world)))))
+            supervision = {"token_words": _words_name(_video_name(split, index)), "needles": [needles]}
         yield {
             "id": f"{split}-{index:06d}-{number:02d}",
             "video": _video_name(split, index),
-            **({"token_words": _words_name(_video_name(split, index))} if isinstance(world, Crowd) else {}),
+            **supervision,
             "split": split,
             "seed": world.seed,
             **made_with,
@@ -246,8 +273,9 @@ def _records(split: str, index: int, world: World, multiple_choice: float, made_
 
 def _conversation(records: list[dict], rng: np.random.Generator) -> dict:
     """The records of one video, in random order, as the turns that end in the last of them."""
-    *earlier, last = (records[index] for index in rng.permutation(len(records)))
-    return {**last, "earlier": [[record["question"], record["answer"]] for record in earlier]}
+    *earlier, last = turns = [records[index] for index in rng.permutation(len(records))]
+    supervision = {"needles": [record["needles"][0] for record in turns]} if "needles" in last else {}
+    return {**last, **supervision, "earlier": [[record["question"], record["answer"]] for record in earlier]}
 
 
 __all__ = [

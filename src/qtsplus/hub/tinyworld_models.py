@@ -1,15 +1,18 @@
-"""Random models of other backbones, large enough to learn TinyWorld: `python -m qtsplus.hub.tinyworld_models FOLDER`.
+"""Models of other backbones, large enough to learn TinyWorld: `python -m qtsplus.hub.tinyworld_models FOLDER [MODEL]`.
 
 Writes FOLDER/internvl and FOLDER/llava_onevision, each with its processor, one frame of 36 visual tokens per second and
-the widths of qtsplus-tiny. What a layer of the vision tower adds starts out small in both: InternVL has a scale for it,
-0.1 at the start; SigLIP has none. `recipes/tinyworld-internvl*.yaml` and `recipes/tinyworld-llava*.yaml` train them.
+the widths of qtsplus-tiny. Their weights are random, but for a language model that may come from MODEL, a folder with a
+qtsplus-tiny. What a layer of the vision tower adds starts out small in both: InternVL has a scale for it, 0.1 at the
+start; SigLIP has none. docs/backbones.md says how they are trained.
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import InternVLVideoProcessor, LlavaOnevisionVideoProcessor, Qwen2Tokenizer
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
@@ -136,17 +139,33 @@ def _start_small(siglip: Any) -> None:
         layer.mlp.fc2.weight.mul_(0.1)
 
 
-def write_tinyworld_models(folder: str | Path) -> list[Path]:
+@torch.no_grad()
+def _take_language_model(model: Any, source: Mapping[str, torch.Tensor]) -> None:
+    """Copies the weights of qtsplus-tiny's language model. The special tokens of a backbone's own stay random."""
+    for name, weight in model.model.language_model.state_dict().items():
+        given = source["model.language_model." + name]
+        weight[: len(given)] = given
+    model.lm_head.weight.copy_(model.get_input_embeddings().weight)
+
+
+def write_tinyworld_models(folder: str | Path, language_model: str | Path | None = None) -> list[Path]:
     """
     Writes both models with their processors; the same weights every time.
+
+    Args:
+        language_model: a folder with a qtsplus-tiny, whose language model both start from.
 
     Returns:
         the folders `internvl` and `llava_onevision` in `folder`.
     """
     folders = []
+    source = None if language_model is None else load_file(Path(language_model, "model.safetensors"))
     for name, make in (("internvl", make_internvl), ("llava_onevision", make_llava_onevision)):
         folders.append(Path(folder, name))
-        for part in make():
+        model, processor = make()
+        if source is not None:
+            _take_language_model(model, source)
+        for part in (model, processor):
             part.save_pretrained(folders[-1])
     return folders
 
@@ -155,7 +174,7 @@ __all__ = ["chat_template", "make_internvl", "make_llava_onevision", "tiny_token
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m qtsplus.hub.tinyworld_models FOLDER")
-    for written in write_tinyworld_models(sys.argv[1]):
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python -m qtsplus.hub.tinyworld_models FOLDER [MODEL]")
+    for written in write_tinyworld_models(*sys.argv[1:]):
         print(f"Wrote {written}")

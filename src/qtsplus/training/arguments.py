@@ -24,6 +24,8 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
             *(
                 "relevance_weight",
                 "naming_weight",
+                "looking_weight",
+                "looking_layer",
                 "dual_learning_rate",
                 "dual_damping",
                 "warmup_steps",
@@ -109,7 +111,11 @@ class QTSplusTrainingArguments(TrainingArguments):
     > Dense supervision of a small base
 
         naming_weight (`float`, defaults to 0): weight of the cross-entropy of what every visual token shows, for
-            records with `token_words`, and of the second that it stands in.
+            records with `token_words`, and of the second, row and column that it stands in.
+        looking_weight (`float`, defaults to 0): for records with `needles`, weight of -log of the share of the
+            attention that an answer pays to the visual tokens it rests on. Half of the attention is enough. Not in
+            steps that leave tokens out.
+        looking_layer (`int`, defaults to 1): the layer of the language model that is to look, counted from 0.
 
     Raises:
         ValueError: arguments that exclude each other or are out of range.
@@ -138,6 +144,8 @@ class QTSplusTrainingArguments(TrainingArguments):
     relevance_heads: list[tuple[int, int]] | None = field(default=None)
     relevance_from: str = field(default="answer", metadata={"choices": RELEVANCE_FROM})
     naming_weight: float = field(default=0.0)
+    looking_weight: float = field(default=0.0)
+    looking_layer: int = field(default=1)
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
 
@@ -172,6 +180,8 @@ class QTSplusTrainingArguments(TrainingArguments):
                 "naming_weight teaches the vision tower and the language model: set freeze_vision_model or "
                 "freeze_language_model to false."
             )
+        if self.looking_weight and self.freeze_language_model:
+            raise ValueError("looking_weight teaches the language model: set freeze_language_model to false.")
         self._check_relevance()
         self.parsed_schedules()
 

@@ -321,19 +321,25 @@ def attention_to_tokens(
         scaling: of the scores.
         window: how many tokens a place sees, itself included; all before it if `None`.
     """
-    (heads, count, _), (kv_heads, length, _) = queries.shape, keys.shape
+    (heads, count, _), length = queries.shape, keys.shape[1]
     precise = torch.promote_types(queries.dtype, torch.float32)
-    grouped = queries.to(precise).unflatten(0, (kv_heads, -1)) * scaling
-    keys = keys.to(precise).transpose(1, 2)[:, None]
-    order = torch.arange(length, device=keys.device)
     total = torch.zeros(heads, len(tokens), dtype=precise, device=keys.device)
-    with torch.autocast(keys.device.type, enabled=False):
-        for block in torch.arange(count, device=keys.device).split(max(1, 2**24 // (heads * length))):
-            distance = places[block, None] - order
-            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            scores = (grouped[:, :, block] @ keys).masked_fill(hidden, -torch.inf)
-            total += scores.softmax(-1)[..., tokens].sum(2).flatten(0, 1)
+    for block in torch.arange(count, device=keys.device).split(max(1, 2**24 // (heads * length))):
+        total += attention_rows(queries[:, block], keys, places[block], scaling, window)[..., tokens].sum(1)
     return total / count
+
+
+def attention_rows(
+    queries: torch.Tensor, keys: torch.Tensor, places: torch.Tensor, scaling: float, window: int | None = None
+) -> torch.Tensor:
+    """Causal attention from some places of a sequence to all of it, `[heads, n, S]`; as in [`attention_to_tokens`]."""
+    precise = torch.promote_types(queries.dtype, torch.float32)
+    distance = places[:, None] - torch.arange(keys.shape[1], device=keys.device)
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    with torch.autocast(keys.device.type, enabled=False):
+        grouped = queries.to(precise).unflatten(0, (len(keys), -1)) * scaling
+        scores = grouped @ keys.to(precise).transpose(1, 2)[:, None]
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1).flatten(0, 1)
 
 
 def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER) -> dict[int, Any]:
@@ -407,7 +413,18 @@ def noting_attention(
         _Row(seen_from, tokens, by_head={} if by_head else None)
         for seen_from, tokens in zip(places, candidates, strict=True)
     ]
-    language_model = base.model.language_model
+    with noting(base.model.language_model, rows, choice):
+        yield rows
+
+
+@contextmanager
+def noting(language_model: Any, rows: Sequence[Any], choice: AttentionChoice = EVERY_LAYER) -> Iterator[None]:
+    """
+    While it lasts, every row of a batch takes notes of each chosen layer's queries and keys.
+
+    Args:
+        rows: each has `taught`, whether it takes any, `columns`, which is set, and `note`, as [`_Row`] has them.
+    """
     modules = attention_modules(language_model, choice)
     configs = {layer: module.config for layer, module in modules.items()}
 
@@ -426,7 +443,7 @@ def noting_attention(
             module.config.noted = [partial(row.note, layer, choice.of_layer(layer)) for row in rows if row.taught]
             module.config.noted_rows = [index for index, row in enumerate(rows) if row.taught]
             module.config.own_attention = configs[layer]._attn_implementation
-        yield rows
+        yield
     finally:
         hook.remove()
         for layer, module in modules.items():
@@ -451,9 +468,11 @@ __all__ = [
     "AttentionChoice",
     "answer_attention",
     "attention_modules",
+    "attention_rows",
     "attention_to_tokens",
     "check_relevance",
     "note_targets",
+    "noting",
     "noting_attention",
     "own_teaching",
     "relevance_divergences",

@@ -41,6 +41,7 @@ class VideoQACollator:
             `[B, L]` if any row has a query of its own (the others take theirs from `query_mask`); the pixels of all
             videos in order, or a list of their `video_features`; a list of the rows' `attention` `[M]` if any row has
             a target (empty for the others); a list of their `token_words` if any row has them (`None` for the others);
+            a list of the rows' `needles` if any row has some (none for the others);
             `source_ids` `[B]`, indices into [`SOURCES`]; and `skipped`, a list of [`SkippedRecord`].
         """
         skipped = [example for example in examples if isinstance(example, SkippedRecord)]
@@ -71,6 +72,8 @@ class VideoQACollator:
             batch["attention"] = [row.get("attention", torch.zeros(0)) for row in rows]
         if any("token_words" in row for row in rows):
             batch["token_words"] = [row.get("token_words") for row in rows]
+        if any("needles" in row for row in rows):
+            batch["needles"] = [row.get("needles", ()) for row in rows]
         batch["skipped"] = skipped
         return batch
 

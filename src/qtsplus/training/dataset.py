@@ -58,6 +58,7 @@ class VideoQADataset(Dataset):
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         features: of the videos, see [`encode_videos`]; they take the place of the pixels.
         name_tokens: give the `token_words` of records that have them.
+        find_needles: give their `needles`.
 
     `targets`, when set, are those of attention distillation; see [`note_targets`].
 
@@ -73,8 +74,9 @@ class VideoQADataset(Dataset):
         processor_kwargs: Mapping[str, Any] | None = None,
         features: VideoFeatures | None = None,
         name_tokens: bool = False,
+        find_needles: bool = False,
     ):
-        self.name_tokens = name_tokens
+        self.name_tokens, self.find_needles = name_tokens, find_needles
         self.records = list(records)
         self.features = features
         self.targets: AttentionTargets | None = None
@@ -99,7 +101,7 @@ class VideoQADataset(Dataset):
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
             video's `pixel_values_videos` (or its `video_features` `[k, d]`), `video_grid_thw` `[1, 3]` and
             `second_per_grid_ts` `[1]`; its `attention` `[M]` where there is a target; its `token_words`, a
-            [`TokenWords`], where they are wanted; and `source`.
+            [`TokenWords`], where they are wanted; its `needles`, `[k]` for each answer, likewise; and `source`.
             [`SkippedRecord`] for a video that cannot be read, and for a prompt that leaves no room for its answer.
         """
         record = self.records[index]
@@ -135,6 +137,8 @@ class VideoQADataset(Dataset):
             example |= {} if attention is None else {"attention": attention}
         if self.name_tokens and record.token_words is not None:
             example["token_words"] = load_token_words(record.token_words, self.processor.tokenizer)
+        if self.find_needles and record.needles:
+            example["needles"] = [torch.tensor(needles, dtype=torch.int64) for needles in record.needles]
         return {**example, "source": record.source}
 
     def _process(self, record: VideoRecord) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Dense supervision of a small base: every visual token says in words what it shows, and the second it stands in.
+"""Dense supervision of a small base: every visual token says in words what it shows, and where and when it stands.
 
 An answer says a word or two about a whole video, so a small model takes long to find out what its tokens are for. No
-parameters are added: a word's score is the product of its embedding with the normalised token, as the merger gives it;
-a second's, with the token as the last layer of the language model finds it.
+parameters are added: a word's score is the product of its embedding with the normalised token, as the merger gives it.
+Its second, row and column are scored with the token as the second layer of the language model finds it, since that is
+the layer that looks things up. They are a digit and two letters.
 """
 
 import os
@@ -17,7 +18,8 @@ from ..data.token_words import UNNAMED, read_token_words
 from ..inputs_qtsplus import take_inputs
 from ..prompt_qtsplus import VIDEO
 
-SECOND_WEIGHT = 0.5  # beside the words'
+PLACE_WEIGHT = 0.5  # beside the words'
+SECONDS, ROWS, COLUMNS = "0123456789", "abcdefghijklm", "nopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,31 @@ class TokenWords:
     Args:
         labels: `[T, H, W, k]` int64, of each of k aspects (such as colour and shape) an index into `words`, or -100.
         words: `[n]` int64, the language model's token of each word.
-        aspects: `[k, n]` bool, which words an aspect can be.
-        digits: `[10]` int64, the tokens of the digits.
+        aspects: `[k, n]` bool, which words an aspect can be; the first of them stands for nothing.
+        places: the tokens of [`SECONDS`], [`ROWS`] and [`COLUMNS`], int64 each.
     """
 
     labels: torch.Tensor
     words: torch.Tensor
     aspects: torch.Tensor
-    digits: torch.Tensor
+    places: tuple[torch.Tensor, ...]
+
+    def labels_on(self, grid: Sequence[int]) -> torch.Tensor:
+        """
+        The labels of a model's tokens, `[M, cells, k]`: of all cells that each of them covers, more than one where the
+        model reads the video smaller.
+
+        Args:
+            grid: (T, h, w) of the model's tokens.
+
+        Raises:
+            ValueError: a grid whose tokens do not cover as many whole cells each.
+        """
+        (time, height, width, k), (steps, rows, columns) = self.labels.shape, grid
+        if time != steps or height % rows or width % columns:
+            raise ValueError(f"token_words name a grid of {(time, height, width)} tokens; the model has {tuple(grid)}.")
+        cells = self.labels.reshape(time, rows, height // rows, columns, width // columns, k)
+        return cells.transpose(2, 3).reshape(time * rows * columns, -1, k)
 
 
 def load_token_words(path: str | os.PathLike, tokenizer: Any) -> TokenWords:
@@ -53,7 +72,7 @@ def load_token_words(path: str | os.PathLike, tokenizer: Any) -> TokenWords:
         torch.from_numpy(named.labels),
         torch.tensor([_only_token(tokenizer, f" {word}") for word in named.words]),
         torch.tensor([[word in aspect for word in named.words] for aspect in named.aspects]),
-        torch.tensor([_only_token(tokenizer, str(digit)) for digit in range(10)]),
+        tuple(torch.tensor([_only_token(tokenizer, sign) for sign in signs]) for signs in (SECONDS, ROWS, COLUMNS)),
     )
 
 
@@ -77,7 +96,7 @@ def naming_losses(
     model: Any, inputs: Mapping[str, Any], outputs: Any, token_words: Sequence[TokenWords | None]
 ) -> torch.Tensor:
     """
-    Cross-entropy of what each row's visual tokens show, and of the seconds they stand in.
+    Cross-entropy of what each row's visual tokens show, and of the seconds, rows and columns that they stand in.
 
     Args:
         model: a QTSplus model.
@@ -86,7 +105,7 @@ def naming_losses(
         token_words: per row, or `None`.
 
     Returns:
-        `[named rows]`: the mean over aspects and tokens, and half the mean over tokens of the second's.
+        `[named rows]`: the mean over aspects and tokens, and half of the places'.
 
     Raises:
         ValueError: labels for another grid than the model's.
@@ -97,41 +116,51 @@ def naming_losses(
     if len(features) != len(named):
         raise ValueError(f"{len(named)} rows have token_words, but there are {len(features)} videos.")
     embeddings = model.get_input_embeddings().weight
-    places = model.model.candidates(ids, mask, take_inputs(dict(inputs))[0])
-    losses, seconds = [], torch.full_like(ids, UNNAMED)
+    candidates = model.model.candidates(ids, mask, take_inputs(dict(inputs))[0])
+    losses, placed = [], [torch.full_like(ids, UNNAMED) for _ in (SECONDS, ROWS, COLUMNS)]
     durations = inputs["second_per_grid_ts"].tolist()
     for (row, words), tokens, grid, duration in zip(named, features, grids, durations, strict=True):
-        if tuple(words.labels.shape[:-1]) != tuple(grid):
-            raise ValueError(
-                f"token_words name a grid of {tuple(words.labels.shape[:-1])} tokens; the model has {tuple(grid)}."
-            )
-        losses.append(naming_loss(tokens[:, : embeddings.shape[-1]], words, embeddings))
-        starts = (torch.arange(grid[0]) * duration).long().repeat_interleave(grid[1] * grid[2])
-        starts = starts.where(starts < len(words.digits), UNNAMED)
-        seconds[row, mask[row].nonzero()[places[row], 0]] = starts.to(seconds.device)
-    seconds = model.compact_labels(seconds, None, outputs.qtsplus.columns)
-    states = F.rms_norm(outputs.hidden_states[-2].float(), embeddings.shape[-1:])
+        labels = words.labels_on(tuple(grid))
+        losses.append(naming_loss(tokens[:, : embeddings.shape[-1]], labels, words, embeddings))
+        columns = mask[row].nonzero()[candidates[row], 0]
+        steps, *squares = torch.meshgrid(*map(torch.arange, grid), indexing="ij")
+        for target, place, signs in zip(placed, ((steps * duration).long(), *squares), words.places, strict=True):
+            target[row, columns] = place.where(place < len(signs), UNNAMED).flatten().to(target.device)
+    placed = [model.compact_labels(target, None, outputs.qtsplus.columns) for target in placed]
+    states = F.rms_norm(outputs.hidden_states[1].float(), embeddings.shape[-1:])
     told = [
-        _cross_entropy(states[row] @ embeddings[words.digits.to(states.device)].float().T, seconds[row])
+        torch.stack(
+            [
+                _cross_entropy(states[row] @ embeddings[signs.to(states.device)].float().T, target[row])
+                for signs, target in zip(words.places, placed, strict=True)
+            ]
+        ).mean()
         for row, words in named
     ]
-    return torch.stack(losses) + SECOND_WEIGHT * torch.stack(told)
+    return torch.stack(losses) + PLACE_WEIGHT * torch.stack(told)
 
 
-def naming_loss(features: torch.Tensor, named: TokenWords, embeddings: torch.Tensor) -> torch.Tensor:
+def naming_loss(
+    features: torch.Tensor, labels: torch.Tensor, named: TokenWords, embeddings: torch.Tensor
+) -> torch.Tensor:
     """
-    Cross-entropy of what a video's tokens show, the mean over aspects of the means over tokens that have a word.
+    Cross-entropy of what a video's tokens show, the mean over aspects of the means over tokens that have a word. A
+    token of several cells has to name what is in each of them, and nothing only if they all show nothing.
 
     Args:
         features: `[M, d]`, of the video's tokens.
+        labels: `[M, cells, k]`, of [`TokenWords.labels_on`].
         embeddings: `[V, d]`, of the language model's tokens.
     """
     normalised = F.rms_norm(features.float(), features.shape[-1:])
     scores = normalised @ embeddings[named.words.to(embeddings.device)].float().T
-    losses = []
-    for aspect, labels in zip(named.aspects.cpu(), named.labels.cpu().flatten(0, 2).T, strict=True):
-        place = (aspect.cumsum(0) - 1)[labels.clamp(min=0)]  # among the aspect's own words
-        losses.append(_cross_entropy(scores[:, aspect], place.where(labels != UNNAMED, UNNAMED)))
+    labels, losses = labels.to(scores.device), []
+    for aspect, own in zip(named.aspects.to(scores.device), labels.unbind(-1), strict=True):
+        place = (aspect.cumsum(0) - 1)[own.clamp(min=0)]  # among the aspect's own words
+        counted = (own != UNNAMED) & ((place > 0) | (place.amax(1, keepdim=True) == 0))
+        surprise = -scores[:, aspect].log_softmax(-1).gather(1, place) * counted
+        words = counted.sum(1)
+        losses.append((surprise.sum(1) / words.clamp(min=1)).sum() / (words > 0).sum().clamp(min=1))
     return torch.stack(losses).mean()
 
 

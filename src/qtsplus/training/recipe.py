@@ -231,8 +231,8 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     def dataset(records: list[VideoRecord]) -> VideoQADataset | None:
         if not records:
             return None
-        named = training.naming_weight > 0
-        return VideoQADataset(records, processor, data.model_max_length, data.processor_kwargs, features, named)
+        dense = training.naming_weight > 0, training.looking_weight > 0
+        return VideoQADataset(records, processor, data.model_max_length, data.processor_kwargs, features, *dense)
 
     train_dataset = dataset(train)
     collator = VideoQACollator(processor)

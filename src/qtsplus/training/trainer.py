@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from .dataset import IGNORED, SkippedRecord
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
+from .looking import looking_losses, watching
 from .muon import MuonBeside, matrix_names
 from .naming import naming_losses, with_features
 from .running_means import RunningMeans
@@ -48,6 +50,7 @@ _LOSSES = (
     "loss_teacher",
     "loss_relevance",
     "loss_naming",
+    "loss_looking",
 )
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
@@ -78,12 +81,12 @@ class QTSplusTrainer(Trainer):
 
         L_SFT + lambda_t (rho M)^2 / n_max^2 + lambda_m rho M / n_max + lambda_s (rho - rho_bar)^2
               + (alpha + damping) (rho M - target_n) + distillation_weight * KL(teacher || student)
-              + relevance_weight * KL(attention || softmax(log r)) + naming_weight * naming
+              + relevance_weight * KL(attention || softmax(log r)) + naming_weight * naming + looking_weight * looking
 
-    The last but one's `attention` is the model's own to each visual token, while it answers with all of them
-    ([`answer_attention`]); `naming` is dense supervision of a base ([`naming_losses`]). Every term is a mean over a
-    whole optimizer step, whatever its division into micro-batches and processes: L_SFT and the first divergence over
-    the supervised tokens, the others over the samples with visual tokens, the attention's over those that have an
+    `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]);
+    `naming` and `looking` are dense supervision of a base ([`naming_losses`], [`looking_losses`]). Every term is a mean
+    over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT and the first divergence
+    over the supervised tokens, the others over the samples with visual tokens, the attention's over those that have an
     answer too. So accumulation over N micro-batches, or N processes, gives the gradient of one big batch. Where
     `rho_prior` is `None`, rho_bar is the mean of rho over all earlier steps (the model's own loss includes the current
     batch, which no accumulation could), and the first step has no prior. `rho M` counts up to `n_max`, as the gate
@@ -95,8 +98,8 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_teacher`, `loss_relevance`, `loss_naming`, `rho`, `n` (kept), `n_asked` (what the budget head asks
-    for), `n_soft` (rho M), `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M),
+    `loss_s`, `loss_teacher`, `loss_relevance`, `loss_naming`, `loss_looking`, `rho`, `n` (kept), `n_asked` (what the
+    budget head asks for), `n_soft` (rho M), `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M),
     and the current `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its
     loss is L_SFT alone.
 
@@ -176,13 +179,14 @@ class QTSplusTrainer(Trainer):
         assert counts is not None
         labels, sources = inputs.pop("labels"), _sources(inputs)
         inputs.pop("source_ids", None)
-        targets, token_words = inputs.pop("attention", None), inputs.pop("token_words", None)
+        targets, token_words, needles = (inputs.pop(name, None) for name in ("attention", "token_words", "needles"))
         if model.training:
             inputs |= self._gaps()
         named = token_words is not None and model.training and self.args.naming_weight > 0
         if named:
             inputs = with_features(base_model(self.model), inputs)
-        outputs, logits, token_losses, rows = self._answer(model, inputs, labels)
+        with self._watching(inputs, labels, needles) as looks:
+            outputs, logits, token_losses, rows = self._answer(model, inputs, labels)
         token_source = sources[rows]
         weights = self._token_weights(counts[: len(SOURCES)])[token_source]
         loss = (weights * token_losses).sum()
@@ -201,6 +205,10 @@ class QTSplusTrainer(Trainer):
             losses = naming_losses(base_model(self.model), inputs, outputs, token_words)
             loss = loss + self.args.naming_weight * losses.sum() / counts[-2].clamp(min=1)
             self.running[True].add("loss_naming", losses.sum(), len(losses))
+        if looks:
+            losses = looking_losses(looks)
+            loss = loss + self.args.looking_weight * losses.sum() / counts[-2].clamp(min=1)
+            self.running[True].add("loss_looking", losses.sum(), len(losses))
         budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training)
         if model.training and self.args.budget_probe is not None and self._retention is None:
             loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
@@ -209,6 +217,12 @@ class QTSplusTrainer(Trainer):
             loss = (loss + budget) * self.accelerator.num_processes
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
+
+    def _watching(self, inputs: Mapping[str, Any], labels: torch.Tensor, needles: Any):
+        """Notes how far the answers look at their needles, where that is taught and no token is left out."""
+        if needles is None or not (self.model.training and self.args.looking_weight) or "retention" in inputs:
+            return nullcontext(())
+        return watching(base_model(self.model), inputs, labels, needles, self.args.looking_layer)
 
     def _gaps(self) -> dict[str, Any]:
         """The fraction to keep in this step, where it is drawn; a model that keeps everything drops at random."""
