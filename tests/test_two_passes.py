@@ -19,7 +19,7 @@ def loaded(tiny_published):
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
     """A folder of 15 frames, in which a square moves: the last step in time has one frame of its own."""
-    folder = tmp_path_factory.mktemp("frames")
+    folder = tmp_path_factory.mktemp("moving-square")
     rng = np.random.default_rng(0)
     for index in range(15):
         frame = rng.integers(150, 250, (112, 168, 3), np.uint8)
