@@ -53,6 +53,14 @@ class QTSplusBackboneMixin:
         """Width of the features of a token: the language model's, and what a backbone puts behind it."""
         return self.get_input_embeddings().embedding_dim
 
+    @property
+    def tile_side(self) -> int | None:
+        """
+        Tokens a side of the part of a frame that the vision tower can be given by itself. `None` if it has to see whole
+        frames, since it learns the absolute place of a patch.
+        """
+        return None
+
     def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> Sequence[torch.Tensor]:
         """Per image or video its tokens, `[k, token_width]`, without newlines."""
         encoder = self.get_image_features if modality == IMAGE else self.get_video_features

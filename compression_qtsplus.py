@@ -1,5 +1,6 @@
 """From the caller's prompt to the shortened one: laid out, encoded, selected and spliced together again."""
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from .selection_qtsplus import LM_ATTENTION
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector, take_rows
 
 Grids = dict[int, list[tuple[int, int, int]]]
+Shapes = dict[int, list[list[tuple[int, int, int]]]]  # of the tokens that are there: one grid, or several in turn
 Features = dict[int, list[torch.Tensor]]
 
 
@@ -84,22 +86,28 @@ class QTSplusCompressionMixin(QTSplusLMAttentionMixin, QTSplusEncodingMixin):
         starts = [0] * len(input_ids) if start_positions is None else list(start_positions)
 
         grids = self._grids(visual)
-        rows = self._layout(input_ids, mask, starts, grids, visual.second_per_grid_ts, position_ids)
-        if visual.video_steps is not None:
-            rows = self._only_steps(rows, grids, visual)
+        places = check_places(visual, grids[VIDEO])
+        whole = self._layout(input_ids, mask, starts, grids, visual.second_per_grid_ts, position_ids)
+        rows = self._only(whole, grids, places)
         features: Features = {
             IMAGE: self.encode(IMAGE, visual.pixel_values, visual.image_grid_thw),
             VIDEO: self.encode(VIDEO, visual.pixel_values_videos, visual.video_grid_thw)
             if visual.video_features is None
-            else self.check_features(VIDEO, visual.video_features, grids[VIDEO]),
+            else self.check_features(VIDEO, visual.video_features, grids[VIDEO], places),
         }
         queries = self.query_states(rows, input_ids, inputs_embeds, mask, selection, earlier)
         asked = None
         if (selection.selection or self.config.qtsplus_config.selection) == LM_ATTENTION:
-            layout = partial(self._layout, grids=grids, second_per_grid_ts=visual.second_per_grid_ts)
-            asked = self.asked_prompt(rows, input_ids, inputs_embeds, mask, starts, selection, earlier, layout)
+
+            def layout(ids: torch.Tensor, mask: torch.Tensor, starts: Sequence[int]) -> list[PromptRow]:
+                return self._only(self._layout(ids, mask, starts, grids, visual.second_per_grid_ts), grids, places)
+
+            asked = self.asked_prompt(whole, rows, input_ids, inputs_embeds, mask, starts, selection, earlier, layout)
             asked.places = asked.places if looking is None else list(looking)
-        selected, qtsplus = self._select(rows, grids, features, queries, selection, sample_gate, asked)
+        shapes = {modality: [[grid] for grid in own] for modality, own in grids.items()}
+        if places is not None:
+            shapes[VIDEO] = [_runs(own, grid) for own, grid in zip(places, grids[VIDEO], strict=True)]
+        selected, qtsplus = self._select(rows, shapes, features, queries, selection, sample_gate, asked)
         return self._splice_rows(input_ids, inputs_embeds, rows, features, selected, qtsplus, pad_left, starts)
 
     def candidates(
@@ -149,26 +157,15 @@ class QTSplusCompressionMixin(QTSplusLMAttentionMixin, QTSplusEncodingMixin):
             )
         return rows
 
-    def _only_steps(self, rows: list[PromptRow], grids: Grids, visual: VisualInputs) -> list[PromptRow]:
-        """The rows with nothing of their videos but these steps in time; `grids` then count those."""
-        steps = visual.video_steps or ()
-        if visual.video_features is None:
-            raise ValueError("Got video_steps without video_features: they say which steps the features are of.")
-        if len(steps) != len(grids[VIDEO]):
-            raise ValueError(f"{len(steps)} video_steps: expected one list per video ({len(grids[VIDEO])}).")
+    def _only(self, rows: list[PromptRow], grids: Grids, places: list[torch.Tensor] | None) -> list[PromptRow]:
+        """The rows with nothing of their videos but the tokens at these places; as they are if `None`."""
+        if places is None:
+            return rows
         present = {
             modality: [torch.ones(t * h * w, dtype=torch.bool) for t, h, w in own] for modality, own in grids.items()
         }
-        for index, (own, (t, h, w)) in enumerate(zip(steps, grids[VIDEO], strict=True)):
-            own = list(own)
-            if not own or own != sorted(set(own)) or not 0 <= own[0] <= own[-1] < t:
-                raise ValueError(
-                    f"video_steps {index} is {own}: expected some of the {t} steps of the grid, ascending."
-                )
-            present[VIDEO][index] = (
-                torch.zeros(t, h * w, dtype=torch.bool).index_fill(0, torch.tensor(own), True).flatten()
-            )
-            grids[VIDEO][index] = (len(own), h, w)
+        for tokens, own in zip(present[VIDEO], places, strict=True):
+            tokens.fill_(False)[own] = True
         narrowed = []
         for row in rows:
             parts = [present[span.modality][span.index] for span in _whole(row.spans, self._candidate_modalities)]
@@ -179,7 +176,7 @@ class QTSplusCompressionMixin(QTSplusLMAttentionMixin, QTSplusEncodingMixin):
     def _select(
         self,
         rows: list[PromptRow],
-        grids: Grids,
+        shapes: Shapes,
         features: Features,
         queries: list[torch.Tensor],
         selection: SelectionInputs,
@@ -194,16 +191,16 @@ class QTSplusCompressionMixin(QTSplusLMAttentionMixin, QTSplusEncodingMixin):
             [features[span.modality][span.index].to(nothing.device) for span in spans] or [nothing]
             for spans in competing
         ]
-        shapes = [[grids[span.modality][span.index] for span in spans] for spans in competing]
+        grids = [[grid for span in spans for grid in shapes[span.modality][span.index]] for spans in competing]
         scores = None
         if asked is not None:
-            pairs = enumerate(zip(sources, shapes, strict=True))
+            pairs = enumerate(zip(sources, grids, strict=True))
             scores = [partial(self.attention_relevance, asked, row, *pair, features) for row, pair in pairs]
         selected, qtsplus = self.qtsplus(
             [[part[:, :width] for part in parts] for parts in sources],
             queries,
             [row.positions[:, row.candidates] for row in rows],
-            shapes,
+            grids,
             retention=selection.retention,
             max_visual_tokens=selection.max_visual_tokens,
             selection=selection.selection,
@@ -274,6 +271,44 @@ class QTSplusCompressionMixin(QTSplusLMAttentionMixin, QTSplusEncodingMixin):
             spread[is_token] = tokens
             tokens = spread
         return tokens, types.to(tokens.device)
+
+
+def check_places(visual: VisualInputs, grids: Sequence[tuple[int, int, int]]) -> list[torch.Tensor] | None:
+    """`video_places` as tensors on the CPU, `[k]` each; `None` without."""
+    if visual.video_places is None:
+        return None
+    if visual.video_features is None:
+        raise ValueError("Got video_places without video_features: they say which tokens the features are of.")
+    if len(visual.video_places) != len(grids):
+        raise ValueError(f"{len(visual.video_places)} video_places: expected one row per video ({len(grids)}).")
+    checked = []
+    for index, (given, (t, h, w)) in enumerate(zip(visual.video_places, grids, strict=True)):
+        own = torch.as_tensor(given, device="cpu")
+        fits = own.ndim == 1 and len(own) > 0 and not own.is_floating_point() and bool((own.diff() > 0).all())
+        if not fits or not 0 <= int(own[0]) <= int(own[-1]) < t * h * w:
+            raise ValueError(
+                f"video_places {index} is {_in_short(own.tolist())}: expected some of the {t * h * w} tokens of the "
+                f"grid, {t} x {h} x {w}, by their indices, ascending."
+            )
+        checked.append(own.long())
+    return checked
+
+
+def _in_short(values: Any) -> str:
+    if not isinstance(values, list) or len(values) <= 8:
+        return str(values)
+    return f"[{', '.join(map(str, values[:3]))}, ..., {values[-1]}], {len(values)} numbers"
+
+
+def _runs(places: torch.Tensor, grid: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+    """
+    Places in a grid as grids of their own, in turn: (steps, 1, tokens) for each run of steps in time that have the same
+    places of the frame, so that a method finds one step's tokens at the places of the step before.
+    """
+    _, height, width = grid
+    _, counts = torch.unique_consecutive(places // (height * width), return_counts=True)
+    steps = [step.tolist() for step in (places % (height * width)).split(counts.tolist())]
+    return [(len(list(run)), 1, len(step)) for step, run in itertools.groupby(steps)]
 
 
 def packed_rows(sign: str) -> ValueError:

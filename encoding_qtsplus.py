@@ -180,17 +180,22 @@ class QTSplusEncodingMixin(QTSplusBackboneMixin):
             grids, capacity, [count // max(t, 1) for count, (t, _, _) in zip(patches, grids, strict=True)]
         )
 
-    def check_features(self, modality: int, features: Sequence[torch.Tensor], grids) -> list[torch.Tensor]:
-        """`[k, token_width]` features that the caller had encoded."""
+    def check_features(
+        self, modality: int, features: Sequence[torch.Tensor], grids, places: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """`[k, token_width]` features that the caller had encoded; with `places` `[k]`, of these tokens alone."""
         name = MODALITIES[modality]
         if len(features) != len(grids):
             raise ValueError(f"{len(features)} {name}_features: expected one per {name} ({len(grids)}).")
         dtype, width = self.get_input_embeddings().weight.dtype, self.token_width
         for index, (tokens, (t, h, w)) in enumerate(zip(features, grids, strict=True)):
-            if tokens.shape != (t * h * w, width):
+            count, of_what = t * h * w, f"merged tokens of its grid, {t} x {h} x {w}"
+            if places is not None:
+                count, of_what = len(places[index]), f"tokens of its {name}_places"
+            if tokens.shape != (count, width):
                 raise ValueError(
-                    f"{name}_features {index} has shape {tuple(tokens.shape)}: expected {(t * h * w, width)}, the "
-                    f"merged tokens of its grid, {t} x {h} x {w}, by the model's width."
+                    f"{name}_features {index} has shape {tuple(tokens.shape)}: expected {(count, width)}, the "
+                    f"{of_what}, by the model's width."
                 )
             if not _is_finite(tokens):
                 raise ValueError(f"NaN or infinity in {name}_features {index}: expected finite numbers.")

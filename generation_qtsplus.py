@@ -255,7 +255,7 @@ class QTSplusGenerationMixin:
             pixels = pixels[flags.repeat_interleave(rows).to(pixels.device)]
         left: dict[str, Any] = dict(zip(names, (pixels, grid[flags.to(grid.device)]), strict=True))
         if modality == VIDEO:
-            for name in ("video_features", "video_steps", "second_per_grid_ts"):
+            for name in ("video_features", "video_places", "second_per_grid_ts"):
                 values = getattr(visual, name)
                 if values is not None and len(values) != len(is_new):
                     raise ValueError(f"{len(values)} {name}: expected one per video ({len(is_new)}).")

@@ -25,8 +25,8 @@ class VisualInputs:
         second_per_grid_ts: `[videos]`, seconds per temporal patch.
         video_features: per video `[k, d]`, as `encode_videos` returns them, in the place of its pixels. On another
             device than the prompt, one row's are moved at a time.
-        video_steps: per video the steps of its grid in time, ascending, whose tokens `video_features` holds. What else
-            the prompt has of the video is left out as if it had not been kept; what is there stays at its place.
+        video_places: per video `[k]`, ascending, which of the tokens of its grid `video_features` holds. What else the
+            prompt has of the video is left out as if it had not been kept; what is there stays at its place.
     """
 
     pixel_values: torch.Tensor | None = None
@@ -35,7 +35,7 @@ class VisualInputs:
     video_grid_thw: torch.Tensor | None = None
     second_per_grid_ts: torch.Tensor | Sequence[float] | None = None
     video_features: Sequence[torch.Tensor] | None = None
-    video_steps: Sequence[Sequence[int]] | None = None
+    video_places: Sequence[torch.Tensor | Sequence[int]] | None = None
 
     @property
     def given(self) -> bool:

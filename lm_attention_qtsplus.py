@@ -244,6 +244,7 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
 
     def asked_prompt(
         self,
+        whole: list[PromptRow],
         rows: list[PromptRow],
         input_ids: torch.Tensor,
         inputs_embeds: torch.Tensor | None,
@@ -258,20 +259,23 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
         the text of earlier turns directly in front of the new one.
 
         Args:
-            rows, input_ids, inputs_embeds, mask, starts, earlier: as in `compress`.
-            layout: from ids, mask and starts to rows.
+            whole, rows: the layout of the caller's prompt, and what is there of it.
+            input_ids, inputs_embeds, mask, starts, earlier: as in `compress`.
+            layout: from ids, mask and starts to what is there of such a prompt.
         """
         questions, given = self._query_mask(input_ids, mask, selection), given_queries(selection, len(input_ids))
-        asked = [row[layout.columns] for row, layout in zip(questions, rows, strict=True)]
         if given is None and earlier is None:
+            asked = [row[layout.columns] for row, layout in zip(questions, rows, strict=True)]
             prompt = AskedPrompt(input_ids, inputs_embeds, rows, list(starts), [])
         else:
-            ids, embeds, asked, starts = self._rewritten(rows, input_ids, inputs_embeds, asked, starts, given, earlier)
+            asked = [row[layout.columns] for row, layout in zip(questions, whole, strict=True)]
+            ids, embeds, asked, starts = self._rewritten(whole, input_ids, inputs_embeds, asked, starts, given, earlier)
             mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
             input_ids = pad_rows(ids, 0, left=False)
             if embeds is not None:
                 embeds = nn.utils.rnn.pad_sequence(embeds, batch_first=True)
             prompt = AskedPrompt(input_ids, embeds, layout(input_ids, mask, starts), list(starts), [])
+            asked = [row[layout.columns] for row, layout in zip(asked, prompt.rows, strict=True)]
         prompt.places = [
             self.looking(prompt.input_ids[b, row.columns], asked[b], row.candidates)
             for b, row in enumerate(prompt.rows)

@@ -45,6 +45,12 @@ class Qwen2_5_VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_
     def tokens_per_second(self) -> float:
         return self.config.vision_config.tokens_per_second
 
+    @property
+    def tile_side(self) -> int:
+        """A window of attention. Only layers over whole frames tell it of other tiles."""
+        vision = self.config.vision_config
+        return vision.window_size // vision.patch_size // vision.spatial_merge_size
+
     def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
         merge = self.config.vision_config.spatial_merge_size
         return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]

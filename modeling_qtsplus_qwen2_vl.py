@@ -54,6 +54,11 @@ class Qwen2VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2VLMode
         self.qtsplus = self.build_selector(config)
         self.post_init()
 
+    @property
+    def tile_side(self) -> int:
+        """As large as a window of Qwen2.5-VL; here every layer would tell it of other tiles."""
+        return 4
+
     def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
         merge = self.config.vision_config.spatial_merge_size
         return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]

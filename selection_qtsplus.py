@@ -6,6 +6,7 @@ and `selection="its_name"` works in the configuration and in every call. A gate 
 stand in [`GATES`].
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,8 @@ class Candidates:
         visual: `[k, d]` of each video (or image) in turn; `k` sum to `M`.
         query: `[L, d]`, the states of the question's words; empty where a prompt has none.
         positions: `[3, M]`, absolute (time, height, width) in the prompt.
-        grids: (time, height, width) of each video in tokens; row by row, frame by frame, they are its `k` tokens.
+        grids: (time, height, width) of each video in tokens; row by row, frame by frame, they are its `k` tokens. A
+            video of which a part is there has several in turn.
         score: computes the log-relevance, once and only for a method that looks at it.
     """
 
@@ -86,7 +88,9 @@ def temporal_redundancy(candidates: Candidates, n: int) -> torch.Tensor:
     is compared with its own mean instead.
     """
     change = []
-    for features, (time, height, width) in zip(candidates.visual, candidates.grids, strict=True):
+    visual = candidates.visual[0] if len(candidates.visual) == 1 else torch.cat(list(candidates.visual))
+    parts = visual.split([math.prod(grid) for grid in candidates.grids])
+    for features, (time, height, width) in zip(parts, candidates.grids, strict=True):
         frames = features.unflatten(0, (time, height * width))
         mean = frames[0].float().mean(0).expand(height * width, -1)
         steps = [(mean, frames[0]), *pairwise(frames)]

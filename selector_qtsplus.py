@@ -333,8 +333,8 @@ class QTSplusSelector(nn.Module):
                 tensor or several, such as those of several videos, which inference never joins.
             query: per row `[L_b, d]`, embeddings of the question, or its states in the language model.
             positions: per row `[3, M_b]`, absolute (time, height, width) of the visual tokens.
-            grids: per row (time, height, width) of each of its tensors, in tokens; for methods that look at
-                neighbours. A tensor is one line of one frame if `None`.
+            grids: per row (time, height, width) in tokens of its videos, or of parts of them, in turn; for methods
+                that look at neighbours. A tensor is one line of one frame if `None`.
             retention: fixes rho, in (0, 1]; one for all rows or one for each.
             max_visual_tokens: caps n for this call, below `n_max`.
             selection: one of `METHODS`; the configuration's if `None`.

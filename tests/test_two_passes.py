@@ -1,12 +1,12 @@
-"""Two passes: a video is read small, and the frames that a question chooses at full size."""
+"""Two passes: a video is read small, and the regions that a question chooses at full size."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from qtsplus import session, two_passes
-from qtsplus.two_passes import TwoPasses, best_steps
+from qtsplus import session
+from qtsplus.two_passes import Tiles, TwoPasses, encode_tiles, open_twice
 
 QUESTION = "What colour is the shape that moves to the left?"
 
@@ -19,9 +19,10 @@ def loaded(tiny_published):
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
     """A folder of 15 frames, in which a square moves: the last step in time has one frame of its own."""
-    folder = tmp_path_factory.mktemp("frames")
+    folder = tmp_path_factory.mktemp("moving-square")
+    rng = np.random.default_rng(0)
     for index in range(15):
-        frame = np.full((112, 168, 3), 200, np.uint8)
+        frame = rng.integers(150, 250, (112, 168, 3), np.uint8)
         frame[30:60, 8 * index : 8 * index + 30] = (200, 20, 20)
         Image.fromarray(frame).save(folder / f"{index:02d}.png")
     return folder
@@ -43,55 +44,120 @@ def seen(loaded, monkeypatch):
 
 
 def test_one_question(loaded, clip, seen):
-    answer = session.ask(
-        *loaded, clip, QUESTION, fps=2, retention=0.1, two_passes=TwoPasses(0.5, 0.25), max_new_tokens=4
-    )
-    assert seen == {(4, 6): 8, (8, 12): 2}, "all steps at half the sides, a quarter of them at full size"
+    """Frames of 4 x 6 tokens, in tiles of 2 x 2."""
+    passes = TwoPasses(0.5, 0.25, tile=2)
+    answer = session.ask(*loaded, clip, QUESTION, fps=2, retention=0.1, two_passes=passes, max_new_tokens=4)
+    assert seen == {(4, 6): 8, (4, 4): 12}, "all steps at half the sides, a quarter of the 48 tiles at full size"
     assert answer.keep_map.shape == (8, 4, 6) and answer.visual_tokens == 8 * 24
-    assert answer.kept_tokens == answer.keep_map.sum() == 20, "a tenth of the whole video, from two steps"
+    assert answer.kept_tokens == answer.keep_map.sum() == 20, "a tenth of the whole video, from twelve tiles"
+    assert answer.rho == pytest.approx(0.1)
     steps = answer.keep_map.flatten(1).any(1).nonzero()[:, 0]
-    assert len(steps) <= 2 and answer.rho == pytest.approx(0.1)
     for one in answer.evidence:
         assert any(one.start <= int(step) < one.end for step in steps)
     assert set(answer.timings) == {"encode", "second_pass", "first_token", "generate"}
 
 
 def test_what_is_kept_stands_where_it_was_chosen(loaded, clip, monkeypatch):
-    monkeypatch.setattr(two_passes, "best_steps", lambda *_: [3, 7])
-    answer = session.ask(*loaded, clip, QUESTION, fps=2, retention=0.2, two_passes=TwoPasses(), max_new_tokens=1)
-    assert answer.keep_map.flatten(1).any(1).nonzero()[:, 0].tolist() == [3, 7]
+    monkeypatch.setattr(Tiles, "best", lambda *_: torch.tensor([[7, 0, 2], [3, 1, 0]]))
+    call = {"fps": 2, "retention": 8 / 192, "max_new_tokens": 1}
+    answer = session.ask(*loaded, clip, QUESTION, two_passes=TwoPasses(tile=2), **call)
+    expected = torch.zeros(8, 4, 6, dtype=torch.bool)
+    expected[7, :2, 4:] = expected[3, 2:, :2] = True
+    assert torch.equal(answer.keep_map, expected)
     assert answer.evidence and all((one.start, one.end) in ((3, 4), (7, 7.5)) for one in answer.evidence)
 
 
 def test_every_question_chooses_for_itself(loaded, clip, seen):
-    video = session.encode(*loaded, clip, fps=2, two_passes=TwoPasses(frames=0.2))
+    video = session.encode(*loaded, clip, fps=2, two_passes=TwoPasses(tokens=0.2, tile=2))
     assert seen == {(4, 6): 8} and len(video.features) == 8 * 6
     for _ in range(2):
         session.ask(*loaded, video, QUESTION, max_new_tokens=1)
-    assert seen[4, 6] == 8 and seen[8, 12] == 4
+    assert seen == {(4, 6): 8, (4, 4): 2 * 9}
 
 
-def test_with_all_frames_it_is_one_pass(loaded, clip):
+def test_with_all_of_whole_frames_it_is_one_pass(loaded, clip):
     """From the last step's lonely frame on, bit for bit."""
     call = {"fps": 2, "selection": "all", "max_new_tokens": 6}
-    once, twice = (
-        session.ask(*loaded, clip, QUESTION, two_passes=passes, **call) for passes in (None, TwoPasses(frames=1))
-    )
+    whole = TwoPasses(tokens=1, tile=6)
+    once, twice = (session.ask(*loaded, clip, QUESTION, two_passes=passes, **call) for passes in (None, whole))
     assert once.answer == twice.answer and torch.equal(once.keep_map, twice.keep_map)
     assert once.rho == twice.rho == 1
 
 
-def test_the_most_relevant_steps():
-    relevance = torch.tensor([0.3, 0.0, 0.1, 0.1, 0.0, 0.0, 0.2, 0.25])  # four steps of two tokens
-    assert best_steps(torch.tensor([0, 2, 3, 6, 7]), relevance, 4, 8, count=2) == [0, 3]
-    assert best_steps(torch.tensor([0, 2, 3]), relevance, 4, 8, count=3) == [0, 1], "the others hold no kept token"
-    assert best_steps(torch.tensor([0, 2, 3]), None, 4, 8, count=1) == [1]
+@pytest.mark.parametrize("frames_per_chunk", (None, 4))
+def test_a_tile_is_what_it_is_in_its_frame(loaded, clip, frames_per_chunk, monkeypatch):
+    """Where the tower attends within windows and a tile is one; at the right edge it is smaller."""
+    model, processor = loaded
+    visual = model.model.visual
+    monkeypatch.setattr(visual, "fullatt_block_indexes", [])
+    monkeypatch.setattr(visual.config, "fullatt_block_indexes", [])
+    side = model.model.tile_side
+    assert side == 4
+    chunks = processor.video_chunks(clip, fps=2, frames_per_chunk=frames_per_chunk)
+    whole = session.encode(model, processor, clip, fps=2).features
+    large, _ = open_twice(model, processor, chunks, TwoPasses())
+    assert large.tiles.sizes.tolist() == [[16, 8]]
+    every = torch.cartesian_prod(torch.arange(8), torch.arange(1), torch.arange(2))
+    features, places = encode_tiles(model, large, every)
+    assert torch.equal(places, torch.arange(192))
+    torch.testing.assert_close(features, whole, atol=1e-4, rtol=1e-4)
+    features, places = encode_tiles(model, large, torch.tensor([[7, 0, 1], [2, 0, 0], [2, 0, 1]]))
+    assert len(places) == 32 and places.diff().min() > 0
+    torch.testing.assert_close(features, whole[places], atol=1e-4, rtol=1e-4)
 
 
-def test_what_it_refuses(loaded, clip):
-    for wrong in ({"scale": 1.0}, {"scale": 0}, {"frames": 0}, {"frames": 1.5}):
+def test_a_tile_that_stays_the_same_is_encoded_once(loaded, tmp_path, seen):
+    for index in range(8):
+        frame = np.full((56, 112, 3), 200, np.uint8)
+        frame[:, 56:] = 10 * index
+        Image.fromarray(frame).save(tmp_path / f"{index}.png")
+    model, processor = loaded
+    every = torch.cartesian_prod(torch.arange(4), torch.arange(1), torch.arange(2))
+    every = every[every[:, 2].argsort(stable=True)]  # the steps of a place one after another
+    for tolerance, count in ((0.0, 5), (None, 8)):
+        seen.clear()
+        chunks = processor.video_chunks(tmp_path, fps=2)
+        large, _ = open_twice(model, processor, chunks, TwoPasses(tile=2), tolerance)
+        features, _ = encode_tiles(model, large, every)
+        assert seen == {(4, 4): count} and len(features) == 4 * 8
+
+
+def test_the_best_tiles():
+    """Two steps of 3 x 5 tokens in tiles of 2 x 2; the last row and column have smaller ones."""
+    tiles = Tiles((2, 3, 5), (2, 2))
+    assert tiles.sizes.tolist() == [[4, 4, 2], [2, 2, 1]]
+    mass = torch.zeros(2, 2, 3)
+    mass[1, 0, 1], mass[0, 0, 1], mass[0, 1, 2] = 0.5, 0.2, 0.1
+    assert tiles.best(mass, 4).tolist() == [[1, 0, 1]]
+    assert tiles.best(mass, 5).tolist() == [[1, 0, 1], [0, 1, 2]], "a tenth of one token is more than of four"
+    assert tiles.best(mass, 30).tolist() == [[0, 0, 1], [1, 0, 1], [0, 1, 2]], "the others have nothing"
+    assert tiles.best(mass, 1).tolist() == [[1, 0, 1]], "one at least"
+
+
+def test_the_mass_of_a_smaller_video():
+    tiles = Tiles((1, 4, 6), (2, 2))
+    weights = torch.rand(1, 2, 3)
+    torch.testing.assert_close(tiles.mass(weights), weights)
+    # A token of the small video that lies in two tiles gives each its share.
+    assert tiles.mass(torch.tensor([[[1.0, 0.0]]])).tolist() == [[[pytest.approx(1 / 3), pytest.approx(1 / 6), 0]] * 2]
+
+
+def test_without_relevance_kept_tokens_count(loaded, clip, seen):
+    call = {"fps": 2, "selection": "uniform", "retention": 0.1, "max_new_tokens": 1}
+    session.ask(*loaded, clip, QUESTION, two_passes=TwoPasses(tokens=1, tile=2), **call)
+    assert seen[4, 4] == 5, "a tenth of 48 small tokens, and none that was not kept"
+
+
+def test_what_it_refuses(loaded, clip, monkeypatch):
+    for wrong in ({"scale": 1.0}, {"scale": 0}, {"tokens": 0}, {"tokens": 1.5}):
         with pytest.raises(ValueError, match="expected a fraction of"):
             TwoPasses(**wrong)
+    for side in (0, 1.5, True):
+        with pytest.raises(ValueError, match="expected a whole number of tokens, at least 1"):
+            TwoPasses(tile=side)
     video = session.encode(*loaded, clip, fps=2)
     with pytest.raises(ValueError, match=r"Got two_passes=TwoPasses\(.*for a video that was encoded before"):
         session.ask(*loaded, video, QUESTION, two_passes=TwoPasses())
+    monkeypatch.setattr(type(loaded[0].model), "tile_side", None)
+    with pytest.raises(ValueError, match="tile=2: the vision tower of this model .* has to see whole frames"):
+        session.encode(*loaded, clip, fps=2, two_passes=TwoPasses(tile=2))

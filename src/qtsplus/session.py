@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .evidence import Interval, evidence_intervals, keep_maps
 from .repeats_qtsplus import Repeats
-from .two_passes import Large, TwoPasses, read_small, second_pass
+from .two_passes import Large, TwoPasses, open_twice, second_pass
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Answer:
         rho: the fraction that the selection aimed at.
         evidence: stretches of the video that show what was asked for, see [`Interval`]; the surest first.
         timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
-            `second_pass`, with two passes, is choosing frames and encoding them at full size.
+            `second_pass`, with two passes, is choosing regions and encoding them at full size.
             `first_token` and `generate` both count from the call of `generate`.
         keep_map: bool `[T, H, W]`, the kept tokens in the video's grid of tokens.
         warnings: what is wrong with the video, as in [`EncodedVideo`].
@@ -202,18 +202,18 @@ def encode(
         device: where the features shall live, such as `"cpu"`; the model's when absent.
         frame_tolerance: frames that differ by no more from those before take their features and are not encoded again;
             see [`Repeats`]. 0 does so with equal frames alone, `None` encodes every frame.
-        two_passes: encode the video small, and let every question choose the frames that are encoded at full size.
+        two_passes: encode the video small, and let every question choose the regions that are encoded at full size.
         progress: show a bar on standard error while a video of several chunks is encoded.
 
     Raises:
         ValueError: a video that cannot be read, a folder without `fps`; two passes with a backbone that reads every
-            frame at one size.
+            frame at one size, or tiles with one that has to see whole frames.
     """
     started = time.perf_counter()
     chunks = processor.video_chunks(video, fps=fps, max_frames=max_frames, frames_per_chunk=frames_per_chunk)
     large = None
     if two_passes is not None:
-        large, chunks = Large(chunks, two_passes), read_small(processor, chunks, two_passes.scale)
+        large, chunks = open_twice(model, processor, chunks, two_passes, frame_tolerance)
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features, filled = torch.empty(0), 0
     console = Console(stderr=True)
@@ -301,7 +301,7 @@ def ask(
             "max_visual_tokens": max_visual_tokens,
             "selection": selection,
         }
-        second = second_pass(model, processor, video.large, video, question, **budget)
+        second = second_pass(model, video.large, small_prompt(processor, video, question), **budget)
         grid, features, retention = video.large.chunks.video_grid_thw, second.features, second.retention
         timings["second_pass"] = time.perf_counter() - started
     inputs = processor.question_inputs(question, grid, [video.metadata]).to(model.device)
@@ -310,7 +310,7 @@ def ask(
     output = model.generate(
         **inputs,
         video_features=[features],
-        video_steps=None if second is None else [second.steps],
+        video_places=None if second is None else [second.places],
         second_per_grid_ts=video.second_per_grid_ts,
         retention=retention,
         max_visual_tokens=max_visual_tokens,
@@ -328,7 +328,7 @@ def ask(
     # None where the selection looked at none.
     relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
     if second is not None:
-        kept_indices, relevance = second.of_the_whole(kept_indices, relevance, int(grid[0, 0]))
+        kept_indices, relevance = second.of_the_whole(kept_indices, relevance)
     (keep_map,) = keep_maps(kept_indices, grid, merge_size)
     intervals = evidence_intervals(kept_indices, relevance, grid, video.second_per_grid_ts, merge_size)
     return Answer(
@@ -345,6 +345,18 @@ def ask(
         keep_map=keep_map,
         warnings=video.warnings,
     )
+
+
+def small_prompt(processor: Any, video: EncodedVideo, question: str) -> dict[str, Any]:
+    """Inputs of the model for a question about the first of two passes."""
+    inputs = processor.question_inputs(question, video.video_grid_thw, [video.metadata])
+    asked = {name: inputs[name] for name in ("input_ids", "attention_mask", "query_mask")}
+    return {
+        **asked,
+        "video_features": [video.features],
+        "video_grid_thw": video.video_grid_thw,
+        "second_per_grid_ts": video.second_per_grid_ts,
+    }
 
 
 class _FirstTokenClock(BaseStreamer):

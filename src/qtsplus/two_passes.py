@@ -1,15 +1,16 @@
-"""Two passes over a video: it is read small, the question chooses frames, and these alone are encoded at full size."""
+"""Two passes over a video: it is read small, and the question chooses the regions that are encoded at full size."""
 
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from .repeats_qtsplus import Repeats
 from .selector_qtsplus import kept_count
 from .video_qtsplus import VideoChunks, resize_frame, stack_frames
 
@@ -21,20 +22,87 @@ class TwoPasses:
 
     Args:
         scale: of the sides of a frame in the first pass, in (0, 1).
-        frames: the most of the frames that the second pass encodes, as a fraction in (0, 1].
+        tokens: the most of the video's tokens that the second pass encodes, as a fraction in (0, 1].
+        tile: side of a region, in tokens of the full size. By default that of the vision tower's windows; whole frames
+            where the tower has to see them.
 
     Raises:
-        ValueError: a fraction out of its range.
+        ValueError: a number out of its range.
     """
 
     scale: float = 0.5
-    frames: float = 0.125
+    tokens: float = 0.25
+    tile: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < 1:
             raise ValueError(f"scale={self.scale!r}: expected a fraction of a frame's sides in (0, 1).")
-        if not 0 < self.frames <= 1:
-            raise ValueError(f"frames={self.frames!r}: expected a fraction of the frames in (0, 1].")
+        if not 0 < self.tokens <= 1:
+            raise ValueError(f"tokens={self.tokens!r}: expected a fraction of the video's tokens in (0, 1].")
+        if self.tile is not None and (isinstance(self.tile, bool) or self.tile != int(self.tile) or self.tile < 1):
+            raise ValueError(f"tile={self.tile!r}: expected a whole number of tokens, at least 1.")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """
+    The frames of a video, each cut into the same tiles. Those at the right and at the bottom may be smaller.
+
+    Args:
+        grid: (time, height, width) of the video in tokens.
+        side: (height, width) of a tile in tokens.
+    """
+
+    grid: tuple[int, int, int]
+    side: tuple[int, int]
+
+    @property
+    def bounds(self) -> tuple[list[int], list[int]]:
+        """Where rows of tiles begin, and columns, and where the last ones end."""
+        rows, columns = (
+            [*range(0, length, side), length] for length, side in zip(self.grid[1:], self.side, strict=True)
+        )
+        return rows, columns
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """`[R, C]`, tokens."""
+        rows, columns = (torch.tensor(bounds).diff() for bounds in self.bounds)
+        return rows[:, None] * columns
+
+    def mass(self, weights: torch.Tensor) -> torch.Tensor:
+        """`[T, R, C]`: what every tile has of the weights `[T, h, w]` of the same video's tokens at another size."""
+        rows, columns = (_shares(bounds, length) for bounds, length in zip(self.bounds, weights.shape[1:], strict=True))
+        return rows @ weights @ columns.T
+
+    def best(self, mass: torch.Tensor, count: int) -> torch.Tensor:
+        """
+        The tiles with the most mass per token: `[n, 3]`, their step, row and column, a place's steps one after another.
+
+        Args:
+            mass: `[T, R, C]`; a tile without any is never chosen.
+            count: the most tokens of all chosen tiles; one tile is chosen in any case.
+        """
+        sizes = self.sizes.expand_as(mass).flatten()
+        density = mass.flatten() / sizes
+        order = density.argsort(descending=True, stable=True)
+        chosen = (sizes[order].cumsum(0) <= count) & (density[order] > 0)
+        chosen[0] = True
+        steps, rows, columns = torch.unravel_index(order[chosen], mass.shape)
+        by_place = ((rows * mass.shape[2] + columns) * mass.shape[0] + steps).argsort()
+        return torch.stack([steps, rows, columns], dim=1)[by_place]
+
+    def cut(self, row: int, column: int) -> tuple[slice, slice]:
+        """The rows and columns of tokens of a tile."""
+        rows, columns = self.bounds
+        return slice(rows[row], rows[row + 1]), slice(columns[column], columns[column + 1])
+
+
+def _shares(bounds: Sequence[int], parts: int) -> torch.Tensor:
+    """`[tiles, parts]`: the share of each of `parts` equal parts of an axis that lies between two bounds."""
+    ends = torch.tensor(bounds) / bounds[-1] * parts
+    first = torch.arange(parts)
+    return (torch.minimum(ends[1:, None], first + 1) - torch.maximum(ends[:-1, None], first)).clamp(min=0)
 
 
 @dataclass(frozen=True)
@@ -44,11 +112,18 @@ class Large:
 
     Args:
         chunks: the video as `processor.video_chunks` opens it.
-        two_passes: how much of it may be encoded.
+        tiles: the regions of which it is made.
+        count: the most tokens that may be encoded.
+        merge_size, temporal_patch_size: of the processor.
+        frame_tolerance: as for [`Repeats`], from step to step of a tile.
     """
 
     chunks: VideoChunks
-    two_passes: TwoPasses
+    tiles: Tiles
+    count: int
+    merge_size: int
+    temporal_patch_size: int
+    frame_tolerance: float | None
 
 
 @dataclass(frozen=True)
@@ -57,48 +132,68 @@ class SecondPass:
     What the second pass has encoded for a question.
 
     Args:
-        features: `[k, d]`, the tokens of the steps in time.
-        steps: these, ascending, of the full grid.
+        features: `[k, d]`.
+        places: `[k]` ascending, which of the whole video's tokens these are.
+        num_tokens: of the whole video.
         retention: of the tokens that were encoded, so that as many are kept as of the whole video.
         rho: the fraction of the whole video's tokens that the first pass aimed at.
     """
 
     features: torch.Tensor
-    steps: list[int]
+    places: torch.Tensor
+    num_tokens: int
     retention: float
     rho: float
 
     def of_the_whole(
-        self, kept_indices: torch.Tensor, relevance: torch.Tensor | None, num_steps: int
+        self, kept_indices: torch.Tensor, relevance: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Kept indices `[n]` and relevance `[k]` of the encoded tokens, as those of all `num_steps` steps."""
-        per_step = len(self.features) // len(self.steps)
-        steps = torch.tensor(self.steps, device=kept_indices.device)
-        kept_indices = steps[kept_indices // per_step] * per_step + kept_indices % per_step
+        """Kept indices `[n]` and relevance `[k]` of the encoded tokens, as those of all tokens."""
+        kept_indices = self.places[kept_indices.cpu()]
         if relevance is not None and len(relevance):
-            whole = relevance.new_zeros(num_steps, per_step)
-            whole[steps.to(relevance.device)] = relevance.unflatten(0, (-1, per_step))
-            relevance = whole.flatten()
+            relevance = torch.zeros(self.num_tokens).index_copy(0, self.places, relevance.float().cpu())
         return kept_indices, relevance
 
 
-def read_small(processor: Any, chunks: VideoChunks, scale: float) -> VideoChunks:
+def open_twice(
+    model: Any, processor: Any, chunks: VideoChunks, two_passes: TwoPasses, frame_tolerance: float | None = 0.0
+) -> tuple[Large, VideoChunks]:
     """
-    The same video with smaller frames: their sides times `scale`, in whole tokens.
+    A video at full size, and the same with smaller frames: their sides times `scale`, in whole tokens.
+
+    Args:
+        chunks: the video as `processor.video_chunks` opens it.
+        frame_tolerance: as for [`Repeats`].
 
     Raises:
-        ValueError: a backbone that reads every frame at one size.
+        ValueError: a backbone that reads every frame at one size; tiles for a tower that has to see whole frames.
     """
     if not processor.native_resolution:
         raise ValueError(
             "Two passes need a model that reads frames of any size, as the Qwen-VL ones do; this one brings every "
             "frame to one size."
         )
+    own_side = model.model.tile_side
+    if own_side is None and two_passes.tile is not None:
+        raise ValueError(
+            f"tile={two_passes.tile}: the vision tower of this model learns where a patch is in its frame, and has to "
+            "see whole frames; leave tile out."
+        )
     merge, patch = processor.video_processor.merge_size, processor.video_processor.patch_size
     time, *size = chunks.video_grid_thw[0].tolist()
-    small = [max(round(side * scale / merge), 1) * merge for side in size]
+    height, width = (side // merge for side in size)
+    side = two_passes.tile or own_side
+    large = Large(
+        chunks,
+        Tiles((time, height, width), (height, width) if side is None else (side, side)),
+        math.floor(two_passes.tokens * time * height * width),
+        merge,
+        processor.video_processor.temporal_patch_size,
+        frame_tolerance,
+    )
+    small = [max(round(side * two_passes.scale / merge), 1) * merge for side in size]
     grid = torch.tensor([[time, *small]])
-    return replace(
+    return large, replace(
         chunks,
         video_grid_thw=grid,
         frames_per_chunk=chunks.frames_per_chunk * max(math.prod(size) // math.prod(small), 1),
@@ -109,80 +204,100 @@ def read_small(processor: Any, chunks: VideoChunks, scale: float) -> VideoChunks
 
 def second_pass(
     model: Any,
-    processor: Any,
     large: Large,
-    small: Any,
-    question: str,
+    small: Mapping[str, Any],
     *,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
     selection: str | None = None,
 ) -> SecondPass:
     """
-    Chooses frames by the tokens that the selection keeps of the small video, and encodes them at full size.
+    Chooses tiles by the relevance of the small video's tokens, and encodes them at full size.
+
+    Every token of the small video counts, kept or not: the tiles may be many more than the tokens that are kept of it.
+    Where the selection looks at no relevance, the kept ones count, each the same.
 
     Args:
-        small: [`EncodedVideo`], the first pass.
+        small: the prompt of a question about the small video, with its features: inputs of the model, one row.
         retention, max_visual_tokens, selection: as for a question about the whole video.
     """
-    inputs = processor.question_inputs(question, small.video_grid_thw, [small.metadata]).to(model.device)
+    device = model.device
     with torch.no_grad():
         chosen = model.model.compress(
-            inputs.pop("input_ids"),
-            inputs.pop("attention_mask"),
-            query_mask=inputs.pop("query_mask"),
-            video_grid_thw=small.video_grid_thw.to(model.device),
-            video_features=[small.features],
-            second_per_grid_ts=small.second_per_grid_ts,
+            **{name: value.to(device) if torch.is_tensor(value) else value for name, value in small.items()},
             retention=retention,
             selection=selection,
             reencode=False,
         ).qtsplus
-    grid = large.chunks.video_grid_thw
-    count = math.ceil(large.two_passes.frames * int(grid[0, 0]))
-    relevance = None if chosen.relevance is None or not len(chosen.relevance[0]) else chosen.relevance[0]
-    steps = best_steps(chosen.kept_indices[0], relevance, int(grid[0, 0]), len(small.features), count)
-    features = torch.cat(
-        [
-            model.encode_videos(pixels, own, device=small.features.device)[0]
-            for pixels, own in chunks_of_steps(large.chunks, steps, processor.video_processor.temporal_patch_size)
-        ]
-    )
-    tokens = len(features) // len(steps) * int(grid[0, 0])
-    rho = float(chosen.rho[0])
-    wanted = kept_count(rho, tokens, model.config.qtsplus_config.n_max)
+    (grid,) = model.model.merged_grid(small["video_grid_thw"])
+    if chosen.relevance is None:
+        weights = torch.zeros(math.prod(grid)).index_fill(0, chosen.kept_indices[0].cpu(), 1.0)
+    else:
+        weights = chosen.relevance[0].float().cpu()
+    best = large.tiles.best(large.tiles.mass(weights.reshape(grid)), large.count)
+    features, places = encode_tiles(model, large, best, small["video_features"][0].device)
+
+    num_tokens, rho = math.prod(large.tiles.grid), float(chosen.rho[0])
+    wanted = kept_count(rho, num_tokens, model.config.qtsplus_config.n_max)
     wanted = wanted if max_visual_tokens is None else min(wanted, max_visual_tokens)
-    return SecondPass(features, steps, min(wanted / len(features), 1.0), rho)
+    return SecondPass(features, places, num_tokens, min(wanted / len(features), 1.0), rho)
 
 
-def best_steps(
-    kept_indices: torch.Tensor, relevance: torch.Tensor | None, num_steps: int, num_tokens: int, count: int
-) -> list[int]:
+def encode_tiles(
+    model: Any, large: Large, chosen: torch.Tensor, device: torch.device | str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The steps in time whose kept tokens have the most relevance together, ascending; none that holds no kept token.
+    Encodes tiles of a video, each as a little frame of its own, those of one size together.
+
+    The rotary positions of the tower are relative, so a tile at the corner of its little frame is what it is in the
+    whole one, but for what attention over whole frames would have told it of other tiles.
 
     Args:
-        kept_indices: `[n]`, among the video's tokens.
-        relevance: `[num_tokens]`; every kept token counts the same without.
-        count: the most steps.
+        large: the video. It is decoded up to the last chosen frame.
+        chosen: `[n, 3]` different tiles, as [`Tiles.best`] gives them.
+        device: where the features shall live; the model's if `None`.
+
+    Returns:
+        `[k, d]` features of their tokens, and `[k]` which of the video's tokens these are, ascending.
     """
-    weights = torch.ones(num_tokens) if relevance is None else relevance.float().cpu()
-    kept_indices = kept_indices.cpu()
-    places = kept_indices // (num_tokens // num_steps)
-    mass = torch.zeros(num_steps).index_add(0, places, weights[kept_indices])
-    holding = len(places.unique())
-    return sorted(mass.topk(min(count, holding)).indices.tolist())
+    merge = large.merge_size
+    indices = torch.arange(math.prod(large.tiles.grid)).reshape(large.tiles.grid)
+    features, places = [], []
+    for steps, pixels, grid in _chunks_of_steps(large, chosen[:, 0].unique().tolist()):
+        # Row by row of tokens, and the patches of a token one after another: a tile is some of these rows.
+        height, width = (int(side) // merge for side in grid[0, 1:])
+        frames = pixels.reshape(len(steps), height, width, merge**2, -1)
+        by_size: dict[tuple[int, int], list[torch.Tensor]] = {}
+        places_by_size: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for step, row, column in chosen[torch.isin(chosen[:, 0], torch.tensor(steps))].tolist():
+            cut = large.tiles.cut(row, column)
+            tile, own = frames[steps.index(step)][cut], indices[step][cut]
+            by_size.setdefault((own.shape[0], own.shape[1]), []).append(tile.flatten(0, 2))
+            places_by_size.setdefault((own.shape[0], own.shape[1]), []).append(own.flatten())
+        grids = [[len(tiles), rows * merge, columns * merge] for (rows, columns), tiles in by_size.items()]
+        features += model.encode_videos(
+            torch.cat([tile for tiles in by_size.values() for tile in tiles]),
+            torch.tensor(grids),
+            device=device,
+            repeats=Repeats(large.frame_tolerance),
+        )
+        places += [own for found in places_by_size.values() for own in found]
+    order = torch.cat(places).argsort()
+    joined = torch.cat(features)
+    return joined[order.to(joined.device)], torch.cat(places)[order]
 
 
-def chunks_of_steps(
-    chunks: VideoChunks, steps: Sequence[int], frames_per_step: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pixel values and grids of some steps in time of a video, chunk by chunk. Decoding ends with the last of them."""
-    wanted = {step * frames_per_step + frame for step in steps for frame in range(frames_per_step)}
+def _chunks_of_steps(large: Large, steps: Sequence[int]) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
+    """Some steps in time of a video with their pixel values and grid, chunk by chunk. Decoding ends with the last."""
+    chunks, per_step = large.chunks, large.temporal_patch_size
+    wanted = {step * per_step + frame for step in steps for frame in range(per_step)}
     up_to_last = itertools.islice(chunks.decode(), max(wanted) + 1)
     frames: Iterator[np.ndarray] = (chunks.resize(frame) for index, frame in enumerate(up_to_last) if index in wanted)
+    left = list(steps)
     while chunk := list(itertools.islice(frames, chunks.frames_per_chunk)):
-        yield chunks.preprocess(stack_frames(chunk))
+        count = -(-len(chunk) // per_step)
+        yield left[:count], *chunks.preprocess(stack_frames(chunk))
+        left = left[count:]
 
 
-__all__ = ["Large", "SecondPass", "TwoPasses", "best_steps", "chunks_of_steps", "read_small", "second_pass"]
+__all__ = ["Large", "SecondPass", "Tiles", "TwoPasses", "encode_tiles", "open_twice", "second_pass"]

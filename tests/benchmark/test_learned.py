@@ -95,6 +95,7 @@ def test_rows_for_every_policy_in_the_crowd(setting, crowded):
     models = {policies.DEFAULT, "gumbel"}  # the recipe's reduction is the mean already
     assert set(details["variants"]) == models and details["bases"] == 2
     plain = {*models, *policies.BASELINES, *policies.ORACLES, *policies.WRONG_QUESTIONS, "untrained_selector"}
+    plain |= {policies.TWO_PASSES}
     controls = {f"gumbel_{name}" for name in policies.WRONG_QUESTIONS}
     # A frozen language model without a re-encoder reads all tokens as its base does, and knows no budget.
     untrained = {("base_lm_attention", 0.1), ("base_lm_attention", None)}
@@ -112,6 +113,18 @@ def test_rows_for_every_policy_in_the_crowd(setting, crowded):
         assert questions["kinds"] == row["questions"] == row["groups"]["all"]["questions"]
         assert set(row["groups"]) >= {"all", "point", "two_word", "relation"}
     assert pooled["base_all", 1.0]["needle_recall"] == pooled["base_all", 1.0]["distractor_recall"] == 1.0
+
+
+def test_two_passes_say_what_they_encode(setting, crowded):
+    """72 tokens: 2 steps of 3 x 3 small ones, then 4 tiles of 2 x 2, of which 8 tokens are kept."""
+    _, pooled, _ = results(setting, "taught")
+    row = pooled[policies.TWO_PASSES, 0.1]
+    assert row["first_pass_fraction"] == pytest.approx(18 / 72) and row["second_pass_fraction"] == pytest.approx(
+        16 / 72
+    )
+    assert "first_pass_fraction" not in pooled[policies.DEFAULT, 0.1]
+    report = (setting / "taught-out/learned.md").read_text()
+    assert "## Two passes" in report and "| 10% | 25.0% | 22.2% |" in report
 
 
 def test_oracles_keep_what_they_know(setting, crowded):

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from ..figures import save_figure
 
 _COLOURS = {"stock": "#8c8c8c", "ours": "#0b6e99"}
-_SIDES = {"stock": "stock", "ours": "QTSplus"}
+_SIDES = {"stock": "stock", "ours": "QTSplus", "two_passes": "in two passes"}
 _STAGE_COLOURS = {
     "decode": "#c9c9c9",
     "preprocess": "#a3a3a3",
@@ -26,9 +26,10 @@ _STAGE_COLOURS = {
 
 def draw_stages(document: dict[str, Any], path: Path) -> None:
     """Where the seconds from file to first token go, a bar for each side."""
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    sides = [side for side in reversed(_SIDES) if side in document["seconds"]]
+    figure = Figure(figsize=(8, 1.4 + 0.6 * len(sides)), layout="constrained")
     axes = figure.subplots()
-    for row, side in enumerate(("ours", "stock")):
+    for row, side in enumerate(sides):
         left = 0.0
         for stage, colour in _STAGE_COLOURS.items():
             if stage in document["seconds"][side]:
@@ -36,7 +37,7 @@ def draw_stages(document: dict[str, Any], path: Path) -> None:
                 axes.barh(row, seconds, left=left, color=colour)
                 left += seconds
         axes.text(left, row, f"  {left:.3g} s", va="center")
-    axes.set_yticks([0, 1], [_SIDES["ours"], _SIDES["stock"]])
+    axes.set_yticks(range(len(sides)), [_SIDES[side] for side in sides])
     axes.set_xlabel("seconds, medians of the stages up to the first token")
     axes.margins(x=0.12)
     handles = [Patch(color=colour, label=stage) for stage, colour in _STAGE_COLOURS.items()]

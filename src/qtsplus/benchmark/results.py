@@ -16,6 +16,7 @@ SUMMARY = {
     "relevance_naive_extra_mb": "the same for the readable twin",
     "growth_exponent_time": "x in: seconds of selection grow as M^x",
     "growth_exponent_memory": "x in: memory of selection grows as M^x",
+    "two_passes_speedup": "our seconds from the mp4 file in one pass, over those in two",
     "second_question_speedup": "stock's seconds from pixels to the first token, over ours from kept features",
     "train_step_speedup": "stock's seconds of a training step with all tokens, over ours",
     "train_memory_ratio": "our peak memory in a training step, over stock's",
@@ -98,8 +99,12 @@ def _stages(document: dict[str, Any]) -> list[str]:
     ]
     for side, stages in document["seconds"].items():
         for stage, seconds in stages.items():
-            cells = [side, stage.replace("_", " "), *(f"{seconds[name]:.3g}" for name in ("median", "low", "high"))]
-            cost = document["cost"][side].get(stage)
+            cells = [
+                side.replace("_", " "),
+                stage.replace("_", " "),
+                *(f"{seconds[name]:.3g}" for name in ("median", "low", "high")),
+            ]
+            cost = document["cost"].get(side, {}).get(stage)
             cells += ["", "", "", ""] if cost is None else _cost_cells(cost)
             lines.append("| " + " | ".join(cells) + " |")
     return lines

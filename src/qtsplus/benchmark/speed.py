@@ -1,8 +1,12 @@
-"""`qtsplus bench speed`: seconds per stage, from an mp4 to the first token, stock and ours in turn in one process."""
+"""`qtsplus bench speed`: seconds per stage, from an mp4 to the first token, stock and ours in turn in one process.
+
+Ours reads the video once; if it is asked for, a third side reads it in two passes.
+"""
 
 import functools
 import math
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,8 @@ from transformers import BatchFeature
 
 from ..results import Journal, environment, spread, steps, write_json
 from ..selection_qtsplus import LM_ATTENTION
-from ..session import EncodedVideo, encode
+from ..session import EncodedVideo, encode, small_prompt
+from ..two_passes import TwoPasses, second_pass
 from ..video_qtsplus import choose_frames, read_video
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
@@ -39,6 +44,7 @@ STAGES = (
     *("decode", "preprocess", "reading", "vision", "relevance", "gate", "re-encode", "prefill", "per_token"),
     *("features_to_first_token", "pixels_to_first_token", "file_to_first_token", "second_question"),
 )
+TWO_PASSES = "two_passes"  # the third side
 
 
 def run_speed(
@@ -51,12 +57,13 @@ def run_speed(
     retention: float = 0.11,
     new_tokens: int = 5,
     selection: str = "qtsplus",
+    two_passes: bool = False,
     sweep: bool = True,
     progress: bool = True,
 ) -> Path:
     """
-    Measures, and writes `speed-LABEL.json` (`speed-lm-attention-LABEL.json`) with its two figures. An interrupted run
-    goes on where it stopped.
+    Measures, and writes `speed-LABEL.json` with its two figures, or `speed-lm-attention-LABEL.json`, or
+    `speed-two-passes-LABEL.json`. An interrupted run goes on where it stopped.
 
     Args:
         shape_name: of [`MODEL_SHAPES`].
@@ -67,11 +74,13 @@ def run_speed(
         retention: fraction of the visual tokens that our side keeps.
         new_tokens: to generate, at least 2.
         selection: of our side, `"qtsplus"` or `"lm_attention"`, which re-encodes nothing.
+        two_passes: also measure our side as it reads a video in two passes, by [`TwoPasses`] as it is.
         sweep: also measure over the number of frames.
         progress: show a progress bar.
 
     Raises:
-        ValueError: no such shape, device or selection, or a number out of its range.
+        ValueError: no such shape, device or selection, or a number out of its range; two passes of a backbone that
+            reads every frame at one size.
     """
     shape = find_shape(shape_name)
     if selection not in ("qtsplus", LM_ATTENTION):
@@ -81,6 +90,8 @@ def run_speed(
             f"repeats={repeats}, new_tokens={new_tokens}, retention={retention}: expected at least 1, at least 2 and a "
             "fraction in (0, 1]."
         )
+    if two_passes and not make_processor(shape).native_resolution:
+        raise ValueError(f"{shape_name} brings every frame to one size and cannot read in two passes; leave them out.")
     device = find_device(shape, device)
     torch_dtype = faster_dtype(device) if dtype == "auto" else getattr(torch, dtype)
     attention = best_attention(device)
@@ -96,9 +107,14 @@ def run_speed(
         "retention": retention,
         "new_tokens": new_tokens,
     }
-    name = f"speed-{label(shape_name)}"
+    parts = ["speed"]
     if selection == LM_ATTENTION:
-        name, settings["selection"] = f"speed-lm-attention-{label(shape_name)}", selection
+        settings["selection"] = selection
+        parts.append("lm-attention")
+    if two_passes:
+        settings[TWO_PASSES] = asdict(TwoPasses())
+        parts.append("two-passes")
+    name = "-".join([*parts, label(shape_name)])
     # With the sweep or without it: what has been measured is the same.
     journal = Journal(out / f".{name}.jsonl", settings)
     settings |= {"repeats": repeats, "sweep": [list(swept.sweep), swept.name] if sweep else None}
@@ -112,14 +128,15 @@ def run_speed(
                     key = _key(measured, frames, repeat)
                     if key not in journal.done:
                         bench = bench or _Bench(
-                            measured, device, torch_dtype, attention, retention, new_tokens, selection
+                            measured, device, torch_dtype, attention, retention, new_tokens, selection, two_passes
                         )
                         video = video or render_video(measured, frames, Path(folder))
                         if not warm:
                             bench.measure(video)
                             warm = True
                         journal.add(key, bench.measure(video))
-                    seconds = (f"{side} {journal.done[key][side]['file_to_first_token']:.2f} s" for side in SIDES)
+                    sides = journal.done[key].items()
+                    seconds = (f"{side} {run['file_to_first_token']:.2f} s" for side, run in sides)
                     step(f"{measured.name}, {frames} frames, {repeat + 1} of {repeats}: {', '.join(seconds)}")
     return _write(shape, points, settings, journal, out / f"{name}.json")
 
@@ -136,16 +153,18 @@ def _key(shape: Shape, frames: int, repeat: int) -> str:
 class _Bench:
     """Both models of a shape on the same weights, and what they are asked."""
 
-    def __init__(self, shape, device, dtype, attention, retention, new_tokens, selection):
+    def __init__(self, shape, device, dtype, attention, retention, new_tokens, selection, two_passes):
         self.models = build_pair(shape, device, dtype, attention)
         self.processor, self.stock_processor = make_processor(shape), make_stock_processor(shape)
         self.device, self.retention, self.new_tokens = device, retention, new_tokens
         self.by_attention = selection == LM_ATTENTION
         self.how = {"selection": selection, "reencode": not self.by_attention}
+        self.two_passes = TwoPasses() if two_passes else None
 
     def measure(self, video: Path) -> dict[str, dict[str, float]]:
-        """Seconds and tokens of one run of stock, then of ours."""
-        return {"stock": self.run_stock(video), "ours": self.run_ours(video)}
+        """Seconds and tokens of one run of stock, then of ours, then of ours in two passes if they are asked for."""
+        runs = {"stock": self.run_stock(video), "ours": self.run_ours(video)}
+        return runs if self.two_passes is None else {**runs, TWO_PASSES: self.run_ours(video, self.two_passes)}
 
     def run_stock(self, video: Path) -> dict[str, float]:
         """Reads the file, then generates from the pixels."""
@@ -174,15 +193,17 @@ class _Bench:
             **self._figures(stages, tokens, visual_tokens, visual_tokens, began=began, encoded=stages.ended("vision")),
         }
 
-    def run_ours(self, video: Path) -> dict[str, float]:
-        """Reads and encodes the file chunk by chunk, then generates from the features, twice."""
+    def run_ours(self, video: Path, two_passes: TwoPasses | None = None) -> dict[str, float]:
+        """
+        Reads and encodes the file chunk by chunk, then generates from the features, twice. With two passes what it
+        encodes is a small video first, and for every question some regions.
+        """
         model, tokens = self.models["ours"], TokenClock()
         selector = model.model.qtsplus
         modules = {"selection": selector, "language_model": model.model.language_model}
         modules.update({f"relevance {i}": layer for i, layer in enumerate(selector.scoring_layers)})
         modules.update({f"re-encode {i}": layer for i, layer in enumerate(selector.reencode_layers)})
         call = {
-            "retention": self.retention,
             **self.how,
             "max_new_tokens": self.new_tokens,
             "return_dict_in_generate": True,
@@ -190,10 +211,11 @@ class _Bench:
 
         began = now(self.device)
         with StageClock(self.device, model.model, **modules) as stages:
-            known = encode(model, self.processor, video, frame_tolerance=None)  # stock encodes every frame too
-            encoded = now(self.device)
+            # Stock encodes every frame too.
+            known = encode(model, self.processor, video, frame_tolerance=None, two_passes=two_passes)
             inputs = self._ask(QUESTION, known)
-            output = model.generate(**inputs, **call, video_features=[known.features], streamer=tokens)
+            encoded, chosen = now(self.device), stages.seconds("selection")
+            output = model.generate(**inputs, **call, streamer=tokens)
         kept = len(output.qtsplus.kept_indices[0])
         relevance, reencode = (
             sum(stages.seconds(name) for name in modules if name.startswith(stage))
@@ -207,24 +229,36 @@ class _Bench:
         }
         if self.by_attention:
             selected = {"relevance": stages.seconds("selection")}
-        second, inputs_again = TokenClock(), self._ask(SECOND_QUESTION, known)
+        second = TokenClock()
         asked = now(self.device)
-        model.generate(**inputs_again, **call, video_features=[known.features], streamer=second)
+        model.generate(**self._ask(SECOND_QUESTION, known), **call, streamer=second)
+        large = int(sum(map(len, inputs["video_features"])))
+        if two_passes is not None:
+            selected |= {"first_pass_tokens": len(known.features), "second_pass_tokens": large}
+        visual_tokens = self._count(known.video_grid_thw if known.large is None else known.large.chunks.video_grid_thw)
         return {
-            "reading": encoded - began - stages.seconds("vision"),
+            "reading": encoded - began - stages.seconds("vision") - chosen,
             "vision": stages.seconds("vision"),
             **selected,
             "selection": stages.seconds("selection"),
             "second_question": second.first_token - asked,
             "question_tokens": int(inputs["query_mask"].sum()),
-            **self._figures(stages, tokens, len(known.features), kept, began=began, encoded=encoded),
+            **self._figures(stages, tokens, visual_tokens, kept, began=began, encoded=encoded),
         }
 
     def _ask(self, question: str, known: EncodedVideo) -> BatchFeature:
-        """The inputs of a question about a video that has been encoded."""
-        text, grid = [prompt_text(self.processor, question)], known.video_grid_thw
+        """The inputs of a question about a video that has been encoded; of two passes it makes the second."""
+        grid, found = known.video_grid_thw, {"video_features": [known.features], "retention": self.retention}
+        if known.large is not None:
+            how = {"retention": self.retention, "selection": self.how["selection"]}
+            second = second_pass(self.models["ours"], known.large, small_prompt(self.processor, known, question), **how)
+            grid = known.large.chunks.video_grid_thw
+            found = {"video_features": [second.features], "video_places": [second.places]}
+            found["retention"] = second.retention
+        text = [prompt_text(self.processor, question)]
         inputs = self.processor(text=text, video_grid_thw=grid, return_tensors="pt").to(self.device)
         inputs["second_per_grid_ts"] = known.second_per_grid_ts
+        inputs.update(found)
         return inputs
 
     def _count(self, video_grid_thw: torch.Tensor) -> int:
@@ -263,7 +297,7 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
 
     def all_repeats(measured: Shape, frames: int) -> dict[str, list[dict[str, float]]]:
         runs = [journal.done[_key(measured, frames, repeat)] for repeat in range(repeats)]
-        return {side: [run[side] for run in runs] for side in SIDES}
+        return {side: [run[side] for run in runs] for side in runs[0]}
 
     runs = all_repeats(shape, shape.frames)
     counted = runs["ours"][0]
@@ -283,6 +317,7 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
     document = {
         "command": f"qtsplus bench speed --shape {shape.name} --device {device} --dtype {settings['dtype']} "
         + (f"--selection {settings['selection']} " if "selection" in settings else "")
+        + ("--two-passes " if TWO_PASSES in settings else "")
         + f"--retention {settings['retention']:g} --repeats {repeats} --{'sweep' if settings['sweep'] else 'no-sweep'}",
         "environment": environment(device),
         "settings": settings,
@@ -312,7 +347,7 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
         ],
     }
     journal.finish(target, document)
-    if "selection" in settings:  # a column of its own
+    if {"selection", TWO_PASSES} & set(settings):  # a column of its own
         figures = speed_figures(stages)
         document = {"summary": {key: figures.get(key) for key in SUMMARY}, **document}
         write_json(target, document)
@@ -334,8 +369,14 @@ def _spreads(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, dic
 
 def speed_figures(stages: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
     """Ratios of medians: the speed benchmark's share of the summary."""
-    stock, ours = ({stage: values["median"] for stage, values in stages[side].items()} for side in SIDES)
+    medians = {side: {stage: values["median"] for stage, values in own.items()} for side, own in stages.items()}
+    stock, ours = (medians[side] for side in SIDES)
+    twice = medians.get(TWO_PASSES)
+    figures = (
+        {} if twice is None else {"two_passes_speedup": ours["file_to_first_token"] / twice["file_to_first_token"]}
+    )
     return {
+        **figures,
         "first_token_speedup": stock["features_to_first_token"] / ours["features_to_first_token"],
         "file_to_first_token_speedup": stock["file_to_first_token"] / ours["file_to_first_token"],
         "selection_share_of_stock_prefill": ours["selection"] / stock["prefill"],

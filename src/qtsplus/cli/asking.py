@@ -38,8 +38,8 @@ def ask(
         bool,
         typer.Option(
             "--two-passes",
-            help="Read the video small first, and then at full size only the frames that the question chooses: sooner, "
-            "and less sure.",
+            help="Read the video small first, and then at full size only the regions that the question chooses: "
+            "sooner, and less sure.",
         ),
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="The answer ends after this many tokens at the latest.")] = 128,

@@ -135,6 +135,13 @@ def speed(
     retention: _Retention = 0.11,
     dtype: _Dtype = Dtype.auto,
     selection: _Selection = "qtsplus",
+    two_passes: Annotated[
+        bool,
+        typer.Option(
+            "--two-passes",
+            help="Also measure our side as it reads the video small first, and then in part at full size.",
+        ),
+    ] = False,
     sweep: Annotated[bool, typer.Option(help="Also measure with other numbers of frames.")] = True,
 ) -> None:
     """Time each stage, and the way from an mp4 to the first token: the stock model and ours, on the same weights."""
@@ -150,6 +157,7 @@ def speed(
             repeats=repeats,
             retention=retention,
             selection=selection,
+            two_passes=two_passes,
             sweep=sweep,
         )
     _print_figures(file)

@@ -46,7 +46,7 @@ def exact_match(
     processor: Any,
     records: Sequence[VideoRecord],
     *,
-    retention: float | None = None,
+    retention: float | Sequence[float] | None = None,
     selection: str | None = None,
     max_visual_tokens: int | None = None,
     reencode: bool = True,
@@ -60,13 +60,15 @@ def exact_match(
 
     Args:
         model, processor: as `qtsplus.session.load` gives them.
-        retention: fraction of the visual tokens to keep; the model's decision when absent.
+        retention: fraction of the visual tokens to keep, one for all records or one for each; the model's decision when
+            absent.
         selection: how they are chosen, as in `QTSplusConfig`; the model's own way when absent.
         max_visual_tokens: most visual tokens to keep.
         reencode: `False` hands the kept tokens on as they are.
         batch_size: questions at a time; those with answers of like length are asked together.
         features: by video `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`, which
-            take the place of its pixels: a video that is asked about often is encoded once.
+            take the place of its pixels: a video that is asked about often is encoded once. With `video_places` `[k]`,
+            in all of them, these are some of its tokens, see [`VisualInputs`].
         orders: per record `[M]`, its visual tokens in the order in which they are to be kept, in place of a selection;
             for a model of this package.
 
@@ -90,7 +92,8 @@ def exact_match(
         asked = [index for index in batch if index not in outcomes]
         if not asked:
             continue
-        call = {"retention": retention, "max_visual_tokens": max_visual_tokens, "reencode": reencode}
+        own = [retention[index] for index in asked] if isinstance(retention, Sequence) else retention
+        call = {"retention": own, "max_visual_tokens": max_visual_tokens, "reencode": reencode}
         with nullcontext(selection) if orders is None else given_order([orders[index] for index in asked]) as method:
             answers, chosen = answer(model, processor, inputs, lengths[batch[-1]] + 2, selection=method, **call)
         visual_tokens = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
@@ -167,7 +170,9 @@ def model_inputs(
     found = [features[str(record.video)] for record in records]
     grids = torch.cat([video["video_grid_thw"] for video in found])
     seconds = torch.cat([video["second_per_grid_ts"] for video in found])
+    places = [video["video_places"] for video in found if "video_places" in video]
     return {
+        **({"video_places": places} if places else {}),
         **prompt_inputs(processor, prompts, grids, seconds, queries),
         "video_features": [video["video_features"] for video in found],
         "video_grid_thw": grids,

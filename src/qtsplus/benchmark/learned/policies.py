@@ -44,6 +44,8 @@ BASELINES = {
     "fewer_frames": ("all", "fewer_frames"),
     "lower_resolution": ("all", "lower_resolution"),
 }
+# A video that is read small, and in part again, see twice.py; and the retentions at which it is asked.
+TWO_PASSES, TWICE = "two_passes", (0.1, 0.25)
 # What is left out or changed of a trained model while it is asked: fields of [`Policy`].
 ASKED: dict[str, dict[str, Any]] = {
     "no_reencoding": {"reencode": False},  # the paper's nREENC, to the letter
@@ -112,6 +114,7 @@ TITLES = {
     "diversity": "diversity (as in DivPrune)",
     "fewer_frames": "fewer frames",
     "lower_resolution": "lower resolution",
+    TWO_PASSES: "two passes",
     OTHER_VIDEO: "control: another video's question",
     SAME_VIDEO: "control: another question of the same video",
     "untrained_selector": "control: untrained selector",
@@ -131,7 +134,7 @@ class Policy:
         model: a variant, [`BASE`] or [`FRESH`].
         retention: fraction of the tokens; `None` is the model's own budget.
         selection: as in `QTSplusConfig`, or one of [`ORACLES`].
-        layout: which pixels of a video are encoded: "full", "fewer_frames" or "lower_resolution".
+        layout: which pixels of a video are encoded: "full", "fewer_frames", "lower_resolution" or [`TWO_PASSES`].
         wrong_question: one of [`WRONG_QUESTIONS`] to select by; `None` selects by the question itself.
         max_visual_tokens: a cap on the tokens.
         reencode: whether kept tokens are re-encoded.
@@ -188,6 +191,7 @@ def policies_of(model: str, own_budget: bool, adapted: bool) -> list[Policy]:
         for name, how in BASELINES.items():
             chosen += [Policy(name_of(name, model), model, retention, *how) for retention in RETENTIONS]
     if model == DEFAULT:
+        chosen += [Policy(TWO_PASSES, model, share, layout=TWO_PASSES) for share in RETENTIONS if share in TWICE]
         chosen += [Policy(name, model, retention, name) for name in ORACLES for retention in RETENTIONS]
     return chosen
 

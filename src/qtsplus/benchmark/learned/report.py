@@ -19,6 +19,7 @@ from .policies import (
     SALIENCE,
     SAME_VIDEO,
     TITLES,
+    TWO_PASSES,
     VARIANTS,
     WRONG_QUESTIONS,
     name_of,
@@ -36,6 +37,7 @@ _CURVES = {
     "diversity": "#2a9d8f",
     "fewer_frames": "#6a9f58",
     "lower_resolution": "#a3789b",
+    TWO_PASSES: "#1b998b",
     OTHER_VIDEO: "#6fb3d2",
     SAME_VIDEO: "#94c9e0",
     "untrained_selector": "#b0b0b0",
@@ -64,6 +66,7 @@ def write_report(rows: Rows, details: dict[str, Any], folder: Path) -> None:
         _accuracy_by_tokens(pooled),
         _shares(details["question_driven"]),
         _variants(pooled),
+        _two_passes(pooled),
         _gains(details["differences"]),
         _everything(pooled),
         _gates(details["agreement"]),
@@ -177,6 +180,26 @@ def _variants(pooled: Pooled) -> list[str]:
         recall = pooled.get((name, 0.1), {}).get("token_recall")
         rows.append([title_of(name), *cells, "" if recall is None else f"{recall:.1%}"])
     return ["## Variants", "", *markdown_table(columns, rows)]
+
+
+def _two_passes(pooled: Pooled) -> list[str]:
+    """What of a video two passes encode, and what it costs."""
+    shares = sorted(share for name, share in pooled if name == TWO_PASSES and share is not None)
+    if not shares:
+        return []
+    groups = [group for group in ("point", "all") if group in _asked_groups(pooled)]
+    columns = ["kept", "encoded small", "encoded at full size", "needle tokens kept"]
+    columns += [f"{group}, {passes}" for group in groups for passes in ("one pass", "two passes")]
+    rows = []
+    for share in shares:
+        twice = pooled[TWO_PASSES, share]
+        cells = [_kept(share), *(f"{twice[f'{which}_pass_fraction']:.1%}" for which in ("first", "second"))]
+        cells.append("" if twice["token_recall"] is None else f"{twice['token_recall']:.1%}")
+        for group in groups:
+            cells += [_accuracy(pooled.get((DEFAULT, share)), group), _accuracy(twice, group)]
+        rows.append(cells)
+    head = "Of the tokens of a whole video, how many the vision tower made in each pass:"
+    return ["## Two passes", "", head, "", *markdown_table(columns, rows)]
 
 
 def _gains(differences: Rows) -> list[str]:

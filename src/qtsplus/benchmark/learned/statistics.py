@@ -83,6 +83,12 @@ def _row(chosen: list[Outcomes], masks: dict[str, dict[str, np.ndarray]]) -> dic
         "kept": float(np.mean(values("kept"))),
         "asked": float(np.mean(values("asked"))),
         "kept_fraction": sum(values("kept")) / sum(values("visual")),
+        # Only two passes say what the vision tower made.
+        **{
+            f"{which}_fraction": sum(values(which)) / sum(values("visual"))
+            for which in ("first_pass", "second_pass")
+            if values(which)
+        },
         **{
             part: {name: share(mask) for name, mask in named.items() if values("correct", mask)}
             for part, named in masks.items()

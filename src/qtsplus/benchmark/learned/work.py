@@ -18,9 +18,10 @@ from ...results import Journal
 from ...selector_qtsplus import kept_count
 from ...training.models import load_model
 from .models import Checkpoint, Models
-from .policies import DEFAULT, ORACLES, OTHER_VIDEO, Policy
+from .policies import DEFAULT, ORACLES, OTHER_VIDEO, TWO_PASSES, Policy
 from .questions import QuestionSet, with_options, with_other_questions, with_questions_of_others
 from .tokens import object_tokens, oracle_order, recalls
+from .twice import ask_twice
 
 # At which a gate's choice in training is compared with that at inference.
 GATE_RETENTION = 0.1
@@ -81,7 +82,8 @@ class Work:
         """Layouts that this backbone's videos do not have, and why."""
         if self.processor.native_resolution:
             return {}
-        return {"lower_resolution": "this backbone makes as many tokens of a frame whatever its size"}
+        reason = "this backbone makes as many tokens of a frame whatever its size"
+        return {"lower_resolution": reason, TWO_PASSES: reason}
 
     @cached_property
     def _needles(self) -> list[list[np.ndarray]]:
@@ -141,6 +143,8 @@ class Work:
         return [outcomes for outcomes in results if "correct" in outcomes]  # videos of one question have no wrong one
 
     def _outcomes(self, model: Any, policy: Policy, seed: int) -> dict[str, list]:
+        if policy.layout == TWO_PASSES:
+            return self._in_two_passes(model, policy)
         records = self._records(policy, seed)
         asked = [index for index, record in enumerate(records) if record is not None]
         features = self.features() if policy.layout == "full" else self.features(policy.layout, policy.retention or 1.0)
@@ -182,6 +186,27 @@ class Work:
                 measured["jaccard"] = _jaccard(own[place], set(outcome.kept_indices))
             for name, value in measured.items():
                 found.setdefault(name, [None] * len(records))[index] = value
+        return found
+
+    def _in_two_passes(self, model: Any, policy: Policy) -> dict[str, list]:
+        """`first_pass` and `second_pass` are the tokens that the vision tower made in each."""
+        retention, n_max = policy.retention or 1.0, model.config.qtsplus_config.n_max
+        found: dict[str, list] = {}
+        asked = ask_twice(model, self.processor, self.test.records, retention, self.batch_size)
+        for index, twice in enumerate(asked):
+            outcome, total = twice.outcome, self._totals[index]
+            measured: dict[str, Any] = {
+                "correct": outcome.correct,
+                "kept": outcome.kept_tokens,
+                "asked": kept_count(retention, total, n_max),
+                "visual": total,
+                "rho": retention,
+                "first_pass": twice.small,
+                "second_pass": twice.large,
+                **recalls(outcome.kept_indices, self._needles[index], self._objects[index]),
+            }
+            for name, value in measured.items():
+                found.setdefault(name, []).append(value)
         return found
 
     def _records(self, policy: Policy, seed: int) -> Sequence[VideoRecord | None]:
