@@ -1,4 +1,4 @@
-"""Dense supervision: what every visual token shows, and the second, row and column it stands in."""
+"""Dense supervision: what every visual token shows, where it stands, and what a question names."""
 
 import numpy as np
 import pytest
@@ -158,6 +158,16 @@ def test_micro_batches_add_up_to_one_big_batch(tmp_path):
     assert_same_training(train(tmp_path, **settings), train(tmp_path, **settings, **split))
 
 
+def test_every_question_names_its_own_words():
+    """Two turns: 11 and 13 are asked for, then 14 twice; 12 stands in an answer, 10 is nothing."""
+    ids = torch.tensor([1, 11, 2, 13, 10, 3, 12, 4, 5, 14, 14, 6, 7, 8])
+    labels = torch.full_like(ids, UNNAMED)
+    labels[6:8], labels[12:14] = ids[6:8], ids[12:14]
+    words = words_of((1, 1, 1))
+    assert naming._turns(labels[None])[0].tolist() == [UNNAMED] * 5 + [0] + [UNNAMED] * 5 + [1] + [UNNAMED] * 2
+    assert naming._named(ids, labels, words).tolist() == [[False, True, False, True, False], [False] * 4 + [True]]
+
+
 @pytest.mark.parametrize("keep", [{}, {"selection": "random", "retention": 0.5}])
 def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
     model = make_trainer(tmp_path).model
@@ -165,12 +175,14 @@ def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
     inputs = collate_with_words(rows)
     labels, words = inputs.pop("labels"), inputs.pop("token_words")
     inputs.pop("source_ids")
+    for row, begun in enumerate((labels != UNNAMED).long().argmax(1).tolist()):
+        inputs["input_ids"][row, begun - 2] = 11 + row  # a word that the question names
     inputs = naming.with_features(model, {**inputs, **keep})
     torch.manual_seed(0)
     outputs = model(**inputs)
-    losses = naming.naming_losses(model, inputs, outputs, words)
+    losses = naming.naming_losses(model, inputs, labels, outputs, words)
 
-    embeddings = model.get_input_embeddings().weight
+    embeddings, named_rows = model.get_input_embeddings().weight, 0
     for row, (loss, word) in enumerate(zip(losses, words, strict=True)):
         t, h, w, _ = word.labels.shape
         columns = outputs.qtsplus.columns[row]
@@ -187,7 +199,15 @@ def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
         kept = len(outputs.qtsplus.kept_indices[row])
         assert len(parts) == 3 * kept and (not keep or kept < t * h * w)
         shown = naming.naming_loss(inputs["video_features"][row], word.labels_on((t, h, w)), word, embeddings)
-        torch.testing.assert_close(loss, shown + naming.PLACE_WEIGHT * torch.stack(parts).mean())
+        start = int((labels[row] != -100).nonzero()[0]) - 1
+        state = states[columns.tolist().index(start)]
+        named = sorted(set(range(11, 15)).intersection(inputs["input_ids"][row, : start + 1].tolist()))
+        scores = (embeddings[10:15] @ F.rms_norm(state, state.shape)).log_softmax(0)
+        asked = -torch.stack([scores[word - 10] for word in named]).mean() if named else 0.0
+        named_rows += bool(named)
+        expected = shown + naming.PLACE_WEIGHT * torch.stack(parts).mean() + naming.QUESTION_WEIGHT * asked
+        torch.testing.assert_close(loss, expected)
+    assert named_rows
     assert labels.shape == inputs["input_ids"].shape
 
 
@@ -223,7 +243,7 @@ def test_a_crowd_names_its_tokens_and_a_batch_of_it_trains(tmp_path):
         batch.pop(name)
     model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
     inputs = naming.with_features(model, batch)
-    loss = naming.naming_losses(model, inputs, model(**inputs), words).sum()
+    loss = naming.naming_losses(model, inputs, labels, model(**inputs), words).sum()
     loss.backward()
     assert len(words) == len(labels) and all(word.labels.shape == (2, 6, 6, 3) for word in words)
     assert model.model.visual.patch_embed.proj.weight.grad.abs().max() > 0

@@ -3,12 +3,14 @@
 An answer says a word or two about a whole video, so a small model takes long to find out what its tokens are for. No
 parameters are added: a word's score is the product of its embedding with the normalised token, as the merger gives it.
 Its second, row and column are scored with the token as the second layer of the language model finds it, since that is
-the layer that looks things up. They are a digit and two letters.
+the layer that looks things up. They are a digit and two letters. There, too, the place where an answer begins must name
+the words of its question that a token could be said to show.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from ..data.token_words import UNNAMED, read_token_words
 from ..inputs_qtsplus import take_inputs
 from ..prompt_qtsplus import VIDEO
 
-PLACE_WEIGHT = 0.5  # beside the words'
+PLACE_WEIGHT, QUESTION_WEIGHT = 0.5, 0.5  # beside the words'
 SECONDS, ROWS, COLUMNS = "0123456789", "abcdefghijklm", "nopqrstuvwxyz"
 
 
@@ -93,19 +95,25 @@ def with_features(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def naming_losses(
-    model: Any, inputs: Mapping[str, Any], outputs: Any, token_words: Sequence[TokenWords | None]
+    model: Any,
+    inputs: Mapping[str, Any],
+    labels: torch.Tensor,
+    outputs: Any,
+    token_words: Sequence[TokenWords | None],
 ) -> torch.Tensor:
     """
-    Cross-entropy of what each row's visual tokens show, and of the seconds, rows and columns that they stand in.
+    Cross-entropy of what each row's visual tokens show, of the seconds, rows and columns that they stand in, and of what
+    its questions name.
 
     Args:
         model: a QTSplus model.
         inputs: of [`with_features`], one video for each named row.
+        labels: `[B, S]` of the full prompt.
         outputs: what the model made of them.
         token_words: per row, or `None`.
 
     Returns:
-        `[named rows]`: the mean over aspects and tokens, and half of the places'.
+        `[named rows]`: the mean over aspects and tokens, half of the places', and half of the questions'.
 
     Raises:
         ValueError: labels for another grid than the model's.
@@ -120,24 +128,53 @@ def naming_losses(
     losses, placed = [], [torch.full_like(ids, UNNAMED) for _ in (SECONDS, ROWS, COLUMNS)]
     durations = inputs["second_per_grid_ts"].tolist()
     for (row, words), tokens, grid, duration in zip(named, features, grids, durations, strict=True):
-        labels = words.labels_on(tuple(grid))
-        losses.append(naming_loss(tokens[:, : embeddings.shape[-1]], labels, words, embeddings))
+        shown = words.labels_on(tuple(grid))
+        losses.append(naming_loss(tokens[:, : embeddings.shape[-1]], shown, words, embeddings))
         columns = mask[row].nonzero()[candidates[row], 0]
         steps, *squares = torch.meshgrid(*map(torch.arange, grid), indexing="ij")
         for target, place, signs in zip(placed, ((steps * duration).long(), *squares), words.places, strict=True):
             target[row, columns] = place.where(place < len(signs), UNNAMED).flatten().to(target.device)
-    placed = [model.compact_labels(target, None, outputs.qtsplus.columns) for target in placed]
+    compact = partial(model.compact_labels, input_ids=None, columns=outputs.qtsplus.columns)
+    placed, asked = [compact(target) for target in placed], compact(_turns(labels))
     states = F.rms_norm(outputs.hidden_states[1].float(), embeddings.shape[-1:])
-    told = [
-        torch.stack(
-            [
-                _cross_entropy(states[row] @ embeddings[signs.to(states.device)].float().T, target[row])
-                for signs, target in zip(words.places, placed, strict=True)
-            ]
-        ).mean()
-        for row, words in named
-    ]
-    return torch.stack(losses) + PLACE_WEIGHT * torch.stack(told)
+    told, carried = [], []
+    for row, words in named:
+        losses_of_places = [
+            _cross_entropy(states[row] @ embeddings[signs.to(states.device)].float().T, target[row])
+            for signs, target in zip(words.places, placed, strict=True)
+        ]
+        told.append(torch.stack(losses_of_places).mean())
+        carried.append(_question_loss(states[row], asked[row], _named(ids[row], labels[row], words), embeddings, words))
+    return torch.stack(losses) + PLACE_WEIGHT * torch.stack(told) + QUESTION_WEIGHT * torch.stack(carried)
+
+
+def _turns(labels: torch.Tensor) -> torch.Tensor:
+    """`[B, S]`, where an answer's first token is predicted the number of its turn, else [`UNNAMED`]."""
+    begins = F.pad((labels[:, 1:] != UNNAMED) & (labels[:, :-1] == UNNAMED), (0, 1))
+    return (begins.cumsum(1) - 1).masked_fill(~begins, UNNAMED)
+
+
+def _named(ids: torch.Tensor, labels: torch.Tensor, words: TokenWords) -> torch.Tensor:
+    """`[turns, n]` bool, which of the words the question of each turn names; not "nothing"."""
+    starts = (_turns(labels[None])[0] != UNNAMED).nonzero()[:, 0]
+    turns = torch.searchsorted(starts, torch.arange(len(ids), device=ids.device))  # an answer counts to the next turn
+    said = (ids[:, None] == words.words.to(ids.device)) & (labels == UNNAMED)[:, None]
+    found = torch.zeros(len(starts) + 1, len(words.words), device=ids.device)
+    found = found.index_add(0, turns, said.float())[:-1] > 0
+    found[:, 0] = False
+    return found
+
+
+def _question_loss(
+    states: torch.Tensor, turns: torch.Tensor, named: torch.Tensor, embeddings: torch.Tensor, words: TokenWords
+) -> torch.Tensor:
+    """The mean over the turns whose question names something, at the places where their answers begin."""
+    begins = (turns != UNNAMED).nonzero()[:, 0]
+    named = named[turns[begins]].to(states.device)
+    scores = states[begins] @ embeddings[words.words.to(states.device)].float().T
+    counts = named.sum(1)
+    surprise = -(scores.log_softmax(-1) * named).sum(1) / counts.clamp(min=1)
+    return surprise.sum() / (counts > 0).sum().clamp(min=1)
 
 
 def naming_loss(

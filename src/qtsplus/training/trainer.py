@@ -202,7 +202,7 @@ class QTSplusTrainer(Trainer):
             loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
             self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
         if named:
-            losses = naming_losses(base_model(self.model), inputs, outputs, token_words)
+            losses = naming_losses(base_model(self.model), inputs, labels, outputs, token_words)
             loss = loss + self.args.naming_weight * losses.sum() / counts[-2].clamp(min=1)
             self.running[True].add("loss_naming", losses.sum(), len(losses))
         if looks:
