@@ -236,6 +236,38 @@ def test_a_crowd_is_built_as_any_other_world(tmp_path):
         build_dataset(tmp_path, "test", 4, seconds=(4,), progress=False)
 
 
+def test_smaller_frames_show_the_same_with_the_same_records(tmp_path):
+    options = {"seconds": (2,), "progress": False, "crowd": True}
+    whole, half = (
+        Path(build_dataset(tmp_path / str(size), "test", 2, frame_size=size, **options)) for size in (168, 84)
+    )
+    for large, small in zip(whole.open(), half.open(), strict=True):
+        assert json.loads(small) == {**json.loads(large), "frame_size": 84}
+    large, small = (
+        read_video(str(path.parent / "test" / "000000.mp4"), lambda count, fps: np.arange(count))[0]
+        for path in (whole, half)
+    )
+    assert large.shape == (4, 168, 168, 3) and small.shape == (4, 84, 84, 3)
+    mean = np.asarray(large, dtype=float).reshape(4, 84, 2, 84, 2, 3).mean(axis=(2, 4))
+    assert np.abs(mean - np.asarray(small, dtype=float)).mean() < 12  # both are lossy; other frames differ by 30
+    with pytest.raises(ValueError, match="frame_size=None, not 84"):
+        build_dataset(whole.parent, "test", 2, frame_size=84, **options)
+    with pytest.raises(ValueError, match="frame_size=100: expected one of 168, 84, 56, 28"):
+        build_dataset(tmp_path / "other", "test", 2, frame_size=100, **options)
+
+
+def test_as_many_questions_of_a_kind_as_are_asked_for(tmp_path):
+    options = {"seconds": (8,), "progress": False, "crowd": True, "multiple_choice": 0.0}
+    path = Path(build_dataset(tmp_path, "test", 2, ask={"direction": 2, "order": 0, "when": 4}, **options))
+    kinds = [json.loads(line)["kind"] for line in path.open()]
+    assert [kinds.count(kind) for kind in ("direction", "order", "when", "existence")] == [4, 0, 8, 4]
+    for wrong in ({"colour": 1}, {"when": -1}):
+        with pytest.raises(ValueError, match="expected counts of relation, order"):
+            build_dataset(tmp_path, "test", 2, ask=wrong, **options)
+    with pytest.raises(ValueError, match="about crowds"):
+        build_dataset(tmp_path / "sparse", "test", 2, seconds=(8,), progress=False, ask={"when": 1})
+
+
 def test_videos_that_are_older_than_crowds_are_no_crowds(tmp_path):
     build_dataset(tmp_path, "train", 1, seconds=(2,), progress=False)
     file = tmp_path / "train" / "videos.json"

@@ -35,6 +35,7 @@ CHOICES = st.builds(
     rationale=st.none() | TEXT,
     evidence=st.none() | TEXT,
 )
+NEEDLES = st.lists(st.integers(0, 400), max_size=3).map(tuple)
 TURNS = st.lists(st.tuples(TEXT, TEXT), max_size=2).map(tuple)
 QUESTIONS = st.builds(
     VideoRecord,
@@ -49,6 +50,10 @@ QUESTIONS = st.builds(
     fps=SHARED["fps"],
     token_words=st.none() | NAME,
     id=SHARED["id"],
+).flatmap(
+    lambda record: st.lists(NEEDLES, min_size=len(record.earlier) + 1, max_size=len(record.earlier) + 1).map(
+        lambda needles: replace(record, needles=tuple(needles) if any(needles) else ())
+    )
 )
 KINDS = {"captions": CAPTIONS, "answers": ANSWERS, "choices": CHOICES, "questions": QUESTIONS}
 
@@ -100,7 +105,15 @@ def test_the_references_rows_give_back_what_they_have_a_place_for(records, folde
 def test_conversations_give_back_their_turns(ending, records, folder):
     path = folder / f"llava.{ending}"
     write_records(path, records, "llava")
-    plain = {"query": None, "kind": "", "source": "vqa", "options": None, "fps": None, "token_words": None}
+    plain = {
+        "query": None,
+        "kind": "",
+        "source": "vqa",
+        "options": None,
+        "fps": None,
+        "token_words": None,
+        "needles": (),
+    }
     assert list(iter_records(path)) == [replace(record, **plain) for record in records]
 
 

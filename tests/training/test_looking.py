@@ -1,6 +1,7 @@
 """Dense supervision: the answers of a small base look at the visual tokens that they rest on."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_a_crowd_says_what_its_answers_rest_on_and_a_batch_of_it_trains(tmp_path
     path = build_dataset(
         tmp_path, "train", 2, seconds=(4,), multiple_choice=0, conversations=True, crowd=True, progress=False
     )
-    row = json.loads(open(path, encoding="utf-8").readline())
+    row = json.loads(Path(path).read_text(encoding="utf-8").splitlines()[0])
     found = {question.question: question for question in ask_world(record_world(row), 0)}
     turns = [*row["earlier"], [row["question"], row["answer"]]]
     assert len(turns) == len(row["needles"]) == len(found)

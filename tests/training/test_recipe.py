@@ -165,7 +165,9 @@ def test_only_true_and_false_are_booleans(tmp_path):
     assert recipe.training.save_strategy == "no" and recipe.training.learning_rate == 1e-6
 
 
-@pytest.mark.parametrize(("name", "before"), [("", "-base"), ("-base", "-short"), ("-short", "-stills"), ("-stills", "-vision")])
+@pytest.mark.parametrize(
+    ("name", "before"), [("", "-base"), ("-base", "-short"), ("-short", "-stills"), ("-stills", "-vision")]
+)
 def test_the_recipe_that_makes_missing_weights_is_named(name, before, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["train", str(RECIPES / f"qtsplus-tiny{name}.yaml")])

@@ -182,6 +182,13 @@ def tinyworld(
     frame_size: Annotated[
         int, typer.Option(help="Pixels a side: 168, 84, 56 or 28. The same videos and questions, smaller.")
     ] = 168,
+    ask: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --crowd, how many questions of a kind to ask, such as direction=4. May be repeated; those of "
+            "other kinds stay as many."
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(help="How many processes render.", min=1)] = 1,
 ) -> None:
     """Render TinyWorld: videos of moving shapes, with questions, answers and captions for `qtsplus train`."""
@@ -189,5 +196,13 @@ def tinyworld(
         from ..data.tinyworld import build_dataset
 
         given = seconds or (8, 16), max_objects, multiple_choice, conversations, workers
-        records = build_dataset(out, split, size, *given, crowd=crowd, frame_size=frame_size)
+        counts = dict(map(_kind_and_count, ask or ()))
+        records = build_dataset(out, split, size, *given, crowd=crowd, frame_size=frame_size, ask=counts)
     wrote(records)
+
+
+def _kind_and_count(text: str) -> tuple[str, int]:
+    kind, _, count = text.partition("=")
+    if not count.isdecimal():
+        raise ValueError(f"{text!r}: expected a kind and how many questions of it, such as direction=4.")
+    return kind, int(count)

@@ -1,6 +1,6 @@
 """What can be asked about a crowded world: many questions about one video, none of which looks where another looks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,9 +40,11 @@ class _Candidate(NamedTuple):
         return Question(self.text, self.answer, None, self.text, kind, evidence)
 
 
-def crowd_questions(world: Crowd, rng: np.random.Generator, multiple_choice: float = 0.5) -> list[Question]:
+def crowd_questions(
+    world: Crowd, rng: np.random.Generator, multiple_choice: float = 0.5, plan: Mapping[str, int] = CROWD_PLAN
+) -> list[Question]:
     """
-    Up to sixteen questions of the kinds in [`CROWD_PLAN`].
+    Questions about a crowd; by the usual plan up to sixteen.
 
     No two of them need the same object, so no two need the same token.
 
@@ -50,11 +52,12 @@ def crowd_questions(world: Crowd, rng: np.random.Generator, multiple_choice: flo
         world: what to ask about.
         rng: draws the objects, the wording and the options.
         multiple_choice: share of the questions that come with options.
+        plan: how many of each kind, as far as the video allows.
     """
     view = _View.of(world)
     asked: list[Question] = []
     used: set[CrowdObject] = set()
-    for kind, count in CROWD_PLAN.items():
+    for kind, count in plan.items():
         for _ in range(count):
             drawn = _draw(view, kind, used, {question.query for question in asked}, rng)
             if drawn is None:

@@ -69,7 +69,11 @@ def _columns(record: Record, kind: type) -> dict[str, Any]:
 
 def _features(datasets: Any, kind: type) -> Any:
     text = datasets.Value("string")
-    special = {"fps": datasets.Value("float64"), "earlier": datasets.List(datasets.List(text))}
+    special = {
+        "fps": datasets.Value("float64"),
+        "earlier": datasets.List(datasets.List(text)),
+        "needles": datasets.List(datasets.List(datasets.Value("int64"))),
+    }
     if kind is Choice:
         special["options"] = {letter: text for letter in "ABCD"}
     elif kind is VideoRecord:

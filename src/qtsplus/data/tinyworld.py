@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ from rich.progress import track
 
 from qtsplus.data.clip import write_mp4
 from qtsplus.data.crowd import ASPECTS, LABEL_WORDS, Crowd, make_crowd, render_crowd, token_labels
-from qtsplus.data.crowd_questions import crowd_questions
+from qtsplus.data.crowd_questions import CROWD_PLAN, crowd_questions
 from qtsplus.data.questions import (
     LETTERS,
     POINT_KINDS,
@@ -86,11 +86,11 @@ def draw_world(world: World) -> np.ndarray:
     return render_crowd(world) if isinstance(world, Crowd) else render(world)
 
 
-def ask_world(world: World, multiple_choice: float = 0.5) -> list[Question]:
+def ask_world(world: World, multiple_choice: float = 0.5, plan: Mapping[str, int] = CROWD_PLAN) -> list[Question]:
     """A world's caption, two of its moments and its questions (a crowd's questions); the same for the same world."""
     rng = np.random.default_rng([world.seed, world.seconds, 3])
     if isinstance(world, Crowd):
-        return crowd_questions(world, rng, multiple_choice)
+        return crowd_questions(world, rng, multiple_choice, plan)
     moments = rng.permutation(world.seconds)[:2]
     return [
         caption(world),
@@ -111,6 +111,7 @@ def build_dataset(
     progress: bool = True,
     crowd: bool = False,
     frame_size: int = FRAME_SIZE,
+    ask: Mapping[str, int] | None = None,
 ) -> str:
     """
     Writes `size` worlds of a split as `<folder>/<split>/<index>.mp4` and their questions as `<folder>/<split>.jsonl`.
@@ -131,6 +132,7 @@ def build_dataset(
         crowd: crowded worlds, see [`make_crowd`].
         frame_size: pixels a side of the frames, [`FRAME_SIZE`] or a part of it in whole visual tokens: the same videos,
             smaller. Their records and what the tokens show stay those of full size.
+        ask: of crowds, by its kind how many questions to ask, where that is not as [`CROWD_PLAN`] has it.
 
     Returns:
         The path of the JSONL file, which training reads. A record has the fields of [`Question`] and `id`, `video`
@@ -140,6 +142,9 @@ def build_dataset(
         ValueError: an argument out of range, or videos in the folder that other arguments made.
     """
     most = _most_objects(max_objects, crowd)
+    unknown = sorted(set(ask or {}) - set(CROWD_PLAN))
+    if unknown or (ask and not crowd) or any(count < 0 for count in (ask or {}).values()):
+        raise ValueError(f"ask={ask!r}: expected counts of {', '.join(CROWD_PLAN)}, about crowds.")
     made_with: dict[str, Any] = {"seconds": list(seconds), "max_objects": most, "crowd": crowd}
     if frame_size != FRAME_SIZE:
         made_with["frame_size"] = frame_size
@@ -161,7 +166,8 @@ def build_dataset(
     path = os.path.join(folder, f"{split}.jsonl")
     with open(path + ".part", "w", encoding="utf-8") as file:
         for index, world in enumerate(worlds):
-            records = list(_records(split, index, world, multiple_choice, made_with))
+            asked = ask_world(world, multiple_choice, {**CROWD_PLAN, **(ask or {})})
+            records = list(_records(split, index, world, asked, made_with))
             if conversations:
                 records = [_conversation(records, np.random.default_rng([world.seed, 4]))]
             file.writelines(json.dumps(record) + "\n" for record in records)
@@ -238,7 +244,7 @@ def _write_video(job: tuple[str, int, Callable[[int], World], int]) -> World:
 
 
 def _shrink(frames: np.ndarray, frame_size: int) -> np.ndarray:
-    """`[T, FRAME_SIZE, FRAME_SIZE, 3]` uint8 frames with `frame_size` pixels a side, each the mean of those it covers."""
+    """`[T, FRAME_SIZE, FRAME_SIZE, 3]` uint8 with `frame_size` pixels a side, each the mean of those it covers."""
     times = FRAME_SIZE // frame_size
     if times == 1:
         return frames
@@ -251,8 +257,10 @@ def _grid(world: World) -> tuple[int, int, int]:
     return world.seconds, GRID, GRID
 
 
-def _records(split: str, index: int, world: World, multiple_choice: float, made_with: dict[str, Any]) -> Iterator[dict]:
-    for number, question in enumerate(ask_world(world, multiple_choice)):
+def _records(
+    split: str, index: int, world: World, asked: Sequence[Question], made_with: dict[str, Any]
+) -> Iterator[dict]:
+    for number, question in enumerate(asked):
         supervision: dict[str, Any] = {}
         if isinstance(world, Crowd):
             needles = sorted(set[int]().union(*(part.tolist() for part in evidence_tokens(question, _grid(world)))))

@@ -102,8 +102,8 @@ def naming_losses(
     token_words: Sequence[TokenWords | None],
 ) -> torch.Tensor:
     """
-    Cross-entropy of what each row's visual tokens show, of the seconds, rows and columns that they stand in, and of what
-    its questions name.
+    Cross-entropy of what each row's visual tokens show, of the seconds, rows and columns that they stand in, and of
+    what its questions name.
 
     Args:
         model: a QTSplus model.

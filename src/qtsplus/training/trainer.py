@@ -30,8 +30,8 @@ from .budget import Budget
 from .dataset import IGNORED, SkippedRecord
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
-from .lora import active_selector, add_lora, base_model, lora_config
 from .looking import looking_losses, watching
+from .lora import active_selector, add_lora, base_model, lora_config
 from .muon import MuonBeside, matrix_names
 from .naming import naming_losses, with_features
 from .running_means import RunningMeans
@@ -99,9 +99,9 @@ class QTSplusTrainer(Trainer):
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
     `loss_s`, `loss_teacher`, `loss_relevance`, `loss_naming`, `loss_looking`, `rho`, `n` (kept), `n_asked` (what the
-    budget head asks for), `n_soft` (rho M), `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`, `visual_tokens` (M),
-    and the current `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its
-    loss is L_SFT alone.
+    budget head asks for), `n_soft` (rho M), `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`,
+    `visual_tokens` (M), and the current `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix
+    of its metrics; its loss is L_SFT alone.
 
     Args:
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
