@@ -43,6 +43,7 @@ class ModelArguments:
         weights: a folder or Hub id with a QTSplus model, or with a Qwen2.5-VL that gets a fresh selector; seeded random
             weights when absent.
         selector: fields of `qtsplus_config` to change.
+        language_model: fields of `text_config` to change, for random weights.
         initialise: sets a fresh selector's starting point, see [`initialise_selector`].
         dtype: of the weights that are frozen; those that are trained are held in float32, which small learning rates
             need.
@@ -56,6 +57,7 @@ class ModelArguments:
     variant: str | None = None
     weights: str | None = None
     selector: dict[str, Any] = field(default_factory=dict)
+    language_model: dict[str, Any] = field(default_factory=dict)
     initialise: str | None = None
     dtype: str = "float32"
     attn_implementation: str | None = None
@@ -215,7 +217,8 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     )
     if not train:
         raise ValueError(f"{recipe.path}: data.train_files hold no record.")
-    model = load_model(args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, training.seed)
+    loading = args.dtype, args.attn_implementation, training.seed, args.language_model
+    model = load_model(args.variant, args.weights, args.selector, *loading)
     if args.initialise is not None:
         initialise_selector(model, args.initialise)
     processor = load_processor(args.variant, args.weights, model.config)
@@ -384,7 +387,8 @@ def last_checkpoint(output_dir: Path) -> Path | None:
 def dry_run(recipe: Recipe) -> str:
     """What a recipe would train, on the meta device: no weights, no data."""
     _require_weights(recipe)
-    config = load_config(recipe.model.variant, recipe.model.weights, recipe.model.selector)
+    args = recipe.model
+    config = load_config(args.variant, args.weights, args.selector, args.language_model)
     training = recipe.training
     with torch.device("meta"):
         model: nn.Module = backbone_of(config.model_type).model(config)
