@@ -110,6 +110,8 @@ def test_what_cannot_be_looked_at_is_refused(tmp_path):
     trainer.data_collator = lambda rows: {**collate(rows), "needles": [[torch.tensor([99])]] * len(rows)}
     with pytest.raises(ValueError, match="needles name the visual token 99; the video has"):
         trainer.train()
+    with pytest.raises(ValueError, match="looking_layer=9: expected a layer with attention, of .0, 1"):
+        train(tmp_path, looking_weight=1.0, looking_layer=9)
     row = {"video": "a.mp4", "question": "What?", "answer": "That.", "earlier": [["Who?", "He."]]}
     assert parse_record({**row, "needles": [[1], []]}).needles == ((1,), ())
     with pytest.raises(ValueError, match="needles of 1 answers, but 2 answers"):

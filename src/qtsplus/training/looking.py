@@ -6,13 +6,13 @@ names something in the video, and again for every form of a question. Told where
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..inputs_qtsplus import take_inputs
-from .attention import AttentionChoice, attention_rows, noting
+from .attention import AttentionChoice, attention_modules, attention_rows, noting
 from .dataset import IGNORED
 
 ENOUGH = 0.5  # of the attention on the needles; the rest may read the question
@@ -33,7 +33,7 @@ class _Answers:
     places: torch.Tensor
     needles: torch.Tensor
     columns: torch.Tensor | None = None
-    shares: torch.Tensor | None = field(default=None)
+    shares: torch.Tensor | None = None
 
     @property
     def taught(self) -> bool:
@@ -73,6 +73,9 @@ def watching(
     Raises:
         ValueError: a needle that is not among the row's visual tokens, or a layer without attention.
     """
+    known = attention_modules(model.model.language_model)
+    if layer not in known:
+        raise ValueError(f"looking_layer={layer}: expected a layer with attention, of {list(known)}.")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     visual, _ = take_inputs(dict(inputs))
     candidates = model.model.candidates(ids, mask, visual)
