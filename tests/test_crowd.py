@@ -13,18 +13,20 @@ from transformers import PreTrainedTokenizerFast
 
 from qtsplus.data import crowd
 from qtsplus.data.crowd import (
+    ALL_WORDS,
     CROWD_COLOURS,
     LABEL_WORDS,
     MARKS,
     MAX_CROWD,
     UNNAMED,
+    context_labels,
     make_crowd,
     record_world,
     render_crowd,
     token_labels,
 )
 from qtsplus.data.crowd_questions import crowd_questions
-from qtsplus.data.scene import CELL, FPS, GRID, OBJECT_SHAPES
+from qtsplus.data.scene import CELL, DIRECTIONS, FPS, GRID, OBJECT_SHAPES
 from qtsplus.data.tinyworld import ask_world, build_dataset, draw_world, split_world
 from qtsplus.video_qtsplus import read_video
 
@@ -185,6 +187,31 @@ def test_labels_say_what_the_pixels_show(seed):
         assert nearest[:3] == tuple(LABEL_WORDS[index] for index in labels[place])
 
 
+@given(CROWDS)
+@settings(max_examples=20, deadline=None)
+def test_words_beside_the_second_before_tell_what_came_and_where_it_moved(world):
+    shown, beside = token_labels(world, grid_of(world)), context_labels(world, grid_of(world))
+    assert (beside[0] == UNNAMED).all()
+    moving = {(item.colour, item.shape) for item in world.objects if item.direction is not None}
+    for place in np.ndindex(*grid_of(world)):
+        if not place[0]:
+            continue
+        before = np.argwhere((shown[place[0] - 1] == shown[place]).all(-1))  # no two objects share all three words
+        words = [ALL_WORDS[label] if label != UNNAMED else None for label in beside[place]]
+        if shown[place][0] == NOTHING:
+            assert words == ["nothing", "nothing"]
+        elif not len(before):
+            assert words == ["appear", None]
+        else:
+            (row, column), name = before[0], tuple(LABEL_WORDS[label] for label in shown[place][:2])
+            step = int(place[2] - column), int(place[1] - row)
+            stood = None if name in moving else "nothing"
+            assert words == [
+                "nothing",
+                stood if step == (0, 0) else next(w for w in DIRECTIONS if DIRECTIONS[w] == step),
+            ]
+
+
 def test_labels_of_a_coarse_grid_leave_out_tokens_that_show_several_objects():
     world = make_crowd(0)
     fine, coarse = token_labels(world, (8, GRID, GRID)), token_labels(world, (4, 3, 3), seconds_per_grid=2.0)
@@ -213,8 +240,8 @@ def test_texts_survive_the_tiny_tokenizer_and_every_label_is_one_token(pytestcon
         for question in ask_world(make_crowd(seed)):
             for text in (question.question, question.answer):
                 assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    ids = [tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in LABEL_WORDS]
-    assert {len(of_word) for of_word in ids} == {1} and len({of_word[0] for of_word in ids}) == len(LABEL_WORDS)
+    ids = [tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in ALL_WORDS]
+    assert {len(of_word) for of_word in ids} == {1} and len({of_word[0] for of_word in ids}) == len(ALL_WORDS)
 
 
 def test_a_crowd_is_built_as_any_other_world(tmp_path):

@@ -1,5 +1,7 @@
 """Dense supervision: what every visual token shows, where it stands, and what a question names."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,21 +17,25 @@ from qtsplus.training.dataset import VideoQADataset
 from qtsplus.training.models import load_config, load_model, load_processor
 from training_examples import assert_same_training, collate, examples, make_trainer, steps
 
-WORDS = ("nothing", "red", "blue", "circle", "star")
+WORDS = ("nothing", "red", "blue", "circle", "star", "up", "down")
 ASPECTS = (("nothing", "red", "blue"), ("nothing", "circle", "star"))
+CONTEXT = (("nothing", "up", "down"),)
 PLACES = (torch.arange(20, 30), torch.arange(30, 36), torch.arange(36, 42))
 
 
 def some_labels(grid: tuple[int, int, int], seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    labels = np.stack([rng.choice([0, 1, 2, UNNAMED], grid), rng.choice([0, 3, 4, UNNAMED], grid)], axis=-1)
-    return labels.astype(np.int64)
+    labels = [rng.choice([0, *pair, UNNAMED], grid) for pair in ((1, 2), (3, 4), (5, 6))]
+    return np.stack(labels, axis=-1).astype(np.int64)
 
 
 def words_of(grid: tuple[int, int, int], seed: int = 0) -> naming.TokenWords:
-    """As for a vocabulary in which these words have the ids 10 to 14, and the signs of a place those of [`PLACES`]."""
-    aspects = torch.tensor([[word in aspect for word in WORDS] for aspect in ASPECTS])
-    return naming.TokenWords(torch.from_numpy(some_labels(grid, seed)), torch.arange(10, 15), aspects, PLACES)
+    """As for a vocabulary in which these words have the ids 10 to 16, and the signs of a place those of [`PLACES`]."""
+    aspects, context = (
+        torch.tensor([[word in aspect for word in WORDS] for aspect in of]) for of in (ASPECTS, CONTEXT)
+    )
+    labels = torch.from_numpy(some_labels(grid, seed))
+    return naming.TokenWords(labels, torch.arange(10, 17), aspects, context, PLACES)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,7 @@ def test_the_loss_is_that_of_every_token_by_itself():
     for aspect, words in enumerate(ASPECTS):
         ids = [10 + WORDS.index(word) for word in words]
         parts = []
-        for token, labels in zip(features, named.labels.reshape(-1, 2).tolist(), strict=True):
+        for token, labels in zip(features, named.labels.reshape(-1, 3).tolist(), strict=True):
             if labels[aspect] != UNNAMED:
                 scores = embeddings[ids] @ (token / (token.square().mean() + torch.finfo(torch.float32).eps).sqrt())
                 parts.append(-scores.log_softmax(0)[ids.index(10 + labels[aspect])])
@@ -72,7 +78,7 @@ def test_a_token_of_several_cells_names_what_each_of_them_shows():
     """A red circle and a blue one beside nothing; nothing alone; a star beside what has no label."""
     cells = [[[1, 3], [2, 3], [0, 0], [0, 0]], [[0, 0]] * 4, [[UNNAMED, UNNAMED], [2, 4], [0, 0], [0, 0]]]
     grid = torch.tensor(cells).reshape(1, 3, 2, 2, 2).permute(0, 2, 1, 3, 4).reshape(1, 2, 6, 2)
-    named = naming.TokenWords(grid, torch.arange(10, 15), words_of((1, 1, 1)).aspects, PLACES)
+    named = replace(words_of((1, 1, 1)), labels=grid)
     labels = named.labels_on((1, 1, 3))
     assert labels.tolist() == cells
     features, embeddings = torch.randn(3, 8), torch.randn(48, 8)
@@ -87,6 +93,14 @@ def test_a_token_of_several_cells_names_what_each_of_them_shows():
     torch.testing.assert_close(loss, sum(by_hand) / 6)
 
 
+def test_what_needs_a_second_before_is_not_told_of_several_cells():
+    words = words_of((2, 4, 4))
+    fine, coarse = (words.told(words.labels_on(grid), grid, 1.0) for grid in ((2, 4, 4), (2, 2, 2)))
+    ids, moves = fine[3]
+    assert ids.tolist() == [10, 15, 16] and set(moves.tolist()) == {0, 1, 2, UNNAMED}
+    assert len(coarse) == 4 and (coarse[3][1] == UNNAMED).all() and not (coarse[2][1] == UNNAMED).any()
+
+
 @pytest.mark.parametrize("grid", [(2, 2, 3), (1, 4, 3), (1, 1, 2), (1, 3, 6)])
 def test_a_grid_that_does_not_cover_whole_cells_is_refused(grid):
     with pytest.raises(ValueError, match="token_words name a grid of .1, 2, 3. tokens; the model has"):
@@ -94,7 +108,7 @@ def test_a_grid_that_does_not_cover_whole_cells_is_refused(grid):
 
 
 def test_a_file_comes_back_as_it_was_written(tmp_path, tokenizer):
-    written = NamedTokens(some_labels((3, 2, 2)), WORDS, ASPECTS)
+    written = NamedTokens(some_labels((3, 2, 2)), WORDS, ASPECTS, CONTEXT)
     write_token_words(tmp_path / "words.safetensors", written)
     assert [path.name for path in tmp_path.iterdir()] == ["words.safetensors"]
     found = read_token_words(tmp_path / "words.safetensors")
@@ -102,7 +116,8 @@ def test_a_file_comes_back_as_it_was_written(tmp_path, tokenizer):
     loaded = naming.load_token_words(tmp_path / "words.safetensors", tokenizer)
     assert tokenizer.convert_ids_to_tokens(loaded.words.tolist()) == [f"\u0120{word}" for word in WORDS]
     assert [tokenizer.decode(signs) for signs in loaded.places] == ["0123456789", "abcdefghijklm", "nopqrstuvwxyz"]
-    assert [[WORDS[index] for index in aspect.nonzero()] for aspect in loaded.aspects] == list(map(list, ASPECTS))
+    for masks, aspects in ((loaded.aspects, ASPECTS), (loaded.context, CONTEXT)):
+        assert [[WORDS[index] for index in mask.nonzero()] for mask in masks] == list(map(list, aspects))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a safetensors file", "other"])
@@ -165,7 +180,7 @@ def test_every_question_names_its_own_words():
     labels[6:8], labels[12:14] = ids[6:8], ids[12:14]
     words = words_of((1, 1, 1))
     assert naming._turns(labels[None])[0].tolist() == [UNNAMED] * 5 + [0] + [UNNAMED] * 5 + [1] + [UNNAMED] * 2
-    assert naming._named(ids, labels, words).tolist() == [[False, True, False, True, False], [False] * 4 + [True]]
+    assert naming._named(ids, labels, words).nonzero().tolist() == [[0, 1], [0, 3], [1, 4]]
 
 
 @pytest.mark.parametrize("keep", [{}, {"selection": "random", "retention": 0.5}])
@@ -188,7 +203,7 @@ def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
         columns = outputs.qtsplus.columns[row]
         visual = (inputs["input_ids"][row] == model.config.video_token_id).nonzero()[:, 0].tolist()
         states = outputs.hidden_states[1][row]
-        parts = []
+        parts, moves = [], []
         for place, column in enumerate(columns.tolist()):
             if column in visual:
                 index = visual.index(column)
@@ -196,16 +211,19 @@ def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
                 where = index // (h * w), index // w % h, index % w
                 for signs, number in zip(PLACES, where, strict=True):
                     parts.append(-(embeddings[signs] @ state).log_softmax(0)[number])
+                if (move := int(word.labels[where][2])) != UNNAMED:
+                    moves.append(-(embeddings[[10, 15, 16]] @ state).log_softmax(0)[[0, 5, 6].index(move)])
         kept = len(outputs.qtsplus.kept_indices[row])
         assert len(parts) == 3 * kept and (not keep or kept < t * h * w)
         shown = naming.naming_loss(inputs["video_features"][row], word.labels_on((t, h, w)), word, embeddings)
         start = int((labels[row] != -100).nonzero()[0]) - 1
         state = states[columns.tolist().index(start)]
-        named = sorted(set(range(11, 15)).intersection(inputs["input_ids"][row, : start + 1].tolist()))
-        scores = (embeddings[10:15] @ F.rms_norm(state, state.shape)).log_softmax(0)
+        named = sorted(set(range(11, 17)).intersection(inputs["input_ids"][row, : start + 1].tolist()))
+        scores = (embeddings[10:17] @ F.rms_norm(state, state.shape)).log_softmax(0)
         asked = -torch.stack([scores[word - 10] for word in named]).mean() if named else 0.0
         named_rows += bool(named)
-        expected = shown + naming.PLACE_WEIGHT * torch.stack(parts).mean() + naming.QUESTION_WEIGHT * asked
+        told = (3 * torch.stack(parts).mean() + torch.stack(moves).mean()) / 4
+        expected = shown + naming.CONTEXT_WEIGHT * told + naming.QUESTION_WEIGHT * asked
         torch.testing.assert_close(loss, expected)
     assert named_rows
     assert labels.shape == inputs["input_ids"].shape
@@ -245,5 +263,5 @@ def test_a_crowd_names_its_tokens_and_a_batch_of_it_trains(tmp_path):
     inputs = naming.with_features(model, batch)
     loss = naming.naming_losses(model, inputs, labels, model(**inputs), words).sum()
     loss.backward()
-    assert len(words) == len(labels) and all(word.labels.shape == (2, 6, 6, 3) for word in words)
+    assert len(words) == len(labels) and all(word.labels.shape == (2, 6, 6, 5) for word in words)
     assert model.model.visual.patch_embed.proj.weight.grad.abs().max() > 0

@@ -43,6 +43,9 @@ MOVING = 0.25
 # What a visual token can be said to show: its colour, shape and mark, or "nothing".
 LABEL_WORDS = ("nothing", *CROWD_COLOURS, *OBJECT_SHAPES, *MARKS)
 ASPECTS = tuple(("nothing", *words) for words in (CROWD_COLOURS, OBJECT_SHAPES, MARKS))
+# And beside the second before: that its object has just come, and where it has moved.
+CONTEXT = (("nothing", "appear"), ("nothing", *DIRECTIONS))
+ALL_WORDS = (*LABEL_WORDS, "appear", *DIRECTIONS)
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,32 @@ def token_labels(world: Crowd, grid: tuple[int, int, int], seconds_per_grid: flo
     return labels.reshape(*grid, 3)
 
 
+def context_labels(world: Crowd, grid: tuple[int, int, int]) -> np.ndarray:
+    """
+    What every visual token shows beside those of the second before, in words.
+
+    Args:
+        world: the video's.
+        grid: (T, H, W) of its visual tokens, a step each second.
+
+    Returns:
+        `[T, H, W, 2]` int64, indices in [`ALL_WORDS`]: "appear" where an object has just come, and the direction in
+        which it has moved since the second before, or "nothing". [`UNNAMED`] where there is no second before; and in
+        the second column where a moving object has not moved yet, or no more.
+    """
+    labels = np.full((grid[0] * grid[1] * grid[2], 2), ALL_WORDS.index("nothing"), dtype=np.int64)
+    for item in world.objects:
+        if item.direction is not None:
+            labels[sighting_tokens(sightings(item), grid), 1] = UNNAMED
+            last = item.appears_at + item.distance // CELL + 1
+            moved = sighting_tokens(sightings(item, item.appears_at + 1, last), grid)
+            labels[moved, 1] = ALL_WORDS.index(item.direction)
+        came = sighting_tokens(sightings(item, item.appears_at, item.appears_at + 1), grid)
+        labels[came] = [ALL_WORDS.index("appear"), UNNAMED]
+    labels[: grid[1] * grid[2]] = UNNAMED
+    return labels.reshape(*grid, 2)
+
+
 def record_world(record: Mapping[str, object]) -> Crowd:
     """
     The world of a record that `qtsplus data tinyworld --crowd` wrote, made again from its seed.
@@ -296,12 +325,15 @@ def record_world(record: Mapping[str, object]) -> Crowd:
 
 
 __all__ = [
+    "ALL_WORDS",
     "ASPECTS",
+    "CONTEXT",
     "CROWD_COLOURS",
     "Crowd",
     "CrowdObject",
     "LABEL_WORDS",
     "MARKS",
+    "context_labels",
     "make_crowd",
     "record_world",
     "render_crowd",

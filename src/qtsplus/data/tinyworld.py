@@ -19,7 +19,16 @@ import numpy as np
 from rich.progress import track
 
 from qtsplus.data.clip import write_mp4
-from qtsplus.data.crowd import ASPECTS, LABEL_WORDS, Crowd, make_crowd, render_crowd, token_labels
+from qtsplus.data.crowd import (
+    ALL_WORDS,
+    ASPECTS,
+    CONTEXT,
+    Crowd,
+    context_labels,
+    make_crowd,
+    render_crowd,
+    token_labels,
+)
 from qtsplus.data.crowd_questions import CROWD_PLAN, crowd_questions
 from qtsplus.data.questions import (
     LETTERS,
@@ -237,8 +246,9 @@ def _write_video(job: tuple[str, int, Callable[[int], World], int]) -> World:
         part = path.removesuffix(".mp4") + ".part.mp4"
         write_mp4(part, _shrink(draw_world(world), frame_size), FPS)
         if isinstance(world, Crowd):
-            labels = token_labels(world, _grid(world))
-            write_token_words(_words_name(path), NamedTokens(labels, LABEL_WORDS, ASPECTS))
+            labels = [label(world, _grid(world)) for label in (token_labels, context_labels)]
+            named = NamedTokens(np.concatenate(labels, axis=-1), ALL_WORDS, ASPECTS, CONTEXT)
+            write_token_words(_words_name(path), named)
         os.replace(part, path)
     return world
 

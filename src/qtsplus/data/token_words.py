@@ -19,18 +19,22 @@ class NamedTokens(NamedTuple):
     Attributes:
         labels: `[T, H, W, k]` int64, of each of k aspects (such as colour and shape) an index into `words`, or -100.
         words: all of them.
-        aspects: per aspect the words that it can be.
+        aspects: per aspect that a token shows by itself the words that it can be.
+        context: the same for the aspects behind those, which a token has beside earlier ones: such as where its object
+            has moved.
     """
 
     labels: np.ndarray
     words: Sequence[str]
     aspects: Sequence[Sequence[str]]
+    context: Sequence[Sequence[str]] = ()
 
 
 def write_token_words(path: str | os.PathLike, named: NamedTokens) -> None:
     """Writes a safetensors file, whole or not at all."""
     part = f"{os.fspath(path)}.part"
-    content = {"words": list(named.words), "aspects": [list(aspect) for aspect in named.aspects]}
+    aspects = {name: [list(aspect) for aspect in getattr(named, name)] for name in ("aspects", "context")}
+    content = {"words": list(named.words), **aspects}
     labels = np.ascontiguousarray(named.labels.astype(np.int16))
     save_file({"labels": labels}, part, metadata={"token_words": json.dumps(content)})
     os.replace(part, path)
@@ -44,7 +48,8 @@ def read_token_words(path: str | os.PathLike) -> NamedTokens:
     try:
         with safe_open(path, framework="np") as file:
             content = json.loads((file.metadata() or {})["token_words"])
-            return NamedTokens(file.get_tensor("labels").astype(np.int64), content["words"], content["aspects"])
+            labels = file.get_tensor("labels").astype(np.int64)
+            return NamedTokens(labels, content["words"], content["aspects"], content["context"])
     except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"{path} does not name the tokens of a video: {error}.") from error
 

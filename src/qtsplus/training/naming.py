@@ -3,8 +3,9 @@
 An answer says a word or two about a whole video, so a small model takes long to find out what its tokens are for. No
 parameters are added: a word's score is the product of its embedding with the normalised token, as the merger gives it.
 Its second, row and column are scored with the token as the second layer of the language model finds it, since that is
-the layer that looks things up. They are a digit and two letters. There, too, the place where an answer begins must name
-the words of its question that a token could be said to show.
+the layer that looks things up. They are a digit and two letters. What a token shows only beside earlier ones is named
+there too, such as where its object has moved; and there the place where an answer begins must name the words of its
+question that a token could be said to show.
 """
 
 import os
@@ -20,7 +21,7 @@ from ..data.token_words import UNNAMED, read_token_words
 from ..inputs_qtsplus import take_inputs
 from ..prompt_qtsplus import VIDEO
 
-PLACE_WEIGHT, QUESTION_WEIGHT = 0.5, 0.5  # beside the words'
+CONTEXT_WEIGHT, QUESTION_WEIGHT = 0.5, 0.5  # beside the words'
 SECONDS, ROWS, COLUMNS = "0123456789", "abcdefghijklm", "nopqrstuvwxyz"
 
 
@@ -30,21 +31,24 @@ class TokenWords:
     What the visual tokens of a video show, in a language model's words.
 
     Args:
-        labels: `[T, H, W, k]` int64, of each of k aspects (such as colour and shape) an index into `words`, or -100.
+        labels: `[T, H, W, k + c]` int64, of each of k aspects (such as colour and shape), and of each of c that a token
+            has beside earlier ones, an index into `words`, or -100.
         words: `[n]` int64, the language model's token of each word.
         aspects: `[k, n]` bool, which words an aspect can be; the first of them stands for nothing.
+        context: `[c, n]` bool, the same.
         places: the tokens of [`SECONDS`], [`ROWS`] and [`COLUMNS`], int64 each.
     """
 
     labels: torch.Tensor
     words: torch.Tensor
     aspects: torch.Tensor
+    context: torch.Tensor
     places: tuple[torch.Tensor, ...]
 
     def labels_on(self, grid: Sequence[int]) -> torch.Tensor:
         """
-        The labels of a model's tokens, `[M, cells, k]`: of all cells that each of them covers, more than one where the
-        model reads the video smaller.
+        The labels of a model's tokens, `[M, cells, k + c]`: of all cells that each of them covers, more than one where
+        the model reads the video smaller.
 
         Args:
             grid: (T, h, w) of the model's tokens.
@@ -58,6 +62,30 @@ class TokenWords:
         cells = self.labels.reshape(time, rows, height // rows, columns, width // columns, k)
         return cells.transpose(2, 3).reshape(time * rows * columns, -1, k)
 
+    def told(
+        self, labels: torch.Tensor, grid: Sequence[int], duration: float
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """
+        What the tokens of a model say behind its first layer: of their second, row and column, and of each aspect that
+        they have beside earlier ones, the words `[m]` it can be and of every token an index into those, or -100, `[M]`.
+        Of tokens that cover several cells no such aspect is known.
+
+        Args:
+            labels: `[M, cells, k + c]`, of [`labels_on`].
+            grid: (T, h, w) of the model's tokens.
+            duration: of a step, in seconds.
+        """
+        steps, *squares = torch.meshgrid(*map(torch.arange, grid), indexing="ij")
+        found = []
+        for place, signs in zip(((steps * duration).long(), *squares), self.places, strict=True):
+            found.append((signs, place.where(place < len(signs), UNNAMED).flatten()))
+        for aspect, own in zip(self.context, labels[..., len(self.aspects) :].unbind(-1), strict=True):
+            index = (aspect.cumsum(0) - 1)[own.clamp(min=0)].where(own != UNNAMED, UNNAMED)
+            found.append(
+                (self.words[aspect], index[:, 0] if own.shape[1] == 1 else torch.full_like(own[:, 0], UNNAMED))
+            )
+        return found
+
 
 def load_token_words(path: str | os.PathLike, tokenizer: Any) -> TokenWords:
     """
@@ -70,10 +98,15 @@ def load_token_words(path: str | os.PathLike, tokenizer: Any) -> TokenWords:
         ValueError: no such file, or a word of several tokens.
     """
     named = read_token_words(path)
+    own, beside = (
+        torch.tensor([[word in aspect for word in named.words] for aspect in aspects], dtype=torch.bool)
+        for aspects in (named.aspects, named.context)
+    )
     return TokenWords(
         torch.from_numpy(named.labels),
         torch.tensor([_only_token(tokenizer, f" {word}") for word in named.words]),
-        torch.tensor([[word in aspect for word in named.words] for aspect in named.aspects]),
+        own,
+        beside,
         tuple(torch.tensor([_only_token(tokenizer, sign) for sign in signs]) for signs in (SECONDS, ROWS, COLUMNS)),
     )
 
@@ -102,8 +135,8 @@ def naming_losses(
     token_words: Sequence[TokenWords | None],
 ) -> torch.Tensor:
     """
-    Cross-entropy of what each row's visual tokens show, of the seconds, rows and columns that they stand in, and of
-    what its questions name.
+    Cross-entropy of what each row's visual tokens show, of the seconds, rows and columns that they stand in and what
+    they show beside others, and of what its questions name.
 
     Args:
         model: a QTSplus model.
@@ -113,7 +146,8 @@ def naming_losses(
         token_words: per row, or `None`.
 
     Returns:
-        `[named rows]`: the mean over aspects and tokens, half of the places', and half of the questions'.
+        `[named rows]`: the mean over aspects and tokens, half of what is told behind the first layer, and half of the
+        questions'.
 
     Raises:
         ValueError: labels for another grid than the model's.
@@ -125,27 +159,30 @@ def naming_losses(
         raise ValueError(f"{len(named)} rows have token_words, but there are {len(features)} videos.")
     embeddings = model.get_input_embeddings().weight
     candidates = model.model.candidates(ids, mask, take_inputs(dict(inputs))[0])
-    losses, placed = [], [torch.full_like(ids, UNNAMED) for _ in (SECONDS, ROWS, COLUMNS)]
+    most = max((len(words.places) + len(words.context) for _, words in named), default=0)
+    losses, targets = [], [torch.full_like(ids, UNNAMED) for _ in range(most)]
+    signs: dict[int, list[torch.Tensor]] = {}
     durations = inputs["second_per_grid_ts"].tolist()
     for (row, words), tokens, grid, duration in zip(named, features, grids, durations, strict=True):
         shown = words.labels_on(tuple(grid))
         losses.append(naming_loss(tokens[:, : embeddings.shape[-1]], shown, words, embeddings))
         columns = mask[row].nonzero()[candidates[row], 0]
-        steps, *squares = torch.meshgrid(*map(torch.arange, grid), indexing="ij")
-        for target, place, signs in zip(placed, ((steps * duration).long(), *squares), words.places, strict=True):
-            target[row, columns] = place.where(place < len(signs), UNNAMED).flatten().to(target.device)
+        told = words.told(shown, tuple(grid), duration)
+        signs[row] = [known for known, _ in told]
+        for target, (_, own) in zip(targets, told, strict=False):  # other rows may have more
+            target[row, columns] = own.to(target.device)
     compact = partial(model.compact_labels, input_ids=None, columns=outputs.qtsplus.columns)
-    placed, asked = [compact(target) for target in placed], compact(_turns(labels))
+    targets, asked = [compact(target) for target in targets], compact(_turns(labels))
     states = F.rms_norm(outputs.hidden_states[1].float(), embeddings.shape[-1:])
-    told, carried = [], []
+    beside, carried = [], []
     for row, words in named:
-        losses_of_places = [
-            _cross_entropy(states[row] @ embeddings[signs.to(states.device)].float().T, target[row])
-            for signs, target in zip(words.places, placed, strict=True)
+        of_kinds = [
+            _cross_entropy(states[row] @ embeddings[known.to(states.device)].float().T, target[row])
+            for known, target in zip(signs[row], targets, strict=False)
         ]
-        told.append(torch.stack(losses_of_places).mean())
+        beside.append(torch.stack(of_kinds).mean())
         carried.append(_question_loss(states[row], asked[row], _named(ids[row], labels[row], words), embeddings, words))
-    return torch.stack(losses) + PLACE_WEIGHT * torch.stack(told) + QUESTION_WEIGHT * torch.stack(carried)
+    return torch.stack(losses) + CONTEXT_WEIGHT * torch.stack(beside) + QUESTION_WEIGHT * torch.stack(carried)
 
 
 def _turns(labels: torch.Tensor) -> torch.Tensor:
@@ -186,12 +223,12 @@ def naming_loss(
 
     Args:
         features: `[M, d]`, of the video's tokens.
-        labels: `[M, cells, k]`, of [`TokenWords.labels_on`].
+        labels: `[M, cells, k + c]`, of [`TokenWords.labels_on`]; the first k count.
         embeddings: `[V, d]`, of the language model's tokens.
     """
     normalised = F.rms_norm(features.float(), features.shape[-1:])
     scores = normalised @ embeddings[named.words.to(embeddings.device)].float().T
-    labels, losses = labels.to(scores.device), []
+    labels, losses = labels[..., : len(named.aspects)].to(scores.device), []
     for aspect, own in zip(named.aspects.to(scores.device), labels.unbind(-1), strict=True):
         place = (aspect.cumsum(0) - 1)[own.clamp(min=0)]  # among the aspect's own words
         counted = (own != UNNAMED) & ((place > 0) | (place.amax(1, keepdim=True) == 0))
