@@ -149,6 +149,8 @@ class _Teacher:
         if isinstance(full_example, SkippedRecord):
             raise ValueError(f"{refused}: {full_example.reason}")
         attention = self.target(full, full_example)
+        if not len(attention):  # nothing is taught about a question of special tokens alone
+            return attention
         grids = torch.cat([full_example["video_grid_thw"], example["video_grid_thw"]])
         try:
             return sum_onto(attention, *self.model.model.merged_grid(grids))
