@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from qtsplus.cli import app
 from qtsplus.data.formats import read_records
 from qtsplus.data.tinyworld import build_dataset
 
@@ -67,3 +69,13 @@ def test_a_teachers_videos_of_other_code_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             build_dataset(tmp_path / "ours", **given, frame_size=84, teacher_videos=tmp_path / "theirs")
         file.write_text(json.dumps(made_with))
+
+
+def test_the_command_takes_the_folder(tmp_path):
+    data = ["data", "tinyworld", "--crowd", "--size", "1", "--seconds", "1", "--out"]
+    smaller = ["--frame-size", "84", "--teacher-videos", str(tmp_path / "full")]
+    for command in ([*data, str(tmp_path / "full")], [*data, str(tmp_path / "small"), *smaller]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "small" / "train.jsonl").read_text().splitlines()[0])
+    assert record["teacher_video"] == "../full/train/000000.mp4"
