@@ -211,6 +211,10 @@ def data_lines() -> list[list[str]]:
         *_option(data, "--multiple-choice", ("-0.1", "1.1", "inf", "-inf", *NO_NUMBERS)),
         *_option(data, "--workers", NO_COUNTS),
         *(["data", "tinyworld", "--size", "1", "--out", out] for out in ("{video}", "/dev/null/x", "\x00")),
+        *(
+            [*data, "--crowd", "--frame-size", "84", f"--teacher-videos={folder}"]
+            for folder in ("{missing}", "{video}", "{empty_folder}", "{frames}", "/dev/null/x", "\x00", "", LONG)
+        ),
         ["data", "bigworld"],
         ["data", "tinyworld", "--out", "{out}"],
         *([*data, *more] for more in (("--seed", "1"), ("--crowd", "--max-objects", "23"))),
@@ -282,6 +286,7 @@ NO_VALUES = {
         '{"Q": "A"}',
         '[[["Q"], "A"]]',
     ),
+    "teacher_video": ("5", "true", "[]", '["a.mp4"]', "{}", '""', '" "', '"\\ud800"'),
     "fps": ("0", "-1", '"2"', "true", "[]", "NaN", "Infinity", "-Infinity", "{}", "1e400", '"fast"'),
 }
 GOOD = {"video": '"clip.mp4"', "question": '"What?"', "answer": '"red"'}

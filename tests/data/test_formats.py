@@ -51,8 +51,12 @@ QUESTIONS = st.builds(
     token_words=st.none() | NAME,
     id=SHARED["id"],
 ).flatmap(
-    lambda record: st.lists(NEEDLES, min_size=len(record.earlier) + 1, max_size=len(record.earlier) + 1).map(
-        lambda needles: replace(record, needles=tuple(needles) if any(needles) else ())
+    lambda record: st.builds(
+        lambda needles, theirs: replace(
+            record, needles=tuple(needles) if any(needles) else (), teacher_video=theirs if record.video else None
+        ),
+        st.lists(NEEDLES, min_size=len(record.earlier) + 1, max_size=len(record.earlier) + 1),
+        st.none() | NAME,
     )
 )
 KINDS = {"captions": CAPTIONS, "answers": ANSWERS, "choices": CHOICES, "questions": QUESTIONS}
@@ -111,6 +115,7 @@ def test_conversations_give_back_their_turns(ending, records, folder):
         "source": "vqa",
         "options": None,
         "fps": None,
+        "teacher_video": None,
         "token_words": None,
         "needles": (),
     }
@@ -168,6 +173,16 @@ def test_media_are_found_by_their_vision_id(tmp_path):
     found = [record.video for record in read_records(tmp_path / "vqa.jsonl", tmp_path / "media")]
     places = ["v_1", "clips/v_2.mp4", "clips/v_2.mp4", "missing"]
     assert found == [str(tmp_path / "media" / name) for name in places]
+
+
+def test_teachers_videos_are_found_where_videos_are(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "v_2.mp4").touch()
+    names = ["full/v_2", "../v_1.mp4", "https://example.org/v.mp4", None]
+    records = [VideoRecord("v.mp4", "Q?", "A.", teacher_video=name) for name in names]
+    write_records(tmp_path / "vqa.jsonl", records)
+    found = [record.teacher_video for record in read_records(tmp_path / "vqa.jsonl")]
+    assert found == [str(tmp_path / "full/v_2.mp4"), f"{tmp_path}/../v_1.mp4", names[2], None]
 
 
 def test_a_folder_of_frames_and_of_files_with_captions_beside_them(tmp_path):

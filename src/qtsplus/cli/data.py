@@ -189,6 +189,14 @@ def tinyworld(
             "other kinds stay as many."
         ),
     ] = None,
+    teacher_videos: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with the same videos and larger frames, for attention distillation: the records name them "
+            "as what their teacher reads.",
+            show_default=False,
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(help="How many processes render.", min=1)] = 1,
 ) -> None:
     """Render TinyWorld: videos of moving shapes, with questions, answers and captions for `qtsplus train`."""
@@ -197,7 +205,8 @@ def tinyworld(
 
         given = seconds or (8, 16), max_objects, multiple_choice, conversations, workers
         counts = dict(map(_kind_and_count, ask or ()))
-        records = build_dataset(out, split, size, *given, crowd=crowd, frame_size=frame_size, ask=counts)
+        more: dict[str, Any] = {"frame_size": frame_size, "ask": counts, "teacher_videos": teacher_videos}
+        records = build_dataset(out, split, size, *given, crowd=crowd, **more)
     wrote(records)
 
 

@@ -151,6 +151,8 @@ def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None =
             raise ValueError(f"Row {row.number} of {path} is not a record: {error}") from None
         if record.token_words is not None:
             record = replace(record, token_words=str(root / record.token_words))
+        if record.teacher_video is not None:
+            record = replace(record, teacher_video=find_media(record.teacher_video, root))
         records.append(record)
     return records
 

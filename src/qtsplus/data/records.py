@@ -166,13 +166,15 @@ class VideoRecord:
         earlier: turns of the same conversation before this one, as (question, answer); the video stands in the first,
             and every answer is supervised. Many questions about a video then cost one pass over it.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
+        teacher_video: the same video at full size, read with the same `fps`. Attention distillation then takes the
+            teacher's attention to it, summed onto the tokens of `video`, which may be too small for the teacher.
         token_words: a safetensors file that names what each visual token shows, see `NamedTokens`.
         needles: of each answer in turn, the visual tokens of that file's grid that it rests on; may be empty.
         id: of the record in its set.
 
     Raises:
         ValueError: a value of another type, an empty video or question, an unknown source, an `fps` that is not above
-            0, or needles of more or fewer answers.
+            0, a `teacher_video` without a video, or needles of more or fewer answers.
     """
 
     video: Text | None
@@ -184,6 +186,7 @@ class VideoRecord:
     options: tuple[String, ...] | None = None
     earlier: tuple[tuple[String, String], ...] = ()
     fps: Rate | None = None
+    teacher_video: Text | None = None
     token_words: String | None = None
     needles: tuple[tuple[Index, ...], ...] = ()
     id: String | None = None
@@ -193,6 +196,16 @@ class VideoRecord:
         if self.needles and len(self.needles) != len(self.earlier) + 1:
             raise ValueError(f"has needles of {len(self.needles)} answers, but {len(self.earlier) + 1} answers")
         return self
+
+    @model_validator(mode="after")
+    def _check_teacher_video(self) -> "VideoRecord":
+        if self.teacher_video is not None and self.video is None:
+            raise ValueError("has a teacher_video, but no video")
+        return self
+
+    def at_full_size(self) -> "VideoRecord":
+        """The same questions about the `teacher_video`."""
+        return replace(self, video=self.teacher_video, teacher_video=None)
 
     def row(self) -> dict[str, Any]:
         """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""

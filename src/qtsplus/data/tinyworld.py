@@ -121,6 +121,7 @@ def build_dataset(
     crowd: bool = False,
     frame_size: int = FRAME_SIZE,
     ask: Mapping[str, int] | None = None,
+    teacher_videos: str | os.PathLike | None = None,
 ) -> str:
     """
     Writes `size` worlds of a split as `<folder>/<split>/<index>.mp4` and their questions as `<folder>/<split>.jsonl`.
@@ -142,13 +143,16 @@ def build_dataset(
         frame_size: pixels a side of the frames, [`FRAME_SIZE`] or a part of it in whole visual tokens: the same videos,
             smaller. Their records and what the tokens show stay those of full size.
         ask: of crowds, by its kind how many questions to ask, where that is not as [`CROWD_PLAN`] has it.
+        teacher_videos: a folder that holds the same videos with larger frames, which the records then name as their
+            `teacher_video`, relative to `folder`.
 
     Returns:
         The path of the JSONL file, which training reads. A record has the fields of [`Question`] and `id`, `video`
         (relative to `folder`), `split`, `seed`, `seconds`, `max_objects`, `crowd`, `source` and `answer_text`.
 
     Raises:
-        ValueError: an argument out of range, or videos in the folder that other arguments made.
+        ValueError: an argument out of range, videos in the folder that other arguments made, or too few of the same
+            videos in `teacher_videos`.
     """
     most = _most_objects(max_objects, crowd)
     unknown = sorted(set(ask or {}) - set(CROWD_PLAN))
@@ -162,9 +166,12 @@ def build_dataset(
     if frame_size not in FRAME_SIZES:
         raise ValueError(f"frame_size={frame_size!r}: expected one of {', '.join(map(str, FRAME_SIZES))}.")
     folder = os.fspath(folder)
-    os.makedirs(os.path.join(folder, split), exist_ok=True)
     first_video = hashlib.sha256(draw_world(make(0)).tobytes()).hexdigest()
-    _check_videos(os.path.join(folder, split), {**made_with, "first_video": first_video})
+    wanted = {**made_with, "first_video": first_video}
+    if teacher_videos is not None:
+        _check_teacher_videos(teacher_videos, split, size, wanted)
+    os.makedirs(os.path.join(folder, split), exist_ok=True)
+    _check_videos(os.path.join(folder, split), wanted)
     jobs = [(os.path.join(folder, _video_name(split, index)), index, make, frame_size) for index in range(size)]
     with contextlib.ExitStack() as stack:
         done: Iterable[World] = map(_write_video, jobs)
@@ -177,6 +184,9 @@ def build_dataset(
         for index, world in enumerate(worlds):
             asked = ask_world(world, multiple_choice, {**CROWD_PLAN, **(ask or {})})
             records = list(_records(split, index, world, asked, made_with))
+            if teacher_videos is not None:
+                theirs = _beside(folder, os.path.join(teacher_videos, _video_name(split, index)))
+                records = [{**record, "teacher_video": theirs} for record in records]
             if conversations:
                 records = [_conversation(records, np.random.default_rng([world.seed, 4]))]
             file.writelines(json.dumps(record) + "\n" for record in records)
@@ -209,29 +219,70 @@ def _check_videos(folder: str, wanted: dict[str, Any]) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(json.dumps(wanted) + "\n")
         return
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = {"crowd": False, **json.load(file)}  # folders are older than crowds
-    except (FileNotFoundError, TypeError, ValueError) as error:
+    found = _read_made_with(folder)
+    if found is None:
         raise ValueError(
             f"{folder} holds videos, but no videos.json says how they were made: remove the folder or choose another."
-        ) from error
+        )
+    differing = _differing(found, wanted, ("seconds", "max_objects", "crowd", "frame_size"))
+    if differing:
+        raise ValueError(
+            f"{folder} holds videos that were made with {differing}: choose another folder, or remove that one to make "
+            "them anew."
+        )
+
+
+def _check_teacher_videos(teacher_videos: str | os.PathLike, split: str, size: int, wanted: dict[str, Any]) -> None:
+    """Refuses a folder that does not hold the split's first `size` videos, with frames as large or larger."""
+    folder = os.path.join(teacher_videos, split)
+    found = _read_made_with(folder)
+    if found is None:
+        raise ValueError(
+            f"teacher_videos: no {os.path.join(folder, 'videos.json')} says how videos were made; expected a folder in "
+            f"which `qtsplus data tinyworld` made the split {split!r}."
+        )
+    differing = _differing(found, wanted, ("seconds", "max_objects", "crowd"))
+    if differing:
+        raise ValueError(
+            f"teacher_videos: {folder} holds videos that were made with {differing}; expected the same videos with "
+            "larger frames."
+        )
+    theirs, ours = (made_with.get("frame_size", FRAME_SIZE) for made_with in (found, wanted))
+    if theirs not in FRAME_SIZES or theirs % ours:
+        raise ValueError(
+            f"teacher_videos: {folder} holds frames of {theirs} pixels a side; expected a multiple of {ours}."
+        )
+    there = sum(os.path.exists(os.path.join(teacher_videos, _video_name(split, index))) for index in range(size))
+    if there < size:
+        raise ValueError(f"teacher_videos: {folder} holds {there} of the first {size} videos; make the others first.")
+
+
+def _read_made_with(folder: str) -> dict[str, Any] | None:
+    """What made the videos of a split's folder; `None` where nothing says so."""
+    try:
+        with open(os.path.join(folder, "videos.json"), encoding="utf-8") as file:
+            return {"crowd": False, **json.load(file)}  # folders are older than crowds
+    except (FileNotFoundError, TypeError, ValueError):
+        return None
+
+
+def _differing(found: dict[str, Any], wanted: dict[str, Any], names: Sequence[str]) -> str | None:
+    """How videos were made otherwise than is wanted, in these arguments or in what the frames came out as."""
     differing = [
-        f"{name}={found.get(name)}, not {wanted.get(name)}"
-        for name in ("seconds", "max_objects", "crowd", "frame_size")
-        if found.get(name) != wanted.get(name)
+        f"{name}={found.get(name)}, not {wanted.get(name)}" for name in names if found.get(name) != wanted.get(name)
     ]
     if not differing and found.get("first_video") != wanted["first_video"]:
         differing = ["another version of this package or of its libraries"]
-    if differing:
-        raise ValueError(
-            f"{folder} holds videos that were made with {' and with '.join(differing)}: choose another folder, or "
-            "remove that one to make them anew."
-        )
+    return " and with ".join(differing) or None
 
 
 def _video_name(split: str, index: int) -> str:
     return f"{split}/{index:06d}.mp4"
+
+
+def _beside(folder: str, path: str) -> str:
+    """A path as seen from a folder, wherever links lead."""
+    return os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
 
 
 def _words_name(video: str) -> str:

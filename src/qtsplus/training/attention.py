@@ -6,19 +6,13 @@ positions that predict the answer, or of the question's. No layer's full attenti
 """
 
 import copy
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import send_to_device
-from rich.console import Console
-from rich.progress import track
 from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -27,10 +21,8 @@ from ..inputs_qtsplus import take_inputs
 from ..prompt_qtsplus import find_query_mask
 from ..selection_qtsplus import LM_ATTENTION
 from .arguments import QTSplusTrainingArguments
-from .collator import VideoQACollator
-from .dataset import IGNORED, SkippedRecord, VideoQADataset
+from .dataset import IGNORED
 from .distillation import EVERYTHING, evaluating, own_logits
-from .features import AttentionTargets, fingerprint, write_tensors
 from .lora import base_model
 
 NOTED_ATTENTION = "qtsplus_noted"
@@ -167,59 +159,6 @@ def _last_answers(labels: torch.Tensor) -> torch.Tensor:
     gaps_behind = (~supervised).flip(1).cumsum(1).flip(1)
     fewest = gaps_behind.masked_fill(~supervised, labels.shape[1] + 1).amin(1, keepdim=True)
     return supervised & (gaps_behind == fewest)
-
-
-def note_targets(
-    model: Any,
-    dataset: VideoQADataset,
-    collator: VideoQACollator,
-    folder: str | os.PathLike,
-    choice: AttentionChoice = EVERY_LAYER,
-    autocast_dtype: torch.dtype | None = None,
-) -> AttentionTargets:
-    """
-    [`answer_attention`] of every example that `folder` does not hold yet, for a teacher that training never changes;
-    every process of a distributed run takes its share. The dataset then gives the targets with its examples.
-
-    Args:
-        model: the teacher, used where it is.
-        dataset: with the teacher's features, whose identity is the videos'.
-        folder: one that may be shared by runs; targets of another model or of another choice are never mistaken.
-        autocast_dtype: as mixed-precision training would.
-    """
-    assert dataset.features is not None
-    selector = model.config.qtsplus_config
-    settings = [
-        dataset.features.folder.name,
-        {name: value for name, value in asdict(choice).items() if name != "grouped"},
-        selector.select_images,
-        selector.position_ids,
-        str(autocast_dtype),
-    ]
-    if choice.grouped:
-        settings += [getattr(selector, f"attention_{name}") for name in ("layer", "heads", "group")]
-    name = fingerprint({"language_model": model.model.language_model}, settings)
-    targets = AttentionTargets(Path(folder) / f"attention-{name}", dataset.features)
-    targets.folder.mkdir(parents=True, exist_ok=True)
-    dataset.targets = targets
-    state = PartialState()
-    mine = range(state.process_index, len(dataset), state.num_processes)
-    device = next(model.parameters()).device
-    bar = track(
-        mine, "Reading with all tokens", disable=not state.is_main_process, console=Console(stderr=True), transient=True
-    )
-    with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
-        for index in bar:
-            record, example = dataset.records[index], dataset[index]
-            if isinstance(example, SkippedRecord) or record.video is None or "attention" in example:
-                continue
-            batch = collator([example])
-            given = {key: send_to_device(batch[key], device) for key in batch if key not in ("skipped", "source_ids")}
-            (attention,) = answer_attention(model, given, given.pop("labels"), choice)
-            path = targets.file(record.video, record.fps, example["input_ids"], example["labels"])
-            write_tensors(path, {"attention": attention.cpu()})
-    state.wait_for_everyone()
-    return targets
 
 
 def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = None, grouped: bool = False) -> None:
@@ -471,7 +410,6 @@ __all__ = [
     "attention_rows",
     "attention_to_tokens",
     "check_relevance",
-    "note_targets",
     "noting",
     "noting_attention",
     "own_teaching",

@@ -96,7 +96,13 @@ class VideoQADataset(Dataset):
         return len(self.records)
 
     def __getitem__(self, index: int) -> dict[str, Any] | SkippedRecord:
+        """The example of a record, see [`example`](VideoQADataset.example)."""
+        return self.example(self.records[index])
+
+    def example(self, record: VideoRecord) -> dict[str, Any] | SkippedRecord:
         """
+        A record as a model's inputs; it need not be one of the dataset's.
+
         Returns:
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
             video's `pixel_values_videos` (or its `video_features` `[k, d]`), `video_grid_thw` `[1, 3]` and
@@ -104,7 +110,6 @@ class VideoQADataset(Dataset):
             [`TokenWords`], where they are wanted; its `needles`, `[k]` for each answer, likewise; and `source`.
             [`SkippedRecord`] for a video that cannot be read, and for a prompt that leaves no room for its answer.
         """
-        record = self.records[index]
         try:
             inputs = self._process(record)
         except (ValueError, OSError) as error:
@@ -133,7 +138,7 @@ class VideoQADataset(Dataset):
             if name in inputs:
                 example[name] = torch.as_tensor(inputs[name])
         if self.targets is not None and record.video is not None:
-            attention = self.targets.load(record.video, record.fps, example["input_ids"], example["labels"])
+            attention = self.targets.load(record, example["input_ids"], example["labels"])
             example |= {} if attention is None else {"attention": attention}
         if self.name_tokens and record.token_words is not None:
             example["token_words"] = load_token_words(record.token_words, self.processor.tokenizer)

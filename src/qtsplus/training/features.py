@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Dataset
 from transformers.video_utils import VideoMetadata
 
+from ..data.records import VideoRecord
 from .freezing import vision_modules
 
 _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
@@ -62,16 +63,18 @@ class AttentionTargets:
     folder: Path
     features: VideoFeatures
 
-    def file(self, video: str, fps: float | None, input_ids: torch.Tensor, labels: torch.Tensor) -> Path:
-        """Where the target of a prompt `[S]` with its answer is kept."""
-        digest = hashlib.sha256(self.features.file(video, fps).name.encode())
+    def file(self, record: VideoRecord, input_ids: torch.Tensor, labels: torch.Tensor) -> Path:
+        """Where the target of a record's prompt `[S]` with its answer is kept; it tells teachers' videos apart too."""
+        videos = [video for video in (record.video, record.teacher_video) if video is not None]
+        names = [self.features.file(video, record.fps).name for video in videos]
+        digest = hashlib.sha256("".join(names).encode())
         for ids in (input_ids, labels):
             digest.update(ids.numpy().tobytes())
         return self.folder / f"{digest.hexdigest()[:32]}.safetensors"
 
-    def load(self, video: str, fps: float | None, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+    def load(self, record: VideoRecord, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
         """A target; `None` where there is none yet."""
-        path = self.file(video, fps, input_ids, labels)
+        path = self.file(record, input_ids, labels)
         return load_file(path)["attention"] if path.exists() else None
 
 

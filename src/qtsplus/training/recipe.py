@@ -20,13 +20,14 @@ from ..hub.initialise import INITIALISATIONS, initialise_selector
 from ..selection_qtsplus import LM_ATTENTION
 from ..settings import check_types, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
-from .attention import AttentionChoice, check_relevance, note_targets
+from .attention import AttentionChoice, check_relevance
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, check_frame_settings
 from .features import AttentionTargets, VideoFeatures, encode_videos
 from .freezing import count_parameters, freeze, vision_modules
 from .lora import add_lora, lora_config
 from .models import load_config, load_model, load_processor
+from .targets import note_targets
 from .teachers import require_same_backbone, require_same_tokens
 from .trainer import QTSplusTrainer
 
@@ -306,18 +307,21 @@ def _load_relevance_teacher(recipe: Recipe, model: Any, processor: Any) -> Any:
 def _note(
     recipe: Recipe, model: Any, relevance_teacher: Any, dataset: VideoQADataset, collator: VideoQACollator
 ) -> AttentionTargets:
-    """The teacher's attention in every example. Another teacher sees the videos with its own vision tower."""
+    """The teacher's attention in every example. Another teacher sees all videos with its own vision tower."""
     data, training = recipe.data, recipe.training
     grouped = recipe.model.relevance_teacher == LM_ATTENTION
     choice, mixed, folder = AttentionChoice.of(training, grouped), _mixed(training), str(data.features)
+    full = [record.at_full_size() for record in dataset.records if record.teacher_video is not None]
     if relevance_teacher is not None:
-        features = _encode(recipe, relevance_teacher, dataset.processor, dataset.records)
+        features = _encode(recipe, relevance_teacher, dataset.processor, dataset.records + full)
         for record in dataset.records:
             stored = None if record.video is None else features.load(record.video, record.fps)
             if stored is not None:
                 require_same_tokens(relevance_teacher, model, stored["video_grid_thw"])
         model, settings = relevance_teacher, (data.model_max_length, data.processor_kwargs)
         dataset = VideoQADataset(dataset.records, dataset.processor, *settings, features)
+    elif full:
+        _encode(recipe, model, dataset.processor, full)
     return note_targets(model.to(training.device), dataset, collator, folder, choice, mixed)
 
 

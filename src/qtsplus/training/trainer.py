@@ -36,6 +36,7 @@ from .muon import MuonBeside, matrix_names
 from .naming import naming_losses, with_features
 from .running_means import RunningMeans
 from .schedules import ScheduleCallback
+from .targets import require_kept_targets
 from .teachers import require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
@@ -139,6 +140,8 @@ class QTSplusTrainer(Trainer):
         other = None if isinstance(relevance_teacher, str) else relevance_teacher
         reads = None if self._targets_are_kept else base_model(other or model)
         check_relevance(base_model(model), self.args, reads, grouped)
+        if self.args.relevance_weight and not self._targets_are_kept:
+            require_kept_targets(self.train_dataset)
         self.attention_choice = AttentionChoice.of(self.args, grouped)
         self.teacher, self.relevance_teacher = (
             None if given is None else given.to(self.args.device).eval().requires_grad_(False)

@@ -1,0 +1,195 @@
+"""Small videos whose teacher reads them at full size: its attention, summed onto their tokens."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qtsplus.data.clip import render_clip
+from qtsplus.data.tinyworld import build_dataset
+from qtsplus.training import targets
+from qtsplus.training.recipe import build_trainer, load_recipe
+from qtsplus.training.targets import sum_onto
+from training_examples import steps
+
+FULL, SMALL = (2, 6, 6), (2, 3, 3)
+
+
+def naive_sum(attention, grid, smaller):
+    found = torch.zeros(smaller)
+    for index, value in enumerate(attention.tolist()):
+        row, column = index // grid[2] % grid[1], index % grid[2]
+        found[index // (grid[1] * grid[2]), row * smaller[1] // grid[1], column * smaller[2] // grid[2]] += value
+    return found.flatten()
+
+
+@given(st.tuples(*[st.integers(1, 4)] * 5), st.integers(0, 2**16))
+def test_sums_are_those_of_a_loop_and_lose_nothing(sizes, seed):
+    time, rows, columns, down, across = sizes
+    grid, smaller = (time, rows * down, columns * across), (time, rows, columns)
+    attention = torch.rand(time * rows * down * columns * across, generator=torch.Generator().manual_seed(seed))
+    found = sum_onto(attention, grid, smaller)
+    torch.testing.assert_close(found, naive_sum(attention, grid, smaller))
+    assert found.sum() == pytest.approx(float(attention.sum()), rel=1e-5)
+    assert torch.equal(sum_onto(attention, grid, grid), attention)
+
+
+@pytest.mark.parametrize("smaller", [(1, 3, 3), (4, 6, 6), (2, 4, 3), (2, 3, 5), (2, 12, 6)])
+def test_grids_that_do_not_fit_are_refused(smaller):
+    with pytest.raises(ValueError, match=rf"it is \(2, 6, 6\) tokens .* for \({', '.join(map(str, smaller))}\) of"):
+        sum_onto(torch.rand(72), FULL, smaller)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# By a recipe
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory) -> Path:
+    """Two videos of two seconds at both sizes, with a conversation about each."""
+    folder = tmp_path_factory.mktemp("sets")
+    made = {"seconds": (2,), "crowd": True, "conversations": True, "progress": False}
+    build_dataset(folder / "full", "train", 2, **made)
+    build_dataset(folder / "small", "train", 2, frame_size=84, teacher_videos=folder / "full", **made)
+    return folder
+
+
+@pytest.fixture
+def recipe(sets, tmp_path):
+    """A mixed recipe, small records first, with changes."""
+
+    def load(*changes, files=("small", "full"), features=True):
+        path = tmp_path / "tiny.yaml"
+        path.write_text(f"""
+model: {{variant: qtsplus-tiny, selector: {{gate: detached}}}}
+data:
+  train_files: [{", ".join(f"{sets}/{name}/train.jsonl" for name in files)}]
+  features: {f"{tmp_path}/features" if features else "null"}
+training:
+  {{output_dir: {tmp_path}/run, max_steps: 3, per_device_train_batch_size: 2, learning_rate: 1e-3, use_cpu: true,
+    freeze_language_model: true, relevance_weight: 1.0, save_strategy: "no", logging_steps: 1, report_to: none}}
+""")
+        return load_recipe(path, changes)
+
+    return load
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[tuple[int, int, int]]:
+    """The grids of what teachers have read."""
+    grids, own = [], targets.answer_attention
+
+    def note(model, inputs, labels, choice):
+        grids.extend(model.model.merged_grid(inputs["video_grid_thw"]))
+        return own(model, inputs, labels, choice)
+
+    monkeypatch.setattr(targets, "answer_attention", note)
+    return grids
+
+
+def without_teacher(dataset, index):
+    """The target of a record about its own video, from the files that are kept."""
+    record, example = dataset.records[index], dataset[index]
+    return dataset.targets.load(replace(record, teacher_video=None), example["input_ids"], example["labels"])
+
+
+@pytest.mark.parametrize("teacher", ["itself", "another", "lm_attention"])
+def test_small_records_learn_the_sums_of_what_full_ones_are_attended_to(recipe, read, tiny_published, teacher):
+    named = {"itself": "null", "another": tiny_published, "lm_attention": "lm_attention"}[teacher]
+    trainer = build_trainer(recipe(f"model.relevance_teacher={named}"))
+    dataset = trainer.train_dataset
+    assert [record.teacher_video is not None for record in dataset.records] == [True, True, False, False]
+    for small, full in ((0, 2), (1, 3)):
+        attention = without_teacher(dataset, full)
+        assert torch.equal(attention, dataset[full]["attention"]) and attention.sum() == pytest.approx(1, rel=1e-4)
+        assert attention.std() > 0
+        torch.testing.assert_close(dataset[small]["attention"], naive_sum(attention, FULL, SMALL))
+        assert without_teacher(dataset, small) is None  # nobody has read the small video
+    assert set(map(tuple, read)) == {FULL} and len(read) == 2  # the full records' targets are the same files
+    trainer.train()
+    assert all(line["loss_relevance"] > 0 for line in steps(trainer)) and len(steps(trainer)) == 3
+
+    build_trainer(recipe(f"model.relevance_teacher={named}"))
+    assert len(read) == 2  # all is there
+
+
+def test_another_teachers_video_is_another_target(recipe, read):
+    dataset = build_trainer(recipe(files=["small"])).train_dataset
+    assert len(read) == 2 and set(map(tuple, read)) == {FULL}
+    first, second = dataset.records
+    assert "attention" in dataset.example(first)
+    for other in (None, second.teacher_video, first.video):
+        assert "attention" not in dataset.example(replace(first, teacher_video=other))
+    # Alone, the small records ask for what the full ones ask for.
+    build_trainer(recipe())
+    assert len(read) == 2
+
+
+def test_a_small_record_without_a_teachers_video_is_read_as_it_is(recipe, read, sets):
+    lines = [json.loads(line) for line in (sets / "small/train.jsonl").read_text().splitlines()]
+    plain = [{**line, "teacher_video": None} for line in lines]
+    (sets / "small/plain.jsonl").write_text("\n".join(map(json.dumps, plain)))
+    build_trainer(recipe(f"data.train_files=[{sets}/small/plain.jsonl]"))
+    assert [tuple(grid) for grid in read] == [SMALL, SMALL]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [["data.features=null"], ["training.freeze_language_model=false"], ["training.lora_rank=2"]],
+    ids=lambda changes: changes[0],
+)
+def test_a_teacher_that_is_asked_in_every_step_is_refused(recipe, changes):
+    with pytest.raises(ValueError, match="has the teacher_video .* give data.features and a teacher that does not tr"):
+        build_trainer(recipe(*changes))
+    build_trainer(recipe(*changes, files=["full"]))
+
+
+def test_without_a_relevance_weight_the_teachers_video_is_never_looked_for(recipe, sets, tmp_path):
+    records = [json.loads(line) for line in (sets / "small/train.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**record, "teacher_video": "missing.mp4"}) for record in records]
+    (sets / "small/missing.jsonl").write_text("\n".join(lines))
+    changes = [f"data.train_files=[{sets}/small/missing.jsonl]", "training.max_steps=1"]
+    for features in (True, False):
+        trainer = build_trainer(recipe(*changes, "training.relevance_weight=0", features=features))
+        trainer.train()
+        assert steps(trainer)[0]["loss_lm"] > 0 and not trainer.skipped
+    with pytest.raises(ValueError, match=r"missing\.mp4, the teacher_video of .*small.*000000\.mp4, cannot be used"):
+        build_trainer(recipe(*changes))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "side", "grid"), [(4, 168, "4, 6, 6"), (2, 112, "2, 4, 4")], ids=["other-steps", "parts-of-tokens"]
+)
+def test_a_teachers_video_of_other_tokens_is_refused(recipe, sets, seconds, side, grid):
+    render_clip(sets / f"other-{side}.mp4", seconds=seconds, fps=2, size=(side, side), seed=0)
+    record = json.loads((sets / "small/train.jsonl").read_text().splitlines()[0])
+    (sets / "small/other.jsonl").write_text(json.dumps({**record, "teacher_video": f"../other-{side}.mp4"}))
+    expected = rf"other-{side}\.mp4, the teacher_video of .*000000\.mp4, .*: it is \({grid}\) .* for \(2, 3, 3\)"
+    with pytest.raises(ValueError, match=expected):
+        build_trainer(recipe(f"data.train_files=[{sets}/small/other.jsonl]"))
+
+
+def test_a_question_without_a_place_to_look_from_teaches_nothing(recipe, sets):
+    record = json.loads((sets / "small/train.jsonl").read_text().splitlines()[0])
+    bare = {**record, "question": "<|vision_start|>", "earlier": [], "needles": []}
+    (sets / "small/bare.jsonl").write_text(json.dumps(bare))
+    changes = [f"data.train_files=[{sets}/small/bare.jsonl]", "training.relevance_from=question"]
+    assert not len(build_trainer(recipe(*changes)).train_dataset[0]["attention"])
+
+
+def test_teachers_videos_are_encoded_once(recipe, tmp_path, tiny_published):
+    def encoded():
+        towers = (path.parent.name for path in (tmp_path / "features").glob("*/*.safetensors"))
+        return [tower for tower in towers if not tower.startswith("attention-")]
+
+    build_trainer(recipe("training.relevance_weight=0", files=["small"]))
+    assert len(encoded()) == 2
+    build_trainer(recipe(files=["small"]))
+    assert len(encoded()) == 4 and len(set(encoded())) == 1
+    build_trainer(recipe(f"model.relevance_teacher={tiny_published}", files=["small"]))
+    assert len(encoded()) == 8 and len(set(encoded())) == 2  # with its own tower
