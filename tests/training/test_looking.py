@@ -16,6 +16,7 @@ from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import VideoQADataset
 from qtsplus.training.looking import ENOUGH, looking_losses, watching
 from qtsplus.training.models import load_config, load_model, load_processor
+from qtsplus.training.naming import TokenWords
 from training_examples import assert_same_training, collate, examples, make_trainer, steps
 
 LAYER = 1
@@ -50,7 +51,7 @@ def test_the_shares_are_those_of_eager_attention_with_their_gradients(tmp_path):
     inputs.pop("source_ids")
     with watching(model, inputs, labels, needles, LAYER) as looks:
         model(**inputs, selection="all", use_cache=False)
-    losses = looking_losses(looks)
+    losses = looking_losses(looks, LAYER)
 
     model.set_attn_implementation("eager")
     attention = model(**inputs, selection="all", use_cache=False, output_attentions=True).attentions[LAYER]
@@ -71,6 +72,42 @@ def test_the_shares_are_those_of_eager_attention_with_their_gradients(tmp_path):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_tokens_are_followed_in_the_layer_before(tmp_path):
+    """A row whose second step shows what its first one does, one place on; the others have no words."""
+    model = make_trainer(tmp_path, freeze_language_model=False).model.train()
+    rows = examples(3, text_only=(0, 1))
+    inputs = collate(rows)
+    labels, place = inputs.pop("labels"), 2
+    inputs.pop("source_ids")
+    t, h, w = rows[place].videos[0]
+    tokens = h * w // 4
+    shown = (torch.arange(tokens).roll(1)[None] + torch.arange(t)[:, None] - 1) % tokens  # moves to the left
+    words = TokenWords(
+        (shown + 1).reshape(t, h // 2, w // 2, 1),
+        torch.arange(tokens + 1),
+        torch.ones(1, tokens + 1, dtype=torch.bool),
+        torch.zeros(0, tokens + 1, dtype=torch.bool),
+        (),
+    )
+    with watching(model, inputs, labels, [[] for _ in rows], LAYER, [None, None, words]) as looks:
+        model(**inputs, selection="all", use_cache=False)
+    (loss,) = looking_losses(looks, LAYER - 1)
+    assert not len(looking_losses(looks, LAYER))
+
+    model.set_attn_implementation("eager")
+    attention = model(**inputs, selection="all", use_cache=False, output_attentions=True).attentions[LAYER - 1]
+    visual = (inputs["input_ids"][place] == model.config.video_token_id).nonzero()[:, 0].tolist()
+    shares = []
+    for index, column in enumerate(visual[tokens:], tokens):
+        same = [other for other in range(index // tokens * tokens) if other // tokens == index // tokens - 1]
+        (before,) = [other for other in same if shown.flatten()[other] == shown.flatten()[index]]
+        shares.append(attention[place, :, column, visual[before]].mean())
+    twin = -(torch.stack(shares) / ENOUGH).clamp(max=1).log().mean()
+    torch.testing.assert_close(loss, twin)
+    weight = model.model.language_model.layers[LAYER - 1].self_attn.k_proj.weight
+    torch.testing.assert_close(*(torch.autograd.grad(value, weight)[0] for value in (loss, twin)), atol=1e-6, rtol=1e-4)
 
 
 def test_the_loss_gains_its_weighted_mean(tmp_path):
@@ -106,11 +143,15 @@ def test_steps_that_leave_tokens_out_do_not_teach_it(tmp_path):
 def test_what_cannot_be_looked_at_is_refused(tmp_path):
     with pytest.raises(ValueError, match="looking_weight teaches the language model"):
         make_trainer(tmp_path, looking_weight=1.0)
-    trainer = make_trainer(tmp_path, looking_weight=1.0, freeze_language_model=False, selector={"selection": "all"})
+    trainer = make_trainer(
+        tmp_path, looking_weight=1.0, looking_layer=LAYER, freeze_language_model=False, selector={"selection": "all"}
+    )
     trainer.data_collator = lambda rows: {**collate(rows), "needles": [[torch.tensor([99])]] * len(rows)}
     with pytest.raises(ValueError, match="needles name the visual token 99; the video has"):
         trainer.train()
-    with pytest.raises(ValueError, match="looking_layer=9: expected a layer with attention, of .0, 1"):
+    with pytest.raises(
+        ValueError, match="looking_layer=9: expected a layer with attention, and another before it, of .0, 1"
+    ):
         train(tmp_path, looking_weight=1.0, looking_layer=9)
     row = {"video": "a.mp4", "question": "What?", "answer": "That.", "earlier": [["Who?", "He."]]}
     assert parse_record({**row, "needles": [[1], []]}).needles == ((1,), ())
@@ -141,6 +182,6 @@ def test_a_crowd_says_what_its_answers_rest_on_and_a_batch_of_it_trains(tmp_path
     model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
     with watching(model, batch, labels, needles, LAYER) as looks:
         model(**batch, use_cache=False)
-    assert [len(look.places) for look in looks] == [sum(map(bool, map(len, own))) for own in needles]
-    looking_losses(looks).sum().backward()
+    assert [len(look.by_layer[LAYER].places) for look in looks] == [sum(map(bool, map(len, own))) for own in needles]
+    looking_losses(looks, LAYER).sum().backward()
     assert model.model.language_model.layers[LAYER].self_attn.q_proj.weight.grad.abs().max() > 0

@@ -20,6 +20,7 @@ from training_examples import assert_same_training, collate, examples, make_trai
 WORDS = ("nothing", "red", "blue", "circle", "star", "up", "down")
 ASPECTS = (("nothing", "red", "blue"), ("nothing", "circle", "star"))
 CONTEXT = (("nothing", "up", "down"),)
+LAYER = 2  # that looks things up; the first one of the model here is before it
 PLACES = (torch.arange(20, 30), torch.arange(30, 36), torch.arange(36, 42))
 
 
@@ -91,6 +92,15 @@ def test_a_token_of_several_cells_names_what_each_of_them_shows():
         shapes[0, 1] + shapes[1, 0] + shapes[2, 2],
     ]
     torch.testing.assert_close(loss, sum(by_hand) / 6)
+
+
+def test_a_token_is_followed_to_the_only_one_before_that_shows_the_same():
+    """Four tokens a step: a red circle moves and meets another; a blue star stands still till its shape is unknown."""
+    red, blue, none, unknown = [1, 3, 0], [2, 4, 0], [0, 0, 0], [2, UNNAMED, 0]
+    steps = [[red, none, blue, none], [none, red, blue, unknown], [red, red, unknown, none], [none, red, blue, none]]
+    words = replace(words_of((1, 1, 1)), labels=torch.tensor(steps).reshape(4, 2, 2, 3))
+    assert words.earlier((4, 2, 2)).tolist() == [-1] * 4 + [-1, 0, 2, -1] + [5, 5, -1, -1] + [-1, -1, -1, -1]
+    assert words.earlier((4, 1, 1)).tolist() == [-1] * 4
 
 
 def test_what_needs_a_second_before_is_not_told_of_several_cells():
@@ -195,22 +205,23 @@ def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
     inputs = naming.with_features(model, {**inputs, **keep})
     torch.manual_seed(0)
     outputs = model(**inputs)
-    losses = naming.naming_losses(model, inputs, labels, outputs, words)
+    losses = naming.naming_losses(model, inputs, labels, outputs, words, LAYER)
 
     embeddings, named_rows = model.get_input_embeddings().weight, 0
     for row, (loss, word) in enumerate(zip(losses, words, strict=True)):
         t, h, w, _ = word.labels.shape
         columns = outputs.qtsplus.columns[row]
         visual = (inputs["input_ids"][row] == model.config.video_token_id).nonzero()[:, 0].tolist()
-        states = outputs.hidden_states[1][row]
+        early, states = (outputs.hidden_states[layer][row] for layer in (1, LAYER))
         parts, moves = [], []
         for place, column in enumerate(columns.tolist()):
             if column in visual:
                 index = visual.index(column)
-                state = F.rms_norm(states[place], states[place].shape)
+                state = F.rms_norm(early[place], early[place].shape)
                 where = index // (h * w), index // w % h, index % w
                 for signs, number in zip(PLACES, where, strict=True):
                     parts.append(-(embeddings[signs] @ state).log_softmax(0)[number])
+                state = F.rms_norm(states[place], states[place].shape)
                 if (move := int(word.labels[where][2])) != UNNAMED:
                     moves.append(-(embeddings[[10, 15, 16]] @ state).log_softmax(0)[[0, 5, 6].index(move)])
         kept = len(outputs.qtsplus.kept_indices[row])
@@ -261,7 +272,7 @@ def test_a_crowd_names_its_tokens_and_a_batch_of_it_trains(tmp_path):
         batch.pop(name)
     model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
     inputs = naming.with_features(model, batch)
-    loss = naming.naming_losses(model, inputs, labels, model(**inputs), words).sum()
+    loss = naming.naming_losses(model, inputs, labels, model(**inputs), words, LAYER).sum()
     loss.backward()
     assert len(words) == len(labels) and all(word.labels.shape == (2, 6, 6, 5) for word in words)
     assert model.model.visual.patch_embed.proj.weight.grad.abs().max() > 0

@@ -111,11 +111,13 @@ class QTSplusTrainingArguments(TrainingArguments):
     > Dense supervision of a small base
 
         naming_weight (`float`, defaults to 0): weight of the cross-entropy of what every visual token shows, for
-            records with `token_words`, and of the second, row and column that it stands in.
+            records with `token_words`, of the second, row and column that it stands in, and of what it shows beside
+            earlier tokens.
         looking_weight (`float`, defaults to 0): for records with `needles`, weight of -log of the share of the
-            attention that an answer pays to the visual tokens it rests on. Half of the attention is enough. Not in
-            steps that leave tokens out.
-        looking_layer (`int`, defaults to 1): the layer of the language model that is to look, counted from 0.
+            attention that an answer pays to the visual tokens it rests on. Half of the attention is enough. With
+            `token_words` the same, in the layer before, of what a token pays to the one of the step before that
+            shows the same. Not in steps that leave tokens out.
+        looking_layer (`int`, defaults to 2): the layer of the language model that is to look, counted from 0.
 
     Raises:
         ValueError: arguments that exclude each other or are out of range.
@@ -145,7 +147,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     relevance_from: str = field(default="answer", metadata={"choices": RELEVANCE_FROM})
     naming_weight: float = field(default=0.0)
     looking_weight: float = field(default=0.0)
-    looking_layer: int = field(default=1)
+    looking_layer: int = field(default=2)
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
 

@@ -2,10 +2,10 @@
 
 An answer says a word or two about a whole video, so a small model takes long to find out what its tokens are for. No
 parameters are added: a word's score is the product of its embedding with the normalised token, as the merger gives it.
-Its second, row and column are scored with the token as the second layer of the language model finds it, since that is
-the layer that looks things up. They are a digit and two letters. What a token shows only beside earlier ones is named
-there too, such as where its object has moved; and there the place where an answer begins must name the words of its
-question that a token could be said to show.
+Its second, row and column, which are a digit and two letters, are scored with the token behind the language model's
+first layer. As the layer that looks things up finds them, a token names what it shows only beside earlier ones, such as
+where its object has moved, and the place where an answer begins the words of its question that a token could be said
+to show.
 """
 
 import os
@@ -62,12 +62,29 @@ class TokenWords:
         cells = self.labels.reshape(time, rows, height // rows, columns, width // columns, k)
         return cells.transpose(2, 3).reshape(time * rows * columns, -1, k)
 
+    def earlier(self, grid: Sequence[int]) -> torch.Tensor:
+        """
+        Of each of a model's tokens the one in the step before that shows the same, `[M]`; -1 where it shows nothing,
+        where none or several do, and where tokens cover several cells.
+        """
+        labels = self.labels_on(grid)[..., : len(self.aspects)]
+        if labels.shape[1] > 1:
+            return torch.full((len(labels),), -1)
+        shown = labels[:, 0].unflatten(0, (grid[0], -1))
+        nothing = self.aspects.int().argmax(1)
+        something = ((shown != UNNAMED) & (shown != nothing)).all(-1)
+        same = (shown[1:, :, None] == shown[:-1, None]).all(-1) & something[1:, :, None]
+        found = torch.full(shown.shape[:2], -1)
+        where = same.int().argmax(-1) + torch.arange(grid[0] - 1)[:, None] * shown.shape[1]
+        found[1:] = where.where(same.sum(-1) == 1, -1)
+        return found.flatten()
+
     def told(
         self, labels: torch.Tensor, grid: Sequence[int], duration: float
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """
-        What the tokens of a model say behind its first layer: of their second, row and column, and of each aspect that
-        they have beside earlier ones, the words `[m]` it can be and of every token an index into those, or -100, `[M]`.
+        What the tokens of a model say inside of it: of their second, row and column, and of each aspect that they have
+        beside earlier ones, the words `[m]` it can be and of every token an index into those, or -100, `[M]`.
         Of tokens that cover several cells no such aspect is known.
 
         Args:
@@ -133,6 +150,7 @@ def naming_losses(
     labels: torch.Tensor,
     outputs: Any,
     token_words: Sequence[TokenWords | None],
+    layer: int,
 ) -> torch.Tensor:
     """
     Cross-entropy of what each row's visual tokens show, of the seconds, rows and columns that they stand in and what
@@ -144,10 +162,11 @@ def naming_losses(
         labels: `[B, S]` of the full prompt.
         outputs: what the model made of them.
         token_words: per row, or `None`.
+        layer: of the language model, the one that looks things up.
 
     Returns:
-        `[named rows]`: the mean over aspects and tokens, half of what is told behind the first layer, and half of the
-        questions'.
+        `[named rows]`: the mean over aspects and tokens, half of what is told inside the language model, and half of
+        the questions'.
 
     Raises:
         ValueError: labels for another grid than the model's.
@@ -173,13 +192,13 @@ def naming_losses(
             target[row, columns] = own.to(target.device)
     compact = partial(model.compact_labels, input_ids=None, columns=outputs.qtsplus.columns)
     targets, asked = [compact(target) for target in targets], compact(_turns(labels))
-    states = F.rms_norm(outputs.hidden_states[1].float(), embeddings.shape[-1:])
+    early, states = (F.rms_norm(outputs.hidden_states[at].float(), embeddings.shape[-1:]) for at in (1, layer))
     beside, carried = [], []
     for row, words in named:
-        of_kinds = [
-            _cross_entropy(states[row] @ embeddings[known.to(states.device)].float().T, target[row])
-            for known, target in zip(signs[row], targets, strict=False)
-        ]
+        of_kinds = []
+        for kind, (known, target) in enumerate(zip(signs[row], targets, strict=False)):
+            found = (early if kind < len(words.places) else states)[row]
+            of_kinds.append(_cross_entropy(found @ embeddings[known.to(found.device)].float().T, target[row]))
         beside.append(torch.stack(of_kinds).mean())
         carried.append(_question_loss(states[row], asked[row], _named(ids[row], labels[row], words), embeddings, words))
     return torch.stack(losses) + CONTEXT_WEIGHT * torch.stack(beside) + QUESTION_WEIGHT * torch.stack(carried)

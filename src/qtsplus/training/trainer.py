@@ -52,6 +52,7 @@ _LOSSES = (
     "loss_relevance",
     "loss_naming",
     "loss_looking",
+    "loss_following",
 )
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
@@ -99,10 +100,10 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_teacher`, `loss_relevance`, `loss_naming`, `loss_looking`, `rho`, `n` (kept), `n_asked` (what the
-    budget head asks for), `n_soft` (rho M), `kept_fraction` (n / M), `hard_over_soft` (n / (rho M)), `threshold`,
-    `visual_tokens` (M), and the current `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix
-    of its metrics; its loss is L_SFT alone.
+    `loss_s`, `loss_teacher`, `loss_relevance`, `loss_naming`, `loss_looking`, `loss_following`, `rho`, `n` (kept),
+    `n_asked` (what the budget head asks for), `n_soft` (rho M), `kept_fraction` (n / M), `threshold`,
+    `hard_over_soft` (n / (rho M)), `visual_tokens` (M), and the current `alpha` and number of `skipped_files`.
+    Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
 
     Args:
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
@@ -188,7 +189,7 @@ class QTSplusTrainer(Trainer):
         named = token_words is not None and model.training and self.args.naming_weight > 0
         if named:
             inputs = with_features(base_model(self.model), inputs)
-        with self._watching(inputs, labels, needles) as looks:
+        with self._watching(inputs, labels, needles, token_words) as looks:
             outputs, logits, token_losses, rows = self._answer(model, inputs, labels)
         token_source = sources[rows]
         weights = self._token_weights(counts[: len(SOURCES)])[token_source]
@@ -205,13 +206,16 @@ class QTSplusTrainer(Trainer):
             loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
             self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
         if named:
-            losses = naming_losses(base_model(self.model), inputs, labels, outputs, token_words)
+            losses = naming_losses(
+                base_model(self.model), inputs, labels, outputs, token_words, self.args.looking_layer
+            )
             loss = loss + self.args.naming_weight * losses.sum() / counts[-2].clamp(min=1)
             self.running[True].add("loss_naming", losses.sum(), len(losses))
-        if looks:
-            losses = looking_losses(looks)
-            loss = loss + self.args.looking_weight * losses.sum() / counts[-2].clamp(min=1)
-            self.running[True].add("loss_looking", losses.sum(), len(losses))
+        for name, layer in (("looking", self.args.looking_layer), ("following", self.args.looking_layer - 1)):
+            losses = looking_losses(looks, layer)
+            if len(losses):
+                loss = loss + self.args.looking_weight * losses.sum() / counts[-2].clamp(min=1)
+                self.running[True].add(f"loss_{name}", losses.sum(), len(losses))
         budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training)
         if model.training and self.args.budget_probe is not None and self._retention is None:
             loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
@@ -221,11 +225,11 @@ class QTSplusTrainer(Trainer):
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
 
-    def _watching(self, inputs: Mapping[str, Any], labels: torch.Tensor, needles: Any):
-        """Notes how far the answers look at their needles, where that is taught and no token is left out."""
+    def _watching(self, inputs: Mapping[str, Any], labels: torch.Tensor, needles: Any, token_words: Any):
+        """Notes how far answers look at their needles, and tokens back; where that is taught and none is left out."""
         if needles is None or not (self.model.training and self.args.looking_weight) or "retention" in inputs:
             return nullcontext(())
-        return watching(base_model(self.model), inputs, labels, needles, self.args.looking_layer)
+        return watching(base_model(self.model), inputs, labels, needles, self.args.looking_layer, token_words)
 
     def _gaps(self) -> dict[str, Any]:
         """The fraction to keep in this step, where it is drawn; a model that keeps everything drops at random."""
