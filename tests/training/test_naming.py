@@ -213,19 +213,20 @@ def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
         columns = outputs.qtsplus.columns[row]
         visual = (inputs["input_ids"][row] == model.config.video_token_id).nonzero()[:, 0].tolist()
         early, states = (outputs.hidden_states[layer][row] for layer in (1, LAYER))
-        parts, moves = [], []
+        parts: dict[tuple[int, int], list[torch.Tensor]] = {}  # of what is told, and of each of its words
         for place, column in enumerate(columns.tolist()):
             if column in visual:
                 index = visual.index(column)
                 state = F.rms_norm(early[place], early[place].shape)
                 where = index // (h * w), index // w % h, index % w
-                for signs, number in zip(PLACES, where, strict=True):
-                    parts.append(-(embeddings[signs] @ state).log_softmax(0)[number])
+                for kind, (signs, number) in enumerate(zip(PLACES, where, strict=True)):
+                    parts.setdefault((kind, number), []).append(-(embeddings[signs] @ state).log_softmax(0)[number])
                 state = F.rms_norm(states[place], states[place].shape)
                 if (move := int(word.labels[where][2])) != UNNAMED:
-                    moves.append(-(embeddings[[10, 15, 16]] @ state).log_softmax(0)[[0, 5, 6].index(move)])
+                    surprise = -(embeddings[[10, 15, 16]] @ state).log_softmax(0)[[0, 5, 6].index(move)]
+                    parts.setdefault((3, move), []).append(surprise)
         kept = len(outputs.qtsplus.kept_indices[row])
-        assert len(parts) == 3 * kept and (not keep or kept < t * h * w)
+        assert sum(len(parts[key]) for key in parts if key[0] < 3) == 3 * kept and (not keep or kept < t * h * w)
         shown = naming.naming_loss(inputs["video_features"][row], word.labels_on((t, h, w)), word, embeddings)
         start = int((labels[row] != -100).nonzero()[0]) - 1
         state = states[columns.tolist().index(start)]
@@ -233,7 +234,9 @@ def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
         scores = (embeddings[10:17] @ F.rms_norm(state, state.shape)).log_softmax(0)
         asked = -torch.stack([scores[word - 10] for word in named]).mean() if named else 0.0
         named_rows += bool(named)
-        told = (3 * torch.stack(parts).mean() + torch.stack(moves).mean()) / 4
+        told = sum(
+            torch.stack([torch.stack(parts[key]).mean() for key in parts if key[0] == kind]).mean() for kind in range(4)
+        )
         expected = shown + naming.CONTEXT_WEIGHT * told + naming.QUESTION_WEIGHT * asked
         torch.testing.assert_close(loss, expected)
     assert named_rows

@@ -291,14 +291,16 @@ def context_labels(world: Crowd, grid: tuple[int, int, int]) -> np.ndarray:
         grid: (T, H, W) of its visual tokens, a step each second.
 
     Returns:
-        `[T, H, W, 2]` int64, indices in [`ALL_WORDS`]: "appear" where an object has just come, and the direction in
-        which it has moved since the second before, or "nothing". [`UNNAMED`] where there is no second before; and in
-        the second column where a moving object has not moved yet, or no more.
+        `[T, H, W, 2]` int64, of objects, indices in [`ALL_WORDS`]: "appear" where one has just come, and the direction
+        in which it has moved since the second before, or "nothing". [`UNNAMED`] where there is no object or no second
+        before; and in the second column where a moving object has not moved yet, or no more.
     """
-    labels = np.full((grid[0] * grid[1] * grid[2], 2), ALL_WORDS.index("nothing"), dtype=np.int64)
+    labels = np.full((grid[0] * grid[1] * grid[2], 2), UNNAMED, dtype=np.int64)
     for item in world.objects:
+        tokens = sighting_tokens(sightings(item), grid)
+        labels[tokens] = ALL_WORDS.index("nothing")
         if item.direction is not None:
-            labels[sighting_tokens(sightings(item), grid), 1] = UNNAMED
+            labels[tokens, 1] = UNNAMED
             last = item.appears_at + item.distance // CELL + 1
             moved = sighting_tokens(sightings(item, item.appears_at + 1, last), grid)
             labels[moved, 1] = ALL_WORDS.index(item.direction)

@@ -165,8 +165,8 @@ def naming_losses(
         layer: of the language model, the one that looks things up.
 
     Returns:
-        `[named rows]`: the mean over aspects and tokens, half of what is told inside the language model, and half of
-        the questions'.
+        `[named rows]`: the mean over aspects and tokens, half of the sum over what is told inside the language model,
+        and half of the questions'.
 
     Raises:
         ValueError: labels for another grid than the model's.
@@ -199,7 +199,7 @@ def naming_losses(
         for kind, (known, target) in enumerate(zip(signs[row], targets, strict=False)):
             found = (early if kind < len(words.places) else states)[row]
             of_kinds.append(_cross_entropy(found @ embeddings[known.to(found.device)].float().T, target[row]))
-        beside.append(torch.stack(of_kinds).mean())
+        beside.append(torch.stack(of_kinds).sum())
         carried.append(_question_loss(states[row], asked[row], _named(ids[row], labels[row], words), embeddings, words))
     return torch.stack(losses) + CONTEXT_WEIGHT * torch.stack(beside) + QUESTION_WEIGHT * torch.stack(carried)
 
@@ -258,9 +258,12 @@ def naming_loss(
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over the words that occur of the means over the tokens that have them: most objects stand still."""
     labels = labels.to(logits.device)
-    total = F.cross_entropy(logits, labels, ignore_index=UNNAMED, reduction="sum")
-    return total / (labels != UNNAMED).sum().clamp(min=1)
+    known = labels != UNNAMED
+    losses, labels = F.cross_entropy(logits[known], labels[known], reduction="none"), labels[known]
+    counts = labels.bincount(minlength=1)
+    return (losses / counts[labels]).sum() / (counts > 0).sum().clamp(min=1)
 
 
 __all__ = ["TokenWords", "load_token_words", "naming_loss", "naming_losses", "with_features"]
