@@ -25,7 +25,11 @@ def start(out: Path, settings: dict, *launcher: str) -> subprocess.CompletedProc
 
 @pytest.mark.parametrize(
     "added",
-    [{"selector": {"target_n": 3}}, {"selector": {"gate": "detached", "reduction": "mean"}, "relevance_weight": 1.0}],
+    [
+        {"selector": {"target_n": 3}},
+        {"selector": {"gate": "detached", "reduction": "mean"}, "relevance_weight": 1.0},
+        {"selector": {"gate": "detached"}, "relevance_weight": 1.0, "teacher_seed": 1},
+    ],
 )
 def test_two_processes_train_as_one_with_twice_the_batch(tmp_path, added):
     """In the second step (rows 4 to 7) one process has text alone: rows 6 and 7."""

@@ -36,8 +36,10 @@ class InOrder(QTSplusTrainer):
         return SequentialSampler(self.train_dataset)
 
 
-def make_trainer(folder, selector: dict[str, Any] | None = None, **arguments: Any) -> InOrder:
-    """A Trainer with plain gradient descent, which shows a difference in the gradient as it is."""
+def make_trainer(
+    folder, selector: dict[str, Any] | None = None, teacher_seed: int | None = None, **arguments: Any
+) -> InOrder:
+    """A Trainer with plain gradient descent, which shows a difference in the gradient as it is, and maybe a teacher."""
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -52,7 +54,13 @@ def make_trainer(folder, selector: dict[str, Any] | None = None, **arguments: An
         **arguments,
     }
     model = tiny_model(**{"rho_min": 0.1, "rho_max": 0.9, "n_max": 10, **(selector or {})})
-    trainer = InOrder(model, QTSplusTrainingArguments(**settings), train_dataset=examples(12), data_collator=collate)
+    trainer = InOrder(
+        model,
+        QTSplusTrainingArguments(**settings),
+        relevance_teacher=None if teacher_seed is None else tiny_model(teacher_seed),
+        train_dataset=examples(12),
+        data_collator=collate,
+    )
     trainer.remove_callback(ProgressCallback)
     return trainer
 
