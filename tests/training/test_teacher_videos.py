@@ -1,6 +1,9 @@
 """Small videos whose teacher reads them at full size: its attention, summed onto their tokens."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +93,33 @@ def read(monkeypatch) -> list[tuple[int, int, int]]:
 
     monkeypatch.setattr(targets, "answer_attention", note)
     return grids
+
+
+def test_two_processes_share_the_reading_and_train_as_one(recipe, tiny_published, tmp_path):
+    recipe()  # writes the file
+    logs, files = [], []
+    for number in (1, 2):
+        settings = [
+            f"model.relevance_teacher={tiny_published}",
+            f"data.features={tmp_path}/features{number}",
+            f"training.output_dir={tmp_path}/run{number}",
+            f"training.per_device_train_batch_size={4 // number}",
+            "training.train_sampling_strategy=sequential",
+            "training.ddp_backend=gloo",
+        ]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
+        command = [sys.executable, *launcher, "-m", "qtsplus.cli", "train", str(tmp_path / "tiny.yaml")]
+        changes = [part for change in settings for part in ("--set", change)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        result = subprocess.run([*command, *changes], env=environment, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr[-3000:]
+        state = json.loads((tmp_path / f"run{number}/trainer_state.json").read_text(encoding="utf-8"))
+        logs.append([{name: line[name] for name in ("loss", "loss_relevance")} for line in state["log_history"][:-1]])
+        files.append(sorted(path.name for path in (tmp_path / f"features{number}").glob("*/*.safetensors")))
+    # Two videos at two sizes, seen by the model and by its teacher, and a target for each of four records.
+    assert files[0] == files[1] and len(files[0]) == 12
+    for alone, shared in zip(*logs, strict=True):
+        assert shared == pytest.approx(alone, rel=1e-4) and alone["loss_relevance"] > 0
 
 
 def without_teacher(dataset, index):
