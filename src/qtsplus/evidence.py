@@ -7,7 +7,7 @@ import torch
 
 # Of the highest relevance, what a kept token needs to count as evidence. The others are kept too, since the budget has
 # room for them.
-STRONG = 0.7
+STRONG = 0.5
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def evidence_intervals(
     merge_size: int,
 ) -> list[Interval]:
     """
-    The stretches of the videos that hold strong tokens: kept ones with seven tenths of the highest relevance at least.
+    The stretches of the videos that hold strong tokens: kept ones with half of the highest relevance at least.
     Neighbouring grid steps form one stretch.
 
     Args:
