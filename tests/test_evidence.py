@@ -26,7 +26,7 @@ def test_what_was_kept_since_there_was_room_is_no_evidence():
     relevance[[5, 9, 12]] = torch.tensor([0.4, 0.21, 0.19])  # half of the highest is enough
     (interval,) = evidence_intervals(torch.arange(16), relevance, torch.tensor([[4, 4, 4]]), [1.0], MERGE)
     assert (interval.start, interval.end, interval.box) == (1.0, 3.0, (0.5, 0.0, 1.0, 0.5))
-    assert interval.weight == pytest.approx(0.61 / relevance.sum().item())
+    assert interval.weight == pytest.approx(0.67 / relevance.sum().item())
 
 
 def test_tokens_weigh_the_same_where_the_selection_did_not_look():
