@@ -121,14 +121,14 @@ def watching(
             answer[tokens[found.to(tokens.device)]] = True
         rests = wanted.any(1)
         row.add(layer, starts[rests], wanted[rests])
-    named = [(row, words) for row, words in enumerate(token_words or ()) if words is not None]
+    named = [(index, words) for index, words in enumerate(token_words or ()) if words is not None]
     grids = model.model.merged_grid(inputs["video_grid_thw"]) if named else ()
-    for (row, words), grid in zip(named, grids, strict=True):
+    for (index, words), grid in zip(named, grids, strict=True):
         earlier = words.earlier(tuple(grid)).to(ids.device)
-        followed, tokens = (earlier >= 0).nonzero()[:, 0], candidates[row]
-        wanted = torch.zeros(len(followed), int(mask[row].sum()), dtype=torch.bool, device=ids.device)
+        followed, tokens = (earlier >= 0).nonzero()[:, 0], candidates[index]
+        wanted = torch.zeros(len(followed), int(mask[index].sum()), dtype=torch.bool, device=ids.device)
         wanted.scatter_(1, tokens[earlier[followed]][:, None], True)
-        rows[row].add(layer - 1, tokens[followed], wanted)
+        rows[index].add(layer - 1, tokens[followed], wanted)
     with noting(model.model.language_model, rows, AttentionChoice(layers=layers)):
         yield rows
 
