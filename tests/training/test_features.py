@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from qtsplus.data.clip import render_clip
+from qtsplus.training import features
+from qtsplus.training.models import load_config, load_processor
 from qtsplus.training.recipe import build_trainer, load_recipe, run
 from training_examples import steps
 
@@ -50,11 +53,11 @@ def test_losses_are_those_of_training_from_pixels(recipe_file, tmp_path, bf16):
 
 
 def test_a_video_is_encoded_once_for_a_vision_tower(recipe_file, tmp_path):
-    features = tmp_path / "features"
+    folder = tmp_path / "features"
 
     def files(*settings):
-        build_trainer(load_recipe(recipe_file, [f"data.features={features}", *settings]))
-        return {path: path.stat().st_mtime_ns for path in features.rglob("*.safetensors")}
+        build_trainer(load_recipe(recipe_file, [f"data.features={folder}", *settings]))
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
 
     first = files()
     assert len(first) == 2
@@ -63,6 +66,34 @@ def test_a_video_is_encoded_once_for_a_vision_tower(recipe_file, tmp_path):
     assert len(files()) == 3
     assert len(files("data.processor_kwargs={fps: 1}")) == 5
     assert len(files("training.seed=1")) == 7  # other random weights
+
+
+def test_no_process_encodes_before_all_have_seen_what_is_missing(recipe_file, tmp_path, tiny_mp4, monkeypatch):
+    """Else one that comes late would share out a shorter list, and a video would be nobody's."""
+    happened = []
+
+    class Second:
+        process_index, num_processes, is_main_process = 1, 2, False
+
+        def wait_for_everyone(self):
+            happened.append("waited")
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.visual = torch.nn.Linear(1, 1)
+
+        def encode_videos(self, pixels, grid, device):
+            happened.append("encoded")
+            return [torch.zeros(1, 1)]
+
+    monkeypatch.setattr(features, "PartialState", Second)
+    monkeypatch.setattr(features, "vision_modules", lambda model: {"visual": model.visual})
+    processor = load_processor("qtsplus-tiny", None, load_config("qtsplus-tiny", None))
+    videos = [(str(tiny_mp4), None), (str(tmp_path / "other.mp4"), None)]
+    found = features.encode_videos(Model(), processor, videos, tmp_path / "features")
+    assert happened == ["waited", "encoded", "waited"]
+    assert [found.file(*video).exists() for video in sorted(videos, key=str)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def encode_videos(
     features.folder.mkdir(parents=True, exist_ok=True)
     state = PartialState()
     missing = sorted({video for video in videos if not features.file(*video).exists()}, key=str)
+    state.wait_for_everyone()  # all have to share out the same list, before anybody shortens it
     mine = missing[state.process_index :: state.num_processes]
     decoded = DataLoader(_Decoded(mine, processor, dict(processor_kwargs or {})), batch_size=None, num_workers=workers)
     quiet = not (mine and state.is_main_process)
