@@ -259,6 +259,8 @@ def test_labels_of_another_grid_and_a_frozen_vision_tower_are_refused(tmp_path):
     }
     with pytest.raises(ValueError, match=r"token_words name a grid of \(1, 1, 1\) tokens; the model has"):
         trainer.train()
+    with pytest.raises(ValueError, match="looking_layer=9: expected a layer from 1 to 2"):
+        train(tmp_path, naming_weight=1.0, looking_layer=9)
     with pytest.raises(ValueError, match="naming_weight teaches the vision tower and the language model"):
         make_trainer(tmp_path, naming_weight=1.0)
 

@@ -49,7 +49,7 @@ def read_token_words(path: str | os.PathLike) -> NamedTokens:
         with safe_open(path, framework="np") as file:
             content = json.loads((file.metadata() or {})["token_words"])
             labels = file.get_tensor("labels").astype(np.int64)
-            return NamedTokens(labels, content["words"], content["aspects"], content["context"])
+            return NamedTokens(labels, content["words"], content["aspects"], content.get("context", ()))
     except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"{path} does not name the tokens of a video: {error}.") from error
 

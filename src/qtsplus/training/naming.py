@@ -169,8 +169,10 @@ def naming_losses(
         and half of the questions'.
 
     Raises:
-        ValueError: labels for another grid than the model's.
+        ValueError: labels for another grid than the model's, or a layer that is not there or is the first.
     """
+    if not 0 < layer < len(outputs.hidden_states):
+        raise ValueError(f"looking_layer={layer}: expected a layer from 1 to {len(outputs.hidden_states) - 1}.")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     named = [(row, words) for row, words in enumerate(token_words) if words is not None]
     features, grids = inputs["video_features"], model.model.merged_grid(inputs["video_grid_thw"])
