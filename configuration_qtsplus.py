@@ -26,7 +26,7 @@ class QTSplusConfig(PreTrainedConfig):
     > The gate
 
         tau_s (`float`, defaults to 0.5): temperature of the training gate.
-        gate (`str`, defaults to `"straight_through"`): `"gumbel"` is the paper's sampled gate. `"straight_through"`
+        gate (`str`, defaults to `"soft"`): `"gumbel"` is the paper's sampled gate. `"straight_through"`
             keeps in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
             `"detached"` keeps the same without a gradient, for scores that are taught by attention. Where salience
             does not give the answer away, neither of the first two taught the scores anything (docs/learned.md).
@@ -91,7 +91,7 @@ class QTSplusConfig(PreTrainedConfig):
     n_max: int = 25600
     budget_hidden_size: int = 256
     tau_s: float = 0.5
-    gate: str = "straight_through"
+    gate: str = "soft"
     selection: str = "qtsplus"
     query_states: str = "embeddings"
     query_layers: int = 2

@@ -3,7 +3,7 @@
 A method is a function `select(candidates, n) -> kept indices` and its name in [`METHODS`]; whoever adds one adds both,
 and `selection="its_name"` works in the configuration and in every call. A gate does in training what the method
 `"qtsplus"` does at inference, with a gradient or detached from it; all share [`straight_through_gate`]'s signature and
-stand in [`GATES`].
+stand in [`GATES`]. What each was measured to teach the scores is in docs/learned.md.
 """
 
 import math
@@ -167,8 +167,11 @@ def check_call(selection: str, retentions: Sequence[float | None], rows: int, ma
 # --------------------------------------------------------------------------------------------------------------------
 
 
+SOFT_TOKENS = 3  # times what inference keeps
+
+
 class Gated(NamedTuple):
-    """Kept indices `[n]` ascending, their gates `[n]` (value 1; a soft gradient or none), the threshold t (scalar)."""
+    """Kept indices `[n]` ascending, their gates `[n]` (1 with a soft gradient or none, or soft), threshold t (scalar)."""
 
     kept_indices: torch.Tensor
     gates: torch.Tensor
@@ -267,6 +270,21 @@ def detached_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: floa
     return Gated(kept, torch.ones(n, device=kept.device), torch.zeros((), device=kept.device))
 
 
+def soft_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+    """
+    `sigmoid((s - t) / tau_s)` as it is, of scores `s = log r + tau_s * Gumbel noise`, on three times the tokens that
+    inference keeps: what is about to be dropped is half there, so the answers can tell whether it matters.
+
+    The selector puts the mean of all tokens in the place of what a gate leaves out, for a token times its gate looks
+    like no token. As `tau_s` falls, noise and gates come closer to what inference does. Arguments as for
+    [`straight_through_gate`].
+    """
+    scores = log_relevance + tau_s * gumbel_noise(len(log_relevance), log_relevance.device)[:, 0]
+    kept = top_n(scores.detach(), min(SOFT_TOKENS * n, len(scores), n_max))
+    threshold = find_threshold(scores, target, tau_s)
+    return Gated(kept, torch.sigmoid((scores[kept] - threshold) / tau_s), threshold)
+
+
 def _straight_through(logits: torch.Tensor) -> torch.Tensor:
     """Ones, with the gradient of a sigmoid."""
     soft = torch.sigmoid(logits)
@@ -277,6 +295,7 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, int, int], Gated]]
     "gumbel": gumbel_gate,
     "straight_through": straight_through_gate,
     "detached": detached_gate,
+    "soft": soft_gate,
 }
 
 __all__ = ["GATES", "LM_ATTENTION", "METHODS", "Candidates", "Gated", "check_call", "find_threshold"]

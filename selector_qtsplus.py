@@ -248,7 +248,7 @@ class QTSplusOutput(ModelOutput):
         num_tokens: `[B]` int64, the visual tokens that compete (M).
         n: `[B]` int64, kept tokens.
         kept_indices: tuple of `[n_b]` int64, ascending, into the row's visual tokens.
-        threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r for "straight_through"); 0 where
+        threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r for the others); 0 where
             there was none, as for "detached". `None` at inference.
         loss_t, loss_m, loss_s: scalars, the weighted compute-aware penalties.
         columns: `[B, S']` int64, the column of the caller's prompt behind each column that the language model saw;
@@ -440,7 +440,12 @@ class QTSplusSelector(nn.Module):
         if sample_gate and selection == "qtsplus":
             target = (rho * num_tokens).clamp(max=cap)
             kept, gates, threshold = GATES[config.gate](candidates.log_relevance, target, config.tau_s, n, cap)
-            tokens = take_rows(visual, kept) * gates[:, None].to(visual[0].dtype)
+            tokens, gates = take_rows(visual, kept), gates[:, None].to(visual[0].dtype)
+            if config.gate == "soft":
+                mean = torch.stack([part.detach().sum(0) for part in visual]).sum(0) / num_tokens
+                tokens = torch.lerp(mean, tokens, gates)
+            else:
+                tokens = tokens * gates
         else:
             kept, threshold = METHODS[selection](candidates, n), nothing
             if kept.shape != (n,) or bool((kept.diff() < 1).any()):

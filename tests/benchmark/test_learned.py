@@ -238,7 +238,7 @@ def test_variants_are_what_differs_from_the_recipe(setting):
     def variants(name, *overrides):
         return set(make_plan(setting / f"{name}.yaml", overrides, setting / "base0").variants)
 
-    teacherless = {"straight_through", "gumbel"}
+    teacherless = {"straight_through", "gumbel", "soft"}
     taught = variants("taught")
     assert {policies.DEFAULT, *teacherless, "max", "logsumexp", "two_layers", "embeddings"} <= taught
     assert not {"mean", "one_layer", "layer", "no_reencoder"} & taught

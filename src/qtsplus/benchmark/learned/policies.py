@@ -17,6 +17,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     # Without a teacher's attention, so that the gate's own gradient has to teach.
     "straight_through": ("training.relevance_weight=0", "model.selector.gate=straight_through"),
     "gumbel": ("training.relevance_weight=0", "model.selector.gate=gumbel"),  # the paper's gate
+    "soft": ("training.relevance_weight=0", "model.selector.gate=soft"),
     "no_teacher": ("training.relevance_weight=0",),
     "taught_straight_through": ("model.selector.gate=straight_through",),
     "taught_gumbel": ("model.selector.gate=gumbel",),
@@ -61,7 +62,7 @@ ASKED: dict[str, dict[str, Any]] = {
 AXES: dict[str, tuple[str, ...]] = {
     "the paper's": ("uniform", "uniform_no_reencoding", "no_reencoding", "no_reencoder"),
     "gate": ("taught_straight_through", "taught_gumbel", "taught_detached"),
-    "distillation": ("no_teacher", "straight_through", "gumbel"),
+    "distillation": ("no_teacher", "straight_through", "gumbel", "soft"),
     "query states": ("embeddings", "language_model", "layer"),
     "query": ("with_options",),
     "reduction": (*REDUCTIONS, *(f"asked_{reduction}" for reduction in REDUCTIONS)),
@@ -81,6 +82,7 @@ ORACLES = (SALIENCE, NEEDLES)
 TITLES = {
     DEFAULT: "QTSplus, by the recipe",
     "straight_through": "straight-through gate, no teacher",
+    "soft": "soft gate, no teacher",
     "gumbel": "the paper's gate, no teacher",
     "max": "maximum over heads and words (the paper)",
     "mean": "mean over heads and words",
