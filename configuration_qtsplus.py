@@ -26,10 +26,11 @@ class QTSplusConfig(PreTrainedConfig):
     > The gate
 
         tau_s (`float`, defaults to 0.5): temperature of the training gate.
-        gate (`str`, defaults to `"soft"`): `"gumbel"` is the paper's sampled gate. `"straight_through"`
-            keeps in training exactly the top-n that inference keeps, with the gradient of a sigmoid over log-relevance.
-            `"detached"` keeps the same without a gradient, for scores that are taught by attention. Where salience
-            does not give the answer away, neither of the first two taught the scores anything (docs/learned.md).
+        gate (`str`, defaults to `"soft"`): what training lets through. `"soft"` lets three times as many tokens through
+            as are asked for, each in part; their answers teach the scores. `"detached"` keeps exactly the top-n that
+            inference keeps, without a gradient, for scores that are taught by attention. `"gumbel"` is the paper's
+            sampled gate, and `"straight_through"` keeps that top-n with the gradient of a sigmoid over log-relevance:
+            where salience does not give the answer away, neither of the two taught the scores anything (docs/learned.md).
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
             `"qtsplus"` keeps the most relevant ones, `"lm_attention"` those that the language model itself attends to
             in a first, shallow pass, which needs no training; `"all"` everything. Without looking at the question

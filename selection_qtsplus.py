@@ -272,14 +272,17 @@ def detached_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: floa
 
 def soft_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n: int, n_max: int) -> Gated:
     """
-    `sigmoid((s - t) / tau_s)` as it is, of scores `s = log r + tau_s * Gumbel noise`, on three times the tokens that
+    `sigmoid((s - t) / tau_s)` as it is, of scores `s = z + tau_s * Gumbel noise`, on three times the tokens that
     inference keeps: what is about to be dropped is half there, so the answers can tell whether it matters.
 
-    The selector puts the mean of all tokens in the place of what a gate leaves out, for a token times its gate looks
-    like no token. As `tau_s` falls, noise and gates come closer to what inference does. Arguments as for
-    [`straight_through_gate`].
+    z is the log-relevance in units of its own spread around its mean. Without, training makes the scores so far apart
+    that every gate is 0 or 1, and has no gradient left. The selector puts the mean of all tokens in the place of what a
+    gate leaves out, for a token times its gate looks like no token. As `tau_s` falls, noise and gates come closer to
+    what inference does. Arguments as for [`straight_through_gate`].
     """
-    scores = log_relevance + tau_s * gumbel_noise(len(log_relevance), log_relevance.device)[:, 0]
+    centred = log_relevance - log_relevance.mean()
+    scores = centred / centred.square().mean().clamp(min=1e-12).sqrt()
+    scores = scores + tau_s * gumbel_noise(len(scores), scores.device)[:, 0]
     kept = top_n(scores.detach(), min(SOFT_TOKENS * n, len(scores), n_max))
     threshold = find_threshold(scores, target, tau_s)
     return Gated(kept, torch.sigmoid((scores[kept] - threshold) / tau_s), threshold)

@@ -248,8 +248,8 @@ class QTSplusOutput(ModelOutput):
         num_tokens: `[B]` int64, the visual tokens that compete (M).
         n: `[B]` int64, kept tokens.
         kept_indices: tuple of `[n_b]` int64, ascending, into the row's visual tokens.
-        threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r for the others); 0 where
-            there was none, as for "detached". `None` at inference.
+        threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r for "straight_through", on log r in
+            units of its spread for "soft"); 0 where there was none, as for "detached". `None` at inference.
         loss_t, loss_m, loss_s: scalars, the weighted compute-aware penalties.
         columns: `[B, S']` int64, the column of the caller's prompt behind each column that the language model saw;
             -1 on padding.

@@ -378,6 +378,10 @@ def test_the_gates_have_the_value_one_and_a_finite_gradient(num_tokens, n, tau_s
             assert torch.isfinite(gradient).all()
 
 
+def in_units_of_its_spread(scores):
+    return (scores - scores.mean()) / scores.std(correction=0).clamp(min=1e-6)
+
+
 @examples(30)
 @given(num_tokens=st.integers(1, 200), n=st.integers(1, 200), cap=st.integers(1, 200), seed=a_seed)
 def test_the_soft_gate_is_a_sigmoid_of_noisy_scores_on_three_times_the_tokens(num_tokens, n, cap, seed):
@@ -387,7 +391,7 @@ def test_the_soft_gate_is_a_sigmoid_of_noisy_scores_on_three_times_the_tokens(nu
     torch.manual_seed(seed)
     kept, gates, threshold = soft_gate(log_r, target, 0.5, n, cap)
     torch.manual_seed(seed)
-    scores = (log_r + 0.5 * gumbel_noise(num_tokens, log_r.device)[:, 0]).detach()
+    scores = in_units_of_its_spread(log_r.detach()) + 0.5 * gumbel_noise(num_tokens, log_r.device)[:, 0]
     assert kept.tolist() == sorted(scores.argsort(descending=True)[: min(3 * n, cap)].tolist())
     assert abs(float(((scores - threshold) / 0.5).sigmoid().sum()) - n) < 1e-3 * num_tokens
     torch.testing.assert_close(gates, ((scores[kept] - threshold) / 0.5).sigmoid())
@@ -402,7 +406,7 @@ def test_what_a_soft_gate_leaves_out_of_a_token_is_the_mean_of_all_tokens():
     torch.manual_seed(0)
     (soft,), chosen = selector([[row[:7], row[7:]]], query, positions, **call, sample_gate=True)
     torch.manual_seed(0)
-    scores = chosen.log_relevance[0] + 0.5 * gumbel_noise(20, row.device)[:, 0]
+    scores = in_units_of_its_spread(chosen.log_relevance[0]) + 0.5 * gumbel_noise(20, row.device)[:, 0]
     gates = ((scores - chosen.threshold[0]) / 0.5).sigmoid()[chosen.kept_indices[0], None]
     torch.testing.assert_close(soft, gates * row[chosen.kept_indices[0]] + (1 - gates) * row.mean(0))
 
