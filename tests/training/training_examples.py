@@ -39,7 +39,10 @@ class InOrder(QTSplusTrainer):
 def make_trainer(
     folder, selector: dict[str, Any] | None = None, teacher_seed: int | None = None, **arguments: Any
 ) -> InOrder:
-    """A Trainer with plain gradient descent, which shows a difference in the gradient as it is, and maybe a teacher."""
+    """
+    A Trainer with plain gradient descent, which shows a difference in the gradient as it is, and a gate that draws no
+    noise; maybe with a teacher.
+    """
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
@@ -53,7 +56,7 @@ def make_trainer(
         "report_to": [],
         **arguments,
     }
-    model = tiny_model(**{"rho_min": 0.1, "rho_max": 0.9, "n_max": 10, **(selector or {})})
+    model = tiny_model(**{"gate": "straight_through", "rho_min": 0.1, "rho_max": 0.9, "n_max": 10, **(selector or {})})
     trainer = InOrder(
         model,
         QTSplusTrainingArguments(**settings),
