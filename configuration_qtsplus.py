@@ -30,7 +30,7 @@ class QTSplusConfig(PreTrainedConfig):
             as are asked for, each in part; their answers teach the scores. `"detached"` keeps exactly the top-n that
             inference keeps, without a gradient, for scores that are taught by attention. `"gumbel"` is the paper's
             sampled gate, and `"straight_through"` keeps that top-n with the gradient of a sigmoid over log-relevance:
-            where salience does not give the answer away, neither of the two taught the scores anything (docs/learned.md).
+            where salience does not give the answer away, neither taught the scores anything (docs/learned.md).
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
             `"qtsplus"` keeps the most relevant ones, `"lm_attention"` those that the language model itself attends to
             in a first, shallow pass, which needs no training; `"all"` everything. Without looking at the question

@@ -171,7 +171,7 @@ SOFT_TOKENS = 3  # times what inference keeps
 
 
 class Gated(NamedTuple):
-    """Kept indices `[n]` ascending, their gates `[n]` (1 with a soft gradient or none, or soft), threshold t (scalar)."""
+    """Kept indices `[n]` ascending, their gates `[n]` (soft, or 1 with a soft gradient or none), threshold t."""
 
     kept_indices: torch.Tensor
     gates: torch.Tensor

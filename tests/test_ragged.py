@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from qtsplus import QTSplusConfig, QTSplusSelector
 from qtsplus.relevance_qtsplus import REDUCTIONS, chunked_log_relevance, log_relevance
-from qtsplus.selection_qtsplus import METHODS, Candidates, find_threshold, gumbel_gate, gumbel_noise, soft_gate, straight_through_gate
+from qtsplus.selection_qtsplus import (
+    METHODS,
+    Candidates,
+    find_threshold,
+    gumbel_gate,
+    gumbel_noise,
+    soft_gate,
+    straight_through_gate,
+)
 from tiny import PAD, batch, prompt, tiny_model
 
 
