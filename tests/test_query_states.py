@@ -172,7 +172,7 @@ def test_chunk_is_whole(kind, monkeypatch):
 
 @EACH
 def test_training_keeps_what_inference_keeps(kind):
-    model, inputs = tiny_model(query_states=kind), mixed_inputs()
+    model, inputs = tiny_model(query_states=kind, gate="detached"), mixed_inputs()
     evaluated = model(**inputs).qtsplus.kept_indices
     assert all(map(torch.equal, evaluated, model.train()(**inputs).qtsplus.kept_indices))
 

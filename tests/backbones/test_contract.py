@@ -217,7 +217,9 @@ class TestBackbone:
                 assert parameter.grad is None, name
 
     def test_training_and_inference_keep_the_same(self, backbone, processor, prepare):
+        """With a gate that does not soften the choice."""
         model, inputs = backbone.build(processor), prepare("video", "two videos")
+        model.config.qtsplus_config.gate = "detached"
         evaluated = model(**inputs).qtsplus.kept_indices
         assert all(map(torch.equal, evaluated, model.train()(**inputs).qtsplus.kept_indices))
 
