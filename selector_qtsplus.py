@@ -442,8 +442,8 @@ class QTSplusSelector(nn.Module):
             kept, gates, threshold = GATES[config.gate](candidates.log_relevance, target, config.tau_s, n, cap)
             tokens, gates = take_rows(visual, kept), gates[:, None].to(visual[0].dtype)
             if config.gate == "soft":
-                mean = torch.stack([part.detach().sum(0) for part in visual]).sum(0) / num_tokens
-                tokens = torch.lerp(mean, tokens, gates)
+                total = torch.stack([part.detach().sum(0, dtype=torch.float32) for part in visual]).sum(0)
+                tokens = torch.lerp((total / num_tokens).to(tokens.dtype), tokens, gates)
             else:
                 tokens = tokens * gates
         else:
