@@ -2,8 +2,8 @@
 
 A method is a function `select(candidates, n) -> kept indices` and its name in [`METHODS`]; whoever adds one adds both,
 and `selection="its_name"` works in the configuration and in every call. A gate does in training what the method
-`"qtsplus"` does at inference, with a gradient or detached from it; all share [`straight_through_gate`]'s signature and
-stand in [`GATES`]. What each was measured to teach the scores is in docs/learned.md.
+`"qtsplus"` does at inference, or nearly so, with a gradient or detached from it; all share the signature of
+[`straight_through_gate`] and stand in [`GATES`]. What each was measured to teach the scores is in docs/learned.md.
 """
 
 import math
