@@ -14,12 +14,13 @@ from qtsplus.data.records import parse_record
 from qtsplus.data.tinyworld import ask_world, build_dataset
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import VideoQADataset
-from qtsplus.training.looking import ENOUGH, looking_losses, watching
+from qtsplus.training.looking import LOOKS, looking_losses, watching
 from qtsplus.training.models import load_config, load_model, load_processor
 from qtsplus.training.naming import TokenWords
 from training_examples import assert_same_training, collate, examples, make_trainer, steps
 
 LAYER = 1
+ENOUGH = LOOKS["looking"]
 
 
 def needles_of(rows: list) -> list[list[torch.Tensor]]:
@@ -51,7 +52,7 @@ def test_the_shares_are_those_of_eager_attention_with_their_gradients(tmp_path):
     inputs.pop("source_ids")
     with watching(model, inputs, labels, needles, LAYER) as looks:
         model(**inputs, selection="all", use_cache=False)
-    losses = looking_losses(looks, LAYER)
+    losses = looking_losses(looks, "looking")
 
     model.set_attn_implementation("eager")
     attention = model(**inputs, selection="all", use_cache=False, output_attentions=True).attentions[LAYER]
@@ -87,14 +88,15 @@ def test_tokens_are_followed_in_the_layer_before(tmp_path):
     words = TokenWords(
         (shown + 1).reshape(t, h // 2, w // 2, 1),
         torch.arange(tokens + 1),
+        torch.arange(tokens + 1),
         torch.ones(1, tokens + 1, dtype=torch.bool),
         torch.zeros(0, tokens + 1, dtype=torch.bool),
         (),
     )
     with watching(model, inputs, labels, [[] for _ in rows], LAYER, [None, None, words]) as looks:
         model(**inputs, selection="all", use_cache=False)
-    (loss,) = looking_losses(looks, LAYER - 1)
-    assert not len(looking_losses(looks, LAYER))
+    (loss,) = looking_losses(looks, "following")
+    assert not len(looking_losses(looks, "looking"))
 
     model.set_attn_implementation("eager")
     attention = model(**inputs, selection="all", use_cache=False, output_attentions=True).attentions[LAYER - 1]
@@ -149,9 +151,7 @@ def test_what_cannot_be_looked_at_is_refused(tmp_path):
     trainer.data_collator = lambda rows: {**collate(rows), "needles": [[torch.tensor([99])]] * len(rows)}
     with pytest.raises(ValueError, match="needles name the visual token 99; the video has"):
         trainer.train()
-    with pytest.raises(
-        ValueError, match="looking_layer=9: expected a layer with attention, and another before it, of .0, 1"
-    ):
+    with pytest.raises(ValueError, match=r"looking_layer=9: expected layers \[9\] to have attention, of \[0, 1"):
         train(tmp_path, looking_weight=1.0, looking_layer=9)
     row = {"video": "a.mp4", "question": "What?", "answer": "That.", "earlier": [["Who?", "He."]]}
     assert parse_record({**row, "needles": [[1], []]}).needles == ((1,), ())
@@ -182,6 +182,6 @@ def test_a_crowd_says_what_its_answers_rest_on_and_a_batch_of_it_trains(tmp_path
     model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
     with watching(model, batch, labels, needles, LAYER) as looks:
         model(**batch, use_cache=False)
-    assert [len(look.by_layer[LAYER].places) for look in looks] == [sum(map(bool, map(len, own))) for own in needles]
-    looking_losses(looks, LAYER).sum().backward()
+    assert [len(look.by_kind["looking"].places) for look in looks] == [sum(map(bool, map(len, own))) for own in needles]
+    looking_losses(looks, "looking").sum().backward()
     assert model.model.language_model.layers[LAYER].self_attn.q_proj.weight.grad.abs().max() > 0

@@ -36,7 +36,8 @@ def words_of(grid: tuple[int, int, int], seed: int = 0) -> naming.TokenWords:
         torch.tensor([[word in aspect for word in WORDS] for aspect in of]) for of in (ASPECTS, CONTEXT)
     )
     labels = torch.from_numpy(some_labels(grid, seed))
-    return naming.TokenWords(labels, torch.arange(10, 17), aspects, context, PLACES)
+    words = torch.arange(10, 17)
+    return naming.TokenWords(labels, words, words, aspects, context, PLACES)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,7 @@ def test_every_question_names_its_own_words():
     labels = torch.full_like(ids, UNNAMED)
     labels[6:8], labels[12:14] = ids[6:8], ids[12:14]
     words = words_of((1, 1, 1))
-    assert naming._turns(labels[None])[0].tolist() == [UNNAMED] * 5 + [0] + [UNNAMED] * 5 + [1] + [UNNAMED] * 2
+    assert naming.turns_of(labels[None])[0].tolist() == [UNNAMED] * 5 + [0] + [UNNAMED] * 5 + [1] + [UNNAMED] * 2
     assert naming._named(ids, labels, words).nonzero().tolist() == [[0, 1], [0, 3], [1, 4]]
 
 

@@ -25,6 +25,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
                 "relevance_weight",
                 "naming_weight",
                 "looking_weight",
+                "referring_weight",
                 "looking_layer",
                 "dual_learning_rate",
                 "dual_damping",
@@ -117,6 +118,10 @@ class QTSplusTrainingArguments(TrainingArguments):
             attention that an answer pays to the visual tokens it rests on. Half of the attention is enough. With
             `token_words` the same, in the layer before, of what a token pays to the one of the step before that
             shows the same. Not in steps that leave tokens out.
+        referring_weight (`float`, defaults to 0): for records with `needles` and `token_words`, weight of the same for
+            the names in questions ("the red circle"): of what the last word of a name pays to those of the needles that
+            show it, and in the layer behind of what an answer that says a name pays to that word, where nine tenths
+            are enough. Not in steps that leave tokens out.
         looking_layer (`int`, defaults to 2): the layer of the language model that is to look, counted from 0.
 
     Raises:
@@ -147,6 +152,7 @@ class QTSplusTrainingArguments(TrainingArguments):
     relevance_from: str = field(default="answer", metadata={"choices": RELEVANCE_FROM})
     naming_weight: float = field(default=0.0)
     looking_weight: float = field(default=0.0)
+    referring_weight: float = field(default=0.0)
     looking_layer: int = field(default=2)
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
@@ -182,8 +188,9 @@ class QTSplusTrainingArguments(TrainingArguments):
                 "naming_weight teaches the vision tower and the language model: set freeze_vision_model or "
                 "freeze_language_model to false."
             )
-        if self.looking_weight and self.freeze_language_model:
-            raise ValueError("looking_weight teaches the language model: set freeze_language_model to false.")
+        for name in ("looking_weight", "referring_weight"):
+            if getattr(self, name) and self.freeze_language_model:
+                raise ValueError(f"{name} teaches the language model: set freeze_language_model to false.")
         self._check_relevance()
         self.parsed_schedules()
 

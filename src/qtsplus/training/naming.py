@@ -33,7 +33,8 @@ class TokenWords:
     Args:
         labels: `[T, H, W, k + c]` int64, of each of k aspects (such as colour and shape), and of each of c that a token
             has beside earlier ones, an index into `words`, or -100.
-        words: `[n]` int64, the language model's token of each word.
+        words: `[n]` int64, the language model's token of each word, with a space before it.
+        first_words: `[n]` int64, the same without one, as a text begins with it; -1 where those are several tokens.
         aspects: `[k, n]` bool, which words an aspect can be; the first of them stands for nothing.
         context: `[c, n]` bool, the same.
         places: the tokens of [`SECONDS`], [`ROWS`] and [`COLUMNS`], int64 each.
@@ -41,6 +42,7 @@ class TokenWords:
 
     labels: torch.Tensor
     words: torch.Tensor
+    first_words: torch.Tensor
     aspects: torch.Tensor
     context: torch.Tensor
     places: tuple[torch.Tensor, ...]
@@ -61,6 +63,11 @@ class TokenWords:
             raise ValueError(f"token_words name a grid of {(time, height, width)} tokens; the model has {tuple(grid)}.")
         cells = self.labels.reshape(time, rows, height // rows, columns, width // columns, k)
         return cells.transpose(2, 3).reshape(time * rows * columns, -1, k)
+
+    def showing(self, words: Sequence[int], grid: Sequence[int]) -> torch.Tensor:
+        """`[M]` bool, which of a model's tokens show something that all of these words, as indices, are true of."""
+        labels = self.labels_on(grid)[..., : len(self.aspects)]
+        return torch.stack([(labels == word).any(-1) for word in words]).all(0).any(-1)
 
     def earlier(self, grid: Sequence[int]) -> torch.Tensor:
         """
@@ -119,9 +126,11 @@ def load_token_words(path: str | os.PathLike, tokenizer: Any) -> TokenWords:
         torch.tensor([[word in aspect for word in named.words] for aspect in aspects], dtype=torch.bool)
         for aspects in (named.aspects, named.context)
     )
+    firsts = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in named.words]
     return TokenWords(
         torch.from_numpy(named.labels),
         torch.tensor([_only_token(tokenizer, f" {word}") for word in named.words]),
+        torch.tensor([ids[0] if len(ids) == 1 else -1 for ids in firsts], dtype=torch.int64),
         own,
         beside,
         tuple(torch.tensor([_only_token(tokenizer, sign) for sign in signs]) for signs in (SECONDS, ROWS, COLUMNS)),
@@ -193,7 +202,7 @@ def naming_losses(
         for target, (_, own) in zip(targets, told, strict=False):  # other rows may have more
             target[row, columns] = own.to(target.device)
     compact = partial(model.compact_labels, input_ids=None, columns=outputs.qtsplus.columns)
-    targets, asked = [compact(target) for target in targets], compact(_turns(labels))
+    targets, asked = [compact(target) for target in targets], compact(turns_of(labels))
     early, states = (F.rms_norm(outputs.hidden_states[at].float(), embeddings.shape[-1:]) for at in (1, layer))
     beside, carried = [], []
     for row, words in named:
@@ -206,7 +215,7 @@ def naming_losses(
     return torch.stack(losses) + CONTEXT_WEIGHT * torch.stack(beside) + QUESTION_WEIGHT * torch.stack(carried)
 
 
-def _turns(labels: torch.Tensor) -> torch.Tensor:
+def turns_of(labels: torch.Tensor) -> torch.Tensor:
     """`[B, S]`, where an answer's first token is predicted the number of its turn, else [`UNNAMED`]."""
     begins = F.pad((labels[:, 1:] != UNNAMED) & (labels[:, :-1] == UNNAMED), (0, 1))
     return (begins.cumsum(1) - 1).masked_fill(~begins, UNNAMED)
@@ -214,7 +223,7 @@ def _turns(labels: torch.Tensor) -> torch.Tensor:
 
 def _named(ids: torch.Tensor, labels: torch.Tensor, words: TokenWords) -> torch.Tensor:
     """`[turns, n]` bool, which of the words the question of each turn names; not "nothing"."""
-    starts = (_turns(labels[None])[0] != UNNAMED).nonzero()[:, 0]
+    starts = (turns_of(labels[None])[0] != UNNAMED).nonzero()[:, 0]
     turns = torch.searchsorted(starts, torch.arange(len(ids), device=ids.device))  # an answer counts to the next turn
     said = (ids[:, None] == words.words.to(ids.device)) & (labels == UNNAMED)[:, None]
     found = torch.zeros(len(starts) + 1, len(words.words), device=ids.device)
@@ -268,4 +277,4 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (losses / counts[labels]).sum() / (counts > 0).sum().clamp(min=1)
 
 
-__all__ = ["TokenWords", "load_token_words", "naming_loss", "naming_losses", "with_features"]
+__all__ = ["TokenWords", "load_token_words", "naming_loss", "naming_losses", "turns_of", "with_features"]

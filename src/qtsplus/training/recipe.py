@@ -235,7 +235,8 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     def dataset(records: list[VideoRecord]) -> VideoQADataset | None:
         if not records:
             return None
-        dense = max(training.naming_weight, training.looking_weight) > 0, training.looking_weight > 0
+        looks = max(training.looking_weight, training.referring_weight) > 0
+        dense = looks or training.naming_weight > 0, looks
         return VideoQADataset(records, processor, data.model_max_length, data.processor_kwargs, features, *dense)
 
     train_dataset = dataset(train)

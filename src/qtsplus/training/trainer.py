@@ -30,7 +30,7 @@ from .budget import Budget
 from .dataset import IGNORED, SkippedRecord
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
-from .looking import looking_losses, watching
+from .looking import LOOKS, NAME_LOOKS, looking_losses, watching
 from .lora import active_selector, add_lora, base_model, lora_config
 from .muon import MuonBeside, matrix_names
 from .naming import naming_losses, with_features
@@ -51,8 +51,7 @@ _LOSSES = (
     "loss_teacher",
     "loss_relevance",
     "loss_naming",
-    "loss_looking",
-    "loss_following",
+    *(f"loss_{kind}" for kind in LOOKS),
 )
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
@@ -84,15 +83,16 @@ class QTSplusTrainer(Trainer):
         L_SFT + lambda_t (rho M)^2 / n_max^2 + lambda_m rho M / n_max + lambda_s (rho - rho_bar)^2
               + (alpha + damping) (rho M - target_n) + distillation_weight * KL(teacher || student)
               + relevance_weight * KL(attention || softmax(log r)) + naming_weight * naming + looking_weight * looking
+              + referring_weight * referring
 
     `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]);
-    `naming` and `looking` are dense supervision of a base ([`naming_losses`], [`looking_losses`]). Every term is a mean
-    over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT and the first divergence
-    over the supervised tokens, the others over the samples with visual tokens, the attention's over those that have an
-    answer too. So accumulation over N micro-batches, or N processes, gives the gradient of one big batch. Where
-    `rho_prior` is `None`, rho_bar is the mean of rho over all earlier steps (the model's own loss includes the current
-    batch, which no accumulation could), and the first step has no prior. `rho M` counts up to `n_max`, as the gate
-    does.
+    `naming`, `looking` and `referring` are dense supervision of a base ([`naming_losses`], [`looking_losses`]). Every
+    term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT and the
+    first divergence over the supervised tokens, the others over the samples with visual tokens, the attention's over
+    those that have an answer too. So accumulation over N micro-batches, or N processes, gives the gradient of one big
+    batch. Where `rho_prior` is `None`, rho_bar is the mean of rho over all earlier steps (the model's own loss includes
+    the current batch, which no accumulation could), and the first step has no prior. `rho M` counts up to `n_max`, as
+    the gate does.
 
     alpha >= 0 holds the mean count that is asked for, `n = min(ceil(rho M), n_max)`, at `target_n`. After each step,
     with `excess = mean n / target_n - 1` (at most 1), `alpha += dual_learning_rate * excess / target_n`; and
@@ -100,10 +100,10 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_teacher`, `loss_relevance`, `loss_naming`, `loss_looking`, `loss_following`, `rho`, `n` (kept),
-    `n_asked` (what the budget head asks for), `n_soft` (rho M), `kept_fraction` (n / M), `threshold`,
-    `hard_over_soft` (n / (rho M)), `visual_tokens` (M), and the current `alpha` and number of `skipped_files`.
-    Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
+    `loss_s`, `loss_teacher`, `loss_relevance`, `loss_naming`, `loss_looking`, `loss_following`, `loss_referring`,
+    `loss_choosing`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft` (rho M), `kept_fraction`
+    (n / M), `threshold`, `hard_over_soft` (n / (rho M)), `visual_tokens` (M), and the current `alpha` and number of
+    `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
 
     Args:
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
@@ -211,11 +211,12 @@ class QTSplusTrainer(Trainer):
             )
             loss = loss + self.args.naming_weight * losses.sum() / counts[-2].clamp(min=1)
             self.running[True].add("loss_naming", losses.sum(), len(losses))
-        for name, layer in (("looking", self.args.looking_layer), ("following", self.args.looking_layer - 1)):
-            losses = looking_losses(looks, layer)
-            if len(losses):
-                loss = loss + self.args.looking_weight * losses.sum() / counts[-2].clamp(min=1)
-                self.running[True].add(f"loss_{name}", losses.sum(), len(losses))
+        for kind in LOOKS:
+            weight = self.args.referring_weight if kind in NAME_LOOKS else self.args.looking_weight
+            losses = looking_losses(looks, kind)
+            if weight and len(losses):
+                loss = loss + weight * losses.sum() / counts[-2].clamp(min=1)
+                self.running[True].add(f"loss_{kind}", losses.sum(), len(losses))
         budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training)
         if model.training and self.args.budget_probe is not None and self._retention is None:
             loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
@@ -226,10 +227,12 @@ class QTSplusTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _watching(self, inputs: Mapping[str, Any], labels: torch.Tensor, needles: Any, token_words: Any):
-        """Notes how far answers look at their needles, and tokens back; where that is taught and none is left out."""
-        if needles is None or not (self.model.training and self.args.looking_weight) or "retention" in inputs:
+        """Notes who looks how far at what, where that is taught and no token is left out."""
+        taught = self.model.training and max(self.args.looking_weight, self.args.referring_weight) > 0
+        if needles is None or not taught or "retention" in inputs:
             return nullcontext(())
-        return watching(base_model(self.model), inputs, labels, needles, self.args.looking_layer, token_words)
+        layer, names = self.args.looking_layer, self.args.referring_weight > 0
+        return watching(base_model(self.model), inputs, labels, needles, layer, token_words, names)
 
     def _gaps(self) -> dict[str, Any]:
         """The fraction to keep in this step, where it is drawn; a model that keeps everything drops at random."""
