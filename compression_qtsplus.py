@@ -95,7 +95,7 @@ class QTSplusCompressionMixin(QTSplusLMAttentionMixin, QTSplusEncodingMixin):
             if visual.video_features is None
             else self.check_features(VIDEO, visual.video_features, grids[VIDEO], places),
         }
-        queries = self.query_states(rows, input_ids, inputs_embeds, mask, selection, earlier)
+        queries = self.query_embeds(input_ids, inputs_embeds, mask, selection)
         asked = None
         if (selection.selection or self.config.qtsplus_config.selection) == LM_ATTENTION:
 

@@ -7,7 +7,7 @@ from .relevance_qtsplus import REDUCTIONS
 from .selection_qtsplus import GATES, METHODS
 
 POSITION_IDS = ("original", "sequential")
-QUERY_STATES = ("embeddings", "language_model", "layer")
+QUERY_STATES = ("embeddings", "layer")
 
 
 class QTSplusConfig(PreTrainedConfig):
@@ -40,11 +40,9 @@ class QTSplusConfig(PreTrainedConfig):
     > The question
 
         query_states (`str`, defaults to `"embeddings"`): what stands for the words of the question, in the scores and
-            for the budget. `"embeddings"` is the paper's: every word by itself. `"language_model"` lets the first
-            layers of the language model read the conversation's text up to the question's end, so that words know each
-            other and "it" its meaning; no parameter more. `"layer"` has one self-attention layer of the selector over
-            the question; one layer's parameters more (43,010,560 in qtsplus-3b, 132,153,856 in qtsplus-7b).
-        query_layers (`int`, defaults to 2): how many layers of the language model, for `"language_model"`.
+            for the budget. `"embeddings"` is the paper's: every word by itself. `"layer"` has one self-attention layer
+            of the selector over the question, so that words know each other; one layer's parameters more (43,010,560 in
+            qtsplus-3b, 132,153,856 in qtsplus-7b).
 
     > The language model's own attention, for `selection="lm_attention"`
 
@@ -61,8 +59,8 @@ class QTSplusConfig(PreTrainedConfig):
 
         scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
         reduction (`str`, defaults to `"max"`): how the relevance of a token is made of its scores over heads and words
-            of the question. `"max"` is the paper's maximum, `"mean"` the mean of the probabilities, `"logsumexp"` one
-            softmax over the log-sum-exp of the raw scores, `"sum"` the same with the sum over a head's words.
+            of the question. `"max"` is the paper's maximum, `"mean"` the mean of the probabilities, `"sum"` one softmax
+            over the log-sum-exp over heads of the sum of the raw scores over words.
         reencode_layers (`int`, defaults to 2): self-attention layers over the kept tokens; 0 is the paper's nREENC.
         reencode_rope (`bool`, defaults to `True`): give the re-encoder each token's absolute (time, height, width) as
             rotary positions. `False` for the checkpoints of the reference implementation, which never had them.
@@ -95,7 +93,6 @@ class QTSplusConfig(PreTrainedConfig):
     gate: str = "soft"
     selection: str = "qtsplus"
     query_states: str = "embeddings"
-    query_layers: int = 2
     attention_layer: int | None = None
     attention_heads: list[int] | tuple[int, ...] | None = None
     attention_group: int = 8192
@@ -121,7 +118,6 @@ class QTSplusConfig(PreTrainedConfig):
         _require(self.tau_s > 0, self, "tau_s", "tau_s > 0")
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
         _require(self.query_states in QUERY_STATES, self, "query_states", f"one of {QUERY_STATES}")
-        _require(self.query_layers >= 1, self, "query_layers", "query_layers >= 1")
         heads = self.attention_heads
         _require(
             heads is None or (len(heads) > 0 and len(set(heads)) == len(heads)),

@@ -238,6 +238,7 @@ class AskedPrompt:
 class QTSplusLMAttentionMixin(QTSplusQueryMixin):
     """Log-relevance from the language model's attention."""
 
+    language_model: Any
     # What compression_qtsplus.py has.
     _splice_rows: Any
     _candidate_modalities: Any
@@ -399,7 +400,7 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
             found.append(look(queries[:, there], keys, there, row.candidates.to(keys.device), scaling))
 
         layer, layers = attention_layer(self.config.text_config, config.attention_layer), self.language_model.layers
-        first = self.first_layers(nn.ModuleList([*layers[:layer], LayerReader(layers[layer], read)]))
+        first = self._first_layers([*layers[:layer], LayerReader(layers[layer], read)])
         kind = tokens.device.type
         # Without autocast's cache, which would keep weights that were cast here for a pass that needs their gradient.
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -415,6 +416,12 @@ class QTSplusLMAttentionMixin(QTSplusQueryMixin):
             )
         (group,) = found
         return GroupAttention(*(part.to(tokens.device) for part in (group.log_weights, group.log_odds)))
+
+    def _first_layers(self, layers: Sequence[nn.Module]) -> Any:
+        """A view of the language model that shares its weights, with these layers in the place of all, and no norm."""
+        first: Any = copy.copy(self.language_model)
+        first._modules = {**first._modules, "layers": nn.ModuleList(layers), "norm": nn.Identity()}
+        return first
 
 
 __all__ = [

@@ -51,11 +51,6 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
     def build_selector(self, config) -> QTSplusSelector:
         """A selector of the language model's shape."""
         text, selector = config.text_config, config.qtsplus_config
-        if selector.query_states == "language_model" and selector.query_layers > text.num_hidden_layers:
-            raise ValueError(
-                f"QTSplusConfig got query_layers={selector.query_layers}; expected at most {text.num_hidden_layers}, "
-                "the layers of the language model."
-            )
         check_attention(text, selector)
         heads = text.num_attention_heads
         if text.hidden_size % heads:  # as in Qwen3.5-27B, whose heads together are wider than its hidden states

@@ -1,46 +1,28 @@
-"""The question of every row as the selector gets it: its words' embeddings, or their states in the text before them."""
-
-import copy
-from collections.abc import Sequence
-from typing import Any
+"""The question of every row as the selector gets it: the embeddings of its words."""
 
 import torch
-from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
 from .backbone_qtsplus import QTSplusBackboneMixin
 from .inputs_qtsplus import SelectionInputs
-from .prompt_qtsplus import TEXT, PromptRow, find_query_mask
-from .selection_qtsplus import LM_ATTENTION
+from .prompt_qtsplus import find_query_mask
 
 
 class QTSplusQueryMixin(QTSplusBackboneMixin):
-    """Finds the questions, and makes of them what `query_states` of [`QTSplusConfig`] asks for."""
+    """Finds the questions that select."""
 
-    language_model: Any
-
-    def query_states(
+    def query_embeds(
         self,
-        rows: Sequence[PromptRow],
         input_ids: torch.Tensor,
         inputs_embeds: torch.Tensor | None,
         mask: torch.Tensor,
         selection: SelectionInputs,
-        earlier: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """
-        The questions' embeddings; with `"language_model"` the states of their words behind its first `query_layers`
-        layers, which read the row's text up to the question's end, without its visual tokens and with positions counted
-        over what is left. A question that does not stand in the prompt takes the place of the prompt's own.
-
-        The states teach the language model nothing: no gradient reaches it through them. (`"layer"` is a part of the
-        selector, which begins with it.)
+        The embeddings of the questions. One that is given apart from the prompt takes the place of the prompt's own.
 
         Args:
-            rows: the layout of the prompt.
             input_ids, mask: `[B, S]`.
             inputs_embeds: `[B, S, d]`, in the place of the embeddings of `input_ids`.
-            earlier: per row the ids of the conversation in front of its first token.
 
         Returns:
             per row `[L_b, d]`, empty where there is no question.
@@ -48,44 +30,13 @@ class QTSplusQueryMixin(QTSplusBackboneMixin):
         Raises:
             ValueError: inputs of a question whose shapes do not fit the prompt's.
         """
-        config, embed = self.config.qtsplus_config, self.get_input_embeddings()
-        asks = config.selection if selection.selection is None else selection.selection
-        # No other one looks at the question's states.
-        in_context = config.query_states == "language_model" and asks not in ("all", LM_ATTENTION)
-        query_mask, given = self._query_mask(input_ids, mask, selection), given_queries(selection, len(input_ids))
-        if in_context:
-            query_mask = query_mask & (self.token_types(input_ids) == TEXT)
-
-        def embeds(row: int, columns: torch.Tensor) -> torch.Tensor:
-            return embed(input_ids[row, columns]) if inputs_embeds is None else inputs_embeds[row, columns]
-
-        if given is None:
-            queries = [embeds(row, columns) for row, columns in enumerate(query_mask)]
-        else:
-            queries = [embed(ids) for ids in given]
-        if not in_context:
-            return queries
-
-        needed = [b for b, row in enumerate(rows) if len(row.candidates) and len(queries[b])]
-        texts, places = [], []
-        for b in needed:
-            columns = rows[b].columns[rows[b].types == TEXT]
-            place = query_mask[b, columns].nonzero()[:, 0].tolist()
-            if given is None:
-                text = embeds(b, columns[: place[-1] + 1])
-            else:  # where the prompt has no question of its own, there is no telling what stands in front of one
-                front = embeds(b, columns[: place[0] if place else 0])
-                text, place = torch.cat([front, queries[b]]), [len(front) + at for at in range(len(queries[b]))]
-            if earlier is not None:
-                before = embed(earlier[b][self.token_types(earlier[b]) == TEXT])
-                text, place = torch.cat([before, text]), [len(before) + at for at in place]
-            texts.append(text)
-            places.append(place)
-        if needed:
-            states = self._first_states(texts, config.query_layers)
-            for b, place, state in zip(needed, places, states, strict=True):
-                queries[b] = state[place]
-        return queries
+        questions, given = self._query_mask(input_ids, mask, selection), given_queries(selection, len(input_ids))
+        embed = self.get_input_embeddings()
+        if given is not None:
+            return [embed(ids) for ids in given]
+        if inputs_embeds is not None:
+            return [embeds[asked] for embeds, asked in zip(inputs_embeds, questions, strict=True)]
+        return [embed(ids[asked]) for ids, asked in zip(input_ids, questions, strict=True)]
 
     def _query_mask(self, input_ids: torch.Tensor, mask: torch.Tensor, selection: SelectionInputs) -> torch.Tensor:
         """`[B, S]` bool: the questions in the prompt."""
@@ -105,28 +56,6 @@ class QTSplusQueryMixin(QTSplusBackboneMixin):
                 f"query_mask {tuple(query_mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}."
             )
         return query_mask.bool() & mask.bool()
-
-    def _first_states(self, texts: list[torch.Tensor], layers: int) -> torch.Tensor:
-        """`[B, S, d]` behind the language model's first layers, of `[S_b, d]` embeddings."""
-        first = self.first_layers(self.language_model.layers[:layers])
-        # It is causal, recurrent layers too: padding on the right changes nothing in front of it. The class's own
-        # forward, for what others have hooked onto the model's would run all of it.
-        states = type(first).forward(
-            first,
-            inputs_embeds=pad_sequence(texts, batch_first=True),
-            use_cache=False,
-            output_hidden_states=False,
-            output_attentions=False,
-        )
-        # Not torch.no_grad: in older releases of PyTorch autocast keeps the weights that it casts there, and the model
-        # itself would run with these, which have no gradient (pytorch issue 112583).
-        return states.last_hidden_state.detach()
-
-    def first_layers(self, layers: nn.ModuleList) -> Any:
-        """A view of the language model that shares its weights, with these layers in the place of all, and no norm."""
-        first: Any = copy.copy(self.language_model)
-        first._modules = {**first._modules, "layers": layers, "norm": nn.Identity()}
-        return first
 
 
 def given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] | None:

@@ -5,11 +5,10 @@ one number of a token's column:
 
 - `"max"`, the paper's: `log r_i = max over rows of log softmax_i(s)`.
 - `"mean"`: `log r_i = log of the mean over rows of softmax_i(s)`.
-- `"logsumexp"`: `log r_i = log softmax_i(logsumexp over rows of s)`, one softmax for all rows together.
-- `"sum"`: the same, with one row for each head: the sum of its query tokens' rows.
+- `"sum"`: `log r_i = log softmax_i(logsumexp over heads of the sum over query tokens of s)`, one softmax for all.
 
 Every softmax runs over the M visual tokens. So r sums to 1 for all but the maximum, where it sums to between 1 and the
-number of rows. In the first three a token matters if any word speaks for it; in the sum, if the words do together: "the
+number of rows. In the first two a token matters if any word speaks for it; in the sum, if the words do together: "the
 yellow ring" is neither any ring nor anything yellow.
 
 [`log_relevance`] is the way in; [`relevance_kernel`] chooses who computes it. The readable twin of all is
@@ -26,7 +25,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-REDUCTIONS = ("max", "mean", "logsumexp", "sum")
+REDUCTIONS = ("max", "mean", "sum")
 
 
 def log_relevance(
@@ -115,6 +114,7 @@ def chunked_log_relevance(
 ) -> torch.Tensor:
     """
     [`log_relevance`] of one sample, in blocks of visual tokens: first the log-sum-exp of each row, then the reduction.
+    For the sum first the reduction, then one log-sum-exp over the tokens.
 
     Memory beyond inputs, result and gradients is O(M + heads * L * block_size). Any block size gives the same result;
     gradients are exact, each block's scores being computed again.
@@ -125,14 +125,14 @@ def chunked_log_relevance(
     kv_heads, _, head_dim = key_states.shape
     precise = torch.promote_types(key_states.dtype, torch.float32)
     if reduction == "sum":  # the sum of the scores is the score of the sum
-        query_states, reduction = query_states.sum(1, keepdim=True, dtype=precise), "logsumexp"
+        query_states = query_states.sum(1, keepdim=True, dtype=precise)
     queries = query_states.reshape(kv_heads, -1, head_dim).to(precise) / math.sqrt(head_dim)
     rows = kv_heads * queries.shape[1]
     block_size = block_size or max(1, 2**21 // rows)
     reduced = _ChunkedReduction.apply(queries, key_states, token_mask, block_size, reduction)
     if reduction == "mean":
         return reduced - math.log(rows)
-    if reduction == "logsumexp":
+    if reduction == "sum":
         # Where no token takes part there is no softmax, and all stay minus infinity.
         return reduced - torch.where((reduced > -math.inf).any(), reduced, 0.0).logsumexp(0)
     return reduced
@@ -140,7 +140,7 @@ def chunked_log_relevance(
 
 class _ChunkedReduction(torch.autograd.Function):
     """
-    With `s` the scores, and `z` the log-sum-exp of each of their rows (0 for `"logsumexp"`): the maximum over rows of
+    With `s` the scores, and `z` the log-sum-exp of each of their rows (0 for `"sum"`): the maximum over rows of
     `s - z`, or their log-sum-exp, `y_i`.
 
     `w` is a token's share of each row in that: 1 in the row of the maximum, or `exp(s[row, i] - z[row] - y_i)`. Then
@@ -158,7 +158,7 @@ class _ChunkedReduction(torch.autograd.Function):
         winners = torch.empty(num_tokens if differentiable and by_maximum else 0, dtype=torch.long, device=keys.device)
         with torch.autocast(keys.device.type, enabled=False):
             normaliser = queries.new_zeros(queries.shape[:2])
-            if blocks and reduction != "logsumexp":
+            if blocks and reduction != "sum":
                 normaliser = torch.stack([_scores(queries, keys, token_mask, b).logsumexp(-1) for b in blocks])
                 normaliser = normaliser.logsumexp(0)
             # A row of masked tokens alone has no softmax; its scores stay minus infinity.

@@ -32,7 +32,7 @@ def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tenso
     What the budget head sees: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
 
     With the reduction `"max"`, `max r` is the most that any word of the question, in any head, gives to one token. With
-    `"mean"` and `"logsumexp"` r sums to 1 and is p itself, so `max r` is the share of the first token, and smaller.
+    `"mean"` and `"sum"` r sums to 1 and is p itself, so `max r` is the share of the first token, and smaller.
 
     Args:
         query: `[L, d]`, the states of the question's words.
@@ -331,7 +331,7 @@ class QTSplusSelector(nn.Module):
         Args:
             visual: per row `[M_b, d]`, all visual tokens that compete for the row's budget; `[0, d]` for none. In one
                 tensor or several, such as those of several videos, which inference never joins.
-            query: per row `[L_b, d]`, embeddings of the question, or its states in the language model.
+            query: per row `[L_b, d]`, embeddings of the question.
             positions: per row `[3, M_b]`, absolute (time, height, width) of the visual tokens.
             grids: per row (time, height, width) in tokens of its videos, or of parts of them, in turn; for methods
                 that look at neighbours. A tensor is one line of one frame if `None`.

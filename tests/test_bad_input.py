@@ -249,7 +249,7 @@ BAD_CONFIGS = {
     "rho_min 0": ({"rho_min": 0.0}, "rho_min=0.0, rho_max=0.5; expected 0 < rho_min"),
     "rho_max above 1": ({"rho_max": 1.5}, "rho_max=1.5; expected .* <= 1"),
     "an unknown gate": ({"gate": "softmax"}, "gate='softmax'; expected one of .*straight_through"),
-    "an unknown reduction": ({"reduction": "median"}, "reduction='median'; expected one of .*logsumexp"),
+    "an unknown reduction": ({"reduction": "median"}, "reduction='median'; expected one of .*sum"),
     "an unknown selection": ({"selection": "best"}, "selection='best'; expected one of .*uniform"),
     "unknown position_ids": ({"position_ids": "absolute"}, "position_ids='absolute'; expected one of .*sequential"),
     "tau_s 0": ({"tau_s": 0.0}, "tau_s=0.0; expected tau_s > 0"),

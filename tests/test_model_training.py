@@ -153,6 +153,15 @@ def test_training_under_autocast_gives_finite_gradients_and_a_float32_budget():
     assert all(torch.isfinite(p.grad).all() for p in trainable(model).values())
 
 
+def test_autocast_loses_no_gradient_of_layers_that_lm_attention_runs_first():
+    """They run twice in one forward, and autocast keeps the weights that it casts."""
+    model = tiny_model(selection="lm_attention").train()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**with_labels(mixed_inputs())).loss.backward()
+    for layer in model.model.language_model.layers:
+        assert layer.self_attn.q_proj.weight.grad.any() and layer.mlp.up_proj.weight.grad.any()
+
+
 def test_autocast_leaves_relevance_and_budget_in_float32():
     model, inputs = shared_model(), batch(prompt(videos=[(4, 8, 8)], seed=3))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""What stands for the words of a question: their embeddings, their states in its text, or those behind a layer."""
+"""What stands for the words of a question: their embeddings, or their states behind a layer of the selector."""
 
 import json
 import os
@@ -36,21 +36,6 @@ def seen(model, inputs, **call):
     return given[0], output
 
 
-def stock_states(model, ids, layers):
-    """`[S, d]` behind the first layers of stock Qwen2.5-VL, which reads this text and nothing else."""
-    stock, noted = stock_twin(model), []
-    stock.model.language_model.layers[layers - 1].register_forward_hook(lambda _, __, out: noted.append(out))
-    with torch.no_grad():
-        stock(input_ids=torch.tensor([ids]))
-    states = noted[0][0] if isinstance(noted[0], tuple) else noted[0]
-    return states[0]
-
-
-def text_of(row):
-    """The row's ids without its visual tokens, up to the question's end."""
-    return [one for one in row.ids[:-5] if one != VIDEO_PAD]
-
-
 def question_mask(model, inputs):
     return model.model._query_mask(inputs["input_ids"], inputs["attention_mask"], SelectionInputs()).long()
 
@@ -60,17 +45,8 @@ def question_mask(model, inputs):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("turns", [0, 2])
-def test_the_language_models_states_are_those_of_stock_over_the_text_alone(layers, turns):
-    model = tiny_model(query_states="language_model", query_layers=layers)
-    row = prompt(videos=[VIDEO, (1, 4, 4)], turns=turns, question=6)
-    (states,), _ = seen(model, batch(row))
-    torch.testing.assert_close(states, stock_states(model, text_of(row), layers)[-6:], atol=1e-5, rtol=1e-5)
-
-
 @EACH
-def test_only_the_language_model_knows_what_it_means(kind):
+def test_an_earlier_answer_changes_nothing_of_what_is_asked(kind):
     """Two conversations that differ in an earlier answer; the last question is the same."""
     model = tiny_model(query_states=kind)
     row, other = (prompt(videos=[VIDEO], turns=1) for _ in range(2))
@@ -78,9 +54,8 @@ def test_only_the_language_model_knows_what_it_means(kind):
     other.ids[at + 6] += 1
     (first,), one = seen(model, batch(row))
     (second,), changed = seen(model, batch(other))
-    known = kind == "language_model"
-    assert torch.equal(first, second) != known
-    assert torch.equal(one.qtsplus.relevance[0], changed.qtsplus.relevance[0]) != known
+    assert torch.equal(first, second)
+    assert torch.equal(one.qtsplus.relevance[0], changed.qtsplus.relevance[0])
 
 
 def test_words_of_a_layer_see_each_other_and_their_order():
@@ -110,17 +85,6 @@ def test_the_budget_goes_by_the_same_states():
             order = torch.arange(len(states)).expand(3, -1)
             states = model.model.qtsplus._encode(model.model.qtsplus.question_layers, states, order)
         torch.testing.assert_close(noted[0][:64], states.mean(0))
-
-
-def test_what_asks_nothing_runs_no_layer_for_it():
-    model, calls = tiny_model(query_states="language_model"), []
-    model.model.language_model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    with torch.no_grad():
-        model(**batch(prompt(videos=[VIDEO])), selection="all")
-        model(**batch(prompt()))
-        assert len(calls) == 2
-        model(**batch(prompt(videos=[VIDEO])))
-    assert len(calls) == 4
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -198,7 +162,7 @@ def test_embeddings_in_the_place_of_ids(kind):
 
 @EACH
 def test_the_next_turn_asks_as_a_full_run_does(kind):
-    """Its question stands behind a cache, its video in front of it; the text that the cache holds is read again."""
+    """Its question stands behind a cache, its video in front of it."""
     model = tiny_model(query_states=kind)
     first, more = batch(prompt(videos=[VIDEO])), prompt(videos=[(1, 4, 8)], seed=5)
     call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
@@ -220,42 +184,35 @@ def test_the_next_turn_asks_as_a_full_run_does(kind):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_question_apart_takes_the_place_of_the_prompts_own():
-    model, row = tiny_model(query_states="language_model"), prompt(videos=[VIDEO], turns=1, question=6)
-    text = text_of(row)
-    (own,), expected = seen(model, batch(row))
-    (same,), output = seen(model, batch(row), query_input_ids=torch.tensor([text[-6:]]))
-    torch.testing.assert_close(same, own)
-    assert torch.equal(output.qtsplus.kept_indices[0], expected.qtsplus.kept_indices[0])
-    (other,), _ = seen(model, batch(row), query_input_ids=torch.tensor([[77, 78]]))
-    torch.testing.assert_close(other, stock_states(model, [*text[:-6], 77, 78], 2)[-2:], atol=1e-5, rtol=1e-5)
+@EACH
+def test_a_question_apart_takes_the_place_of_the_prompts_own(kind):
+    model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO], turns=1, question=6))
+    own = inputs["input_ids"][question_mask(model, inputs).bool()]
+    _, expected = seen(model, inputs)
+    _, output = seen(model, inputs, query_input_ids=own[None])
+    assert torch.equal(output.qtsplus.relevance[0], expected.qtsplus.relevance[0])
+    others = torch.tensor([[77, 78]])
+    (states,), _ = seen(model, inputs, query_input_ids=others)
+    assert torch.equal(states, model.get_input_embeddings()(others[0]))
 
 
-def test_a_question_apart_stands_alone_where_the_prompt_has_none():
-    """What such a prompt holds may be the answer."""
-    model, inputs = tiny_model(query_states="language_model"), batch(prompt(videos=[VIDEO]))
+@EACH
+def test_a_question_apart_asks_where_the_prompt_has_none(kind):
+    model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO]))
     inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == USER, 33)
-    (states,), _ = seen(model, inputs, query_input_ids=torch.tensor([[77, 78]]))
-    torch.testing.assert_close(states, stock_states(model, [77, 78], 2), atol=1e-5, rtol=1e-5)
+    others = torch.tensor([[77, 78]])
+    (states,), _ = seen(model, inputs, query_input_ids=others)
+    assert torch.equal(states, model.get_input_embeddings()(others[0]))
 
 
-@pytest.mark.parametrize("marked", ["some words", "placeholders too"])
-def test_a_mask_of_the_callers_own(marked):
-    """Words that are not marked are read all the same; a visual token is no word."""
-    model, row = tiny_model(query_states="language_model"), prompt(videos=[VIDEO], question=6)
-    inputs = batch(row)
+@EACH
+def test_a_mask_of_the_callers_own(kind):
+    model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO], question=6))
     mask = question_mask(model, inputs)
     (whole,), _ = seen(model, inputs)
-    if marked == "some words":
-        mask[0, mask[0].nonzero()[[0, 2, 3], 0]] = 0
-        (states,), _ = seen(model, inputs, query_mask=mask)
-        torch.testing.assert_close(states, whole[[1, 4, 5]])
-    else:
-        placeholders = (inputs["input_ids"] == VIDEO_PAD).long()
-        (states,), _ = seen(model, inputs, query_mask=mask + placeholders)
-        torch.testing.assert_close(states, whole)
-        with pytest.raises(ValueError, match="no question to select them by"):
-            model(**inputs, query_mask=placeholders)
+    mask[0, mask[0].nonzero()[[0, 2, 3], 0]] = 0
+    (states,), _ = seen(model, inputs, query_mask=mask)
+    assert torch.equal(states, whole[[1, 4, 5]])
 
 
 @EACH
@@ -281,7 +238,7 @@ def published_size(name, **selector):
 
 def test_only_a_layer_has_parameters_of_its_own():
     for name, paper, layer in (("qtsplus-3b", 129_557_249, 43_010_560), ("qtsplus-7b", 397_380_353, 132_153_856)):
-        assert published_size(name) == published_size(name, query_states="language_model") == paper
+        assert published_size(name) == paper
         assert published_size(name, query_states="layer") == paper + layer
     assert "43,010,560 in qtsplus-3b, 132,153,856 in qtsplus-7b" in " ".join(
         Qwen2_5_VLQTSplusConfig.sub_configs["qtsplus_config"].__doc__.split()
@@ -309,25 +266,6 @@ def test_a_fresh_layer_changes_nothing():
     assert not torch.allclose(output.log_relevance[0], expected.log_relevance[0], atol=1e-3)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_nothing_of_the_language_model_is_changed(attention):
-    """With every hook in its place, hidden states asked for, and gradient checkpointing on."""
-    model, inputs = tiny_model(query_states="language_model"), mixed_inputs()
-    language_model = model.model.language_model
-    language_model.set_attn_implementation(attention)
-    names = [name for name, _ in language_model.named_modules()]
-    model.config.text_config.output_hidden_states = True
-    for _ in range(2):
-        assert len(model(**inputs).hidden_states) == 3
-    model.config.text_config.output_hidden_states = False
-    expected = seen(model, inputs)[0]
-    model.gradient_checkpointing_enable()
-    model.train()
-    for one, other in zip(seen(model, inputs)[0], expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    assert names == [name for name, _ in language_model.named_modules()]
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Saving and bad settings
 # --------------------------------------------------------------------------------------------------------------------
@@ -335,18 +273,17 @@ def test_nothing_of_the_language_model_is_changed(attention):
 
 @EACH
 def test_saved_and_loaded_it_gives_the_same_bits(kind, tmp_path):
-    model, inputs = tiny_model(query_states=kind, query_layers=1), mixed_inputs()
+    model, inputs = tiny_model(query_states=kind), mixed_inputs()
     model.save_pretrained(tmp_path)
     loaded = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path).eval()
-    assert loaded.config.qtsplus_config.query_states == kind and loaded.config.qtsplus_config.query_layers == 1
+    assert loaded.config.qtsplus_config.query_states == kind
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
     assert (tmp_path / "query_qtsplus.py").exists()
 
 
 @EACH
 def test_weights_that_wait_on_disk(kind, tmp_path):
-    """What brings them in stands in the place of the language model's own forward."""
-    model, inputs = tiny_model(query_states=kind, query_layers=1, tie_word_embeddings=False), mixed_inputs()
+    model, inputs = tiny_model(query_states=kind, tie_word_embeddings=False), mixed_inputs()
     model.save_pretrained(tmp_path / "model")
     where = {"model.visual": "cpu", "model.language_model": "disk", "model.qtsplus": "disk", "lm_head": "cpu"}
     placed = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(
@@ -413,12 +350,6 @@ def test_a_stock_model_is_converted_with_them(kind, start, stock_folder, tmp_pat
     assert "qtsplus_config" not in (back / "config.json").read_text()
 
 
-def test_a_stock_model_with_too_few_layers_is_not_converted(stock_folder, tmp_path):
-    settings = {"query_states": "language_model", "query_layers": 3}
-    with pytest.raises(ValueError, match="query_layers=3; expected at most 2"):
-        convert(stock_folder, tmp_path / "ours", selector=settings)
-
-
 def test_a_reference_checkpoint_keeps_the_papers_embeddings():
     stated, vision = (
         json.loads((GOLDEN / "case1" / "e2e" / part / "config.json").read_text()) for part in ("checkpoint", "vision")
@@ -438,16 +369,7 @@ def test_split_keeps_the_selector_whole(kind, tmp_path):
     assert all(map(torch.equal, selector.parameters(), model.model.qtsplus.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("selector", "message"),
-    [
-        ({"query_states": "words"}, "query_states='words'; expected one of .*'language_model', 'layer'"),
-        ({"query_layers": 0}, "query_layers=0; expected query_layers >= 1"),
-        ({"query_states": "language_model", "query_layers": 3}, "query_layers=3; expected at most 2, the layers of"),
-    ],
-)
-def test_settings_out_of_their_range(selector, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_model(**selector)
-    if "query_states" not in selector:
-        assert tiny_model(query_layers=3).config.qtsplus_config.query_layers == 3  # not asked for
+@pytest.mark.parametrize("kind", ["words", "language_model"])
+def test_another_name_is_refused(kind):
+    with pytest.raises(ValueError, match=rf"query_states='{kind}'; expected one of \('embeddings', 'layer'\)"):
+        tiny_model(query_states=kind)

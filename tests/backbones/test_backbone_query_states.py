@@ -1,18 +1,16 @@
-"""Every backbone gives a question its states in context, the one with recurrent layers too."""
+"""On every backbone a question may be read by a layer of the selector, on the one with recurrent layers too."""
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from qtsplus.prompt_qtsplus import TEXT
-
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 CALL = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
 
 
-@pytest.fixture(scope="session", params=["language_model", "layer"])
-def in_context(request, backbone, processor):
-    return backbone.build(processor, query_states=request.param, query_layers=2)
+@pytest.fixture(scope="session")
+def in_context(backbone, processor):
+    return backbone.build(processor, query_states="layer")
 
 
 def seen(model, call):
@@ -37,22 +35,6 @@ def test_batch_is_single(in_context, prepare, padding_side):
             assert torch.equal(together.qtsplus.kept_indices[row], alone.qtsplus.kept_indices[0])
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_the_states_are_those_of_stock_over_the_text_alone(backbone, processor, prepare, layers):
-    model = backbone.build(processor, query_states="language_model", query_layers=layers)
-    stock, noted = backbone.stock_twin(model).model.language_model, []
-    stock.layers[layers - 1].register_forward_hook(lambda _, __, out: noted.append(out))
-    for name in ("video", "two videos", "earlier turns"):
-        inputs = prepare(name)
-        ((states,),), _ = seen(model, lambda inputs=inputs: model(**inputs))
-        ids, asked = inputs["input_ids"][0], inputs["query_mask"][0].bool()
-        text = model.model.token_types(ids) == TEXT
-        with torch.no_grad():
-            stock(input_ids=ids[text][None], use_cache=False)
-        expected = noted[-1][0] if isinstance(noted[-1], tuple) else noted[-1]
-        torch.testing.assert_close(states, expected[0][asked[text]], atol=1e-5, rtol=1e-5)
-
-
 def test_the_next_turn_asks_as_a_full_run_does(in_context, prepare):
     first, rest = prepare("video"), prepare("two videos")
     done = in_context.generate(**first, **CALL, past_key_values=DynamicCache(config=in_context.config))
@@ -67,9 +49,8 @@ def test_the_next_turn_asks_as_a_full_run_does(in_context, prepare):
     torch.testing.assert_close(given[0][0], again[0][0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_training_step_reaches_the_selector_alone(in_context, backbone, processor, prepare):
-    model = backbone.build(processor, **{name: getattr(in_context.config.qtsplus_config, name) for name in FIELDS})
-    model.train()
+def test_a_training_step_reaches_the_selector_alone(backbone, processor, prepare):
+    model = backbone.build(processor, query_states="layer").train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".qtsplus." in name)
     model.model.qtsplus.freeze_unused()
@@ -78,6 +59,3 @@ def test_a_training_step_reaches_the_selector_alone(in_context, backbone, proces
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name
         assert parameter.grad is None or (torch.isfinite(parameter.grad).all() and parameter.grad.any()), name
-
-
-FIELDS = ("query_states", "query_layers")

@@ -240,7 +240,7 @@ def test_variants_are_what_differs_from_the_recipe(setting):
 
     teacherless = {"straight_through", "gumbel", "soft"}
     taught = variants("taught")
-    assert {policies.DEFAULT, *teacherless, "max", "logsumexp", "two_layers", "embeddings"} <= taught
+    assert {policies.DEFAULT, *teacherless, "max", "sum", "two_layers", "embeddings"} <= taught
     assert not {"mean", "one_layer", "layer", "no_reencoder"} & taught
     assert "mean" in variants("taught", "model.selector.reduction=max")
     assert "no_reencoder" in variants("taught", "model.selector.reencode_layers=1")

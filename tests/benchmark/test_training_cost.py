@@ -59,7 +59,7 @@ def test_a_step_of_the_frozen_language_model_is_what_pytorch_counts(models):
 def test_a_step_of_the_selector_costs_three_times_its_forward_pass(models):
     ours, shape = models["ours"], MODEL_SHAPES["tiny"]
     selector, width = ours.model.qtsplus.train(), ours.config.text_config.hidden_size
-    selector.config.gate, selector.config.reduction = "detached", "logsumexp"
+    selector.config.gate, selector.config.reduction = "detached", "mean"
     visual, query = [torch.randn(shape.visual_tokens, width)], [torch.randn(5, width)]
     place = [torch.zeros(3, shape.visual_tokens, dtype=torch.long)]
 

@@ -115,7 +115,7 @@ def test_the_second_stage_starts_from_the_first(name, tmp_path, monkeypatch):
     recipe = load_recipe(second, overrides)
     assert "trainable parameters" in dry_run(recipe)
     selector = load_config(None, output, recipe.model.selector).qtsplus_config
-    assert (selector.gate, selector.reduction) == ("gumbel", "logsumexp")
+    assert (selector.gate, selector.reduction) == ("gumbel", "mean")
 
 
 @pytest.mark.parametrize(

@@ -275,11 +275,11 @@ def _selector_sizes(text) -> tuple[int, int]:
 
 def _relevance(config, num_tokens: int, question_tokens: int, width: int) -> Cost:
     """
-    Keys of all tokens, then scores: of each word twice, for a log-sum-exp once, for a sum as of one word. Before them a
-    layer over the question, where there is one.
+    Keys of all tokens, then scores: of each word twice, for a sum once, as of one word. Before them a layer over the
+    question, where there is one.
     """
     d, key_value = _selector_sizes(config.text_config)
-    passes = {"sum": 1, "logsumexp": question_tokens}.get(config.qtsplus_config.reduction, 2 * question_tokens)
+    passes = 1 if config.qtsplus_config.reduction == "sum" else 2 * question_tokens
     projection, scores = d * key_value, d * passes
     flops: float = 2 * num_tokens * (projection + scores) + 2 * question_tokens * d**2
     if config.qtsplus_config.query_states == "layer":

@@ -282,7 +282,7 @@ def _fresh_selector(
     """A new selector's tensors in the dtype of the embeddings, started from the language model's where asked to."""
     settings = config.to_dict()
     selector_config = config.qtsplus_config
-    layers = max(selector_config.scoring_layers, selector_config.reencode_layers, selector_config.query_layers)
+    layers = max(selector_config.scoring_layers, selector_config.reencode_layers)
     available = config.text_config.num_hidden_layers
     # As small as a model with this selector can be: the layers to start from, and nothing of size.
     depth = min(layers, available)

@@ -13,8 +13,7 @@ def naive_log_relevance(
 ) -> torch.Tensor:
     """
     Log-relevance, all scores at once: `log_softmax(q k / sqrt(d_h))` over the tokens, and over heads and query tokens
-    its maximum or the log of its mean; or, for `"logsumexp"`, first the log-sum-exp over heads and query tokens, for
-    `"sum"` that over heads of the sums over query tokens.
+    its maximum or the log of its mean; or, for `"sum"`, first the sum over query tokens and the log-sum-exp over heads.
 
     Of equal maxima the first, in the order (head, query token), takes the gradient.
 
@@ -22,7 +21,7 @@ def naive_log_relevance(
         query_states: `[heads, L, head_dim]`.
         key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
         token_mask: `[M]` bool; tokens that are `False` take no part and get minus infinity.
-        reduction: `"max"`, `"mean"`, `"logsumexp"` or `"sum"`.
+        reduction: `"max"`, `"mean"` or `"sum"`.
 
     Returns:
         `[M]` float32 (float64 for float64 states).
@@ -34,9 +33,8 @@ def naive_log_relevance(
         return log_r
     keys = key_states.to(precise).repeat_interleave(len(query_states) // len(key_states), dim=0)
     scores = query_states.to(precise) @ keys.transpose(1, 2) / math.sqrt(keys.shape[-1])
-    rows = scores.sum(1) if reduction == "sum" else scores.flatten(0, 1)
     if reduction == "max":
-        return rows.log_softmax(-1).max(0).values
+        return scores.flatten(0, 1).log_softmax(-1).max(0).values
     if reduction == "mean":
-        return rows.softmax(-1).mean(0).log()
-    return rows.logsumexp(0).log_softmax(-1)
+        return scores.flatten(0, 1).softmax(-1).mean(0).log()
+    return scores.sum(1).logsumexp(0).log_softmax(-1)

@@ -41,7 +41,7 @@ def triton_log_relevance(
 
 
 class _TritonLogRelevance(torch.autograd.Function):
-    """The gradient is derived at `_ChunkedLogRelevance` in relevance_qtsplus.py."""
+    """The gradient is derived at `_ChunkedReduction` in relevance_qtsplus.py."""
 
     @staticmethod
     def forward(ctx, queries, keys, token_mask):

@@ -29,12 +29,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "taught_detached": ("model.selector.gate=detached",),
     "max": ("model.selector.reduction=max",),  # the paper's
     "mean": ("model.selector.reduction=mean",),
-    "logsumexp": ("model.selector.reduction=logsumexp",),
     "sum": ("model.selector.reduction=sum",),
     "one_layer": ("model.selector.scoring_layers=1",),  # the paper's
     "two_layers": ("model.selector.scoring_layers=2",),
     "embeddings": ("model.selector.query_states=embeddings",),  # the paper's
-    "language_model": ("model.selector.query_states=language_model",),
     "layer": ("model.selector.query_states=layer",),
     "no_reencoder": ("model.selector.reencode_layers=0",),  # the paper's nREENC, but trained without
     "no_time": ("model.selector.reencode_rope=false",),
@@ -68,7 +66,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "the paper's": ("uniform", "uniform_no_reencoding", "no_reencoding", "no_reencoder"),
     "gate": ("taught_straight_through", "taught_gumbel", "taught_detached"),
     "distillation": ("no_teacher", "straight_through", "gumbel", "soft"),
-    "query states": ("embeddings", "language_model", "layer"),
+    "query states": ("embeddings", "layer"),
     "query": ("with_options",),
     "reduction": (*REDUCTIONS, *(f"asked_{reduction}" for reduction in REDUCTIONS)),
     "scoring depth": ("one_layer", "two_layers"),
@@ -91,12 +89,10 @@ TITLES = {
     "gumbel": "the paper's gate, no teacher",
     "max": "maximum over heads and words (the paper)",
     "mean": "mean over heads and words",
-    "logsumexp": "one softmax over the log-sum-exp",
-    "sum": "the same over the sum of the words",
+    "sum": "sum over the words",
     "one_layer": "one scoring layer (the paper)",
     "two_layers": "two scoring layers",
     "embeddings": "query: embeddings (the paper)",
-    "language_model": "query: the language model's states",
     "layer": "query: a layer of the selector",
     "no_reencoder": "no re-encoder (nREENC)",
     "no_teacher": "no teacher",
