@@ -45,7 +45,7 @@ def test_everything_that_needs_no_training_stands_beside(setting):
     seconds = document["seconds"][0]
     assert set(seconds) >= {"qtsplus", "base_all", "base_lm_attention"} and min(seconds.values()) > 0
     text = (setting / "out" / "lm-attention.md").read_text()
-    for words in ("| the language model's attention, nothing trained; base model |", "1 base (layer 2, ", "needle tokens"):
+    for words in ("| the language model's attention, nothing trained; base model |", "(layer 2, ", "needle tokens"):
         assert words in text
     again = run(setting, f"--trained={setting / 'base'}")
     assert again.exit_code == 0 and "asked" not in again.output  # all is there
