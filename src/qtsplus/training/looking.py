@@ -160,7 +160,7 @@ def _watch_names(
     places = torch.tensor([name.place for name in names], dtype=torch.int64, device=ids.device)
     for wanted, name in zip(meant, names, strict=True):
         if name.turn < len(needles):
-            own = needles[name.turn]
+            own = needles[name.turn].cpu()  # as the words are
             wanted[tokens[own[words.showing(name.words, grid)[own]].to(tokens.device)]] = True
     row.add("referring", layer, places, meant)
     places, said = said_names(labels, names, words)
