@@ -27,7 +27,8 @@ class QTSplusConfig(PreTrainedConfig):
 
         tau_s (`float`, defaults to 0.5): temperature of the training gate.
         gate (`str`, defaults to `"soft"`): what training lets through. `"soft"` lets three times as many tokens through
-            as are asked for, each in part; their answers teach the scores. `"detached"` keeps exactly the top-n that
+            as are asked for, each in part; the answers teach the scores, unless too few are asked for
+            (docs/training.md). `"detached"` keeps exactly the top-n that
             inference keeps, without a gradient, for scores that are taught by attention. `"gumbel"` is the paper's
             sampled gate, and `"straight_through"` keeps that top-n with the gradient of a sigmoid over log-relevance:
             where salience does not give the answer away, neither taught the scores anything (docs/learned.md).
