@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TYPECHECK := build/typecheck/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-quantization test-oldest lint typecheck bench gpu-wheels
+.PHONY: help demo test test-cpus test-slow test-quantization test-oldest lint typecheck bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,13 @@ demo: $(VENV)/.installed  ## render a clip, build and publish the tiny model, as
 
 test: lint  ## lint, types and all but the slow tests
 	$(BIN)/python -m pytest -q -n auto
+
+CPU_CAPABILITIES := default avx2 avx512
+test-cpus: $(VENV)/.installed  ## the tests with the arithmetic of each kind of x86 processor, three times as long
+	for capability in $(CPU_CAPABILITIES); do \
+		echo "ATEN_CPU_CAPABILITY=$$capability"; \
+		ATEN_CPU_CAPABILITY=$$capability $(BIN)/python -m pytest -q -n auto || exit 1; \
+	done
 
 test-slow: $(VENV)/.installed  ## only the slow tests
 	$(BIN)/python -m pytest -q -m slow

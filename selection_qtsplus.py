@@ -1,7 +1,8 @@
 """Which visual tokens stay: methods that choose at inference, and gates that let training pass through the choice.
 
 A method is a function `select(candidates, n) -> kept indices` and its name in [`METHODS`]; whoever adds one adds both,
-and `selection="its_name"` works in the configuration and in every call. A gate does in training what the method
+and `selection="its_name"` works in the configuration and in every call. Of tokens that are as good as each other the
+earliest stay: [`top_n`] says what that means. A gate does in training what the method
 `"qtsplus"` does at inference, or nearly so, with a gradient or detached from it; all share the signature of
 [`straight_through_gate`] and stand in [`GATES`]. What each was measured to teach the scores is in docs/learned.md.
 """
@@ -17,6 +18,9 @@ import torch
 import torch.nn.functional as F
 
 LM_ATTENTION = "lm_attention"  # lm_attention_qtsplus.py has its scores
+# Scores that differ by no more are a tie. Equal frames that are encoded in batches of other sizes differ by 1e-6 in
+# their features, in float32, and hardly more in log-relevance, where this is a ten-thousandth of a token's relevance.
+TIE = 1e-4
 
 
 @dataclass
@@ -111,7 +115,7 @@ def diversity(candidates: Candidates, n: int) -> torch.Tensor:
     nearest = torch.full_like(distance, torch.inf)
     kept = torch.empty(n, dtype=torch.long, device=candidates.device)
     for step in range(n):
-        chosen = distance.argmax()
+        chosen = first_largest(distance)
         kept[step] = chosen
         nearest = torch.minimum(nearest, 1 - features @ features[chosen])
         nearest[chosen] = -torch.inf
@@ -120,14 +124,27 @@ def diversity(candidates: Candidates, n: int) -> torch.Tensor:
 
 
 def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
-    """Indices of the n largest scores, ascending: `[n]` int64."""
-    return scores.topk(n, sorted=False).indices.sort().values
+    """
+    Indices of the n largest scores, ascending: `[n]` int64.
+
+    Scores within [`TIE`] of the n-th largest count as equal to it, and of those the earliest stay. So tokens that show
+    the same, as in a video that stands still, are chosen by their place and not by rounding.
+    """
+    cut = scores.topk(n, sorted=False).values.amin()
+    above = scores > cut + TIE
+    tied = (scores >= cut - TIE) & ~above
+    return (above | (tied & (tied.cumsum(0) <= n - above.sum()))).nonzero()[:, 0]
+
+
+def first_largest(scores: torch.Tensor) -> torch.Tensor:
+    """Index of the first score within [`TIE`] of the largest."""
+    return (scores >= scores.amax() - TIE).int().argmax()
 
 
 def tokens_for_mass(log_relevance: torch.Tensor, mass: float) -> int:
-    """How many of the most relevant tokens hold this share of all relevance."""
+    """How many of the most relevant tokens hold this share of all relevance, up to [`TIE`]."""
     shares = log_relevance.softmax(0).sort(descending=True).values.cumsum(0)
-    return min(int((shares < mass).sum()) + 1, len(shares))
+    return min(int((shares < mass - TIE).sum()) + 1, len(shares))
 
 
 METHODS: dict[str, Callable[[Candidates, int], torch.Tensor]] = {

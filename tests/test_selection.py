@@ -11,7 +11,16 @@ from transformers import Trainer, TrainingArguments
 
 from qtsplus import QTSplusConfig
 from qtsplus.inputs_qtsplus import NAMES
-from qtsplus.selection_qtsplus import METHODS, Candidates, diversity, temporal_redundancy, tokens_for_mass
+from qtsplus.selection_qtsplus import (
+    METHODS,
+    TIE,
+    Candidates,
+    diversity,
+    most_relevant,
+    temporal_redundancy,
+    tokens_for_mass,
+    top_n,
+)
 from tiny import batch, prompt, stock_twin, tiny_model, token_types
 
 GRIDS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3)
@@ -48,7 +57,7 @@ def test_temporal_redundancy_keeps_the_largest_changes(grids, share, seed):
             before = features[index - h * w] if index >= h * w else features[: h * w].mean(0)
             change.append(1 - cosine_similarity(token, before, dim=0))
     n = max(1, int(share * candidates.num_tokens))
-    expected = torch.stack(change).sort(descending=True, stable=True).indices[:n].sort().values
+    expected = torch.stack(change).round(decimals=5).sort(descending=True, stable=True).indices[:n].sort().values
     assert torch.equal(temporal_redundancy(candidates, n), expected)
 
 
@@ -59,11 +68,13 @@ def test_diversity_adds_the_token_farthest_from_the_kept_ones(grids, share, seed
     features = torch.cat(candidates.visual)
     distance = 1 - cosine_similarity(features[:, None], features[None], dim=-1)
     mean = torch.nn.functional.normalize(features, dim=-1).mean(0)
-    kept = [int((1 - cosine_similarity(features, mean[None], dim=-1)).argmax())]
+    best = 1 - cosine_similarity(features, mean[None], dim=-1)
+    kept: list[int] = []
     n = max(1, int(share * len(features)))
     while len(kept) < n:
         rest = [index for index in range(len(features)) if index not in kept]
-        kept.append(max(rest, key=lambda index: float(distance[index, kept].min())))
+        kept.append(next(index for index in rest if best[index] >= best[rest].max() - TIE))
+        best = distance[:, kept].amin(1)
     assert diversity(candidates, n).tolist() == sorted(kept)
 
 
@@ -73,6 +84,41 @@ def test_a_still_part_of_a_video_is_redundant_and_a_copied_token_not_diverse():
     scene = Candidates([visual], visual[:0], torch.zeros(3, 24), [(3, 1, 8)], lambda: visual.sum(1))
     assert temporal_redundancy(scene, 16).tolist() == [*range(8), *range(12, 16), *range(20, 24)]
     assert len({index if index % 8 >= 4 else index % 8 for index in diversity(scene, 16).tolist()}) == 16
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(levels=st.lists(st.integers(-5, 0), min_size=1, max_size=40), share=st.floats(0.01, 1), seed=st.integers(0, 99))
+def test_of_tied_scores_the_earliest_stay_whatever_rounding_does(levels, share, seed):
+    scores, n = 1e-3 * torch.tensor(levels), max(1, int(share * len(levels)))
+    expected = scores.sort(descending=True, stable=True).indices[:n].sort().values
+    noise = torch.rand(len(levels), generator=torch.Generator().manual_seed(seed)) - 0.5
+    assert torch.equal(top_n(scores + 5e-5 * noise, n), expected)
+
+
+def test_scores_without_a_chance_come_last_and_in_order():
+    scores = torch.tensor([-torch.inf, -3.0, -torch.inf, -1.0])
+    assert [top_n(scores, n).tolist() for n in (1, 2, 3, 4)] == [[3], [1, 3], [0, 1, 3], [0, 1, 2, 3]]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(grids=GRIDS, copies=st.integers(2, 4), share=st.floats(0.05, 1), seed=st.integers(0, 99))
+@pytest.mark.parametrize("method", [most_relevant, temporal_redundancy, diversity])
+def test_rounding_of_the_features_of_equal_frames_changes_no_choice(method, grids, copies, share, seed):
+    """Every frame stands still for some steps; encoded again its features differ by a millionth."""
+    shown = candidates_of(grids, seed)
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(6, generator=generator)
+
+    def still(noise):
+        frames = [part.unflatten(0, (grid[0], -1)) for part, grid in zip(shown.visual, grids, strict=True)]
+        visual = [part.repeat_interleave(copies, 0).flatten(0, 1) for part in frames]
+        visual = [part + noise * torch.rand(part.shape, generator=generator) for part in visual]
+        score = (torch.cat(visual) @ weight).log_softmax(0)
+        positions = torch.zeros(3, len(score), dtype=torch.long)
+        return Candidates(visual, shown.query, positions, [(t * copies, h, w) for t, h, w in grids], lambda: score)
+
+    n = max(1, int(share * still(0).num_tokens))
+    assert torch.equal(method(still(0), n), method(still(1e-6), n))
 
 
 @pytest.mark.parametrize("name", METHODS)
