@@ -1,10 +1,16 @@
-"""Configuration of QTSplus, the query-aware visual-token selector, and of Qwen2.5-VL with it."""
+"""Configuration of QTSplus, the query-aware visual-token selector, and of the Qwen-VL models with it."""
+
+from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 
+from .methods_qtsplus import METHODS
 from .relevance_qtsplus import REDUCTIONS
-from .selection_qtsplus import GATES, METHODS
+from .selector_qtsplus import GATES
 
 POSITION_IDS = ("original", "sequential")
 QUERY_STATES = ("embeddings", "layer")
@@ -30,13 +36,13 @@ class QTSplusConfig(PreTrainedConfig):
             as are asked for, each in part; the answers teach the scores, unless too few are asked for
             (docs/training.md). `"detached"` keeps exactly the top-n that
             inference keeps, without a gradient, for scores that are taught by attention. `"gumbel"` is the paper's
-            sampled gate, and `"straight_through"` keeps that top-n with the gradient of a sigmoid over log-relevance:
-            where salience does not give the answer away, neither taught the scores anything (docs/learned.md).
-        selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `selection_qtsplus.METHODS`.
+            sampled gate, which taught the scores nothing where salience does not give the answer away
+            (docs/learned.md).
+        selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `methods_qtsplus.METHODS`.
             `"qtsplus"` keeps the most relevant ones, `"lm_attention"` those that the language model itself attends to
             in a first, shallow pass, which needs no training; `"all"` everything. Without looking at the question
             choose `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as
-            DivPrune). `forward` and `generate` take another one for a call.
+            DivPrune). `forward` and `generate` take another one for a call, also as a function.
 
     > The question
 
@@ -151,10 +157,11 @@ def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:
     return classes, specifications
 
 
-class Qwen2_5_VLQTSplusConfig(Qwen2_5_VLConfig):
+@dataclass(init=False, repr=False, eq=False, kw_only=True)
+class QTSplusConfigMixin:
     r"""
-    Configuration of [`Qwen2_5_VLQTSplusForConditionalGeneration`]: Qwen2.5-VL's, a [`QTSplusConfig`] as
-    `qtsplus_config`, and the token ids by which the question is found in a prompt.
+    What every configuration with a selector has, in front of the backbone's own: a [`QTSplusConfig`] as
+    `qtsplus_config`, and the token ids by which the question is found in a prompt, here those of Qwen2.5's tokenizer.
 
     Args:
         qtsplus_config (`QTSplusConfig` or `dict`, *optional*): the selector; its defaults where absent.
@@ -163,9 +170,7 @@ class Qwen2_5_VLQTSplusConfig(Qwen2_5_VLConfig):
         special_token_ids (`list[int]`): ids that never belong to a question.
     """
 
-    model_type = "qwen2_5_vl_qtsplus"
     keys_to_ignore_at_inference = ["past_key_values", "qtsplus"]
-    sub_configs, sub_configs_defaults = with_selector(Qwen2_5_VLConfig)
 
     qtsplus_config: dict | PreTrainedConfig | None = None
     user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)
@@ -173,18 +178,57 @@ class Qwen2_5_VLQTSplusConfig(Qwen2_5_VLConfig):
     special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151657))
 
     def __post_init__(self, **kwargs):
-        self.qtsplus_config = as_selector_config(self.qtsplus_config)
-        kwargs.pop("model_type", None)  # a base checkpoint's config.json says "qwen2_5_vl"
-        super().__post_init__(**kwargs)
+        given = self.qtsplus_config
+        if given is not None and not isinstance(given, (dict, PreTrainedConfig)):
+            raise ValueError(f"qtsplus_config={given!r}: expected the selector's fields, as a dict or a QTSplusConfig.")
+        self.qtsplus_config = given if isinstance(given, PreTrainedConfig) else QTSplusConfig(**(given or {}))
+        kwargs.pop("model_type", None)  # a base checkpoint's config.json has the stock model's
+        super().__post_init__(**kwargs)  # type: ignore[misc]
 
 
-def as_selector_config(given: dict | PreTrainedConfig | None) -> PreTrainedConfig:
-    """The `qtsplus_config` of a model's configuration, whatever it was given as."""
-    if given is None:
-        return QTSplusConfig()
-    if not isinstance(given, (dict, PreTrainedConfig)):
-        raise ValueError(f"qtsplus_config={given!r}: expected the selector's fields, as a dict or a QTSplusConfig.")
-    return QTSplusConfig(**given) if isinstance(given, dict) else given
+class Qwen2_5_VLQTSplusConfig(QTSplusConfigMixin, Qwen2_5_VLConfig):
+    """Configuration of [`Qwen2_5_VLQTSplusForConditionalGeneration`]; see [`QTSplusConfigMixin`]."""
+
+    model_type = "qwen2_5_vl_qtsplus"
+    sub_configs, sub_configs_defaults = with_selector(Qwen2_5_VLConfig)
+
+
+class Qwen2VLQTSplusConfig(QTSplusConfigMixin, Qwen2VLConfig):
+    """Configuration of [`Qwen2VLQTSplusForConditionalGeneration`]; see [`QTSplusConfigMixin`]."""
+
+    model_type = "qwen2_vl_qtsplus"
+    sub_configs, sub_configs_defaults = with_selector(Qwen2VLConfig)
+
+
+class Qwen3VLQTSplusConfig(QTSplusConfigMixin, Qwen3VLConfig):
+    r"""
+    Configuration of [`Qwen3VLQTSplusForConditionalGeneration`]; see [`QTSplusConfigMixin`].
+
+    Args:
+        frame_text_token_ids (`list[int]`): the ids that open the time in front of a frame (`<`).
+    """
+
+    model_type = "qwen3_vl_qtsplus"
+    sub_configs, sub_configs_defaults = with_selector(Qwen3VLConfig)
+
+    frame_text_token_ids: list[int] | tuple[int, ...] = (27,)
+
+
+class Qwen3_5QTSplusConfig(QTSplusConfigMixin, Qwen3_5Config):
+    r"""
+    Configuration of [`Qwen3_5QTSplusForConditionalGeneration`]; see [`QTSplusConfigMixin`].
+
+    Args:
+        frame_text_token_ids (`list[int]`): the ids that open the time in front of a frame (`<`).
+    """
+
+    model_type = "qwen3_5_qtsplus"
+    sub_configs, sub_configs_defaults = with_selector(Qwen3_5Config)
+
+    user_turn_token_ids: list[int] | tuple[int, ...] = (248045, 846)
+    turn_end_token_id: int = 248046
+    special_token_ids: list[int] | tuple[int, ...] = tuple(range(248044, 248058))
+    frame_text_token_ids: list[int] | tuple[int, ...] = (27,)
 
 
 def _require(holds, config, names, expected):
@@ -193,4 +237,12 @@ def _require(holds, config, names, expected):
         raise ValueError(f"QTSplusConfig got {given}; expected {expected}.")
 
 
-__all__ = ["QTSplusConfig", "Qwen2_5_VLQTSplusConfig", "as_selector_config"]
+__all__ = [
+    "QTSplusConfig",
+    "QTSplusConfigMixin",
+    "Qwen2VLQTSplusConfig",
+    "Qwen2_5_VLQTSplusConfig",
+    "Qwen3VLQTSplusConfig",
+    "Qwen3_5QTSplusConfig",
+    "with_selector",
+]

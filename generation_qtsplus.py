@@ -10,7 +10,6 @@ from packaging.version import Version
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from .inputs_qtsplus import SelectionInputs, VisualInputs, take_inputs
 from .prompt_qtsplus import (
     IMAGE,
     MODALITIES,
@@ -18,8 +17,10 @@ from .prompt_qtsplus import (
     VIDEO,
     CompactPrompt,
     SelectedFeatures,
-    VisualSpan,
+    SelectionInputs,
+    VisualInputs,
     pad_rows,
+    take_inputs,
     text_positions,
 )
 
@@ -30,10 +31,14 @@ _SPLITS_FEATURES = Version(transformers.__version__) >= Version("5.23")  # along
 class CachedPrompt:
     """What a key/value cache that `generate` filled stands for; kept on the cache as `qtsplus` for the next turn."""
 
-    rows: list[torch.Tensor]  # per row, the real tokens of the caller's prompt
     compact: CompactPrompt
     generated: torch.Tensor  # [B, g], behind the prompt
-    counts: dict[int, list[int]]  # per modality and row, images and videos in the prompt
+
+    @property
+    def rows(self) -> list[torch.Tensor]:
+        """Per row, the real tokens of the caller's prompt."""
+        pairs = zip(self.compact.source_ids, self.compact.source_mask.bool(), strict=True)
+        return [ids[real] for ids, real in pairs]
 
 
 class _PromptStreamer(BaseStreamer):
@@ -99,39 +104,40 @@ class QTSplusGenerationMixin:
         if embeddings_alone:
             input_ids = self.model.ids_from_embeds(inputs_embeds)
         kwargs.pop("inputs_embeds", None)
-
-        attention_mask, position_ids = kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None)
         kwargs.pop("mm_token_type_ids", None)  # found in input_ids
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask {tuple(attention_mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}."
-            )
-        rows = [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
-
+        prompt = (input_ids, kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None), inputs_embeds)
         if cache is None or cache.get_seq_length() == 0:
-            layout = {**vars(visual), **vars(selection), "sample_gate": False, "pad_left": True}
-            prompt = self.model.compress(input_ids, attention_mask, position_ids, inputs_embeds, **layout)
-            counts = _count_spans(prompt.spans)
+            shortened = self.model.shorten(*prompt, visual, selection, sample_gate=False, pad_left=True)
         elif inputs_embeds is not None:
             raise ValueError("Got inputs_embeds behind a cache: pass the conversation's input_ids alone.")
         else:
-            prompt, counts = self._continue(cache, rows, visual, selection)
+            shortened = self._continue(cache, *prompt[:2], visual, selection)
+        return self.generate_from(shortened, generation_config, streamer, embeddings_alone=embeddings_alone, **kwargs)
+
+    @torch.no_grad()
+    def generate_from(
+        self, prompt: CompactPrompt, generation_config=None, streamer=None, *, embeddings_alone: bool = False, **kwargs
+    ):
+        """
+        [`generate`] from a prompt that has been shortened already, padded on the left.
+
+        Args:
+            embeddings_alone: return the answer without the prompt's ids in front.
+        """
         chunk_size = self._setting("prefill_chunk_size", kwargs, generation_config)
         if chunk_size is not None and prompt.features and not _SPLITS_FEATURES:
             raise ValueError(
                 f"prefill_chunk_size={chunk_size}: Transformers {transformers.__version__} cannot cut visual features "
                 "into chunks; 5.23 and later can. Leave it out, or upgrade."
             )
-        generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, input_ids.shape[1])
+        source_ids = prompt.source_ids
+        generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, source_ids.shape[1])
         if prompt.inputs_embeds is not None:
             kwargs["inputs_embeds"] = self._with_placeholders(prompt.input_ids, prompt.inputs_embeds)
-
         result = super().generate(
             None if embeddings_alone else prompt.input_ids,
             generation_config,
-            streamer=None if streamer is None else _PromptStreamer(streamer, input_ids),
+            streamer=None if streamer is None else _PromptStreamer(streamer, source_ids),
             attention_mask=prompt.attention_mask,
             position_ids=prompt.position_ids,
             mm_encoder_outputs={
@@ -142,17 +148,16 @@ class QTSplusGenerationMixin:
 
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         generated = sequences if embeddings_alone else sequences[:, prompt.input_ids.shape[1] :]
-        copies = len(sequences) // len(input_ids)
-        if embeddings_alone:
-            sequences = generated
-        else:
-            sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).to(generated.device), generated], dim=1)
-        cache = cache if isinstance(result, torch.Tensor) else result.get("past_key_values")
+        copies = len(sequences) // len(source_ids)
+        if not embeddings_alone:
+            front = source_ids.repeat_interleave(copies, dim=0).to(generated.device)
+            sequences = torch.cat([front, generated], dim=1)
+        cache = kwargs.get("past_key_values") if isinstance(result, torch.Tensor) else result.get("past_key_values")
         if cache is not None:
             prompt.features = {}
             # A cache with a row for every beam or copy cannot be continued with one row for every prompt.
-            whole = copies == 1 and _rows_of(cache) == len(input_ids) and inputs_embeds is None
-            cache.qtsplus = CachedPrompt(rows, prompt, generated, counts) if whole else None
+            whole = copies == 1 and _rows_of(cache) == len(source_ids) and prompt.inputs_embeds is None
+            cache.qtsplus = CachedPrompt(prompt, generated) if whole else None
         if isinstance(result, torch.Tensor):
             return sequences
         result.sequences = sequences
@@ -165,9 +170,15 @@ class QTSplusGenerationMixin:
         return inputs_embeds.masked_scatter(visual[..., None], embed(input_ids[visual]))
 
     def _continue(
-        self, cache: Cache, rows, visual: VisualInputs, selection: SelectionInputs
-    ) -> tuple[CompactPrompt, dict[int, list[int]]]:
-        """The shortened prompt of the next turn: the columns that the cache holds, then what is new in `rows`."""
+        self, cache: Cache, input_ids, attention_mask, visual: VisualInputs, selection: SelectionInputs
+    ) -> CompactPrompt:
+        """The shortened prompt of the next turn: the columns that the cache holds, then what is new in the prompt."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}."
+            )
+        rows = [ids[real] for ids, real in zip(input_ids, mask.bool(), strict=True)]
         state = getattr(cache, "qtsplus", None)
         if not isinstance(state, CachedPrompt) or len(state.rows) != len(rows):
             raise ValueError(
@@ -199,9 +210,9 @@ class QTSplusGenerationMixin:
 
         fresh_ids = pad_rows(fresh_rows, 0, left=True)
         fresh_mask = pad_rows([torch.ones_like(row) for row in fresh_rows], 0, left=True)
-        counts, visual = self._uncached_visual(visual, state.counts, fresh_ids * fresh_mask)
-        layout = {"sample_gate": False, "pad_left": True, "start_positions": starts, "earlier": earlier}
-        fresh = self.model.compress(fresh_ids, fresh_mask, **vars(visual), **vars(selection), **layout)
+        counts, visual = self._uncached_visual(visual, old.counts, fresh_ids * fresh_mask)
+        call = {"sample_gate": False, "pad_left": True, "starts": starts, "earlier": earlier}
+        fresh = self.model.shorten(fresh_ids, fresh_mask, None, None, visual, selection, **call)
         attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
         if self.model.recurrent and bool((attention_mask.diff(dim=1) < 0).any()):
             raise ValueError(
@@ -216,7 +227,10 @@ class QTSplusGenerationMixin:
             input_ids=torch.cat([old.input_ids, answer, fresh.input_ids], dim=1),
             attention_mask=attention_mask,
             position_ids=self.model.lay_positions(text_positions(attention_mask), language),
-        ), counts
+            source_ids=input_ids,
+            source_mask=mask,
+            counts=counts,
+        )
 
     def _uncached_visual(self, visual: VisualInputs, cached: dict[int, list[int]], fresh_ids: torch.Tensor):
         """Drops the images and videos that stand in the cache; returns the conversation's counts and the rest."""
@@ -255,7 +269,7 @@ class QTSplusGenerationMixin:
             pixels = pixels[flags.repeat_interleave(rows).to(pixels.device)]
         left: dict[str, Any] = dict(zip(names, (pixels, grid[flags.to(grid.device)]), strict=True))
         if modality == VIDEO:
-            for name in ("video_features", "video_places", "second_per_grid_ts"):
+            for name in ("video_features", "second_per_grid_ts"):
                 values = getattr(visual, name)
                 if values is not None and len(values) != len(is_new):
                     raise ValueError(f"{len(values)} {name}: expected one per video ({len(is_new)}).")
@@ -317,10 +331,3 @@ def _rows_of(cache: Cache) -> int:
     """Rows of a filled cache. Layers of linear attention have a state in the place of keys."""
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
     return next(len(states) for states in keys if states is not None)
-
-
-def _count_spans(spans: list[list[VisualSpan]]) -> dict[int, list[int]]:
-    return {
-        modality: [len({span.index for span in row if span.modality == modality}) for row in spans]
-        for modality in MODALITIES
-    }

@@ -1,4 +1,4 @@
-"""Selection without training: which visual tokens the language model itself attends to (`selection="lm_attention"`).
+"""Which visual tokens the language model itself attends to: `Candidates.log_attention`, for selection without training.
 
 A row's visual tokens are dealt into groups of frames that lie apart, so that every group sees the whole span of time.
 Each group runs with the prompt's text through the first layers of the language model, up to layer k. There the last
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from .inputs_qtsplus import SelectionInputs
-from .prompt_qtsplus import TEXT, PromptRow, pad_rows
-from .query_qtsplus import QTSplusQueryMixin, given_queries
-from .selector_qtsplus import QTSplusOutput, take_rows
+from .layout_qtsplus import Features, QTSplusBackboneMixin, find_questions, lay_out_again, splice
+from .prompt_qtsplus import TEXT, Grid, Layout, PromptRow, SelectionInputs, given_queries
+from .relevance_qtsplus import take_rows
+from .selector_qtsplus import QTSplusOutput
 
 DEPTH = 0.65  # of the layers: where published work reads (18 and 19 of 28, 23 of 36), unless a model was calibrated
 READING_ATTENTION = "qtsplus_reading"
@@ -216,219 +216,216 @@ AttentionInterface.register(READING_ATTENTION, reading_attention_forward)
 
 
 @dataclass
-class AskedPrompt:
+class Reading:
     """
-    The prompts of a batch as they are read: with the question that selects.
+    The prompts of a batch as they are read: with the questions that select.
 
     Args:
-        input_ids: `[B, S]`.
-        inputs_embeds: `[B, S, d]`, in the place of their embeddings.
-        rows: the layout.
-        starts: per row the position of its first token.
+        layout: of these prompts.
         places: per row `[P]`, the tokens that look, among its real ones.
     """
 
-    input_ids: torch.Tensor
-    inputs_embeds: torch.Tensor | None
-    rows: list[PromptRow]
-    starts: list[int]
+    layout: Layout
     places: list[torch.Tensor]
 
 
-class QTSplusLMAttentionMixin(QTSplusQueryMixin):
-    """Log-relevance from the language model's attention."""
+def reading_of(
+    model: QTSplusBackboneMixin,
+    layout: Layout,
+    selection: SelectionInputs,
+    earlier: Sequence[torch.Tensor] | None = None,
+) -> Reading:
+    """
+    The prompts with the questions that select: one that is given apart stands in the place of the prompt's own, and the
+    text of earlier turns directly in front of the new one.
 
-    language_model: Any
-    # What compression_qtsplus.py has.
-    _splice_rows: Any
-    _candidate_modalities: Any
+    Args:
+        earlier: per row, the ids of the conversation in front of its first token, such as a cache holds.
+    """
+    questions = find_questions(model, layout, selection.query_mask)
+    queries = given_queries(selection, len(layout.rows))
+    if queries is not None or earlier is not None:
+        layout, questions = _with_other_text(model, layout, questions, queries, earlier)
+    pairs = enumerate(zip(layout.rows, questions, strict=True))
+    ids = layout.input_ids
+    return Reading(
+        layout, [_looking(model, ids[b, row.columns], question, row.candidates) for b, (row, question) in pairs]
+    )
 
-    def asked_prompt(
-        self,
-        whole: list[PromptRow],
-        rows: list[PromptRow],
-        input_ids: torch.Tensor,
-        inputs_embeds: torch.Tensor | None,
-        mask: torch.Tensor,
-        starts: Sequence[int],
-        selection: SelectionInputs,
-        earlier: Sequence[torch.Tensor] | None,
-        layout: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], list[PromptRow]],
-    ) -> AskedPrompt:
-        """
-        The prompts with the questions that select: one that is given apart stands in the place of the prompt's own, and
-        the text of earlier turns directly in front of the new one.
 
-        Args:
-            whole, rows: the layout of the caller's prompt, and what is there of it.
-            input_ids, inputs_embeds, mask, starts, earlier: as in `compress`.
-            layout: from ids, mask and starts to what is there of such a prompt.
-        """
-        questions, given = self._query_mask(input_ids, mask, selection), given_queries(selection, len(input_ids))
-        if given is None and earlier is None:
-            asked = [row[layout.columns] for row, layout in zip(questions, rows, strict=True)]
-            prompt = AskedPrompt(input_ids, inputs_embeds, rows, list(starts), [])
-        else:
-            asked = [row[layout.columns] for row, layout in zip(questions, whole, strict=True)]
-            ids, embeds, asked, starts = self._rewritten(whole, input_ids, inputs_embeds, asked, starts, given, earlier)
-            mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
-            input_ids = pad_rows(ids, 0, left=False)
-            if embeds is not None:
-                embeds = nn.utils.rnn.pad_sequence(embeds, batch_first=True)
-            prompt = AskedPrompt(input_ids, embeds, layout(input_ids, mask, starts), list(starts), [])
-            asked = [row[layout.columns] for row, layout in zip(asked, prompt.rows, strict=True)]
-        prompt.places = [
-            self.looking(prompt.input_ids[b, row.columns], asked[b], row.candidates)
-            for b, row in enumerate(prompt.rows)
-        ]
-        return prompt
+def _with_other_text(
+    model: QTSplusBackboneMixin,
+    layout: Layout,
+    questions: Sequence[torch.Tensor],
+    queries: Sequence[torch.Tensor] | None,
+    earlier: Sequence[torch.Tensor] | None,
+) -> tuple[Layout, list[torch.Tensor]]:
+    """The layout and the questions of the prompts with questions exchanged and earlier text in front."""
+    embed, ids, embeds, asked, starts = model.get_input_embeddings(), [], [], [], list(layout.starts)
+    for b, real in enumerate(layout.mask.bool()):
+        own_ids = layout.input_ids[b, real]
+        is_question = torch.zeros_like(real)
+        is_question[layout.rows[b].columns[questions[b]]] = True
+        own_embeds = None if layout.inputs_embeds is None else layout.inputs_embeds[b, real]
+        pieces = [(own_ids, own_embeds, is_question[real])]
+        if queries is not None:
+            pieces = _exchanged(*pieces[0], queries[b].to(own_ids))
+        if earlier is not None:
+            text = earlier[b][model.token_types(earlier[b]) == TEXT].to(own_ids)
+            pieces.insert(0, (text, None, torch.zeros_like(text, dtype=torch.bool)))
+            starts[b] = int(starts[b]) - len(text)
+        ids.append(torch.cat([piece[0] for piece in pieces]))
+        if own_embeds is not None:
+            embeds.append(torch.cat([embed(part) if known is None else known for part, known, _ in pieces]))
+        asked.append(torch.cat([piece[2] for piece in pieces]))
+    again = lay_out_again(model, layout, ids, embeds or None, starts)
+    return again, [question[row.columns] for question, row in zip(asked, again.rows, strict=True)]
 
-    def _rewritten(self, rows, input_ids, inputs_embeds, asked, starts, given, earlier):
-        """Per row ids, embeddings, question and start, with questions exchanged and earlier text in front."""
-        embed = self.get_input_embeddings()
-        new_ids, new_embeds, new_asked, new_starts = [], [], [], []
-        for b, row in enumerate(rows):
-            ids, question = input_ids[b, row.columns], asked[b]
-            embeds = None if inputs_embeds is None else inputs_embeds[b, row.columns]
-            pieces = [(ids, embeds, question)]
-            if given is not None:
-                own = question.nonzero()[:, 0]
-                where = int(own[0]) if len(own) else len(ids)
-                other = torch.ones(len(given[b]), dtype=torch.bool, device=ids.device)
-                front, behind = torch.arange(where, device=ids.device), torch.arange(where, len(ids), device=ids.device)
-                kept = ((part, ~question[part]) for part in (front, behind))
-                front, behind = (part[left] for part, left in kept)
-                pieces = [
-                    (ids[part], None if embeds is None else embeds[part], question[part]) for part in (front, behind)
-                ]
-                pieces.insert(1, (given[b].to(ids), None, other))
-            if earlier is not None:
-                text = earlier[b][self.token_types(earlier[b]) == TEXT].to(ids)
-                pieces.insert(0, (text, None, torch.zeros_like(text, dtype=torch.bool)))
-                new_starts.append(int(starts[b]) - len(text))
-            else:
-                new_starts.append(int(starts[b]))
-            new_ids.append(torch.cat([piece[0] for piece in pieces]))
-            new_asked.append(torch.cat([piece[2] for piece in pieces]))
-            if inputs_embeds is not None:
-                new_embeds.append(torch.cat([embed(part) if known is None else known for part, known, _ in pieces]))
-        return new_ids, new_embeds if inputs_embeds is not None else None, new_asked, new_starts
 
-    def looking(self, ids: torch.Tensor, question: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """
-        `[1]`, the place from which the answer begins: the last token of the header behind the question. Where no turn
-        is opened there, the question's last word looks, or the last token of all if a video stands behind that.
+def _exchanged(ids, embeds, question, query):
+    """Pieces (ids, embeddings, whether they are the question) of a row, another question in the place of its own."""
+    words = question.nonzero()[:, 0]
+    where = int(words[0]) if len(words) else len(ids)
+    order = torch.arange(len(ids), device=ids.device)
+    front, behind = order[(order < where) & ~question], order[(order >= where) & ~question]
+    kept = [(ids[part], None if embeds is None else embeds[part], question[part]) for part in (front, behind)]
+    return [kept[0], (query, None, torch.ones_like(query, dtype=torch.bool)), kept[1]]
 
-        Args:
-            ids: `[S_b]`, the real tokens of a row.
-            question: `[S_b]` bool; where nothing is set, nobody looks (`[0]`).
-            candidates: `[M_b]`, places of its visual tokens.
-        """
-        asked = question.nonzero()[:, 0]
-        if not len(asked):
-            return asked
-        last, header = int(asked[-1]), len(self.config.user_turn_token_ids)
-        opened = (ids[last + 1 :] == self.config.user_turn_token_ids[0]).nonzero()[:, 0]
-        stop = min(last + 1 + int(opened[0]) + header, len(ids) - 1) if len(opened) else last
-        if len(candidates) and stop < int(candidates[-1]):
-            stop = len(ids) - 1
-        return torch.tensor([stop], device=ids.device)
 
-    def attention_relevance(
-        self,
-        prompt: AskedPrompt,
-        index: int,
-        sources: Sequence[torch.Tensor],
-        grids: Sequence[tuple[int, int, int]],
-        features: Any,
-    ) -> torch.Tensor:
-        """
-        `[M]` float32, the log-relevance of a row's candidates: the attention that the looking tokens give to each, the
-        mean over heads. With one group it is that of the whole model in its layer.
+def _looking(
+    model: QTSplusBackboneMixin, ids: torch.Tensor, question: torch.Tensor, candidates: torch.Tensor
+) -> torch.Tensor:
+    """
+    `[1]`, the place from which the answer begins: the last token of the header behind the question. Where no turn is
+    opened there, the question's last word looks, or the last token of all if a video stands behind that.
 
-        Args:
-            index: the row.
-            sources: its candidates' features, `[k, token_width]` of each video.
-            grids: (time, height, width) of each of them.
-            features: those of the batch.
-        """
-        row, device = prompt.rows[index], prompt.rows[index].columns.device
-        groups = FrameGroups.deal(grids, self.config.qtsplus_config.attention_group, device)
-        # What stands behind the looking words changes nothing, but visual tokens have to be there for their features.
-        stop = max(1 + int(prompt.places[index].max()), row.spans[-1].start + row.spans[-1].length)
-        images = [span for span in row.spans if span.modality not in self._candidate_modalities]
-        log_relevance, found = torch.empty(len(row.candidates), device=device), []
-        for kept, chosen in parts_of_groups(row, groups):
-            kept = kept[kept < stop]
-            part = replace(
-                row,
-                columns=row.columns[kept],
-                types=row.types[kept],
-                spans=images,
-                positions=row.positions[:, kept],
-                language_positions=row.language_positions[:, kept],
-                candidates=torch.searchsorted(kept, row.candidates[chosen]),
-                separators=row.separators[:, :0],
-            )
-            tokens = take_rows(sources, chosen)
-            places = torch.searchsorted(kept, prompt.places[index])
-            group = self._read_group(prompt, index, part, tokens, features, places)
-            log_relevance[chosen] = group.log_weights - group.log_weights.logsumexp(0)
-            found.append(group.log_odds)
-        for number, share in enumerate(group_shares(found)):
-            log_relevance[groups.tokens(number)] += share.log()
-        return log_relevance
+    Args:
+        ids: `[S_b]`, the real tokens of a row.
+        question: `[S_b]` bool; where nothing is set, nobody looks (`[0]`).
+        candidates: `[M_b]`, places of its visual tokens.
+    """
+    words = question.nonzero()[:, 0]
+    if not len(words):
+        return words
+    last, header = int(words[-1]), len(model.config.user_turn_token_ids)
+    opened = (ids[last + 1 :] == model.config.user_turn_token_ids[0]).nonzero()[:, 0]
+    stop = min(last + 1 + int(opened[0]) + header, len(ids) - 1) if len(opened) else last
+    if len(candidates) and stop < int(candidates[-1]):
+        stop = len(ids) - 1
+    return torch.tensor([stop], device=ids.device)
 
-    def _read_group(self, prompt: AskedPrompt, index: int, row: PromptRow, tokens, features, places) -> GroupAttention:
-        """The attention of one group: of the shortened prompt that would hold it alone."""
-        every = torch.arange(len(tokens), device=tokens.device)
-        embeds = None if prompt.inputs_embeds is None else prompt.inputs_embeds[index : index + 1]
-        ids, start = prompt.input_ids[index : index + 1], prompt.starts[index : index + 1]
-        compact = self._splice_rows(
-            ids, embeds, [row], features, [tokens], QTSplusOutput(kept_indices=(every,)), False, start
+
+def log_attention(
+    model: QTSplusBackboneMixin,
+    reading: Reading,
+    index: int,
+    sources: Sequence[torch.Tensor],
+    grids: Sequence[Grid],
+    features: Features,
+) -> torch.Tensor:
+    """
+    `[M]` float32 of a row's candidates: the logarithm of the attention that the looking tokens give to each, the mean
+    over heads. With one group it is that of the whole model in its layer.
+
+    Args:
+        index: the row.
+        sources: its candidates' features, `[k, token_width]` of each video.
+        grids: (time, height, width) of each of them.
+        features: those of the batch.
+    """
+    row, places = reading.layout.rows[index], reading.places[index]
+    device = row.columns.device
+    groups = FrameGroups.deal(grids, model.config.qtsplus_config.attention_group, device)
+    # What stands behind the looking words changes nothing, but visual tokens have to be there for their features.
+    stop = max(1 + int(places.max()), row.spans[-1].start + row.spans[-1].length)
+    images = [span for span in row.spans if span.modality not in model.candidate_modalities]
+    result, log_odds = torch.empty(len(row.candidates), device=device), []
+    for kept, chosen in parts_of_groups(row, groups):
+        kept = kept[kept < stop]
+        part = replace(
+            row,
+            columns=row.columns[kept],
+            types=row.types[kept],
+            spans=images,
+            positions=row.positions[:, kept],
+            language_positions=row.language_positions[:, kept],
+            candidates=torch.searchsorted(kept, row.candidates[chosen]),
+            separators=row.separators[:, :0],
         )
-        embeds = compact.inputs_embeds
-        if embeds is None:
-            embeds = self.get_input_embeddings()(compact.input_ids)
-        config, found = self.config.qtsplus_config, []
-        heads = None if config.attention_heads is None else list(config.attention_heads)
+        tokens = take_rows(sources, chosen)
+        group = _read_group(model, reading.layout, index, part, tokens, features, torch.searchsorted(kept, places))
+        result[chosen] = group.log_weights - group.log_weights.logsumexp(0)
+        log_odds.append(group.log_odds)
+    for number, share in enumerate(group_shares(log_odds)):
+        result[groups.tokens(number)] += share.log()
+    return result
 
-        def read(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> None:
-            share, there = len(queries) // len(keys), places.to(keys.device)
-            if heads is not None:
-                queries, keys = queries[heads], keys[[head // share for head in heads]]
-            found.append(look(queries[:, there], keys, there, row.candidates.to(keys.device), scaling))
 
-        layer, layers = attention_layer(self.config.text_config, config.attention_layer), self.language_model.layers
-        first = self._first_layers([*layers[:layer], LayerReader(layers[layer], read)])
-        kind = tokens.device.type
-        # Without autocast's cache, which would keep weights that were cast here for a pass that needs their gradient.
-        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        with torch.no_grad(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
-            type(first).forward(
-                first,
-                **self.language_inputs(embeds, compact.input_ids, compact.features),
-                attention_mask=compact.attention_mask,
-                position_ids=compact.position_ids,
-                use_cache=False,
-                output_hidden_states=False,
-                output_attentions=False,
-            )
-        (group,) = found
-        return GroupAttention(*(part.to(tokens.device) for part in (group.log_weights, group.log_odds)))
+def _read_group(
+    model: Any,
+    layout: Layout,
+    index: int,
+    row: PromptRow,
+    tokens: torch.Tensor,
+    features: Features,
+    places: torch.Tensor,
+) -> GroupAttention:
+    """The attention of one group: of the shortened prompt that would hold it alone."""
+    alone = replace(
+        layout,
+        input_ids=layout.input_ids[index : index + 1],
+        mask=layout.mask[index : index + 1],
+        inputs_embeds=None if layout.inputs_embeds is None else layout.inputs_embeds[index : index + 1],
+        rows=[row],
+        starts=layout.starts[index : index + 1],
+    )
+    every = torch.arange(len(tokens), device=tokens.device)
+    compact = splice(model, alone, features, [tokens], QTSplusOutput(kept_indices=(every,)), pad_left=False)
+    embeds = compact.inputs_embeds
+    if embeds is None:
+        embeds = model.get_input_embeddings()(compact.input_ids)
+    config = model.config.qtsplus_config
+    heads = None if config.attention_heads is None else list(config.attention_heads)
+    looks: list[GroupAttention] = []
 
-    def _first_layers(self, layers: Sequence[nn.Module]) -> Any:
-        """A view of the language model that shares its weights, with these layers in the place of all, and no norm."""
-        first: Any = copy.copy(self.language_model)
-        first._modules = {**first._modules, "layers": nn.ModuleList(layers), "norm": nn.Identity()}
-        return first
+    def read(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> None:
+        share, there = len(queries) // len(keys), places.to(keys.device)
+        if heads is not None:
+            queries, keys = queries[heads], keys[[head // share for head in heads]]
+        looks.append(look(queries[:, there], keys, there, row.candidates.to(keys.device), scaling))
+
+    layer, layers = attention_layer(model.config.text_config, config.attention_layer), model.language_model.layers
+    first = _first_layers(model.language_model, [*layers[:layer], LayerReader(layers[layer], read)])
+    kind = tokens.device.type
+    # Without autocast's cache, which would keep weights that were cast here for a pass that needs their gradient.
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    with torch.no_grad(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
+        type(first).forward(
+            first,
+            **model.language_inputs(embeds, compact.input_ids, compact.features),
+            attention_mask=compact.attention_mask,
+            position_ids=compact.position_ids,
+            use_cache=False,
+            output_hidden_states=False,
+            output_attentions=False,
+        )
+    (group,) = looks
+    return GroupAttention(*(part.to(tokens.device) for part in (group.log_weights, group.log_odds)))
+
+
+def _first_layers(language_model: Any, layers: Sequence[nn.Module]) -> Any:
+    """A view of the language model that shares its weights, with these layers in the place of all, and no norm."""
+    first: Any = copy.copy(language_model)
+    first._modules = {**first._modules, "layers": nn.ModuleList(layers), "norm": nn.Identity()}
+    return first
 
 
 __all__ = [
-    "AskedPrompt",
     "FrameGroups",
-    "QTSplusLMAttentionMixin",
+    "Reading",
     "attention_layer",
     "check_attention",
     "full_attention_layers",
+    "log_attention",
+    "reading_of",
 ]

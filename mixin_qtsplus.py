@@ -1,26 +1,39 @@
-"""What every video language model with the selector shares: forward with its loss, initialising and loading.
+"""What every video language model with the selector shares: the way through the selection, `forward` and its loss.
 
-[`QTSplusModelMixin`] stands in front of a backbone's model, [`QTSplusHeadMixin`] in front of the class with a head. How
-a prompt is shortened is compression_qtsplus.py; what a backbone may say otherwise, backbone_qtsplus.py.
+[`QTSplusModelMixin`] stands in front of a backbone's model, [`QTSplusHeadMixin`] in front of the class with a head.
+What a backbone may do otherwise stands in layout_qtsplus.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .compression_qtsplus import QTSplusCompressionMixin, packed_rows
+from .encoding_qtsplus import Repeats, encode, encode_visual
 from .generation_qtsplus import QTSplusGenerationMixin
-from .inputs_qtsplus import NAMES, SelectionInputs, VisualInputs, names_inputs, take_inputs
-from .lm_attention_qtsplus import check_attention
-from .prompt_qtsplus import MODALITIES, SelectedFeatures, text_positions
-from .repeats_qtsplus import Repeats
-from .saving_qtsplus import QTSplusSavingMixin
+from .layout_qtsplus import Features, QTSplusBackboneMixin, check_grids, lay_out, query_embeds, splice
+from .lm_attention_qtsplus import Reading, check_attention, log_attention, reading_of
+from .prompt_qtsplus import (
+    MODALITIES,
+    NAMES,
+    VIDEO,
+    CompactPrompt,
+    Layout,
+    SelectedFeatures,
+    SelectionInputs,
+    VisualInputs,
+    names_inputs,
+    packed_rows,
+    take_inputs,
+    text_positions,
+)
+from .relevance_qtsplus import take_rows
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector
 
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -43,10 +56,71 @@ class QTSplusCausalLMOutputWithPast(CausalLMOutputWithPast):
     qtsplus: QTSplusOutput | None = None
 
 
-class QTSplusModelMixin(QTSplusCompressionMixin):
-    """A backbone's model without a head, whose language model reads the shortened prompt."""
+def choose(
+    model: "QTSplusModelMixin",
+    layout: Layout,
+    features: Features,
+    selection: SelectionInputs,
+    *,
+    sample_gate: bool | None = None,
+    earlier: Sequence[torch.Tensor] | None = None,
+    looking: Sequence[torch.Tensor] | None = None,
+) -> tuple[list[torch.Tensor], QTSplusOutput]:
+    """
+    Per row the kept tokens `[n_b, token_width]`, and how they were chosen.
 
+    Args:
+        features: per modality, of every image or video of the batch, `[k, token_width]`.
+        sample_gate: as for [`QTSplusSelector`].
+        earlier: per row, the ids of the conversation in front of its first token, such as a cache holds.
+        looking: per row `[P]`, the tokens whose attention counts where the language model is asked, among its real
+            ones; those from which the answer begins if `None`.
+    """
+    nothing, width = model.no_features(layout.mask.device), model.get_input_embeddings().embedding_dim
+    spans = [layout.competing(row) for row in layout.rows]
+    sources = [[features[span.modality][span.index].to(nothing.device) for span in own] or [nothing] for own in spans]
+    grids = [[grid for span in own for grid in layout.grids_of(span)] for own in spans]
+
+    @cache
+    def reading() -> Reading:
+        read = reading_of(model, layout, selection, earlier)
+        return read if looking is None else replace(read, places=list(looking))
+
+    def attend(row: int) -> torch.Tensor:
+        return log_attention(model, reading(), row, sources[row], grids[row], features)
+
+    selected, qtsplus = model.qtsplus(
+        [[part[:, :width] for part in parts] for parts in sources],
+        query_embeds(model, layout, selection),
+        [row.positions[:, row.candidates] for row in layout.rows],
+        grids,
+        retention=selection.retention,
+        max_visual_tokens=selection.max_visual_tokens,
+        selection=selection.selection,
+        reencode=selection.reencode,
+        sample_gate=sample_gate,
+        attention=[partial(attend, row) for row in range(len(layout.rows))],
+    )
+    if model.token_width > width:  # what a backbone puts behind a token goes with it
+        selected = [
+            torch.cat([tokens, take_rows([part[:, width:] for part in parts], kept)], dim=1)
+            for tokens, parts, kept in zip(selected, sources, qtsplus.kept_indices, strict=True)
+        ]
+    return selected, qtsplus
+
+
+class QTSplusModelMixin(QTSplusBackboneMixin):
+    """A backbone's model without a head, whose language model reads the shortened prompt; the selector is `qtsplus`."""
+
+    qtsplus: QTSplusSelector
+    language_model: Any
+    post_init: Any
     rope_deltas: Any = None  # [B, 1]: how far decoding stands from the count of the tokens
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # type: ignore[call-arg]
+        self.qtsplus = self.build_selector(config)
+        self.post_init()
 
     def build_selector(self, config) -> QTSplusSelector:
         """A selector of the language model's shape."""
@@ -69,6 +143,95 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
             rope_theta=text.rope_parameters["rope_theta"],
             mrope_section=section,
         )
+
+    @torch.no_grad()
+    def encode_videos(
+        self,
+        pixel_values_videos: torch.Tensor,
+        video_grid_thw: torch.Tensor,
+        *,
+        frames_per_chunk: int | None = None,
+        device: torch.device | str | None = None,
+        repeats: Repeats | None = None,
+    ) -> list[torch.Tensor]:
+        """
+        Encodes videos once, for any number of questions: `forward` and `generate` take what this returns as
+        `video_features=`, in the place of `pixel_values_videos`. Without gradients; to train the encoder, pass pixels.
+
+        The vision tower looks at each temporal patch by itself, so chunks change nothing but the memory in use.
+
+        Args:
+            pixel_values_videos, video_grid_thw: as the processor returns them; they may stay on the CPU, from where
+                one chunk at a time is moved.
+            frames_per_chunk: encode at most this many frames at a time, but at least one temporal patch; about
+                16,384 patches at a time if `None`, and 2,048 on a CPU.
+            device: where the features shall live, such as `"cpu"`; the model's if `None`.
+            repeats: when a step in time repeats the one before and is not encoded again, see [`Repeats`]; where it
+                equals it if `None`. One that is passed to several calls remembers the last step of each for the next.
+
+        Returns:
+            per video `[k, token_width]`, all its visual tokens.
+
+        Raises:
+            ValueError: pixels and grids that do not fit each other, or that are not finite; no frame per chunk.
+        """
+        check_grids(self, VIDEO, pixel_values_videos, video_grid_thw)
+        if pixel_values_videos is None:
+            raise ValueError("encode_videos got no videos: pass pixel_values_videos and video_grid_thw.")
+        if self.device.type != "meta":  # as where weights wait on disk; what brings them in brings the pixels too
+            video_grid_thw = video_grid_thw.to(self.device)
+        return encode(self, VIDEO, pixel_values_videos, video_grid_thw, frames_per_chunk, device, repeats)
+
+    def shorten(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        visual: VisualInputs,
+        selection: SelectionInputs,
+        *,
+        sample_gate: bool | None = None,
+        pad_left: bool | None = None,
+        starts: Sequence[int] | None = None,
+        earlier: Sequence[torch.Tensor] | None = None,
+    ) -> CompactPrompt:
+        """
+        From the caller's prompts to the shortened ones; arguments as for [`lay_out`], [`choose`] and [`splice`].
+
+        Raises:
+            ValueError: inputs that do not fit each other; each says what was given and what is expected.
+        """
+        layout = lay_out(self, visual, input_ids, attention_mask, position_ids, inputs_embeds, starts)
+        features = encode_visual(self, visual, layout.grids)
+        selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate, earlier=earlier)
+        return splice(self, layout, features, selected, qtsplus, pad_left)
+
+    def compress(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        *,
+        sample_gate: bool | None = None,
+        pad_left: bool | None = None,
+        **inputs: Any,
+    ) -> CompactPrompt:
+        """
+        What `forward` and `generate` hand to the language model: [`shorten`] with a call's keywords.
+
+        Args:
+            inputs: the fields of [`VisualInputs`] and [`SelectionInputs`].
+
+        Raises:
+            TypeError: an input of another name.
+        """
+        visual, selection = take_inputs(inputs)
+        if inputs:
+            raise TypeError(f"compress got {', '.join(inputs)}; expected fields of VisualInputs and SelectionInputs.")
+        prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
+        return self.shorten(*prompt, visual, selection, sample_gate=sample_gate, pad_left=pad_left)
 
     @names_inputs
     @can_return_tuple
@@ -116,9 +279,7 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
         self, input_ids, attention_mask, position_ids, inputs_embeds, visual: VisualInputs, selection: SelectionInputs
     ) -> tuple[dict[str, Any], QTSplusOutput]:
         """The language model's inputs for a prompt with pixels or features."""
-        prompt = self.compress(
-            input_ids, attention_mask, position_ids, inputs_embeds, **vars(visual), **vars(selection)
-        )
+        prompt = self.shorten(input_ids, attention_mask, position_ids, inputs_embeds, visual, selection)
         if prompt.inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(prompt.input_ids)
         else:
@@ -160,9 +321,9 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
         return {**inputs, "attention_mask": attention_mask, "position_ids": position_ids}, qtsplus
 
     def check_selected(self, mm_encoder_outputs: dict[str, Any] | None):
-        """Raises `ValueError` for features that [`compress`] has not selected."""
+        """Raises `ValueError` for features that [`shorten`] has not selected."""
         if not all(isinstance(output, SelectedFeatures) for output in (mm_encoder_outputs or {}).values()):
-            raise ValueError("mm_encoder_outputs would pass the selector by: pass pixel values.")
+            raise ValueError("mm_encoder_outputs would bypass the selector: pass pixel values.")
 
     def _check_no_placeholders(self, input_ids: torch.Tensor | None):
         if input_ids is None:
@@ -188,47 +349,6 @@ class QTSplusModelMixin(QTSplusCompressionMixin):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Loading and initialising
-# --------------------------------------------------------------------------------------------------------------------
-
-
-class QTSplusPreTrainedMixin(QTSplusSavingMixin):
-    """Initialises the selector, and refuses checkpoints that would leave a part of the model random."""
-
-    def _init_weights(self, module):
-        super()._init_weights(module)
-        if isinstance(module, QTSplusSelector):
-            # A fresh re-encoder changes nothing, so that it does not wreck a trained language model; nor does a fresh
-            # layer over the question.
-            layers: Any = [*module.reencode_layers, *module.question_layers]
-            for layer in layers:
-                for weight in (layer.o_proj.weight, layer.ffn[-1].weight, layer.ffn[-1].bias):
-                    init.zeros_(weight)
-            init.zeros_(module.rho_history)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """
-        As stock, but a checkpoint that lacks weights is an error.
-
-        Raises:
-            ValueError: weights are missing, as in a checkpoint of the base model, whose names may be other ones too.
-        """
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        missing = sorted(info["missing_keys"])
-        if missing:
-            raise ValueError(
-                f"{pretrained_model_name_or_path} lacks {len(missing)} of the weights of {cls.__name__} ({missing[0]}, "
-                "...), which would stay random. If it is a base checkpoint without a selector, make a QTSplus model of "
-                "it first: qtsplus convert."
-            )
-        for module in model.modules():
-            if isinstance(module, QTSplusSelector):
-                module.freeze_unused()
-        return (model, info) if output_loading_info else model
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # With a language-modelling head
 # --------------------------------------------------------------------------------------------------------------------
 
@@ -240,6 +360,17 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
     lm_head: Any
     loss_function: Any
     training: bool
+    post_init: Any
+    model_class: Any  # of `model`
+
+    def __init__(self, config: Any):
+        stock: Any = next(
+            parent for parent in type(self).__mro__ if parent.__module__.startswith("transformers.models.")
+        )
+        super(stock, self).__init__(config)  # type: ignore[call-arg]  # the stock one would build a stock model first
+        self.model = self.model_class(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
 
     def encode_videos(
         self,
@@ -281,9 +412,8 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
                 it. Those of padding hold no meaning.
 
         Raises:
-            ValueError: `logits_to_keep` names a visual token that was not kept; and as [`compress`].
+            ValueError: `logits_to_keep` names a visual token that was not kept; and as [`shorten`].
         """
-        inputs = {name: kwargs.pop(name) for name in NAMES if name in kwargs}
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -292,7 +422,6 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             mm_encoder_outputs=mm_encoder_outputs,
-            **inputs,
             **{name: value for name, value in kwargs.items() if name != "shift_labels"},
         )
         qtsplus, hidden_states = outputs.qtsplus, outputs.last_hidden_state
@@ -311,9 +440,9 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
                 labels = self.compact_labels(labels, input_ids, columns)
                 if kwargs.get("shift_labels") is not None:
                     kwargs["shift_labels"] = self._compact_shifted(kwargs["shift_labels"], input_ids, columns)
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.text_config.vocab_size, **kwargs
-            )
+            kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
+            vocab_size = self.config.text_config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
             if self.training and qtsplus is not None:
                 loss = loss + qtsplus.loss_t + qtsplus.loss_m + qtsplus.loss_s
         return QTSplusCausalLMOutputWithPast(
@@ -359,5 +488,5 @@ __all__ = [
     "QTSplusHeadMixin",
     "QTSplusModelMixin",
     "QTSplusModelOutputWithPast",
-    "QTSplusPreTrainedMixin",
+    "choose",
 ]

@@ -1,26 +1,59 @@
-"""Qwen2.5-VL with the query-aware selector between the visual merger and the language model."""
+"""The Qwen-VL models with the query-aware selector between the visual merger and the language model: Qwen2.5-VL,
+Qwen2-VL, Qwen3-VL and Qwen3.5 (dense). Each has only what differs from layout_qtsplus.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLModel,
-    Qwen2_5_VLPreTrainedModel,
-)
+from transformers import AttentionInterface
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLForConditionalGeneration, Qwen2VLModel
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5Model
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLModel
+from transformers.utils import logging
 
-from .attention_qtsplus import VARLEN_ATTENTION, attend_together
-from .configuration_qtsplus import Qwen2_5_VLQTSplusConfig
+from .configuration_qtsplus import (
+    Qwen2_5_VLQTSplusConfig,
+    Qwen2VLQTSplusConfig,
+    Qwen3_5QTSplusConfig,
+    Qwen3VLQTSplusConfig,
+)
 from .mixin_qtsplus import (
     QTSplusCausalLMOutputWithPast,
     QTSplusHeadMixin,
     QTSplusModelMixin,
     QTSplusModelOutputWithPast,
-    QTSplusPreTrainedMixin,
 )
-from .prompt_qtsplus import VIDEO
+from .prompt_qtsplus import IMAGE, TEXT, VIDEO, VisualSpan
+from .saving_qtsplus import QTSplusPreTrainedMixin
+
+try:  # torch 2.10 and newer
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None  # type: ignore[assignment]
+
+logger = logging.get_logger(__name__)
+
+VARLEN_ATTENTION = "qtsplus_varlen"
 
 
-class Qwen2_5_VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_VLModel):
+# --------------------------------------------------------------------------------------------------------------------
+# Qwen2.5-VL
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class QwenVLQTSplusModelMixin(QTSplusModelMixin):
+    """What the Qwen-VL models have in common."""
+
+    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
+        merge = self.config.vision_config.spatial_merge_size
+        return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
+
+
+class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_VLModel):
     """
     Qwen2.5-VL without a head, with a [`QTSplusSelector`] as `qtsplus`.
 
@@ -30,7 +63,7 @@ class Qwen2_5_VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_
 
     config: Qwen2_5_VLQTSplusConfig
     config_class = Qwen2_5_VLQTSplusConfig
-    _no_split_modules = [*Qwen2_5_VLPreTrainedModel._no_split_modules, "QTSplusSelector"]
+    _no_split_modules = [*Qwen2_5_VLModel._no_split_modules, "QTSplusSelector"]
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
         if config.vision_config._attn_implementation is None:
@@ -38,8 +71,6 @@ class Qwen2_5_VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_
         super().__init__(config)
         for block in self.visual.blocks:
             block.attn.register_forward_pre_hook(attend_together, with_kwargs=True)
-        self.qtsplus = self.build_selector(config)
-        self.post_init()
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,10 +82,6 @@ class Qwen2_5_VLQTSplusModel(QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_
         vision = self.config.vision_config
         return vision.window_size // vision.patch_size // vision.spatial_merge_size
 
-    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
-        merge = self.config.vision_config.spatial_merge_size
-        return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
-
 
 class Qwen2_5_VLQTSplusForConditionalGeneration(
     QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen2_5_VLForConditionalGeneration
@@ -63,20 +90,255 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
 
     config: Qwen2_5_VLQTSplusConfig
     config_class = Qwen2_5_VLQTSplusConfig
-    _no_split_modules = [*Qwen2_5_VLPreTrainedModel._no_split_modules, "QTSplusSelector"]
+    model_class = Qwen2_5_VLQTSplusModel
+    _no_split_modules = Qwen2_5_VLQTSplusModel._no_split_modules
     backbone_name = "Qwen2.5-VL"
 
-    def __init__(self, config: Qwen2_5_VLQTSplusConfig):
-        # The stock one would build a stock model first.
-        super(Qwen2_5_VLForConditionalGeneration, self).__init__(config)
-        self.model = Qwen2_5_VLQTSplusModel(config)
-        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
-        self.post_init()
+
+# --------------------------------------------------------------------------------------------------------------------
+# The vision tower of Qwen2.5-VL: all windows of a layer in a few calls
+#
+# It attends within windows, and in some layers within whole frames. Without the flash-attn package, stock Transformers
+# calls attention once per window: about 340,000 calls for 600 frames. Here a layer's windows are handed over together
+# ([`attend_together`]) to an attention function that is registered with Transformers as "qtsplus_varlen".
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def varlen_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """
+    Bidirectional attention within each of many sequences that lie one behind the other.
+
+    On a GPU in half precision this is one call of torch's own variable-length attention, where torch has it. Otherwise
+    sequences of one length are a batch: as many calls of scaled dot-product attention as there are different lengths,
+    without a mask and without padding.
+
+    Args:
+        query, key, value: `[1, heads, N, head_dim]`.
+        cu_seq_lens_q: `[sequences + 1]` int32, where each sequence begins, and N; one sequence if `None`.
+
+    Returns:
+        `[1, N, heads, head_dim]`, and `None` in the place of the attention weights.
+
+    Raises:
+        ValueError: asked for causal or masked attention, as by a language model.
+    """
+    if getattr(module, "is_causal", False) or attention_mask is not None:
+        raise ValueError(
+            f"{VARLEN_ATTENTION!r} is for the vision tower: pass attn_implementation="
+            f'{{"vision_config": "{VARLEN_ATTENTION}"}}, and another one for the language model.'
+        )
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attended: Any
+    if _torch_has_varlen_for(query, scaling, dropout):
+        longest = int(cu_seq_lens_q.diff().max())
+        attended = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, longest, longest)
+    else:
+        attended = attend_by_length(query, key, value, cu_seq_lens_q, scaling, dropout)
+    return attended.unsqueeze(0), None
+
+
+def _torch_has_varlen_for(query: torch.Tensor, scaling: float, dropout: float) -> bool:
+    if not query.is_cuda:
+        return False
+    if varlen_attn is None:
+        reason = f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    elif query.dtype not in (torch.float16, torch.bfloat16):
+        reason = f"it does not take {query.dtype}"
+    elif torch.cuda.get_device_capability(query.device) < (8, 0):
+        reason = "the GPU is older than it supports"
+    elif query.shape[-1] % 8 or scaling != query.shape[-1] ** -0.5 or dropout:
+        reason = "of the head size, the scaling or dropout"
+    else:
+        return True
+    logger.warning_once(f"The vision tower batches windows instead of torch's variable-length attention: {reason}.")
+    return False
+
+
+def attend_by_length(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """`[N, heads, head_dim]` each -> the same: sequences of one length attend as a batch."""
+    starts, lengths = cu_seq_lens[:-1], cu_seq_lens.diff()
+    distinct = lengths.unique().tolist()
+
+    def attend(states: list[torch.Tensor], length: int) -> torch.Tensor:
+        query, key, value = (heads.unflatten(0, (-1, length)).transpose(1, 2) for heads in states)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling)
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    states = [query, key, value]
+    if len(distinct) == 1:
+        return attend(states, distinct[0])
+    attended = torch.empty_like(query)
+    for length in distinct:
+        rows = (starts[lengths == length, None] + torch.arange(length, device=starts.device)).flatten()
+        # Not `heads[rows]`: on a CPU that copies number by number what this copies row by row.
+        attended.index_copy_(0, rows, attend([heads.index_select(0, rows) for heads in states], length))
+    return attended
+
+
+def attend_together(attention: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """
+    Hook before Qwen2.5-VL's vision attention: has it call [`varlen_attention_forward`] once, for all sequences.
+
+    For attention functions other than flash-attn's, the stock module cuts its input at `cu_seqlens` and calls the
+    function for each piece. It is told of one piece; where the sequences begin goes to the function.
+    """
+    if attention.config._attn_implementation == VARLEN_ATTENTION:
+        cu_seqlens = kwargs["cu_seqlens"]
+        # Made on the CPU, so that reading it does not wait for the GPU.
+        one_piece = torch.tensor(
+            [0, len(args[0] if args else kwargs["hidden_states"])], dtype=torch.int32, device="cpu"
+        )
+        kwargs = {**kwargs, "cu_seqlens": one_piece, "cu_seq_lens_q": cu_seqlens}
+    return args, kwargs
+
+
+AttentionInterface.register(VARLEN_ATTENTION, varlen_attention_forward)
+
+# --------------------------------------------------------------------------------------------------------------------
+# Qwen2-VL, Qwen3-VL, Qwen3.5
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2VLModel):
+    """
+    Qwen2-VL without a head, with a [`QTSplusSelector`] as `qtsplus`: as Qwen2.5-VL, but its language model counts
+    temporal patches where Qwen2.5-VL measures seconds.
+    """
+
+    config: Qwen2VLQTSplusConfig
+    config_class = Qwen2VLQTSplusConfig
+    _no_split_modules = [*Qwen2VLModel._no_split_modules, "QTSplusSelector"]
+
+    @property
+    def tile_side(self) -> int:
+        """As large as a window of Qwen2.5-VL; here every layer would tell it of other tiles."""
+        return 4
+
+    def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
+        """One position per temporal patch, as along an image."""
+        images = [replace(span, modality=IMAGE) for span in spans]
+        return self.row_positions(images, positions.shape[1], start, [], positions.device)
+
+
+class Qwen2VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen2VLForConditionalGeneration):
+    """Qwen2-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
+
+    config: Qwen2VLQTSplusConfig
+    config_class = Qwen2VLQTSplusConfig
+    model_class = Qwen2VLQTSplusModel
+    _no_split_modules = Qwen2VLQTSplusModel._no_split_modules
+    backbone_name = "Qwen2-VL"
+
+
+class Qwen3QTSplusModelMixin(QwenVLQTSplusModelMixin):
+    """Every temporal patch of a video has its time as text ("<0.5 seconds>") in front."""
+
+    frames_apart = True
+
+    def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
+        """Time is text here: every frame stands like an image."""
+        images = [replace(span, modality=IMAGE, frame=0) for span in spans]
+        return self.row_positions(images, positions.shape[1], start, [], positions.device)
+
+
+class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLModel):
+    """
+    Qwen3-VL without a head, with a [`QTSplusSelector`] as `qtsplus`.
+
+    It adds features of earlier vision layers to the first layers of the language model (DeepStack). They stand behind
+    the features of every token, so that whoever keeps a token keeps all of it.
+    """
+
+    config: Qwen3VLQTSplusConfig
+    config_class = Qwen3VLQTSplusConfig
+    _no_split_modules = [*Qwen3VLModel._no_split_modules, "QTSplusSelector"]
+
+    @property
+    def token_width(self) -> int:
+        return super().token_width * (1 + len(self.config.vision_config.deepstack_visual_indexes))
+
+    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+        encoded = self.get_image_features(pixels, grid_thw, return_dict=True)  # videos are encoded the same way
+        sizes = [len(tokens) for tokens in encoded.pooler_output]
+        # Split by image from Transformers 5.18 on, whole before.
+        deeper = [layer if torch.is_tensor(layer) else torch.cat(layer) for layer in encoded.deepstack_features]
+        return list(torch.cat([torch.cat(encoded.pooler_output), *deeper], dim=1).split(sizes))
+
+    def language_inputs(
+        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: Mapping[str, Sequence[torch.Tensor]]
+    ) -> dict[str, Any]:
+        width = inputs_embeds.shape[-1]
+        wide = nn.functional.pad(inputs_embeds, (0, self.token_width - width))
+        wide = self.splice(wide, input_ids, features)
+        visual = self.token_types(input_ids) != TEXT
+        return {
+            "inputs_embeds": wide[..., :width],
+            "visual_pos_masks": visual,
+            "deepstack_visual_embeds": list(wide[visual][:, width:].split(width, dim=1)),
+        }
+
+
+class Qwen3VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen3VLForConditionalGeneration):
+    """Qwen3-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
+
+    config: Qwen3VLQTSplusConfig
+    config_class = Qwen3VLQTSplusConfig
+    model_class = Qwen3VLQTSplusModel
+    _no_split_modules = Qwen3VLQTSplusModel._no_split_modules
+    backbone_name = "Qwen3-VL"
+
+
+class Qwen3_5QTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3_5Model):
+    """
+    Qwen3.5 without a head, with a [`QTSplusSelector`] as `qtsplus`. There is no DeepStack, and most layers of the
+    language model are linear attention: they carry a state from token to token, without keys.
+    """
+
+    config: Qwen3_5QTSplusConfig
+    config_class = Qwen3_5QTSplusConfig
+    _no_split_modules = [*Qwen3_5Model._no_split_modules, "QTSplusSelector"]
+    recurrent = True
+
+
+class Qwen3_5QTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen3_5ForConditionalGeneration):
+    """Qwen3.5 that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
+
+    config: Qwen3_5QTSplusConfig
+    config_class = Qwen3_5QTSplusConfig
+    model_class = Qwen3_5QTSplusModel
+    _no_split_modules = Qwen3_5QTSplusModel._no_split_modules
+    backbone_name = "Qwen3.5"
 
 
 __all__ = [
     "QTSplusCausalLMOutputWithPast",
     "QTSplusModelOutputWithPast",
+    "Qwen2VLQTSplusForConditionalGeneration",
+    "Qwen2VLQTSplusModel",
     "Qwen2_5_VLQTSplusForConditionalGeneration",
     "Qwen2_5_VLQTSplusModel",
+    "Qwen3VLQTSplusForConditionalGeneration",
+    "Qwen3VLQTSplusModel",
+    "Qwen3_5QTSplusForConditionalGeneration",
+    "Qwen3_5QTSplusModel",
 ]

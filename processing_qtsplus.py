@@ -1,6 +1,6 @@
 """Processors: bring videos and images to a backbone's own processor, and mark the question in the prompt.
 
-[`QTSplusProcessorMixin`] stands in front of any backbone's processor; Qwen2.5-VL's stands at the end.
+[`QTSplusProcessorMixin`] stands in front of any backbone's processor; those of the Qwen-VL models stand at the end.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor
+from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
@@ -183,7 +183,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([rest])], dim=1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         inputs["query_mask"] = self._query_mask(inputs["input_ids"], inputs["attention_mask"])
-        inputs.pop("mm_token_type_ids", None)  # the model needs them not
+        inputs.pop("mm_token_type_ids", None)  # the model does not need them
         return inputs
 
     def video_chunks(
@@ -426,64 +426,42 @@ def _per_video(name: str, value: Any, count: int) -> list[Any]:
     return list(value)
 
 
-class QTSplusFramesMixin(QTSplusProcessorMixin):
-    """
-    For a backbone whose encoder looks at one frame at a time, all of one size. `pixel_values_videos` are the frames of
-    all videos, `[frames, 3, height, width]`, so that videos may differ in length; grids count tokens.
-
-    A backbone supplies `tokens_per_side`, and `replace_video_token` where its stock processor's is another one.
-    """
-
-    native_resolution = False
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.video_processor.merge_size = self.video_processor.temporal_patch_size = 1
-
-    @property
-    def tokens_per_side(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def model_input_names(self) -> list[str]:
-        return [*super().model_input_names, "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
-
-    def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
-        video_metadata = kwargs.pop("video_metadata", None)
-        options = {**kwargs, "return_tensors": "pt", "return_metadata": False}
-        clips = [self._clip(video, options) for video in videos]
-        grids = torch.cat([self.grid_of(len(clip)) for clip in clips])
-        processed = {"pixel_values_videos": clips, "video_grid_thw": grids, "video_metadata": video_metadata}
-        texts = [self.replace_video_token(processed, index) for index in range(len(clips))]
-        seconds = [1 / metadata.sampled_fps for metadata in video_metadata]
-        return {**processed, "pixel_values_videos": torch.cat(clips), "second_per_grid_ts": seconds}, texts
-
-    def _clip(self, video: Any, options: dict[str, Any]) -> torch.Tensor:
-        if torch.is_tensor(video) and video.is_meta:
-            return video
-        return self.video_processor(videos=[video], **options)["pixel_values_videos"][0]
-
-    def grid_of(self, num_frames: int, *size: int, **options: Any) -> torch.Tensor:
-        return torch.tensor([[num_frames, self.tokens_per_side, self.tokens_per_side]])
-
-    def frame_size(self, num_frames: int, height: int, width: int, **options: Any) -> tuple[int, int]:
-        blank = torch.empty(1, 3, height, width, dtype=torch.uint8, device="meta")
-        only_resized = {"do_center_crop": False, "do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
-        resized = self.video_processor(videos=[blank], **{**options, **only_resized})["pixel_values_videos"]
-        return resized.shape[-2], resized.shape[-1]
-
-    def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})
-        return clip, self.grid_of(len(clip))
-
-    def _blank(self, t: int, h: int, w: int) -> torch.Tensor:
-        return torch.empty(t, 3, 1, 1, device="meta")
-
-
 class Qwen2_5_VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2_5_VLProcessor):
     r"""[`Qwen2_5_VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
 
 
-Qwen2_5_VLQTSplusProcessor.register_for_auto_class()
+class Qwen2VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2VLProcessor):
+    r"""[`Qwen2VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
 
-__all__ = ["QTSplusFramesMixin", "QTSplusProcessorMixin", "Qwen2_5_VLQTSplusProcessor"]
+
+class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
+    r"""[`Qwen3VLProcessor`] that also says which tokens are the question, and reads videos with their true times."""
+
+    @property
+    def query_token_ids(self) -> dict[str, int | list[int]]:
+        return {
+            **super().query_token_ids,
+            "video_token_id": self.video_token_id,
+            "frame_text_token_ids": self.tokenizer("<0.5 seconds>", add_special_tokens=False)["input_ids"][:1],
+        }
+
+
+class Qwen3_5QTSplusProcessor(Qwen3VLQTSplusProcessor):
+    r"""As [`Qwen3VLQTSplusProcessor`], whose stock class Qwen3.5 has too."""
+
+
+for _processor in (
+    Qwen2_5_VLQTSplusProcessor,
+    Qwen2VLQTSplusProcessor,
+    Qwen3VLQTSplusProcessor,
+    Qwen3_5QTSplusProcessor,
+):
+    _processor.register_for_auto_class()
+
+__all__ = [
+    "QTSplusProcessorMixin",
+    "Qwen2VLQTSplusProcessor",
+    "Qwen2_5_VLQTSplusProcessor",
+    "Qwen3VLQTSplusProcessor",
+    "Qwen3_5QTSplusProcessor",
+]

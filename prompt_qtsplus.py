@@ -1,17 +1,112 @@
-"""The layout of a prompt: where its question, its images and its videos stand, and what selection leaves of it."""
+"""A call as data: what it brings, where its question, images and videos stand in the prompt, and what selection leaves.
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+Nothing here asks a model. layout_qtsplus.py fills these from the hooks of a backbone.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from .methods_qtsplus import Method
 from .selector_qtsplus import QTSplusOutput
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 MODALITIES = {IMAGE: "image", VIDEO: "video"}
+
+Grid = tuple[int, int, int]  # (time, height, width)
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a call brings beside its text. Each of these arguments is named here and nowhere else: `forward` and `generate`
+# take them as keywords, and hand them on as they are.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class VisualInputs:
+    """
+    Images and videos, as the processor returns them.
+
+    Args:
+        pixel_values, image_grid_thw: pixels of all images, and `[images, 3]`.
+        pixel_values_videos, video_grid_thw: pixels of all videos, and `[videos, 3]`.
+        second_per_grid_ts: `[videos]`, seconds per temporal patch.
+        video_features: per video `[k, d]`, as `encode_videos` returns them, in the place of its pixels. On another
+            device than the prompt, one row's are moved at a time.
+    """
+
+    pixel_values: torch.Tensor | None = None
+    image_grid_thw: torch.Tensor | None = None
+    pixel_values_videos: torch.Tensor | None = None
+    video_grid_thw: torch.Tensor | None = None
+    second_per_grid_ts: torch.Tensor | Sequence[float] | None = None
+    video_features: Sequence[torch.Tensor] | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether there is anything to look at."""
+        return any(values is not None for values in (self.pixel_values, self.pixel_values_videos, self.video_features))
+
+
+@dataclass
+class SelectionInputs:
+    """
+    How one call selects; what is left out is as the configuration has it.
+
+    Args:
+        query_mask: `[B, S]`, 1 on the question's tokens, as the processor makes it; found in `input_ids` if `None`.
+        query_input_ids, query_attention_mask: `[B, L]`, a question that does not stand in the prompt.
+        retention: keep this fraction of the visual tokens, in (0, 1]; one for all rows or one for each.
+        max_visual_tokens: keep at most this many.
+        selection: how tokens are chosen: a name of `methods_qtsplus.METHODS`, such as `"uniform"`, or a function like
+            those.
+        reencode: `False` hands the kept tokens on as they are (the paper's nREENC).
+    """
+
+    query_mask: torch.Tensor | None = None
+    query_input_ids: torch.Tensor | None = None
+    query_attention_mask: torch.Tensor | None = None
+    retention: float | Sequence[float] | None = None
+    max_visual_tokens: int | None = None
+    selection: str | Method | None = None
+    reencode: bool = True
+
+
+# Read once: a `forward` that is compiled cannot ask a dataclass for its fields.
+_VISUAL, _SELECTION = (tuple(field.name for field in fields(kind)) for kind in (VisualInputs, SelectionInputs))
+NAMES = _VISUAL + _SELECTION
+
+
+def take_inputs(kwargs: dict[str, Any]) -> tuple[VisualInputs, SelectionInputs]:
+    """Takes the arguments that are named here out of a call's `kwargs`."""
+    visual = {name: kwargs.pop(name) for name in _VISUAL if name in kwargs}
+    selection = {name: kwargs.pop(name) for name in _SELECTION if name in kwargs}
+    return VisualInputs(**visual), SelectionInputs(**selection)
+
+
+def names_inputs(forward: T) -> T:
+    """
+    Puts the arguments that are named here into the signature of a `forward` that takes them as `**kwargs`.
+
+    The Trainer drops a batch's columns, and `generate` refuses arguments, that the signature does not have.
+    """
+    signature = inspect.signature(forward)
+    *own, rest = signature.parameters.values()
+    named = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for kind in (VisualInputs, SelectionInputs)
+        for field in fields(kind)
+    ]
+    forward.__signature__ = signature.replace(parameters=[*own, *named, rest])  # type: ignore[attr-defined]
+    return forward
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # The question
@@ -75,6 +170,20 @@ def _frame_texts(ids: list[int], video_token_id: int | None, openers, longest: i
         if start < frame and video_token_id in ids[max(start - 3, 0) : start]:
             start -= 1  # the line break behind the frame before, or the token that closes it
         yield start, frame
+
+
+def given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] | None:
+    """Per row the ids of a question that does not stand in the prompt."""
+    ids, mask = selection.query_input_ids, selection.query_attention_mask
+    if ids is None:
+        return None
+    if len(ids) != rows:
+        raise ValueError(f"{len(ids)} rows of query_input_ids: expected one per prompt ({rows}).")
+    if mask is not None and mask.shape != ids.shape:
+        raise ValueError(
+            f"query_attention_mask {tuple(mask.shape)}: expected query_input_ids' shape, {tuple(ids.shape)}."
+        )
+    return list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -166,13 +275,79 @@ class PromptRow:
 
 
 @dataclass
+class Layout:
+    """
+    The prompts of a batch: which token is whose, and where it stands.
+
+    Args:
+        input_ids, mask: `[B, S]`, and 1 on real tokens.
+        inputs_embeds: `[B, S, d]`, in the place of the embeddings of `input_ids`.
+        rows: without their padding.
+        starts: per row, the position of its first token.
+        grids: per modality (time, height, width) in tokens of every image or video of the batch.
+        seconds: per video, seconds per temporal patch.
+        modalities: whose tokens compete.
+        present: per video `[k]`, ascending, which of its tokens are there; all if `None`.
+    """
+
+    input_ids: torch.Tensor
+    mask: torch.Tensor
+    inputs_embeds: torch.Tensor | None
+    rows: list[PromptRow]
+    starts: list[int]
+    grids: dict[int, list[Grid]]
+    seconds: Any
+    modalities: tuple[int, ...]
+    present: list[torch.Tensor] | None = None
+
+    def competing(self, row: PromptRow) -> list[VisualSpan]:
+        """The first span of each image or video whose tokens compete for the budget of a row."""
+        return [span for span in row.spans if span.modality in self.modalities and not span.frame]
+
+    def grids_of(self, span: VisualSpan) -> list[Grid]:
+        """
+        The grid of an image or video. Of a part of one, grids in turn: (steps, 1, tokens) for each run of steps in time
+        that have the same places of the frame, so that a method finds a step's tokens at the places of the one before.
+        """
+        grid = self.grids[span.modality][span.index]
+        if self.present is None or span.modality == IMAGE:
+            return [grid]
+        _, height, width = grid
+        places = self.present[span.index]
+        _, counts = torch.unique_consecutive(places // (height * width), return_counts=True)
+        steps = [step.tolist() for step in (places % (height * width)).split(counts.tolist())]
+        return [(len(list(run)), 1, len(step)) for step, run in itertools.groupby(steps)]
+
+    def narrow(self, present: Sequence[torch.Tensor]) -> "Layout":
+        """
+        The layout without some tokens of its videos, as if they had not been kept; what is there stays at its place.
+
+        Args:
+            present: per video `[k]`, ascending, which of its tokens are there.
+        """
+        flags = {
+            modality: [torch.ones(t * h * w, dtype=torch.bool) for t, h, w in grids]
+            for modality, grids in self.grids.items()
+        }
+        for tokens, own in zip(flags[VIDEO], present, strict=True):
+            tokens.fill_(False)[own] = True
+        rows = []
+        for row in self.rows:
+            parts = [flags[span.modality][span.index] for span in self.competing(row)]
+            left = join(parts, torch.zeros(0, dtype=torch.bool)).nonzero()[:, 0]
+            rows.append(row.only(left.to(row.columns.device)))
+        return replace(self, rows=rows, present=list(present))
+
+
+@dataclass
 class CompactPrompt:
     """
     What the language model sees, `[B, S']`.
 
     `features["image"]` and `features["video"]` hold per row the `[k, d]` embeddings of its image and video
     placeholders; `columns` the caller's column behind each column here, -1 on padding; `next_position` `[B]` the first
-    position after the prompt; `spans` per row the images and videos of the caller's prompt.
+    position after the prompt; `source_ids`, `source_mask` `[B, S]` the caller's prompt, `counts` per modality and row
+    how many images and videos it has.
     """
 
     input_ids: torch.Tensor
@@ -182,7 +357,9 @@ class CompactPrompt:
     features: dict[str, list[torch.Tensor]]
     columns: torch.Tensor
     next_position: torch.Tensor
-    spans: list[list[VisualSpan]]
+    source_ids: torch.Tensor
+    source_mask: torch.Tensor
+    counts: dict[int, list[int]]
     qtsplus: QTSplusOutput
 
 
@@ -291,6 +468,28 @@ def pad_rows(rows: Sequence[torch.Tensor], value: int, left: bool) -> torch.Tens
         missing = width - row.shape[-1]
         padded.append(nn.functional.pad(row, (missing, 0) if left else (0, missing), value=value))
     return torch.stack(padded)
+
+
+def join(parts: list[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
+    """Concatenates; one part is not copied."""
+    if not parts:
+        return nothing
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def packed_rows(sign: str) -> ValueError:
+    """What is said of rows that hold several sequences, as padding-free training makes them."""
+    return ValueError(
+        f"Got several sequences packed into one row ({sign}) together with images or videos: expected one sequence in "
+        "each row, padded, since every sequence is shortened by its own question."
+    )
+
+
+def restarts(position_ids: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether positions `[B, S]`, `[3, B, S]` or `[4, B, S]` begin again at 0 behind a row's first real token."""
+    # Along several axes an image or video goes back too, but only the first token of a sequence to 0 on all of them.
+    highest = position_ids if position_ids.ndim == 2 else position_ids.amax(0)
+    return bool(((highest == 0) & mask.bool() & (mask.cumsum(-1) > 1)).any())
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""How much each visual token matters for a question: the log-relevance of lines 1 and 2 of the paper's Algorithm 1.
+"""The selector's layer, whose attention is how much each visual token matters for a question (lines 1 and 2 of the
+paper's Algorithm 1), and the log-relevance that is made of it.
 
 With `s` the scores `q k / sqrt(d_h)` of a sample, and their rows (one for each head and query token), a reduction makes
 one number of a token's column:
@@ -11,8 +12,8 @@ Every softmax runs over the M visual tokens. So r sums to 1 for all but the maxi
 number of rows. In the first two a token matters if any word speaks for it; in the sum, if the words do together: "the
 yellow ring" is neither any ring nor anything yellow.
 
-[`log_relevance`] is the way in; [`relevance_kernel`] chooses who computes it. The readable twin of all is
-`qtsplus.kernels.naive`.
+[`QTSplusLayer`], which the re-encoder has too, is the way in, then [`log_relevance`]; [`relevance_kernel`] chooses who
+computes it. The readable twin of all is `qtsplus.kernels.naive`.
 """
 
 import math
@@ -20,12 +21,177 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
 REDUCTIONS = ("max", "mean", "sum")
+
+# --------------------------------------------------------------------------------------------------------------------
+# The layer
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class QTSplusRMSNorm(nn.Module):
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight.float() * x).to(hidden_states.dtype)
+
+
+class QTSplusLayer(nn.Module):
+    """Pre-norm attention from `query` to `context`, then a feed-forward block; both scoring and re-encoding use it."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_key_value_heads: int, eps: float, dropout: float):
+        super().__init__()
+        self.head_dim = hidden_size // num_heads
+        self.dropout = dropout
+        key_value_size = num_key_value_heads * self.head_dim
+        self.q_norm = QTSplusRMSNorm(hidden_size, eps)
+        self.kv_norm = QTSplusRMSNorm(hidden_size, eps)
+        self.q_proj = nn.Linear(hidden_size, hidden_size)
+        self.k_proj = nn.Linear(hidden_size, key_value_size)
+        self.v_proj = nn.Linear(hidden_size, key_value_size)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.ffn_norm = QTSplusRMSNorm(hidden_size, eps)
+        self.ffn = nn.Sequential(
+            nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size)
+        )
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        context: torch.Tensor | Sequence[torch.Tensor],
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        relevance_reduction: str | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            query: `[L, d]`.
+            context: `[M, d]`, in one tensor or several; the same tensor as `query` for self-attention.
+            rotary: tables for self-attention.
+            relevance_reduction: return the `[M]` log-relevance of this layer's attention, with this reduction, instead
+                of the `[L, d]` output.
+        """
+        query_states = self._heads(self.q_proj(self.q_norm(query)))
+        key_states = self._heads(in_blocks(self._keys, context))
+        if relevance_reduction is not None:
+            return log_relevance(query_states, key_states, reduction=relevance_reduction)
+        value_states = self._heads(in_blocks(self._values, context))
+        if rotary is not None:
+            query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
+        attention = grouped_attention(query_states, key_states, value_states)
+        query = query + self._drop(self.o_proj(attention.transpose(0, 1).flatten(1)))
+        return query + self._drop(in_blocks(self._feed_forward, query))
+
+    def _keys(self, context: torch.Tensor) -> torch.Tensor:
+        return self.k_proj(self.kv_norm(context))
+
+    def _values(self, context: torch.Tensor) -> torch.Tensor:
+        return self.v_proj(self.kv_norm(context))
+
+    def _feed_forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.ffn(self.ffn_norm(states))
+
+    def _drop(self, states: torch.Tensor) -> torch.Tensor:
+        return F.dropout(states, self.dropout, self.training)
+
+
+def rotary_tables(
+    positions: torch.Tensor, head_dim: int, rope_theta: float, mrope_section: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Cosines and sines of multimodal rotary positions, as Qwen2.5-VL lays them out.
+
+    Args:
+        positions: `[3, n]`, (time, height, width) of each token.
+        mrope_section: how many of the `head_dim / 2` frequencies each axis takes, in turn.
+
+    Returns:
+        two float32 `[n, head_dim]`.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions[..., None].float() * rope_theta**-exponents
+    sections = [part[i % 3] for i, part in enumerate(angles.split(list(mrope_section), dim=-1))]
+    angles = torch.cat(sections * 2, dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotates `[heads, n, head_dim]` by the tables of [`rotary_tables`]."""
+    cos, sin = rotary
+    first, second = states.float().chunk(2, dim=-1)
+    return (states.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(states.dtype)
+
+
+def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """
+    Attention of `[heads, L, head_dim]` queries to `[kv_heads, M, head_dim]` keys and values, without a mask.
+
+    The query heads that share a key/value head become further rows of it: every fused kernel of PyTorch then takes
+    grouped heads, no key is copied, and no `[L, M]` weights are held.
+    """
+    kv_heads, _, head_dim = keys.shape
+    rows = queries.reshape(1, kv_heads, -1, head_dim)
+    return F.scaled_dot_product_attention(rows, keys[None], values[None]).reshape(queries.shape)
+
+
+def in_blocks(
+    function: Callable, states: torch.Tensor | Sequence[torch.Tensor], block_size: int = 4096
+) -> torch.Tensor:
+    """
+    A function of each row of `[n, d]`, for `block_size` rows at a time, so that nothing between input and result holds
+    all of them; gradients compute each block again. The rows may lie in several tensors, joined for gradients alone.
+    """
+    parts = [states] if isinstance(states, torch.Tensor) else states
+    if len(parts) > 1 and torch.is_grad_enabled():
+        parts = [torch.cat(list(parts))]  # one checkpoint for many short videos
+    total = sum(len(part) for part in parts)
+    if len(parts) == 1 and total <= block_size:
+        return function(parts[0])
+    blocks = [block for part in parts for block in part.split(block_size)]
+    if torch.is_grad_enabled():
+        return torch.cat(
+            [checkpoint(function, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
+        )
+    first = function(blocks[0])
+    result = first.new_empty(total, *first.shape[1:])
+    filled = 0
+    for index, block in enumerate(blocks):
+        result[filled : filled + len(block)] = function(block) if index else first
+        filled += len(block)
+    return result
+
+
+def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
+    """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
+    if len(parts) == 1:
+        return parts[0][indices]
+    starts = torch.tensor([0, *(len(part) for part in parts)], device=indices.device).cumsum(0)
+    bounds = torch.searchsorted(indices, starts).tolist()
+    return torch.cat(
+        [
+            part[indices[low:high] - start]
+            for part, start, low, high in zip(parts, starts, bounds, bounds[1:], strict=False)
+        ]
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Log-relevance
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def log_relevance(
@@ -217,4 +383,12 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor, token_mask: torch.Tensor 
     return scores if token_mask is None else scores.masked_fill_(~token_mask[block], -math.inf)
 
 
-__all__ = ["REDUCTIONS", "chunked_log_relevance", "log_relevance", "relevance_kernel"]
+__all__ = [
+    "REDUCTIONS",
+    "QTSplusLayer",
+    "chunked_log_relevance",
+    "log_relevance",
+    "relevance_kernel",
+    "rotary_tables",
+    "take_rows",
+]

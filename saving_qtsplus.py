@@ -1,17 +1,20 @@
-"""Saving: `save_pretrained` and `push_to_hub` write folders that load with `trust_remote_code=True`."""
+"""Initialising, loading and saving. A checkpoint that lacks weights is refused; what is saved or pushed is a whole Hub
+repository, which loads with `trust_remote_code=True` and has a model card.
+"""
 
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelCardData
+from transformers import initialization as init
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import cached_file, logging
 
-from .card_qtsplus import model_card
+from .selector_qtsplus import QTSplusSelector
 
 logger = logging.get_logger(__name__)
 
@@ -58,11 +61,46 @@ def commit_folder(
     return api.create_commit(repo_id, operations, commit_message=message, **commit)
 
 
-class QTSplusSavingMixin:
-    """Saves a model with a head as a Hub repository: with the whole `auto_map`, its code, and the names it loads by."""
+class QTSplusPreTrainedMixin:
+    """
+    Initialises the selector, refuses checkpoints that would leave a part of the model random, and saves a model with a
+    head as a Hub repository: with the whole `auto_map`, its code, and the names it loads by.
+    """
 
     config: Any
     can_generate: Any
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, QTSplusSelector):
+            # A fresh re-encoder changes nothing, so that it does not wreck a trained language model; nor does a fresh
+            # layer over the question.
+            layers: Any = [*module.reencode_layers, *module.question_layers]
+            for layer in layers:
+                for weight in (layer.o_proj.weight, layer.ffn[-1].weight, layer.ffn[-1].bias):
+                    init.zeros_(weight)
+            init.zeros_(module.rho_history)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """
+        As stock, but a checkpoint that lacks weights is an error.
+
+        Raises:
+            ValueError: weights are missing, as in a checkpoint of the base model, whose names may be other ones too.
+        """
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} lacks {len(missing)} of the weights of {cls.__name__} ({missing[0]}, "
+                "...), which would stay random. If it is a base checkpoint without a selector, make a QTSplus model of "
+                "it first: qtsplus convert."
+            )
+        for module in model.modules():
+            if isinstance(module, QTSplusSelector):
+                module.freeze_unused()
+        return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """
@@ -156,4 +194,134 @@ class QTSplusSavingMixin:
         return None if path is None else Path(path)
 
 
-__all__ = ["QTSplusSavingMixin"]
+# --------------------------------------------------------------------------------------------------------------------
+# The model card (README.md) of a Hub repository
+# --------------------------------------------------------------------------------------------------------------------
+
+SECTIONS = ("weights", "training_data", "hyperparameters", "recipe", "results", "limits")
+
+_BODY = """\
+# {name}
+
+{backbone} with **QTSplus**, a query-aware selector of visual tokens. It stands between the vision encoder and the
+language model: it scores every visual token of a video against the question, decides how many to keep, keeps those in
+order and hands a short prompt to the language model.
+
+{weights}
+
+## Use
+
+The repository carries its own code; it needs `torch`, `torchvision`, `transformers>=5.17` and `av`.
+
+```python
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+repository = "{repository}"
+model = AutoModelForImageTextToText.from_pretrained(repository, trust_remote_code=True, dtype="auto")
+processor = AutoProcessor.from_pretrained(repository, trust_remote_code=True)
+
+content = [{{"type": "video", "video": "video.mp4"}}, {{"type": "text", "text": "What happens in the end?"}}]
+inputs = processor.apply_chat_template(
+    [{{"role": "user", "content": content}}],
+    tokenize=True,
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
+    processor_kwargs={{"fps": 2}},
+)
+output = model.generate(**inputs.to(model.device), max_new_tokens=64)
+print(processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])
+```
+
+`model.generate(..., retention=0.1)` keeps a tenth of the visual tokens, `max_visual_tokens=2000` at most 2,000; without
+either the model decides from the question. With `return_dict_in_generate=True` the output's `qtsplus` says which tokens
+were kept (`kept_indices`), how relevant each was (`relevance`) and which fraction was aimed at (`rho`).
+
+`trust_remote_code=True` runs the Python files of this repository; pin them with `revision=` and a commit's hash.
+
+## The model
+
+| | |
+|---|---|
+| parameters | {parameters:,}, of these {selector_parameters:,} in the selector |
+| language model | {layers} layers, width {width} |
+| fraction of tokens kept | {rho_min:g} to {rho_max:g}, decided per question |
+| most tokens kept per sample | {n_max:,} |
+| selector | {scoring_layers} scoring, {reencode_layers} re-encoding layers; gate `{gate}`; positions `{position_ids}` |
+| words of the question | `{query_states}` |
+
+## Training
+
+{training}
+
+## Results
+
+{results}
+
+## Limits
+
+{limits}
+"""
+
+_NO_TRAINING = "Nothing is recorded about the training of these weights."
+_NO_RESULTS = "None were measured for these weights."
+_LIMITS = (
+    "What the selector drops, the language model never sees: an answer can miss what the video shows, most of all "
+    "where the question does not name what it is about. Only video tokens compete; images pass through whole. The base "
+    "model's own limits and biases remain."
+)
+
+
+def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = None) -> str:
+    """
+    The text of a repository's README.md, with its YAML front matter.
+
+    Args:
+        model: whose configuration and size are told; on the meta device it does as well.
+        repository: the repository's id, such as `"org/QTSplus-3B"`, for the usage that is shown.
+        about: what is known of the weights. `weights`, `training_data`, `hyperparameters` (a mapping), `recipe`,
+            `results` and `limits` are told in the text; everything else (`license`, `base_model`, ...) is front matter.
+    """
+    about = dict(about or {})
+    told = {section: about.pop(section, None) for section in SECTIONS}
+    if "base_model" in about:
+        about.setdefault("base_model_relation", "finetune")
+    tags = dict.fromkeys(["custom_code", "qtsplus", "video", "token-selection", *about.pop("tags", [])])
+    front_matter = ModelCardData(
+        library_name="transformers", pipeline_tag="video-text-to-text", tags=list(tags), **about
+    ).to_yaml()
+    config = model.config
+    body = _BODY.format(
+        name=repository.rpartition("/")[2],
+        backbone=model.backbone_name,
+        repository=repository,
+        weights=told["weights"] or _describe_weights(about.get("base_model")),
+        parameters=model.num_parameters(),
+        selector_parameters=sum(parameter.numel() for parameter in model.model.qtsplus.parameters()),
+        layers=config.text_config.num_hidden_layers,
+        width=config.text_config.hidden_size,
+        training=_describe_training(told),
+        results=told["results"] or _NO_RESULTS,
+        limits=told["limits"] or _LIMITS,
+        **config.qtsplus_config.to_dict(),
+    )
+    return f"---\n{front_matter.strip()}\n---\n\n{body}"
+
+
+def _describe_weights(base_model: str | None) -> str:
+    if base_model is not None:
+        return f"The weights derive from [{base_model}](https://huggingface.co/{base_model})."
+    return "The weights carry the licence of the model that they derive from."
+
+
+def _describe_training(told: Mapping[str, Any]) -> str:
+    parts = [told["training_data"]] if told["training_data"] else []
+    if told["recipe"]:
+        parts.append(f"Recipe: `{told['recipe']}`.")
+    if told["hyperparameters"]:
+        rows = [f"| {name} | {value} |" for name, value in told["hyperparameters"].items()]
+        parts.append("\n".join(["| hyperparameter | |", "|---|---|", *rows]))
+    return "\n\n".join(parts) or _NO_TRAINING
+
+
+__all__ = ["SECTIONS", "QTSplusPreTrainedMixin", "auto_map", "code_of", "commit_folder", "model_card"]

@@ -1,25 +1,25 @@
 """The query-aware token selector: Algorithm 1 of the paper, from relevance to the re-encoded tokens.
 
 Independent of any backbone. [`QTSplusSelector`], at the end, runs it over a ragged batch; before it come the pieces in
-the paper's order, but for lines 1 and 2 (relevance_qtsplus.py) and lines 5 to 14 (the gates of selection_qtsplus.py).
-Symbols are the paper's, as words: visual (X, `[M, d]`), query (Q, `[L, d]`), relevance (r), rho, budget n, threshold t,
-tau_s, kept indices (I).
+the paper's order, but for lines 1 and 2 (relevance_qtsplus.py). A gate does in training what the method `"qtsplus"`
+(methods_qtsplus.py) does at inference, or nearly so. Symbols are the paper's, as words: visual (X, `[M, d]`), query (Q,
+`[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
-from .relevance_qtsplus import log_relevance
-from .selection_qtsplus import GATES, LM_ATTENTION, METHODS, Candidates, check_call, tokens_for_mass
+from .methods_qtsplus import Candidates, Method, attention_share, check_budget, check_kept, find_method, top_n
+from .relevance_qtsplus import QTSplusLayer, rotary_tables, take_rows
 
+SOFT_TOKENS = 3  # times what inference keeps, through the soft gate
 EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -50,169 +50,6 @@ def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
     return max(1, min(math.ceil(round(rho * num_tokens, 6)), n_max))
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Lines 15-16: re-encoding
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def rotary_tables(
-    positions: torch.Tensor, head_dim: int, rope_theta: float, mrope_section: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Cosines and sines of multimodal rotary positions, as Qwen2.5-VL lays them out.
-
-    Args:
-        positions: `[3, n]`, (time, height, width) of each token.
-        mrope_section: how many of the `head_dim / 2` frequencies each axis takes, in turn.
-
-    Returns:
-        two float32 `[n, head_dim]`.
-    """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[..., None].float() * rope_theta**-exponents
-    sections = [part[i % 3] for i, part in enumerate(angles.split(list(mrope_section), dim=-1))]
-    angles = torch.cat(sections * 2, dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotates `[heads, n, head_dim]` by the tables of [`rotary_tables`]."""
-    cos, sin = rotary
-    first, second = states.float().chunk(2, dim=-1)
-    return (states.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(states.dtype)
-
-
-def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """
-    Attention of `[heads, L, head_dim]` queries to `[kv_heads, M, head_dim]` keys and values, without a mask.
-
-    The query heads that share a key/value head become further rows of it: every fused kernel of PyTorch then takes
-    grouped heads, no key is copied, and no `[L, M]` weights are held.
-    """
-    kv_heads, _, head_dim = keys.shape
-    rows = queries.reshape(1, kv_heads, -1, head_dim)
-    return F.scaled_dot_product_attention(rows, keys[None], values[None]).reshape(queries.shape)
-
-
-def in_blocks(
-    function: Callable, states: torch.Tensor | Sequence[torch.Tensor], block_size: int = 4096
-) -> torch.Tensor:
-    """
-    A function of each row of `[n, d]`, for `block_size` rows at a time, so that nothing between input and result holds
-    all of them; gradients compute each block again. The rows may lie in several tensors, joined for gradients alone.
-    """
-    parts = [states] if isinstance(states, torch.Tensor) else states
-    if len(parts) > 1 and torch.is_grad_enabled():
-        parts = [torch.cat(list(parts))]  # one checkpoint for many short videos
-    total = sum(len(part) for part in parts)
-    if len(parts) == 1 and total <= block_size:
-        return function(parts[0])
-    blocks = [block for part in parts for block in part.split(block_size)]
-    if torch.is_grad_enabled():
-        return torch.cat(
-            [checkpoint(function, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
-        )
-    first = function(blocks[0])
-    result = first.new_empty(total, *first.shape[1:])
-    filled = 0
-    for index, block in enumerate(blocks):
-        result[filled : filled + len(block)] = function(block) if index else first
-        filled += len(block)
-    return result
-
-
-def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
-    """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
-    if len(parts) == 1:
-        return parts[0][indices]
-    starts = torch.tensor([0, *(len(part) for part in parts)], device=indices.device).cumsum(0)
-    bounds = torch.searchsorted(indices, starts).tolist()
-    return torch.cat(
-        [
-            part[indices[low:high] - start]
-            for part, start, low, high in zip(parts, starts, bounds, bounds[1:], strict=False)
-        ]
-    )
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Modules
-# --------------------------------------------------------------------------------------------------------------------
-
-
-class QTSplusRMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x = hidden_states.float()
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight.float() * x).to(hidden_states.dtype)
-
-
-class QTSplusLayer(nn.Module):
-    """Pre-norm attention from `query` to `context`, then a feed-forward block; both scoring and re-encoding use it."""
-
-    def __init__(self, hidden_size: int, num_heads: int, num_key_value_heads: int, eps: float, dropout: float):
-        super().__init__()
-        self.head_dim = hidden_size // num_heads
-        self.dropout = dropout
-        key_value_size = num_key_value_heads * self.head_dim
-        self.q_norm = QTSplusRMSNorm(hidden_size, eps)
-        self.kv_norm = QTSplusRMSNorm(hidden_size, eps)
-        self.q_proj = nn.Linear(hidden_size, hidden_size)
-        self.k_proj = nn.Linear(hidden_size, key_value_size)
-        self.v_proj = nn.Linear(hidden_size, key_value_size)
-        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.ffn_norm = QTSplusRMSNorm(hidden_size, eps)
-        self.ffn = nn.Sequential(
-            nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size)
-        )
-
-    def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        context: torch.Tensor | Sequence[torch.Tensor],
-        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-        relevance_reduction: str | None = None,
-    ) -> torch.Tensor:
-        """
-        Args:
-            query: `[L, d]`.
-            context: `[M, d]`, in one tensor or several; the same tensor as `query` for self-attention.
-            rotary: tables for self-attention.
-            relevance_reduction: return the `[M]` log-relevance of this layer's attention, with this reduction, instead
-                of the `[L, d]` output.
-        """
-        query_states = self._heads(self.q_proj(self.q_norm(query)))
-        key_states = self._heads(in_blocks(self._keys, context))
-        if relevance_reduction is not None:
-            return log_relevance(query_states, key_states, reduction=relevance_reduction)
-        value_states = self._heads(in_blocks(self._values, context))
-        if rotary is not None:
-            query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
-        attention = grouped_attention(query_states, key_states, value_states)
-        query = query + self._drop(self.o_proj(attention.transpose(0, 1).flatten(1)))
-        return query + self._drop(in_blocks(self._feed_forward, query))
-
-    def _keys(self, context: torch.Tensor) -> torch.Tensor:
-        return self.k_proj(self.kv_norm(context))
-
-    def _values(self, context: torch.Tensor) -> torch.Tensor:
-        return self.v_proj(self.kv_norm(context))
-
-    def _feed_forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.ffn(self.ffn_norm(states))
-
-    def _drop(self, states: torch.Tensor) -> torch.Tensor:
-        return F.dropout(states, self.dropout, self.training)
-
-
 class Float32Linear(nn.Linear):
     """Computes in float32 whatever its parameters' dtype; a module of its own, so that offloading finds its weights."""
 
@@ -235,21 +72,146 @@ class QTSplusBudgetHead(nn.Module):
         return rho_min + (rho_max - rho_min) * torch.sigmoid(logit[0])
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Lines 5-14: the gates, on the threshold of Algorithm 2
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Gated(NamedTuple):
+    """Kept indices `[n]` ascending, their gates `[n]` (soft, or 1 with a soft gradient or none), threshold t."""
+
+    kept_indices: torch.Tensor
+    gates: torch.Tensor
+    threshold: torch.Tensor
+
+
+def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> torch.Tensor:
+    """
+    Solves `sum_i sigmoid((scores_i - t) / tau_s) = target` for t.
+
+    The sum falls strictly with t, and `t` lies between `min(scores)` and `max(scores)` shifted by
+    `tau_s * logit(target / M)`: bisection between the two always arrives, where the paper's plain Newton runs away on
+    peaked scores. The gradient is the implicit one, `dt = (sum_i w_i dscores_i - tau_s dtarget) / sum_i w_i` with
+    `w = s (1 - s)`.
+
+    Args:
+        scores: `[M]`.
+        target: scalar tensor, tokens, between 0 and M.
+        tau_s: temperature.
+
+    Returns:
+        Scalar t, in the dtype of `scores`.
+    """
+    precise = torch.float32 if scores.device.type == "mps" else torch.float64
+    x = scores.detach().to(precise)
+    goal = target.detach().to(precise)
+    fraction = (goal / len(x)).clamp(1e-6, 1 - 1e-6)
+    goal = fraction * len(x)
+    shift = tau_s * torch.logit(fraction)
+    low, high = x.min() - shift, x.max() - shift
+    for _ in range(60):
+        t = (low + high) / 2
+        too_many = torch.sigmoid((x - t) / tau_s).sum() > goal
+        low, high = torch.where(too_many, t, low), torch.where(too_many, high, t)
+
+    t = (low + high) / 2
+    if not (torch.is_grad_enabled() and (scores.requires_grad or target.requires_grad)):
+        return t.to(scores.dtype)
+    z = (x - t) / tau_s
+    weights = torch.sigmoid(z) * torch.sigmoid(-z)  # s (1 - s) without cancellation
+    total = weights.sum().clamp(min=1e-30)
+    residual = ((weights / total).to(scores.dtype) * scores).sum() - (tau_s / total).to(scores.dtype) * target
+    return t.to(scores.dtype) + (residual - residual.detach())
+
+
+def gumbel_noise(num_tokens: int, device: torch.device) -> torch.Tensor:
+    """
+    Standard Gumbel noise for (keep, drop), from torch's global generator: `[M, 2]` float32.
+
+    The selector draws it row by row: however a batch is cut into micro-batches, its rows see the same noise. The
+    processes of a distributed run draw their own, so with them only the expectation is that of one big batch.
+    """
+    return -torch.empty(num_tokens, 2, device=device).exponential_().log()
+
+
+def gumbel_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+    """
+    The paper's training gate: hard Gumbel-softmax over `[r - t, 0]` with a straight-through gradient. The sampled count
+    is its own, below `n_max`; the threshold is on r.
+
+    Args:
+        log_relevance: `[M]` float32.
+        target: scalar tensor, the soft count that fixes t; differentiable in rho.
+        tau_s: temperature.
+        n: the hard count.
+        n_max: cap on the kept tokens; `n` is below it already.
+    """
+    relevance = log_relevance.exp()
+    noise = gumbel_noise(len(relevance), relevance.device)
+    threshold = find_threshold(relevance, target, tau_s)
+    margin = relevance - threshold + noise[:, 0] - noise[:, 1]
+    kept = (margin.detach() >= 0).nonzero()[:, 0]
+    if len(kept) == 0:
+        kept = relevance.detach().argmax()[None]
+    elif len(kept) > n_max:
+        kept = top_n(margin.detach(), n_max)
+    soft = torch.sigmoid(margin[kept] / tau_s)
+    return Gated(kept, 1 + (soft - soft.detach()), threshold)
+
+
+def detached_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+    """
+    Keeps in training exactly what inference keeps, and lets no gradient through the choice: for scores that are taught
+    by attention. Arguments as for [`gumbel_gate`]; there is no threshold.
+    """
+    kept = top_n(log_relevance.detach(), n)
+    return Gated(kept, torch.ones(n, device=kept.device), torch.zeros((), device=kept.device))
+
+
+def soft_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n: int, n_max: int) -> Gated:
+    """
+    `sigmoid((s - t) / tau_s)` as it is, of scores `s = z + tau_s * Gumbel noise`, on three times the tokens that
+    inference keeps: what is about to be dropped is half there, so the answers can tell whether it matters.
+
+    z is the log-relevance in units of its own spread around its mean. Without, training makes the scores so far apart
+    that every gate is 0 or 1, and has no gradient left. The selector puts the mean of all tokens in the place of what a
+    gate leaves out, for a token times its gate looks like no token. As `tau_s` falls, noise and gates come closer to
+    what inference does. Arguments as for [`gumbel_gate`].
+    """
+    centred = log_relevance - log_relevance.mean()
+    scores = centred / centred.square().mean().clamp(min=1e-12).sqrt()
+    scores = scores + tau_s * gumbel_noise(len(scores), scores.device)[:, 0]
+    kept = top_n(scores.detach(), min(SOFT_TOKENS * n, len(scores), n_max))
+    threshold = find_threshold(scores, target, tau_s)
+    return Gated(kept, torch.sigmoid((scores[kept] - threshold) / tau_s), threshold)
+
+
+GATES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, int, int], Gated]] = {
+    "gumbel": gumbel_gate,
+    "detached": detached_gate,
+    "soft": soft_gate,
+}
+
+# --------------------------------------------------------------------------------------------------------------------
+# The whole
+# --------------------------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class QTSplusOutput(ModelOutput):
     """
     What the selector decided, one entry per row of the batch.
 
     Args:
-        relevance: tuple of `[M_b]` float32, empty in rows where nothing had to be scored; `None` where that is so of
-            every row.
+        relevance: tuple of `[M_b]` float32: the selector's, or the language model's attention where that selected.
+            Empty in rows where neither had to be computed; `None` where that is so of every row.
         log_relevance: its logarithm, which does not run out of numbers; in training with its gradient.
         rho: `[B]` float32, the fraction aimed at; 0 in rows without visual tokens.
         num_tokens: `[B]` int64, the visual tokens that compete (M).
         n: `[B]` int64, kept tokens.
         kept_indices: tuple of `[n_b]` int64, ascending, into the row's visual tokens.
-        threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r for "straight_through", on log r in
-            units of its spread for "soft"); 0 where there was none, as for "detached". `None` at inference.
+        threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r in units of its spread for "soft");
+            0 where there was none, as for "detached". `None` at inference.
         loss_t, loss_m, loss_s: scalars, the weighted compute-aware penalties.
         columns: `[B, S']` int64, the column of the caller's prompt behind each column that the language model saw;
             -1 on padding.
@@ -322,10 +284,10 @@ class QTSplusSelector(nn.Module):
         grids: Sequence[Sequence[tuple[int, int, int]]] | None = None,
         retention: float | Sequence[float] | None = None,
         max_visual_tokens: int | None = None,
-        selection: str | None = None,
+        selection: str | Method | None = None,
         reencode: bool = True,
         sample_gate: bool | None = None,
-        scores: Sequence[Callable[[], torch.Tensor]] | None = None,
+        attention: Sequence[Callable[[], torch.Tensor]] | None = None,
     ) -> tuple[list[torch.Tensor], QTSplusOutput]:
         """
         Args:
@@ -337,50 +299,38 @@ class QTSplusSelector(nn.Module):
                 that look at neighbours. A tensor is one line of one frame if `None`.
             retention: fixes rho, in (0, 1]; one for all rows or one for each.
             max_visual_tokens: caps n for this call, below `n_max`.
-            selection: one of `METHODS`; the configuration's if `None`.
+            selection: a name of `METHODS`, or a function like theirs; the configuration's if `None`.
             reencode: `False` skips lines 15 and 16.
             sample_gate: use the training gate; `self.training` if `None`.
-            scores: per row what computes the `[M_b]` log-relevance, in the place of lines 1 and 2.
+            attention: per row what computes the `[M_b]` log-attention of the language model, for methods that ask it.
 
         Returns:
             per row `[n_b, d]` tokens for the language model, in their original order, and a [`QTSplusOutput`].
 
         Raises:
-            ValueError: an unknown selection, `"lm_attention"` without `scores`, `retention` or `max_visual_tokens` out
-                of range, or a row with visual tokens but no question.
+            ValueError: an unknown selection, or one that asks for `attention` where there is none; `retention` or
+                `max_visual_tokens` out of range; a row with visual tokens but no question.
         """
         visual = [[row] if isinstance(row, torch.Tensor) else row for row in visual]
         if grids is None:
             grids = [[(1, 1, len(part)) for part in row] for row in visual]
         retentions = list(retention) if isinstance(retention, Sequence) else [retention] * len(visual)
         selection = self.config.selection if selection is None else selection
-        check_call(selection, retentions, len(visual), max_visual_tokens)
-        if selection == LM_ATTENTION and scores is None:
-            raise ValueError("selection='lm_attention' asks the language model: call the whole model.")
-        sample_gate = self.training if sample_gate is None else sample_gate
+        check_budget(selection, retentions, len(visual), max_visual_tokens)
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
+        sample_gate = self.training if sample_gate is None else sample_gate
+
         rows = []
-        for row, retention in enumerate(retentions):
-            given = None if scores is None else scores[row]
-            sample = (row, visual[row], query[row], positions[row], grids[row], given)
-            rows.append(self._select_row(self._candidates(*sample), selection, retention, cap, sample_gate))
-        features, kept_indices, log_relevance, rhos, threshold = (list(field) for field in zip(*rows, strict=True))
-        for row, kept in enumerate(kept_indices):
-            if len(kept) and reencode:
-                places = positions[row][:, kept] if self.config.reencode_rope else None
-                features[row] = self._encode(self.reencode_layers, features[row], places)
-
+        for row, sample in enumerate(zip(visual, query, positions, grids, strict=True)):
+            candidates = self._candidates(row, *sample, None if attention is None else attention[row])
+            rows.append(self._select(candidates, selection, retentions[row], cap, sample_gate, reencode))
+        features, kept_indices, log_relevance, rhos, thresholds = (list(field) for field in zip(*rows, strict=True))
         if self.training and torch.is_grad_enabled():
-            # A batch without visual tokens must still reach every parameter, or distributed training waits for ever.
-            trained = [p.sum().float() for p in self.parameters() if p.requires_grad]
-            if trained:
-                anchor = torch.stack(trained).sum() * 0.0
-                features = [row + anchor.to(row.dtype) for row in features]
-
-        num_tokens = torch.tensor([sum(map(len, parts)) for parts in visual], device=visual[0][0].device)
+            features = self._reaching_every_parameter(features)
         rho = torch.stack(rhos)
+        num_tokens = torch.tensor([sum(map(len, parts)) for parts in visual], device=rho.device)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
-        scored = any(len(scores) for scores in log_relevance)
+        scored = any(map(len, log_relevance))
         return features, QTSplusOutput(
             relevance=tuple(scores.exp() for scores in log_relevance) if scored else None,
             log_relevance=tuple(log_relevance) if scored else None,
@@ -388,76 +338,109 @@ class QTSplusSelector(nn.Module):
             num_tokens=num_tokens,
             n=torch.tensor([len(kept) for kept in kept_indices], device=rho.device),
             kept_indices=tuple(kept_indices),
-            threshold=torch.stack(threshold) if sample_gate else None,
+            threshold=torch.stack(thresholds) if sample_gate else None,
             loss_t=loss_t,
             loss_m=loss_m,
             loss_s=loss_s,
         )
 
-    def _candidates(self, row, visual, query, positions, grids, given) -> Candidates:
-        """One sample, with lines 1 and 2 for whoever asks for them."""
-        if len(query) and given is None:
-            order = torch.arange(len(query), device=query.device).expand(3, -1)
-            query = self._encode(self.question_layers, query, order)
+    def _candidates(self, row, visual, query, positions, grids, attend) -> Candidates:
+        """One sample: lines 1 and 2, for whoever asks for them."""
 
-        def score() -> torch.Tensor:
+        def require_question() -> None:
             if len(query) == 0:
                 raise ValueError(
                     f"Row {row} has {sum(map(len, visual))} visual tokens but no question to select them by. Format "
                     "the prompt with the processor's chat template, or pass query_mask= or query_input_ids=."
                 )
-            if given is not None:
-                return given()
-            states = query
+
+        def contextualise(words: torch.Tensor) -> torch.Tensor:
+            order = torch.arange(len(words), device=words.device).expand(3, -1)
+            return self._encode(self.question_layers, words, order) if len(words) else words
+
+        def score(states: torch.Tensor) -> torch.Tensor:
+            require_question()
             for layer in self.scoring_layers[:-1]:
                 states = layer(states, visual)
             return self.scoring_layers[-1](states, visual, relevance_reduction=self.config.reduction)
 
-        return Candidates(visual, query, positions, grids, score)
+        def ask() -> torch.Tensor:
+            require_question()
+            return attend()
 
-    def _select_row(self, candidates: Candidates, selection: str, retention: float | None, cap: int, sample_gate: bool):
-        """Budget and gate of one sample: (kept tokens, kept indices, log-relevance, rho, threshold)."""
-        config, num_tokens, visual = self.config, candidates.num_tokens, candidates.visual
-        nothing = torch.zeros((), device=candidates.device)
-        unscored = torch.empty(0, device=candidates.device)
-        if num_tokens == 0:
-            return visual[0], unscored.long(), unscored, nothing, nothing
+        return Candidates(visual, query, positions, grids, score, contextualise, None if attend is None else ask)
+
+    def _select(
+        self,
+        candidates: Candidates,
+        selection: str | Method,
+        retention: float | None,
+        cap: int,
+        sample_gate: bool,
+        reencode: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One sample: (tokens, kept indices, scores, rho, threshold)."""
+        zero, method = torch.zeros((), device=candidates.device), find_method(selection)
+        if candidates.num_tokens == 0:
+            scores = candidates.scores
+            return candidates.visual[0], scores.long(), scores, zero, zero
+        rho, n = self._budget(candidates, selection, retention, cap)
+        if sample_gate and selection == "qtsplus":
+            tokens, kept, threshold = self._gate(candidates, rho, n, cap)
+        else:
+            kept, threshold = method(candidates, n), zero
+            check_kept(kept, n, candidates.num_tokens, selection)
+            whole = n == candidates.num_tokens == len(candidates.visual[0])
+            tokens = candidates.visual[0] if whole else take_rows(candidates.visual, kept)
+        if reencode:
+            tokens = self._encode(
+                self.reencode_layers, tokens, candidates.positions[:, kept] if self.config.reencode_rope else None
+            )
+        return tokens, kept, candidates.scores, rho, threshold.detach()
+
+    def _budget(
+        self, candidates: Candidates, selection: str | Method, retention: float | None, cap: int
+    ) -> tuple[torch.Tensor, int]:
+        """Lines 3 and 4, where the call does not fix rho itself: rho, a scalar tensor, and n."""
+        config, num_tokens = self.config, candidates.num_tokens
+        zero = torch.zeros((), device=candidates.device)
         if selection == "all":
-            rho, n = nothing + 1, num_tokens
-        elif retention is None and selection == LM_ATTENTION:
-            share = tokens_for_mass(candidates.log_relevance, config.attention_mass) / num_tokens
-            rho = (nothing + share).clamp(config.rho_min, config.rho_max)
-            n = kept_count(float(rho), num_tokens, cap)
-        elif retention is None:
+            return zero + 1, num_tokens
+        if retention is not None:
+            return zero + retention, kept_count(retention, num_tokens, cap)
+        if selection == "lm_attention":
+            share = attention_share(candidates, config.attention_mass)
+            rho = (zero + share).clamp(config.rho_min, config.rho_max)
+        else:
             relevance = candidates.log_relevance.exp()
             if config.gate == "detached":  # the scores are taught, by nothing else
                 relevance = relevance.detach()
-            rho = self.budget(budget_features(candidates.query, relevance), config.rho_min, config.rho_max)
-            n = kept_count(float(rho.detach()), num_tokens, cap)
-        else:
-            rho, n = nothing + retention, kept_count(retention, num_tokens, cap)
+            rho = self.budget(budget_features(candidates.query_states, relevance), config.rho_min, config.rho_max)
+        return rho, kept_count(float(rho.detach()), num_tokens, cap)
 
-        if sample_gate and selection == "qtsplus":
-            target = (rho * num_tokens).clamp(max=cap)
-            kept, gates, threshold = GATES[config.gate](candidates.log_relevance, target, config.tau_s, n, cap)
-            tokens, gates = take_rows(visual, kept), gates[:, None].to(visual[0].dtype)
-            if config.gate == "soft":
-                total = torch.stack([part.detach().sum(0, dtype=torch.float32) for part in visual]).sum(0)
-                tokens = torch.lerp((total / num_tokens).to(tokens.dtype), tokens, gates)
-            else:
-                tokens = tokens * gates
-        else:
-            kept, threshold = METHODS[selection](candidates, n), nothing
-            if kept.shape != (n,) or bool((kept.diff() < 1).any()):
-                raise ValueError(
-                    f"selection={selection!r} kept indices of shape {tuple(kept.shape)}: expected {n}, ascending."
-                )
-            tokens = visual[0] if n == len(visual[0]) == num_tokens else take_rows(visual, kept)
-        scored = "log_relevance" in vars(candidates)
-        return tokens, kept, candidates.log_relevance if scored else unscored, rho, threshold.detach()
+    def _gate(
+        self, candidates: Candidates, rho: torch.Tensor, n: int, cap: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Lines 5 to 14, as training sees them: (tokens, kept indices, threshold)."""
+        config, visual = self.config, candidates.visual
+        target = (rho * candidates.num_tokens).clamp(max=cap)
+        kept, gates, threshold = GATES[config.gate](candidates.log_relevance, target, config.tau_s, n, cap)
+        tokens, gates = take_rows(visual, kept), gates[:, None].to(visual[0].dtype)
+        if config.gate != "soft":
+            return tokens * gates, kept, threshold
+        total = torch.stack([part.detach().sum(0, dtype=torch.float32) for part in visual]).sum(0)
+        return torch.lerp((total / candidates.num_tokens).to(tokens.dtype), tokens, gates), kept, threshold
+
+    def _reaching_every_parameter(self, features: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same: a batch without visual tokens must reach every parameter too, or distributed training waits."""
+        trained = [p.sum().float() for p in self.parameters() if p.requires_grad]
+        if not trained:
+            return features
+        anchor = torch.stack(trained).sum() * 0.0
+        return [row + anchor.to(row.dtype) for row in features]
 
     def _encode(self, layers: nn.ModuleList, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """`[n, d]` tokens that have seen each other, where `[3, n]` says they stand; none stands anywhere if `None`."""
+        """Lines 15 and 16: `[n, d]` tokens that have seen each other, where `[3, n]` says they stand."""
         rotary = None
         if positions is not None and len(layers):
             rotary = rotary_tables(positions, self.head_dim, self.rope_theta, self.mrope_section)
@@ -492,4 +475,4 @@ class QTSplusSelector(nn.Module):
         return (history[0] / history[1] / 2.0**32).float()
 
 
-__all__ = ["QTSplusOutput", "QTSplusSelector", "kept_count"]
+__all__ = ["GATES", "Gated", "QTSplusOutput", "QTSplusSelector", "find_threshold", "kept_count"]

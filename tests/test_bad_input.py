@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
-from qtsplus.selection_qtsplus import METHODS
+from qtsplus.methods_qtsplus import METHODS
 from tiny import (
     IM_END,
     IM_START,
@@ -186,7 +186,7 @@ BAD_INPUTS = {
             second_per_grid_ts=None,
             mm_encoder_outputs={"video": BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))},
         ),
-        "mm_encoder_outputs would pass the selector by",
+        "mm_encoder_outputs would bypass the selector",
     ),
 }
 
@@ -248,7 +248,7 @@ BAD_CONFIGS = {
     "rho_min above rho_max": ({"rho_min": 0.6, "rho_max": 0.5}, "rho_min=0.6, rho_max=0.5; expected 0 < rho_min <="),
     "rho_min 0": ({"rho_min": 0.0}, "rho_min=0.0, rho_max=0.5; expected 0 < rho_min"),
     "rho_max above 1": ({"rho_max": 1.5}, "rho_max=1.5; expected .* <= 1"),
-    "an unknown gate": ({"gate": "softmax"}, "gate='softmax'; expected one of .*straight_through"),
+    "an unknown gate": ({"gate": "softmax"}, "gate='softmax'; expected one of .*detached"),
     "an unknown reduction": ({"reduction": "median"}, "reduction='median'; expected one of .*sum"),
     "an unknown selection": ({"selection": "best"}, "selection='best'; expected one of .*uniform"),
     "unknown position_ids": ({"position_ids": "absolute"}, "position_ids='absolute'; expected one of .*sequential"),
@@ -402,10 +402,23 @@ def test_packed_rows_are_refused_with_images_and_videos(model, axes, with_mask, 
 
 
 def test_a_method_that_keeps_something_else_than_n_indices_is_named(model, monkeypatch):
-    for wrong in (lambda candidates, n: torch.arange(n + 1), lambda candidates, n: torch.arange(n).flip(0)):
-        monkeypatch.setitem(METHODS, "broken", wrong)
-        with pytest.raises(ValueError, match="selection='broken' kept indices .*expected 4, ascending"):
-            model(**video_inputs(), selection="broken", max_visual_tokens=4, retention=1.0)
+    call = {**video_inputs(), "max_visual_tokens": 4, "retention": 1.0}
+    for wrong in (
+        torch.arange(5),
+        torch.arange(4).flip(0),
+        torch.arange(4).float(),
+        torch.arange(4) - 1,
+        torch.tensor([0, 1, 2, 10**6]),
+        [0, 1, 2, 3],
+    ):
+
+        def broken(candidates, n, wrong=wrong):
+            return wrong
+
+        monkeypatch.setitem(METHODS, "broken", broken)
+        for selection in ("broken", broken):
+            with pytest.raises(ValueError, match="selection='broken' returned .*; expected 4 ascending int64 indices"):
+                model(**call, selection=selection)
 
 
 def test_a_paged_cache_is_refused(model):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-import qtsplus.attention_qtsplus as attention
+import qtsplus.modeling_qtsplus as attention
 from tiny import batch, prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +23,7 @@ def whole_float32(monkeypatch):
 @pytest.fixture(scope="module")
 def models():
     """The model on the CPU, and its copy on the device."""
-    model = tiny_model(gate="straight_through")
+    model = tiny_model(gate="noiseless")
     return model, copy.deepcopy(model).to(DEVICE)
 
 

@@ -89,7 +89,7 @@ def test_greedy_tokens(model, golden):
 
 def test_training_step(model, monkeypatch):
     golden = load(*E2E, "train")
-    monkeypatch.setattr("qtsplus.selection_qtsplus.gumbel_noise", lambda n, device: golden["gumbel"][0])
+    monkeypatch.setattr("qtsplus.selector_qtsplus.gumbel_noise", lambda n, device: golden["gumbel"][0])
     output = model.train()(**full_prompt("train"))
     qtsplus = output.qtsplus
     assert qtsplus.kept_indices[0].tolist() == golden["indices"].tolist()

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import measure_memory
 from qtsplus.benchmark.peak import in_own_process
-from qtsplus.relevance_qtsplus import REDUCTIONS
-from qtsplus.selector_qtsplus import QTSplusLayer, grouped_attention, rotary_tables
+from qtsplus.relevance_qtsplus import REDUCTIONS, QTSplusLayer, grouped_attention, rotary_tables
 from tiny import batch, prompt, tiny_model
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -130,7 +129,7 @@ def test_a_layer_in_blocks_of_tokens_is_as_at_once(rope, reduction, monkeypatch)
         return inferred, trained, *gradients
 
     whole = outputs()
-    monkeypatch.setattr("qtsplus.selector_qtsplus.in_blocks.__defaults__", (16,))
+    monkeypatch.setattr("qtsplus.relevance_qtsplus.in_blocks.__defaults__", (16,))
     for mine, expected in zip(outputs(), whole, strict=True):
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
 

@@ -28,8 +28,9 @@ from model_checks import (
     with_labels,
 )
 from qtsplus import Qwen2_5_VLQTSplusConfig
-from qtsplus.modeling_qtsplus import QTSplusPreTrainedMixin
-from qtsplus.selector_qtsplus import QTSplusRMSNorm, QTSplusSelector
+from qtsplus.relevance_qtsplus import QTSplusRMSNorm
+from qtsplus.saving_qtsplus import QTSplusPreTrainedMixin
+from qtsplus.selector_qtsplus import QTSplusSelector
 from tiny import (
     tiny_config,
     tiny_model,

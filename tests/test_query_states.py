@@ -17,7 +17,7 @@ from qtsplus.configuration_qtsplus import QUERY_STATES
 from qtsplus.hub.convert import convert, convert_reference_config
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.split import split
-from qtsplus.inputs_qtsplus import SelectionInputs
+from qtsplus.prompt_qtsplus import find_query_mask
 from qtsplus.training import initialise_selector
 from reference import GOLDEN
 from tiny import IM_END, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
@@ -37,7 +37,9 @@ def seen(model, inputs, **call):
 
 
 def question_mask(model, inputs):
-    return model.model._query_mask(inputs["input_ids"], inputs["attention_mask"], SelectionInputs()).long()
+    config, ids = model.config, inputs["input_ids"]
+    turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
+    return find_query_mask(ids, inputs["attention_mask"], *turns)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ def test_saved_and_loaded_it_gives_the_same_bits(kind, tmp_path):
     loaded = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path).eval()
     assert loaded.config.qtsplus_config.query_states == kind
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
-    assert (tmp_path / "query_qtsplus.py").exists()
+    assert (tmp_path / "layout_qtsplus.py").exists()
 
 
 @EACH

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtsplus.repeats_qtsplus import Repeats
+from qtsplus.encoding_qtsplus import Repeats
 
 
 def steps(*values):

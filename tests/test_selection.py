@@ -10,17 +10,17 @@ from torch.nn.functional import cosine_similarity
 from transformers import Trainer, TrainingArguments
 
 from qtsplus import QTSplusConfig
-from qtsplus.inputs_qtsplus import NAMES
-from qtsplus.selection_qtsplus import (
+from qtsplus.methods_qtsplus import (
     METHODS,
     TIE,
     Candidates,
+    attention_share,
     diversity,
     most_relevant,
     temporal_redundancy,
-    tokens_for_mass,
     top_n,
 )
+from qtsplus.prompt_qtsplus import NAMES
 from tiny import batch, prompt, stock_twin, tiny_model, token_types
 
 GRIDS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3)
@@ -31,7 +31,7 @@ def candidates_of(grids, seed, width=6):
     visual = [torch.randn(t * h * w, width, generator=generator) for t, h, w in grids]
     total = sum(map(len, visual))
 
-    def score():
+    def score(_):
         raise AssertionError("a query-free method looked at the question")
 
     return Candidates(visual, torch.empty(0, width), torch.zeros(3, total, dtype=torch.long), grids, score)
@@ -81,7 +81,7 @@ def test_diversity_adds_the_token_farthest_from_the_kept_ones(grids, share, seed
 def test_a_still_part_of_a_video_is_redundant_and_a_copied_token_not_diverse():
     still, moving = torch.randn(1, 4, 8).expand(3, -1, -1), torch.randn(3, 4, 8)
     visual = torch.cat([still, moving], dim=1).flatten(0, 1)  # 3 frames of 8 tokens, the first 4 of each never change
-    scene = Candidates([visual], visual[:0], torch.zeros(3, 24), [(3, 1, 8)], lambda: visual.sum(1))
+    scene = Candidates([visual], visual[:0], torch.zeros(3, 24), [(3, 1, 8)], lambda _: visual.sum(1))
     assert temporal_redundancy(scene, 16).tolist() == [*range(8), *range(12, 16), *range(20, 24)]
     assert len({index if index % 8 >= 4 else index % 8 for index in diversity(scene, 16).tolist()}) == 16
 
@@ -115,7 +115,7 @@ def test_rounding_of_the_features_of_equal_frames_changes_no_choice(method, grid
         visual = [part + noise * torch.rand(part.shape, generator=generator) for part in visual]
         score = (torch.cat(visual) @ weight).log_softmax(0)
         positions = torch.zeros(3, len(score), dtype=torch.long)
-        return Candidates(visual, shown.query, positions, [(t * copies, h, w) for t, h, w in grids], lambda: score)
+        return Candidates(visual, shown.query, positions, [(t * copies, h, w) for t, h, w in grids], lambda _: score)
 
     n = max(1, int(share * still(0).num_tokens))
     assert torch.equal(method(still(0), n), method(still(1e-6), n))
@@ -158,13 +158,15 @@ def test_without_re_encoding_everything_is_stock(model, inputs):
 
 def test_a_selector_alone_has_no_attention_to_ask(model):
     visual = torch.randn(9, 64)
-    with pytest.raises(ValueError, match="'lm_attention' asks the language model: call the whole model"):
+    with pytest.raises(ValueError, match="asks the language model: call the whole model"):
         model.model.qtsplus([visual], [visual[:2]], [torch.zeros(3, 9)], selection="lm_attention")
 
 
 def test_the_mass_of_the_attention_is_held_by_the_fewest_tokens():
-    log_relevance = torch.tensor([0.1, 0.5, 0.05, 0.25, 0.1]).log() - 3
-    assert [tokens_for_mass(log_relevance, mass) for mass in (0.3, 0.6, 0.8, 1.0)] == [1, 2, 3, 5]
+    log_attention = torch.tensor([0.1, 0.5, 0.05, 0.25, 0.1]).log() - 3
+    visual = torch.zeros(5, 2)
+    candidates = Candidates([visual], visual, torch.zeros(3, 5), [(1, 1, 5)], pytest.fail, attend=lambda: log_attention)
+    assert [round(5 * attention_share(candidates, mass)) for mass in (0.3, 0.6, 0.8, 1.0)] == [1, 2, 3, 5]
 
 
 def test_relevance_is_none_where_nothing_was_scored(model, inputs):
@@ -172,6 +174,42 @@ def test_relevance_is_none_where_nothing_was_scored(model, inputs):
     assert model(**inputs, selection="uniform", retention=0.2).qtsplus.relevance is None
     scored = model(**inputs, selection="uniform").qtsplus.relevance  # its budget asks for it
     assert [len(row) for row in scored] == [96, 8 * 2 + 4 * 3, 0]
+
+
+def test_a_selection_may_be_a_function(model, inputs):
+    """As in a notebook: handed in with the call, it does what the same function does by its name."""
+    methods = {name: METHODS[name] for name in ("uniform", "diversity", "lm_attention")}
+    for name, method in methods.items():
+        call = {"retention": 0.3, "max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+        one, other = (model.generate(**inputs, **call, selection=selection) for selection in (name, method))
+        assert torch.equal(one.sequences, other.sequences)
+        for kept, expected in zip(other.qtsplus.kept_indices, one.qtsplus.kept_indices, strict=True):
+            assert torch.equal(kept, expected)
+    with torch.no_grad():
+        chosen = model(**inputs, selection=lambda candidates, n: torch.arange(n), retention=0.1).qtsplus
+    assert [kept.tolist() for kept in chosen.kept_indices] == [list(range(10)), list(range(3)), []]
+    with pytest.raises(ValueError, match=r"selection=7; expected one of .*, or a function like theirs"):
+        model(**inputs, selection=7)
+
+
+def test_what_costs_something_is_computed_when_it_is_read(model, inputs):
+    asked = []
+    for part in (*model.model.qtsplus.scoring_layers, model.model.language_model.layers[0]):
+        part.register_forward_pre_hook(lambda module, _: asked.append(type(module).__name__))
+
+    def keep(read):
+        def first(candidates, n):
+            getattr(candidates, read)
+            return torch.arange(n)
+
+        asked.clear()
+        with torch.no_grad():
+            model.model.compress(**inputs, selection=first, retention=0.2)
+        return set(asked)
+
+    assert keep("query") == set()
+    assert keep("log_relevance") == {"QTSplusLayer"}
+    assert keep("log_attention") and "QTSplusLayer" not in keep("log_attention")
 
 
 def test_a_new_method_is_a_function_and_its_name(model, inputs, monkeypatch):

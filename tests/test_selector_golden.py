@@ -5,8 +5,7 @@ import torch
 
 from qtsplus.configuration_qtsplus import QTSplusConfig
 from qtsplus.hub.convert import rename_reference_key
-from qtsplus.selection_qtsplus import find_threshold, gumbel_gate
-from qtsplus.selector_qtsplus import QTSplusSelector
+from qtsplus.selector_qtsplus import QTSplusSelector, find_threshold, gumbel_gate
 from reference import load, meta
 
 CASE = ("case1", "selector")
@@ -66,7 +65,7 @@ def training_call(monkeypatch):
     selector = golden_selector().train()
     total, count = golden["rho_running_before"].tolist()
     selector.rho_history.copy_(torch.tensor([round(total * 2**32), round(count)]))
-    monkeypatch.setattr("qtsplus.selection_qtsplus.gumbel_noise", lambda n, device: golden["gumbel"][0])
+    monkeypatch.setattr("qtsplus.selector_qtsplus.gumbel_noise", lambda n, device: golden["gumbel"][0])
     features, output = select(selector, inputs)
     return golden, inputs, selector, features, output
 
@@ -84,7 +83,7 @@ def test_training_forward(training_call):
 def test_gate_follows_the_recorded_noise(monkeypatch):
     golden, given = load(*CASE, "train"), meta(*CASE, "meta")
     r, target = golden["r"][0].requires_grad_(), golden["rho"][0] * golden["r"].shape[1]
-    monkeypatch.setattr("qtsplus.selection_qtsplus.gumbel_noise", lambda n, device: golden["gumbel"][0])
+    monkeypatch.setattr("qtsplus.selector_qtsplus.gumbel_noise", lambda n, device: golden["gumbel"][0])
     kept, gate, threshold = gumbel_gate(r.log(), target, given["config"]["tau_s"], n=1, n_max=2560)
     torch.testing.assert_close(r - threshold, golden["logit_keep"][0], atol=1e-6, rtol=1e-5)
     assert torch.equal(kept, golden["s_keep"][0].nonzero()[:, 0])

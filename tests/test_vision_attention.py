@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, Qwen2_5_VLModel
 
-import qtsplus.attention_qtsplus as attention
+import qtsplus.modeling_qtsplus as attention
 from model_checks import shared_model
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.attention_qtsplus import VARLEN_ATTENTION, attend_by_length, varlen_attention_forward
+from qtsplus.modeling_qtsplus import VARLEN_ATTENTION, attend_by_length, varlen_attention_forward
 from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_config, tiny_model
 
 SDPA = torch.nn.functional.scaled_dot_product_attention

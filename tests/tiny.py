@@ -6,6 +6,8 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.methods_qtsplus import top_n
+from qtsplus.selector_qtsplus import GATES, Gated, find_threshold
 
 PAD, BOS, EOS = 0, 1, 2
 IM_START, USER, IM_END, NEWLINE, ASSISTANT = 490, 491, 492, 10, 493
@@ -13,6 +15,17 @@ VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = 497, 498, 499, 500
 SPECIAL = [PAD, BOS, EOS, IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD]
 WORDS = (20, 480)  # ordinary tokens
 PATCH_VALUES = 3 * 2 * 4 * 4
+
+
+def noiseless_gate(log_relevance, target, tau_s, n, n_max):
+    """What inference keeps, with the gradient of `sigmoid((log r - t) / tau_s)`: to compare runs to the digit."""
+    kept = top_n(log_relevance.detach(), n)
+    threshold = find_threshold(log_relevance, target, tau_s)
+    soft = torch.sigmoid((log_relevance[kept] - threshold) / tau_s)
+    return Gated(kept, 1 + (soft - soft.detach()), threshold)
+
+
+GATES["noiseless"] = noiseless_gate
 
 TEXT = {
     "hidden_size": 64,

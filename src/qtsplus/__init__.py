@@ -5,81 +5,47 @@ carries them inside this package; an editable install finds them at the root. Ei
 `qtsplus.modeling_qtsplus` and so on.
 """
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
-_PACKAGE = Path(__file__).resolve().parent
-if not (_PACKAGE / "configuration_qtsplus.py").exists():
-    __path__.append(str(_PACKAGE.parents[1]))
+from .backbones import class_modules
 
 if TYPE_CHECKING:
-    from .configuration_qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig
-    from .modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
-    from .modeling_qtsplus_internvl import (
-        InternVLQTSplusConfig,
-        InternVLQTSplusForConditionalGeneration,
-        InternVLQTSplusModel,
-        InternVLQTSplusProcessor,
-    )
-    from .modeling_qtsplus_llava_onevision import (
-        LlavaOnevisionQTSplusConfig,
-        LlavaOnevisionQTSplusForConditionalGeneration,
-        LlavaOnevisionQTSplusModel,
-        LlavaOnevisionQTSplusProcessor,
-    )
-    from .modeling_qtsplus_qwen2_vl import (
-        Qwen2VLQTSplusConfig,
-        Qwen2VLQTSplusForConditionalGeneration,
-        Qwen2VLQTSplusModel,
-        Qwen2VLQTSplusProcessor,
-    )
-    from .modeling_qtsplus_qwen3_5 import (
-        Qwen3_5QTSplusConfig,
-        Qwen3_5QTSplusForConditionalGeneration,
-        Qwen3_5QTSplusModel,
-        Qwen3_5QTSplusProcessor,
-    )
-    from .modeling_qtsplus_qwen3_vl import (
-        Qwen3VLQTSplusConfig,
-        Qwen3VLQTSplusForConditionalGeneration,
-        Qwen3VLQTSplusModel,
-        Qwen3VLQTSplusProcessor,
-    )
-    from .processing_qtsplus import Qwen2_5_VLQTSplusProcessor
-    from .selector_qtsplus import QTSplusOutput, QTSplusSelector
+    from .configuration_qtsplus import *  # noqa: F403
+    from .modeling_qtsplus import *  # noqa: F403
+    from .modeling_qtsplus_frames import *  # noqa: F403
+    from .processing_qtsplus import *  # noqa: F403
+    from .selector_qtsplus import *  # noqa: F403
+
+__version__ = "0.1.0"
+
+
+class _HubFiles:
+    """Finds the model's files at the root of a clone."""
+
+    root = Path(__file__).resolve().parents[2]
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package, _, module = name.rpartition(".")
+        file = cls.root / f"{module}.py"
+        ours = package == __name__ and "_qtsplus" in module and file.is_file()
+        return spec_from_file_location(name, file) if ours else None
+
+
+if not Path(__file__).with_name("configuration_qtsplus.py").exists():
+    sys.meta_path.append(_HubFiles)
 
 # Looked up on first use (PEP 562), so that `qtsplus --help` does not wait for torch.
 _EXPORTS = {
-    "InternVLQTSplusConfig": "modeling_qtsplus_internvl",
-    "InternVLQTSplusForConditionalGeneration": "modeling_qtsplus_internvl",
-    "InternVLQTSplusModel": "modeling_qtsplus_internvl",
-    "InternVLQTSplusProcessor": "modeling_qtsplus_internvl",
-    "LlavaOnevisionQTSplusConfig": "modeling_qtsplus_llava_onevision",
-    "LlavaOnevisionQTSplusForConditionalGeneration": "modeling_qtsplus_llava_onevision",
-    "LlavaOnevisionQTSplusModel": "modeling_qtsplus_llava_onevision",
-    "LlavaOnevisionQTSplusProcessor": "modeling_qtsplus_llava_onevision",
+    **class_modules(),
     "QTSplusConfig": "configuration_qtsplus",
     "QTSplusOutput": "selector_qtsplus",
     "QTSplusSelector": "selector_qtsplus",
-    "Qwen2VLQTSplusConfig": "modeling_qtsplus_qwen2_vl",
-    "Qwen2VLQTSplusForConditionalGeneration": "modeling_qtsplus_qwen2_vl",
-    "Qwen2VLQTSplusModel": "modeling_qtsplus_qwen2_vl",
-    "Qwen2VLQTSplusProcessor": "modeling_qtsplus_qwen2_vl",
-    "Qwen2_5_VLQTSplusConfig": "configuration_qtsplus",
-    "Qwen2_5_VLQTSplusForConditionalGeneration": "modeling_qtsplus",
-    "Qwen2_5_VLQTSplusModel": "modeling_qtsplus",
-    "Qwen2_5_VLQTSplusProcessor": "processing_qtsplus",
-    "Qwen3_5QTSplusConfig": "modeling_qtsplus_qwen3_5",
-    "Qwen3_5QTSplusForConditionalGeneration": "modeling_qtsplus_qwen3_5",
-    "Qwen3_5QTSplusModel": "modeling_qtsplus_qwen3_5",
-    "Qwen3_5QTSplusProcessor": "modeling_qtsplus_qwen3_5",
-    "Qwen3VLQTSplusConfig": "modeling_qtsplus_qwen3_vl",
-    "Qwen3VLQTSplusForConditionalGeneration": "modeling_qtsplus_qwen3_vl",
-    "Qwen3VLQTSplusModel": "modeling_qtsplus_qwen3_vl",
-    "Qwen3VLQTSplusProcessor": "modeling_qtsplus_qwen3_vl",
 }
 
 
@@ -95,33 +61,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_EXPORTS])
 
 
-__all__ = [
-    "InternVLQTSplusConfig",
-    "InternVLQTSplusForConditionalGeneration",
-    "InternVLQTSplusModel",
-    "InternVLQTSplusProcessor",
-    "LlavaOnevisionQTSplusConfig",
-    "LlavaOnevisionQTSplusForConditionalGeneration",
-    "LlavaOnevisionQTSplusModel",
-    "LlavaOnevisionQTSplusProcessor",
-    "QTSplusConfig",
-    "QTSplusOutput",
-    "QTSplusSelector",
-    "Qwen2VLQTSplusConfig",
-    "Qwen2VLQTSplusForConditionalGeneration",
-    "Qwen2VLQTSplusModel",
-    "Qwen2VLQTSplusProcessor",
-    "Qwen2_5_VLQTSplusConfig",
-    "Qwen2_5_VLQTSplusForConditionalGeneration",
-    "Qwen2_5_VLQTSplusModel",
-    "Qwen2_5_VLQTSplusProcessor",
-    "Qwen3_5QTSplusConfig",
-    "Qwen3_5QTSplusForConditionalGeneration",
-    "Qwen3_5QTSplusModel",
-    "Qwen3_5QTSplusProcessor",
-    "Qwen3VLQTSplusConfig",
-    "Qwen3VLQTSplusForConditionalGeneration",
-    "Qwen3VLQTSplusModel",
-    "Qwen3VLQTSplusProcessor",
-    "__version__",
-]
+__all__ = [*_EXPORTS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -4,13 +4,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-_MODULES = {
-    "qwen2_5_vl": ("configuration_qtsplus", "modeling_qtsplus", "processing_qtsplus", "Qwen2_5_VLQTSplus"),
-    "internvl": (*["modeling_qtsplus_internvl"] * 3, "InternVLQTSplus"),
-    "llava_onevision": (*["modeling_qtsplus_llava_onevision"] * 3, "LlavaOnevisionQTSplus"),
-    "qwen2_vl": (*["modeling_qtsplus_qwen2_vl"] * 3, "Qwen2VLQTSplus"),
-    "qwen3_5": (*["modeling_qtsplus_qwen3_5"] * 3, "Qwen3_5QTSplus"),
-    "qwen3_vl": (*["modeling_qtsplus_qwen3_vl"] * 3, "Qwen3VLQTSplus"),
+_QWEN = ("configuration_qtsplus", "modeling_qtsplus", "processing_qtsplus")
+_FRAMES = ("modeling_qtsplus_frames",) * 3
+# By the `model_type` of the stock model: where configuration, models and processor are, and how their names begin.
+_BACKBONES = {
+    "qwen2_5_vl": (*_QWEN, "Qwen2_5_VLQTSplus"),
+    "qwen2_vl": (*_QWEN, "Qwen2VLQTSplus"),
+    "qwen3_vl": (*_QWEN, "Qwen3VLQTSplus"),
+    "qwen3_5": (*_QWEN, "Qwen3_5QTSplus"),
+    "internvl": (*_FRAMES, "InternVLQTSplus"),
+    "llava_onevision": (*_FRAMES, "LlavaOnevisionQTSplus"),
 }
 OURS = "_qtsplus"  # what our types have behind those of the stock models
 
@@ -33,7 +36,16 @@ class Backbone:
 
 def model_types() -> list[str]:
     """The types of our models, sorted."""
-    return sorted(name + OURS for name in _MODULES)
+    return sorted(name + OURS for name in _BACKBONES)
+
+
+def class_modules() -> dict[str, str]:
+    """The module of each of our classes, by its name."""
+    modules: dict[str, str] = {}
+    for config, model, processor, prefix in _BACKBONES.values():
+        names = {"Config": config, "Model": model, "ForConditionalGeneration": model, "Processor": processor}
+        modules |= {prefix + kind: module for kind, module in names.items()}
+    return modules
 
 
 def backbone_of(model_type: str | None) -> Backbone:
@@ -47,16 +59,13 @@ def backbone_of(model_type: str | None) -> Backbone:
         ValueError: another type.
     """
     stock = (model_type or "").removesuffix(OURS)
-    if stock not in _MODULES:
+    if stock not in _BACKBONES:
         raise ValueError(
-            f"There is no backbone of type {model_type!r}; expected one of {', '.join(sorted(_MODULES))}, or ours of "
+            f"There is no backbone of type {model_type!r}; expected one of {', '.join(sorted(_BACKBONES))}, or ours of "
             f"these, with {OURS!r} behind."
         )
-    *modules, prefix = _MODULES[stock]
-    kinds = ("Config", "ForConditionalGeneration", "Processor")
-    ours = [
-        getattr(import_module(f"qtsplus.{module}"), prefix + kind) for module, kind in zip(modules, kinds, strict=True)
-    ]
+    names = [_BACKBONES[stock][-1] + kind for kind in ("Config", "ForConditionalGeneration", "Processor")]
+    ours = [getattr(import_module("qtsplus"), name) for name in names]
     return Backbone(*ours, *map(_stock, ours))
 
 

@@ -16,9 +16,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
+from .encoding_qtsplus import Repeats
 from .evidence import Interval, evidence_intervals, keep_maps
-from .repeats_qtsplus import Repeats
-from .two_passes import Large, TwoPasses, open_twice, second_pass
+from .methods_qtsplus import Method
+from .two_passes import Large, TwoPasses, open_twice, second_pass, second_prompt
 
 T = TypeVar("T")
 
@@ -260,7 +261,7 @@ def ask(
     fps: float | None = None,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
-    selection: str | None = None,
+    selection: str | Method | None = None,
     two_passes: TwoPasses | None = None,
     max_new_tokens: int = 128,
 ) -> Answer:
@@ -275,7 +276,8 @@ def ask(
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
         max_visual_tokens: most visual tokens to keep.
-        selection: another way to choose them than the model's own, such as `"uniform"`.
+        selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
+            `Candidates` and a count to indices (`methods_qtsplus.py`).
         two_passes: as for [`encode`], of a video that was not encoded before.
         max_new_tokens: longest answer.
 
@@ -293,39 +295,37 @@ def ask(
         given = f"fps={fps:g}" if fps is not None else f"two_passes={two_passes}"
         raise ValueError(f"Got {given} for a video that was encoded before; give it to `encode`.")
 
-    grid, features, second = video.video_grid_thw, video.features, None
+    grid, second = video.video_grid_thw, None
+    choice: dict[str, Any] = {
+        "retention": retention,
+        "max_visual_tokens": max_visual_tokens,
+        "selection": selection,
+    }
     if video.large is not None:
         started = time.perf_counter()
-        budget: dict[str, Any] = {
-            "retention": retention,
-            "max_visual_tokens": max_visual_tokens,
-            "selection": selection,
-        }
-        second = second_pass(model, video.large, small_prompt(processor, video, question), **budget)
-        grid, features, retention = video.large.chunks.video_grid_thw, second.features, second.retention
+        second = second_pass(model, video.large, small_prompt(processor, video, question), **choice)
+        grid, choice["retention"] = video.large.chunks.video_grid_thw, [second.retention]
         timings["second_pass"] = time.perf_counter() - started
     inputs = processor.question_inputs(question, grid, [video.metadata]).to(model.device)
+    inputs["second_per_grid_ts"] = video.second_per_grid_ts
     clock = _FirstTokenClock()
     started = time.perf_counter()
-    output = model.generate(
-        **inputs,
-        video_features=[features],
-        video_places=None if second is None else [second.places],
-        second_per_grid_ts=video.second_per_grid_ts,
-        retention=retention,
-        max_visual_tokens=max_visual_tokens,
-        selection=selection,
-        max_new_tokens=max_new_tokens,
-        return_dict_in_generate=True,
-        streamer=clock,
-    )
+    answering: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "return_dict_in_generate": True,
+        "streamer": clock,
+    }
+    if second is None:
+        output = model.generate(**inputs, video_features=[video.features], **choice, **answering)
+    else:
+        output = model.generate_from(second_prompt(model, inputs, [second], **choice), **answering)
     timings.update(first_token=clock.first_token - started, generate=time.perf_counter() - started)
 
     answer_ids = output.sequences[0, inputs["input_ids"].shape[1] :]
     seconds_of_video = video.metadata.total_num_frames / video.metadata.fps
     merge_size = processor.video_processor.merge_size
     kept_indices = output.qtsplus.kept_indices[0]
-    # None where the selection looked at none.
+    # None if the method computed no relevance.
     relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
     if second is not None:
         kept_indices, relevance = second.of_the_whole(kept_indices, relevance)

@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .repeats_qtsplus import Repeats
+from .encoding_qtsplus import Repeats
+from .layout_qtsplus import lay_out, splice
+from .methods_qtsplus import Method
+from .mixin_qtsplus import choose
+from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, take_inputs
 from .selector_qtsplus import kept_count
 from .video_qtsplus import VideoChunks, resize_frame, stack_frames
 
@@ -209,7 +213,7 @@ def second_pass(
     *,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
-    selection: str | None = None,
+    selection: str | Method | None = None,
 ) -> SecondPass:
     """
     Chooses tiles by the relevance of the small video's tokens, and encodes them at full size.
@@ -220,8 +224,20 @@ def second_pass(
     Args:
         small: the prompt of a question about the small video, with its features: inputs of the model, one row.
         retention, max_visual_tokens, selection: as for a question about the whole video.
+
+    Raises:
+        ValueError: more tokens are asked for than the second pass may encode.
     """
-    device = model.device
+    device, config, num_tokens = model.device, model.config.qtsplus_config, math.prod(large.tiles.grid)
+    most = min(config.n_max, max_visual_tokens or num_tokens)
+    everything = (selection or config.selection) == "all"
+    share = 1.0 if everything else retention
+    wanted = 0 if share is None else kept_count(share, num_tokens, num_tokens if everything else most)
+    if wanted > large.count:
+        raise ValueError(
+            f"{wanted} of the video's {num_tokens} tokens are asked for, and the second pass encodes {large.count}: "
+            "raise TwoPasses(tokens=), keep fewer, or read the video in one pass."
+        )
     with torch.no_grad():
         chosen = model.model.compress(
             **{name: value.to(device) if torch.is_tensor(value) else value for name, value in small.items()},
@@ -237,10 +253,31 @@ def second_pass(
     best = large.tiles.best(large.tiles.mass(weights.reshape(grid)), large.count)
     features, places = encode_tiles(model, large, best, small["video_features"][0].device)
 
-    num_tokens, rho = math.prod(large.tiles.grid), float(chosen.rho[0])
-    wanted = kept_count(rho, num_tokens, model.config.qtsplus_config.n_max)
-    wanted = wanted if max_visual_tokens is None else min(wanted, max_visual_tokens)
+    rho = float(chosen.rho[0])
+    wanted = kept_count(rho, num_tokens, most)
     return SecondPass(features, places, num_tokens, min(wanted / len(features), 1.0), rho)
+
+
+def second_prompt(
+    model: Any, inputs: Mapping[str, Any], passes: Sequence[SecondPass], **selection: Any
+) -> CompactPrompt:
+    """
+    The shortened prompts of questions about whole videos, of which a second pass has encoded some tokens: the others
+    are as if not kept, and what is there stays at its place. For `model.generate_from`.
+
+    Args:
+        inputs: the model's, `[B, S]`, with the grids of the whole videos.
+        passes: per video.
+        selection: the fields of [`SelectionInputs`]; `retention` is that of each pass if it is left out.
+    """
+    features = [one.features for one in passes]
+    visual, choice = take_inputs(
+        {"retention": [one.retention for one in passes], **inputs, **selection, "video_features": features}
+    )
+    layout = lay_out(model.model, visual, inputs["input_ids"], inputs.get("attention_mask"))
+    layout = layout.narrow([one.places for one in passes])
+    selected, qtsplus = choose(model.model, layout, {IMAGE: [], VIDEO: features}, choice, sample_gate=False)
+    return splice(model.model, layout, {IMAGE: [], VIDEO: features}, selected, qtsplus, pad_left=True)
 
 
 def encode_tiles(
@@ -300,4 +337,4 @@ def _chunks_of_steps(large: Large, steps: Sequence[int]) -> Iterator[tuple[list[
         left = left[count:]
 
 
-__all__ = ["Large", "SecondPass", "Tiles", "TwoPasses", "encode_tiles", "open_twice", "second_pass"]
+__all__ = ["Large", "SecondPass", "Tiles", "TwoPasses", "encode_tiles", "open_twice", "second_pass", "second_prompt"]

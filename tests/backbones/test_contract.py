@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from qtsplus.methods_qtsplus import METHODS, Candidates
 from qtsplus.prompt_qtsplus import VIDEO
-from qtsplus.selection_qtsplus import METHODS, Candidates
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -88,7 +88,7 @@ class TestBackbone:
         grids, width = model.model.merged_grid(inputs["video_grid_thw"]), model.get_input_embeddings().embedding_dim
         visual = [features[:, :width] for features in with_features(model, inputs)["video_features"]]
         nothing = torch.zeros(3, sum(map(len, visual)))
-        candidates = Candidates(visual, visual[0][:0], nothing, grids, score=lambda: pytest.fail("no question"))
+        candidates = Candidates(visual, visual[0][:0], nothing, grids, score=lambda _: pytest.fail("no question"))
         (kept,) = model(**inputs, selection=selection, retention=0.3).qtsplus.kept_indices
         assert torch.equal(kept, METHODS[selection](candidates, len(kept)))
 

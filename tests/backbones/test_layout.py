@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtsplus.backbone_qtsplus import QTSplusBackboneMixin
+from qtsplus.layout_qtsplus import QTSplusBackboneMixin
 from qtsplus.prompt_qtsplus import (
     IMAGE,
     TEXT,

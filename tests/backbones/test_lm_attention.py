@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from qtsplus.evaluation.oracle import given_order
+from qtsplus.layout_qtsplus import lay_out
 from qtsplus.lm_attention_qtsplus import FrameGroups, attention_layer
+from qtsplus.prompt_qtsplus import take_inputs
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 VIDEOS = ("video", "image and video", "two videos", "earlier turns")
@@ -40,27 +41,16 @@ def eager_attention(model, inputs, group=None, heads=None):
     group = torch.arange(tokens) if group is None else group
     own = language_model.config._attn_implementation
     language_model.set_attn_implementation("eager")
-    with torch.no_grad(), given_order([group]) as method:
-        call = {"selection": method, "retention": 1.0, "max_visual_tokens": len(group)}
+    with torch.no_grad():
+        call = {"selection": lambda *_: group, "retention": 1.0, "max_visual_tokens": len(group)}
         output = model(**inputs, **call, use_cache=False, output_attentions=True)
     language_model.set_attn_implementation(own)
     with_attention = [index for index, part in enumerate(language_model.layers) if hasattr(part, "self_attn")]
     recorded = [weights for weights in output.attentions if weights is not None][with_attention.index(layer)]
-    visual = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
-    found = model.model.candidates(inputs["input_ids"], inputs["attention_mask"], Visual(inputs, visual))[0]
+    visual, _ = take_inputs(dict(inputs))
+    found = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]).rows[0].candidates
     place = torch.searchsorted(output.qtsplus.columns[0], inputs["attention_mask"][0].nonzero()[found[group], 0])
     return recorded[0, slice(None) if heads is None else heads, -1][:, place]
-
-
-class Visual:
-    """The fields of `VisualInputs` that a call brings."""
-
-    pixel_values = image_grid_thw = pixel_values_videos = video_grid_thw = second_per_grid_ts = video_features = None
-
-    def __init__(self, inputs, more):
-        for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
-            setattr(self, name, inputs.get(name))
-        vars(self).update(more)
 
 
 @pytest.mark.parametrize("heads", [None, [1, 2]])

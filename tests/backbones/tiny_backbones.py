@@ -22,35 +22,28 @@ from transformers import (
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
 
-from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.hub.files import hub_configs
-from qtsplus.hub.publish import load_processor
-from qtsplus.hub.tinyworld_models import chat_template, tiny_tokenizer
-from qtsplus.modeling_qtsplus_internvl import (
+from qtsplus import (
     InternVLQTSplusConfig,
     InternVLQTSplusForConditionalGeneration,
     InternVLQTSplusProcessor,
-)
-from qtsplus.modeling_qtsplus_llava_onevision import (
     LlavaOnevisionQTSplusConfig,
     LlavaOnevisionQTSplusForConditionalGeneration,
     LlavaOnevisionQTSplusProcessor,
-)
-from qtsplus.modeling_qtsplus_qwen2_vl import (
+    Qwen2_5_VLQTSplusConfig,
+    Qwen2_5_VLQTSplusForConditionalGeneration,
     Qwen2VLQTSplusConfig,
     Qwen2VLQTSplusForConditionalGeneration,
     Qwen2VLQTSplusProcessor,
-)
-from qtsplus.modeling_qtsplus_qwen3_5 import (
     Qwen3_5QTSplusConfig,
     Qwen3_5QTSplusForConditionalGeneration,
     Qwen3_5QTSplusProcessor,
-)
-from qtsplus.modeling_qtsplus_qwen3_vl import (
     Qwen3VLQTSplusConfig,
     Qwen3VLQTSplusForConditionalGeneration,
     Qwen3VLQTSplusProcessor,
 )
+from qtsplus.hub.files import hub_configs
+from qtsplus.hub.publish import load_processor
+from qtsplus.hub.tinyworld_models import chat_template, tiny_tokenizer
 
 TEXT = {
     "hidden_size": 64,

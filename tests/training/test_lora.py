@@ -67,7 +67,7 @@ def test_reloaded_and_merged_models_are_the_trained_one(trained, inputs):
 def test_adapter_loads_onto_remote_code(trained, inputs, tmp_path):
     """A process without the package loads the base as remote code, and the adapter onto it."""
     trainer, _, folder = trained
-    base = make_trainer(tmp_path / "run", selector={"n_max": 5})
+    base = make_trainer(tmp_path / "run", selector={"n_max": 5, "gate": "soft"})
     base.save_model(tmp_path / "base")
     torch.save((inputs, logits(trainer.model, inputs)), tmp_path / "expected.pt")
     script = """

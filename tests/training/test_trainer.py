@@ -53,7 +53,7 @@ def test_loss_is_the_models_own(tmp_path):
     trainer = make_trainer(tmp_path, selector={"rho_prior": 0.3, "lambda_s": 2.0}, max_steps=1)
     inputs = collate(examples(4))
     inputs.pop("source_ids")
-    settings = {"gate": "straight_through", "rho_min": 0.1, "rho_max": 0.9, "n_max": 10}
+    settings = {"gate": "noiseless", "rho_min": 0.1, "rho_max": 0.9, "n_max": 10}
     model = tiny_model(**settings, rho_prior=0.3, lambda_s=2.0).train()
     expected = model(**inputs).loss.item()
     trainer.train()

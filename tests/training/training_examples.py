@@ -56,7 +56,7 @@ def make_trainer(
         "report_to": [],
         **arguments,
     }
-    model = tiny_model(**{"gate": "straight_through", "rho_min": 0.1, "rho_max": 0.9, "n_max": 10, **(selector or {})})
+    model = tiny_model(**{"gate": "noiseless", "rho_min": 0.1, "rho_max": 0.9, "n_max": 10, **(selector or {})})
     trainer = InOrder(
         model,
         QTSplusTrainingArguments(**settings),

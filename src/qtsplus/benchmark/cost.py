@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..lm_attention_qtsplus import FrameGroups, attention_layer
-from ..selection_qtsplus import LM_ATTENTION
 from ..selector_qtsplus import kept_count
 from .clock import now
 
@@ -70,7 +69,7 @@ def stage_costs(
     vision = _VISION[config.vision_config.model_type](config, grid, bytes_per_value)
     stock_length = (text_tokens if stock_text_tokens is None else stock_text_tokens) + num_tokens
     our_length = text_tokens + kept
-    if selection == LM_ATTENTION:
+    if selection == "lm_attention":
         stages = {"relevance": _attention_relevance(config, grid, text_tokens, bytes_per_value)}
     else:
         stages = {

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import mixin_qtsplus
 from ..configuration_qtsplus import QTSplusConfig
 from ..hub.files import hub_configs
 from ..results import Journal, environment, spread, steps
-from ..selection_qtsplus import LM_ATTENTION
 from ..selector_qtsplus import QTSplusSelector
 from .clock import busy, now
 from .peak import extra_memory, in_own_process
@@ -22,7 +22,7 @@ from .shapes import QUESTION, TINY, build, find_device, find_shape, make_process
 
 SIZES = (62_500, 125_000, 250_000, 500_000, 1_000_000)
 QUESTION_TOKENS = 64
-SELECTIONS = ("qtsplus", LM_ATTENTION)
+SELECTIONS = ("qtsplus", "lm_attention")
 TINY_GROUP = 1024  # visual tokens that the tiny model reads together; a whole model takes its configuration's
 
 
@@ -167,7 +167,7 @@ def measure_lm_attention(
     selector.attention_layer = selector.attention_heads = None  # as in a model that was not calibrated
     selector.attention_group = selector.attention_group if group is None else group
     seconds, extra, by, base = [], [], [], model.model
-    attend = base.attention_relevance
+    attend = mixin_qtsplus.log_attention
 
     def measured(*arguments: Any) -> torch.Tensor:
         with extra_memory(device) as peak:
@@ -178,8 +178,8 @@ def measure_lm_attention(
         by.append(peak.by)
         return relevance
 
-    base.attention_relevance = measured
-    merge, call = processor.video_processor.merge_size, {"selection": LM_ATTENTION, "retention": 1 / tokens}
+    mixin_qtsplus.log_attention = measured  # type: ignore[assignment]
+    merge, call = processor.video_processor.merge_size, {"selection": "lm_attention", "retention": 1 / tokens}
     with torch.inference_mode():
         for size, times in ((min(tokens, 2048), 1), (tokens, repeats)):
             frame = math.gcd(size, 500)

@@ -14,9 +14,8 @@ import torch
 from transformers import BatchFeature
 
 from ..results import Journal, environment, spread, steps, write_json
-from ..selection_qtsplus import LM_ATTENTION
 from ..session import EncodedVideo, encode, small_prompt
-from ..two_passes import TwoPasses, second_pass
+from ..two_passes import SecondPass, TwoPasses, second_pass, second_prompt
 from ..video_qtsplus import choose_frames, read_video
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
@@ -83,8 +82,8 @@ def run_speed(
             reads every frame at one size.
     """
     shape = find_shape(shape_name)
-    if selection not in ("qtsplus", LM_ATTENTION):
-        raise ValueError(f"selection={selection!r}: expected 'qtsplus' or {LM_ATTENTION!r}.")
+    if selection not in ("qtsplus", "lm_attention"):
+        raise ValueError(f"selection={selection!r}: expected 'qtsplus' or 'lm_attention'.")
     if repeats < 1 or new_tokens < 2 or not 0 < retention <= 1:
         raise ValueError(
             f"repeats={repeats}, new_tokens={new_tokens}, retention={retention}: expected at least 1, at least 2 and a "
@@ -108,7 +107,7 @@ def run_speed(
         "new_tokens": new_tokens,
     }
     parts = ["speed"]
-    if selection == LM_ATTENTION:
+    if selection == "lm_attention":
         settings["selection"] = selection
         parts.append("lm-attention")
     if two_passes:
@@ -157,7 +156,7 @@ class _Bench:
         self.models = build_pair(shape, device, dtype, attention)
         self.processor, self.stock_processor = make_processor(shape), make_stock_processor(shape)
         self.device, self.retention, self.new_tokens = device, retention, new_tokens
-        self.by_attention = selection == LM_ATTENTION
+        self.by_attention = selection == "lm_attention"
         self.how = {"selection": selection, "reencode": not self.by_attention}
         self.two_passes = TwoPasses() if two_passes else None
 
@@ -203,19 +202,13 @@ class _Bench:
         modules = {"selection": selector, "language_model": model.model.language_model}
         modules.update({f"relevance {i}": layer for i, layer in enumerate(selector.scoring_layers)})
         modules.update({f"re-encode {i}": layer for i, layer in enumerate(selector.reencode_layers)})
-        call = {
-            **self.how,
-            "max_new_tokens": self.new_tokens,
-            "return_dict_in_generate": True,
-        }
-
         began = now(self.device)
         with StageClock(self.device, model.model, **modules) as stages:
             # Stock encodes every frame too.
             known = encode(model, self.processor, video, frame_tolerance=None, two_passes=two_passes)
-            inputs = self._ask(QUESTION, known)
+            inputs, second = self._ask(QUESTION, known)
             encoded, chosen = now(self.device), stages.seconds("selection")
-            output = model.generate(**inputs, **call, streamer=tokens)
+            output = self._generate(inputs, second, streamer=tokens)
         kept = len(output.qtsplus.kept_indices[0])
         relevance, reencode = (
             sum(stages.seconds(name) for name in modules if name.startswith(stage))
@@ -229,37 +222,42 @@ class _Bench:
         }
         if self.by_attention:
             selected = {"relevance": stages.seconds("selection")}
-        second = TokenClock()
+        later = TokenClock()
         asked = now(self.device)
-        model.generate(**self._ask(SECOND_QUESTION, known), **call, streamer=second)
-        large = int(sum(map(len, inputs["video_features"])))
-        if two_passes is not None:
-            selected |= {"first_pass_tokens": len(known.features), "second_pass_tokens": large}
+        self._generate(*self._ask(SECOND_QUESTION, known), streamer=later)
+        if second is not None:
+            selected |= {"first_pass_tokens": len(known.features), "second_pass_tokens": len(second.features)}
         visual_tokens = self._count(known.video_grid_thw if known.large is None else known.large.chunks.video_grid_thw)
         return {
             "reading": encoded - began - stages.seconds("vision") - chosen,
             "vision": stages.seconds("vision"),
             **selected,
             "selection": stages.seconds("selection"),
-            "second_question": second.first_token - asked,
+            "second_question": later.first_token - asked,
             "question_tokens": int(inputs["query_mask"].sum()),
             **self._figures(stages, tokens, visual_tokens, kept, began=began, encoded=encoded),
         }
 
-    def _ask(self, question: str, known: EncodedVideo) -> BatchFeature:
+    def _ask(self, question: str, known: EncodedVideo) -> tuple[BatchFeature, SecondPass | None]:
         """The inputs of a question about a video that has been encoded; of two passes it makes the second."""
-        grid, found = known.video_grid_thw, {"video_features": [known.features], "retention": self.retention}
+        grid, second = known.video_grid_thw, None
         if known.large is not None:
             how = {"retention": self.retention, "selection": self.how["selection"]}
             second = second_pass(self.models["ours"], known.large, small_prompt(self.processor, known, question), **how)
             grid = known.large.chunks.video_grid_thw
-            found = {"video_features": [second.features], "video_places": [second.places]}
-            found["retention"] = second.retention
         text = [prompt_text(self.processor, question)]
         inputs = self.processor(text=text, video_grid_thw=grid, return_tensors="pt").to(self.device)
         inputs["second_per_grid_ts"] = known.second_per_grid_ts
-        inputs.update(found)
-        return inputs
+        if second is None:
+            inputs.update(video_features=[known.features], retention=self.retention)
+        return inputs, second
+
+    def _generate(self, inputs: BatchFeature, second: SecondPass | None, streamer: TokenClock) -> Any:
+        model: Any = self.models["ours"]
+        call = {"max_new_tokens": self.new_tokens, "return_dict_in_generate": True, "streamer": streamer}
+        if second is None:
+            return model.generate(**inputs, **self.how, **call)
+        return model.generate_from(second_prompt(model, inputs, [second], **self.how), **call)
 
     def _count(self, video_grid_thw: torch.Tensor) -> int:
         """Visual tokens."""

@@ -384,7 +384,7 @@ def _local_teacher(
 ) -> "Teacher":
     from ..backbones import OURS
     from ..making.local_teacher import LocalTeacher, load_stock
-    from ..selection_qtsplus import METHODS
+    from ..methods_qtsplus import METHODS
     from ..training.models import model_type
 
     require_text(model=model, revision=revision, device=device)

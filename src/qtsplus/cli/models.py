@@ -16,7 +16,7 @@ def check_model_options(model: str | None, revision: str | None, device: str | N
 
 def check_selection(selection: str | None) -> None:
     """Ends the command for a name that is no selection method."""
-    from ..selection_qtsplus import METHODS
+    from ..methods_qtsplus import METHODS
 
     if selection is not None and selection not in METHODS:
         fail(f"--selection is {selection!r}; expected one of {', '.join(METHODS)}")

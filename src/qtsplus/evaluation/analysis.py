@@ -12,7 +12,7 @@ import torch
 
 from ..data.records import VideoRecord
 from ..results import Journal, environment, steps
-from ..selection_qtsplus import find_threshold
+from ..selector_qtsplus import find_threshold
 from ..training.dataset import require_rates
 from ..training.features import encode_videos, fingerprint
 from .analysis_report import write_analysis_report

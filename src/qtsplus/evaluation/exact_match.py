@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,9 @@ from rich.console import Console
 from rich.progress import track
 
 from ..data.records import VideoRecord
+from ..methods_qtsplus import Candidates, Method
 from ..training.dataset import SkippedRecord, require_rates
 from ..training.features import prompt_inputs
-from .oracle import given_order
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def exact_match(
     records: Sequence[VideoRecord],
     *,
     retention: float | Sequence[float] | None = None,
-    selection: str | None = None,
+    selection: str | Method | None = None,
     max_visual_tokens: int | None = None,
     reencode: bool = True,
     batch_size: int = 16,
@@ -62,15 +61,13 @@ def exact_match(
         model, processor: as `qtsplus.session.load` gives them.
         retention: fraction of the visual tokens to keep, one for all records or one for each; the model's decision when
             absent.
-        selection: how they are chosen, as in `QTSplusConfig`; the model's own way when absent.
+        selection: how they are chosen, a name as in `QTSplusConfig` or a function; the model's own way when absent.
         max_visual_tokens: most visual tokens to keep.
         reencode: `False` hands the kept tokens on as they are.
         batch_size: questions at a time; those with answers of like length are asked together.
         features: by video `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`, which
-            take the place of its pixels: a video that is asked about often is encoded once. With `video_places` `[k]`,
-            in all of them, these are some of its tokens, see [`VisualInputs`].
-        orders: per record `[M]`, its visual tokens in the order in which they are to be kept, in place of a selection;
-            for a model of this package.
+            take the place of its pixels: a video that is asked about often is encoded once.
+        orders: per record `[M]`, its visual tokens in the order in which they are to be kept, in place of a selection.
 
     Returns:
         one outcome per record, in order.
@@ -94,8 +91,8 @@ def exact_match(
             continue
         own = [retention[index] for index in asked] if isinstance(retention, Sequence) else retention
         call = {"retention": own, "max_visual_tokens": max_visual_tokens, "reencode": reencode}
-        with nullcontext(selection) if orders is None else given_order([orders[index] for index in asked]) as method:
-            answers, chosen = answer(model, processor, inputs, lengths[batch[-1]] + 2, selection=method, **call)
+        method = selection if orders is None else _first_of([orders[index] for index in asked])
+        answers, chosen = answer(model, processor, inputs, lengths[batch[-1]] + 2, selection=method, **call)
         visual_tokens = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
         for row, index in enumerate(asked):
             record = records[index]
@@ -121,8 +118,23 @@ def answer(
     output = model.generate(
         **given, **call, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True
     )
-    texts = processor.batch_decode(output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [text.strip() for text in texts], output.qtsplus
+    return decode_answers(processor, output, inputs["input_ids"].shape[1]), output.qtsplus
+
+
+def decode_answers(processor: Any, output: Any, prompt_length: int) -> list[str]:
+    """The texts behind the prompts in what `generate` returned."""
+    texts = processor.batch_decode(output.sequences[:, prompt_length:], skip_special_tokens=True)
+    return [text.strip() for text in texts]
+
+
+def _first_of(orders: Sequence[np.ndarray]) -> Method:
+    """A selection that keeps of each row of one batch the first n of its tokens in a given order."""
+    rows = iter(orders)
+
+    def keep_first(candidates: Candidates, n: int) -> torch.Tensor:
+        return torch.as_tensor(next(rows)[:n], device=candidates.device).sort().values
+
+    return keep_first
 
 
 def _read(
@@ -170,9 +182,7 @@ def model_inputs(
     found = [features[str(record.video)] for record in records]
     grids = torch.cat([video["video_grid_thw"] for video in found])
     seconds = torch.cat([video["second_per_grid_ts"] for video in found])
-    places = [video["video_places"] for video in found if "video_places" in video]
     return {
-        **({"video_places": places} if places else {}),
         **prompt_inputs(processor, prompts, grids, seconds, queries),
         "video_features": [video["video_features"] for video in found],
         "video_grid_thw": grids,
@@ -219,4 +229,4 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-__all__ = ["Outcome", "accuracy", "answer", "exact_match", "model_inputs", "prompt_of", "summarise"]
+__all__ = ["Outcome", "accuracy", "answer", "decode_answers", "exact_match", "model_inputs", "prompt_of", "summarise"]

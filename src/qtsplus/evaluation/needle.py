@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from ..data.records import VideoRecord
+from ..methods_qtsplus import METHODS
 from ..results import Journal, environment, steps
-from ..selection_qtsplus import METHODS
 from ..session import encode
 from ..training.features import features_of, fingerprint, prompt_inputs, write_tensors
 from .baselines import read_at

@@ -19,7 +19,6 @@ from transformers import GenerationConfig
 from ..backbones import OURS, backbone_of, model_types
 from ..configuration_qtsplus import QTSplusConfig
 from ..lm_attention_qtsplus import attention_layer, check_attention
-from ..selection_qtsplus import LM_ATTENTION
 from ..settings import check_types
 from . import reference
 from .card import card_data, matching_variant
@@ -185,7 +184,7 @@ def _from_base(
     else:
         settings = read_json(require_variant(variant) / "config.json")["qtsplus_config"]
         settings.pop("model_type", None)
-    if selector.get("selection", settings.get("selection")) == LM_ATTENTION:
+    if selector.get("selection", settings.get("selection")) == "lm_attention":
         settings["reencode_layers"] = 0  # which are there to be trained
     unknown = sorted(set(selector) - {name for name in vars(QTSplusConfig()) if hasattr(QTSplusConfig, name)})
     if unknown:
@@ -194,7 +193,7 @@ def _from_base(
     # What a variant says of the prompt's layout is no part of a stock configuration.
     layout = {} if variant is None else _layout(read_json(require_variant(variant) / "config.json"), backbone)
     config: Any = backbone.config(**stock.to_dict(), **layout, qtsplus_config={**settings, **selector})
-    by_attention = config.qtsplus_config.selection == LM_ATTENTION
+    by_attention = config.qtsplus_config.selection == "lm_attention"
     check_attention(config.text_config, config.qtsplus_config)
     known = matching_variant(config, variant)
     if variant is not None and known != variant:

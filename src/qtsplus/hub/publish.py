@@ -13,10 +13,9 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..backbones import backbone_of, model_types
-from ..card_qtsplus import model_card
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
-from ..saving_qtsplus import auto_map, code_of, commit_folder
+from ..saving_qtsplus import auto_map, code_of, commit_folder, model_card
 from .card import card_data, matching_variant
 from .checkpoint import read_checkpoint, weight_files, write_checkpoint
 from .files import require_variant, variants

@@ -17,12 +17,10 @@ from transformers import InternVLVideoProcessor, LlavaOnevisionVideoProcessor, Q
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
 
-from ..modeling_qtsplus_internvl import (
+from ..modeling_qtsplus_frames import (
     InternVLQTSplusConfig,
     InternVLQTSplusForConditionalGeneration,
     InternVLQTSplusProcessor,
-)
-from ..modeling_qtsplus_llava_onevision import (
     LlavaOnevisionQTSplusConfig,
     LlavaOnevisionQTSplusForConditionalGeneration,
     LlavaOnevisionQTSplusProcessor,

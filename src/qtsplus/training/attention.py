@@ -17,9 +17,11 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..inputs_qtsplus import take_inputs
-from ..prompt_qtsplus import find_query_mask
-from ..selection_qtsplus import LM_ATTENTION
+from ..encoding_qtsplus import encode_visual
+from ..layout_qtsplus import find_questions, lay_out
+from ..lm_attention_qtsplus import reading_of
+from ..mixin_qtsplus import choose
+from ..prompt_qtsplus import Layout, SelectionInputs, take_inputs
 from .arguments import QTSplusTrainingArguments
 from .dataset import IGNORED
 from .distillation import EVERYTHING, evaluating, own_logits
@@ -58,7 +60,7 @@ class AttentionChoice:
         layers, heads = args.relevance_layers, args.relevance_heads
         if grouped and (layers is not None or heads is not None):
             raise ValueError(
-                f"relevance_teacher is {LM_ATTENTION!r}, which reads attention_layer and attention_heads of "
+                "relevance_teacher is 'lm_attention', which reads attention_layer and attention_heads of "
                 "qtsplus_config: set those, and leave out relevance_layers and relevance_heads."
             )
         return cls(
@@ -103,18 +105,18 @@ def answer_attention(
 
 def _grouped_attention(model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, choice: AttentionChoice):
     """The same from groups of frames, none of which sees another."""
-    base, ids, rest = base_model(model), inputs["input_ids"], dict(inputs)
-    mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
+    base, ids, rest = base_model(model).model, inputs["input_ids"], dict(inputs)
     visual, selection = take_inputs(rest)
-    candidates = base.model.candidates(ids, mask, visual)
-    looking = _places(base, inputs, mask.bool(), labels, candidates, choice.positions)
-    last = mask.sum(1, keepdim=True).to(ids.device) - 1  # somebody has to look, where nothing is taught too
+    given = (rest.get(name) for name in ("attention_mask", "position_ids", "inputs_embeds"))
+    layout = lay_out(base, visual, ids, *given)
+    looking = _places(base, layout, selection.query_mask, labels, choice.positions)
+    last = layout.mask.sum(1, keepdim=True) - 1  # somebody has to look, where nothing is taught too
     places = [seen_from if len(seen_from) else end for seen_from, end in zip(looking, last, strict=True)]
-    call = {"selection": LM_ATTENTION, "retention": 1.0, "reencode": False, "query_mask": selection.query_mask}
-    given = {name: rest[name] for name in ("position_ids", "inputs_embeds") if name in rest}
+    whole = SelectionInputs(query_mask=selection.query_mask, retention=1.0, selection="lm_attention", reencode=False)
     with evaluating(model):
-        shortened = base.model.compress(ids, mask, **given, **vars(visual), **call, sample_gate=False, looking=places)
-    found = shortened.qtsplus.log_relevance or [torch.zeros(0, device=ids.device)] * len(ids)
+        features = encode_visual(base, visual, layout.grids)
+        _, qtsplus = choose(base, layout, features, whole, sample_gate=False, looking=places)
+    found = qtsplus.log_relevance or [torch.zeros(0, device=ids.device)] * len(ids)
     taught = [len(seen_from) > 0 for seen_from in looking]
     return [row[: len(row) * is_taught].softmax(0) for row, is_taught in zip(found, taught, strict=True)]
 
@@ -304,27 +306,17 @@ def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER
 
 
 def _places(
-    base: Any,
-    inputs: Mapping[str, Any],
-    mask: torch.Tensor,
-    labels: torch.Tensor,
-    candidates: Sequence[torch.Tensor],
-    positions: str,
+    model: Any, layout: Layout, query_mask: torch.Tensor | None, labels: torch.Tensor, positions: str
 ) -> list[torch.Tensor]:
     """Per row, the places among its real tokens that are looked from; none in a row without an answer."""
-    answers = [row[real][1:].nonzero()[:, 0] for row, real in zip(_last_answers(labels), mask, strict=True)]
+    pairs = zip(_last_answers(labels), layout.rows, strict=True)
+    answers = [answer[row.columns][1:].nonzero()[:, 0] for answer, row in pairs]
     if positions == "answer":
         return answers
-    config, query_mask = base.config, inputs.get("query_mask")
-    if query_mask is None:
-        turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
-        frames = config.video_token_id, getattr(config, "frame_text_token_ids", ())
-        query_mask = find_query_mask(inputs["input_ids"], mask, *turns, *frames)
     if positions == "prompt":
-        rows = zip(inputs["input_ids"], query_mask.bool(), mask, candidates, strict=True)
-        questions = [base.model.looking(ids[real], asked[real], visual) for ids, asked, real, visual in rows]
+        questions = reading_of(model, layout, SelectionInputs(query_mask)).places
     else:
-        questions = [row[real].nonzero()[:, 0] for row, real in zip(query_mask, mask, strict=True)]
+        questions = [question.nonzero()[:, 0] for question in find_questions(model, layout, query_mask)]
     return [question[: len(question) * bool(len(answer))] for question, answer in zip(questions, answers, strict=True)]
 
 
@@ -342,17 +334,15 @@ def noting_attention(
     Args:
         by_head: keep the attention of every chosen head apart too, as the rows' `by_head`.
     """
-    base = base_model(model)
-    ids = inputs["input_ids"]
-    mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
-    visual, _ = take_inputs(dict(inputs))
-    candidates = base.model.candidates(ids, mask, visual)
-    places = _places(base, inputs, mask.bool(), labels, candidates, choice.positions)
+    base = base_model(model).model
+    visual, selection = take_inputs(dict(inputs))
+    layout = lay_out(base, visual, inputs["input_ids"], inputs.get("attention_mask"))
+    places = _places(base, layout, selection.query_mask, labels, choice.positions)
     rows = [
-        _Row(seen_from, tokens, by_head={} if by_head else None)
-        for seen_from, tokens in zip(places, candidates, strict=True)
+        _Row(seen_from, row.candidates, by_head={} if by_head else None)
+        for seen_from, row in zip(places, layout.rows, strict=True)
     ]
-    with noting(base.model.language_model, rows, choice):
+    with noting(base.language_model, rows, choice):
         yield rows
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..inputs_qtsplus import take_inputs
+from ..layout_qtsplus import lay_out
+from ..prompt_qtsplus import take_inputs
 from .attention import AttentionChoice, attention_modules, attention_rows, noting
 from .dataset import IGNORED
 from .naming import TokenWords
@@ -118,7 +119,7 @@ def watching(
         raise ValueError(f"looking_layer={layer}: expected layers {list(layers)} to have attention, of {list(known)}.")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     visual, _ = take_inputs(dict(inputs))
-    candidates = model.model.candidates(ids, mask, visual)
+    candidates = [row.candidates for row in lay_out(model.model, visual, ids, mask).rows]
     rows = [_Looks() for _ in ids]
     for row, own, tokens, real, row_labels in zip(rows, needles, candidates, mask.bool(), labels, strict=True):
         supervised = row_labels[real] != IGNORED

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from ..data.token_words import UNNAMED, read_token_words
-from ..inputs_qtsplus import take_inputs
-from ..prompt_qtsplus import VIDEO
+from ..encoding_qtsplus import encode
+from ..layout_qtsplus import lay_out
+from ..prompt_qtsplus import VIDEO, take_inputs
 
 CONTEXT_WEIGHT, QUESTION_WEIGHT = 0.5, 0.5  # beside the words'
 SECONDS, ROWS, COLUMNS = "0123456789", "abcdefghijklm", "nopqrstuvwxyz"
@@ -149,7 +150,7 @@ def with_features(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     inputs = {**inputs, "output_hidden_states": True}
     if "video_features" not in inputs:
         pixels = inputs.pop("pixel_values_videos")
-        inputs["video_features"] = model.model.encode(VIDEO, pixels, inputs["video_grid_thw"])
+        inputs["video_features"] = encode(model.model, VIDEO, pixels, inputs["video_grid_thw"])
     return inputs
 
 
@@ -188,7 +189,8 @@ def naming_losses(
     if len(features) != len(named):
         raise ValueError(f"{len(named)} rows have token_words, but there are {len(features)} videos.")
     embeddings = model.get_input_embeddings().weight
-    candidates = model.model.candidates(ids, mask, take_inputs(dict(inputs))[0])
+    layout = lay_out(model.model, take_inputs(dict(inputs))[0], ids, mask)
+    candidates = [row.candidates for row in layout.rows]
     most = max((len(words.places) + len(words.context) for _, words in named), default=0)
     losses, targets = [], [torch.full_like(ids, UNNAMED) for _ in range(most)]
     signs: dict[int, list[torch.Tensor]] = {}

@@ -17,7 +17,6 @@ from ..data.formats import read_records
 from ..data.records import VideoRecord
 from ..hub.card import card_data
 from ..hub.initialise import INITIALISATIONS, initialise_selector
-from ..selection_qtsplus import LM_ATTENTION
 from ..settings import check_types, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, check_relevance
@@ -250,7 +249,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         model,
         training,
         teacher=teacher,
-        relevance_teacher=LM_ATTENTION if args.relevance_teacher == LM_ATTENTION else relevance_teacher,
+        relevance_teacher="lm_attention" if args.relevance_teacher == "lm_attention" else relevance_teacher,
         train_dataset=train_dataset,
         eval_dataset=dataset(evaluation),
         data_collator=collator,
@@ -270,7 +269,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
 def _require_weights(recipe: Recipe) -> None:
     """Raises `ValueError` for weights that another recipe makes and that are not there yet."""
     for weights in (recipe.model.weights, recipe.model.teacher, recipe.model.relevance_teacher):
-        if weights in (None, LM_ATTENTION) or Path(weights).exists():
+        if weights in (None, "lm_attention") or Path(weights).exists():
             continue
         for other in sorted(recipe.path.parent.glob("*.yaml")):
             if other != recipe.path and _output_dir(other) == Path(weights):
@@ -292,7 +291,7 @@ def _output_dir(path: Path) -> Path | None:
 def _load_relevance_teacher(recipe: Recipe, model: Any, processor: Any) -> Any:
     """The model whose attention is the target; `None` where that is the model itself."""
     args, training = recipe.model, recipe.training
-    if args.relevance_teacher in (None, LM_ATTENTION) or not training.relevance_weight:
+    if args.relevance_teacher in (None, "lm_attention") or not training.relevance_weight:
         return None
     weights, same = args.relevance_teacher, {"select_images": model.config.qtsplus_config.select_images}
     config = load_config(None, weights, same)
@@ -310,7 +309,7 @@ def _note(
 ) -> AttentionTargets:
     """The teacher's attention in every example. Another teacher sees all videos with its own vision tower."""
     data, training = recipe.data, recipe.training
-    grouped = recipe.model.relevance_teacher == LM_ATTENTION
+    grouped = recipe.model.relevance_teacher == "lm_attention"
     choice, mixed, folder = AttentionChoice.of(training, grouped), _mixed(training), str(data.features)
     full = [record.at_full_size() for record in dataset.records if record.teacher_video is not None]
     if relevance_teacher is not None:
@@ -398,7 +397,7 @@ def dry_run(recipe: Recipe) -> str:
     with torch.device("meta"):
         model: nn.Module = backbone_of(config.model_type).model(config)
         teacher = recipe.model.relevance_teacher
-        check_relevance(model, training, model if teacher is None else None, teacher == LM_ATTENTION)
+        check_relevance(model, training, model if teacher is None else None, teacher == "lm_attention")
         if training.lora_rank:
             model = add_lora(model, lora_config(training.lora_rank, training.lora_alpha, training.lora_dropout))
         else:

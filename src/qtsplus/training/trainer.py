@@ -15,9 +15,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from ..card_qtsplus import model_card
 from ..data.records import SOURCES
-from ..selection_qtsplus import LM_ATTENTION
+from ..saving_qtsplus import model_card
 from .arguments import QTSplusTrainingArguments
 from .attention import (
     AttentionChoice,
@@ -136,8 +135,8 @@ class QTSplusTrainer(Trainer):
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
         grouped = isinstance(relevance_teacher, str)
-        if grouped and relevance_teacher != LM_ATTENTION:
-            raise ValueError(f"relevance_teacher={relevance_teacher!r}: expected a model, or {LM_ATTENTION!r}.")
+        if grouped and relevance_teacher != "lm_attention":
+            raise ValueError(f"relevance_teacher={relevance_teacher!r}: expected a model, or 'lm_attention'.")
         other = None if isinstance(relevance_teacher, str) else relevance_teacher
         reads = None if self._targets_are_kept else base_model(other or model)
         check_relevance(base_model(model), self.args, reads, grouped)

@@ -1,15 +1,15 @@
 """Two passes in the learned benchmark: every question has regions of its own encoded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...data.records import VideoRecord
-from ...evaluation.exact_match import Outcome, exact_match, model_inputs
+from ...evaluation.exact_match import Outcome, decode_answers, model_inputs
 from ...session import EncodedVideo, encode
-from ...two_passes import SecondPass, TwoPasses, second_pass
+from ...two_passes import SecondPass, TwoPasses, second_pass, second_prompt
 
 LEAST_TOKENS = 0.25  # encoded at full size, and twice as many as are kept at least
 TILE = 2  # tokens a side: an object of TinyWorld fills one or two, and frames have six a side
@@ -34,7 +34,7 @@ def ask_twice(
     model: Any, processor: Any, records: Sequence[VideoRecord], retention: float, batch_size: int
 ) -> list[TwiceAsked]:
     """
-    [`exact_match`] in two passes.
+    As [`exact_match`], in two passes.
 
     Args:
         retention: fraction of each whole video's tokens to keep.
@@ -47,24 +47,25 @@ def ask_twice(
     for start in range(0, len(records), batch_size):
         batch = records[start : start + batch_size]
         seconds = [_second(model, processor, record, videos[str(record.video)], retention) for record in batch]
-        # By question: no two of them have the same tokens of their video.
-        named = [replace(record, video=f"{index} {record.video}") for index, record in enumerate(batch)]
-        features = {
-            str(record.video): {
-                **_described(videos[str(own.video)].large.chunks),  # type: ignore[union-attr]
-                "video_features": second.features,
-                "video_places": second.places,
-            }
-            for record, own, second in zip(named, batch, seconds, strict=True)
+        known = {
+            name: {**_described(video.large.chunks), "video_features": video.features}
+            for name, video in videos.items()
+            if video.large is not None
         }
-        retentions = [second.retention for second in seconds]
-        call: dict[str, Any] = {"retention": retentions, "batch_size": batch_size, "progress": False}
-        for own, second, outcome in zip(
-            batch, seconds, exact_match(model, processor, named, features=features, **call), strict=True
-        ):
-            kept = tuple(second.places[list(outcome.kept_indices)].tolist())
-            small = len(videos[str(own.video)].features)
-            asked.append(TwiceAsked(replace(outcome, kept_indices=kept), small, len(second.features)))
+        inputs = model_inputs(processor, batch, known)
+        inputs = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+        longest = max(len(processor.tokenizer(record.answer)["input_ids"]) for record in batch)
+        output = model.generate_from(
+            second_prompt(model, inputs, seconds),
+            max_new_tokens=longest + 2,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        answers = decode_answers(processor, output, inputs["input_ids"].shape[1])
+        for row, (record, second, text) in enumerate(zip(batch, seconds, answers, strict=True)):
+            kept = tuple(second.places[output.qtsplus.kept_indices[row].cpu()].tolist())
+            outcome = Outcome(record.kind, text == record.answer, len(kept), second.num_tokens, second.rho, kept)
+            asked.append(TwiceAsked(outcome, len(videos[str(record.video)].features), len(second.features)))
     return asked
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.video_utils import VideoMetadata
 
 from ... import session
-from ...selection_qtsplus import METHODS
+from ...methods_qtsplus import METHODS
 from ...training import models
 from ..baselines import fewer_frames
 

@@ -1,0 +1,246 @@
+"""Which visual tokens stay: methods, each a function `select(candidates, n) -> kept indices`.
+
+`selection=` takes such a function in every call, or the name of one of [`METHODS`], which the configuration takes too.
+Of tokens that are as good as each other the earliest stay: [`top_n`] says what that means.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+# Scores that differ by no more are a tie. Equal frames that are encoded in batches of other sizes differ by 1e-6 in
+# their features, in float32, and hardly more in log-relevance, where this is a ten-thousandth of a token's relevance.
+TIE = 1e-4
+
+
+@dataclass
+class Candidates:
+    """
+    The `M` visual tokens of one sample that compete for its budget. What costs something is computed when it is read.
+
+    Args:
+        visual: `[k, d]` of each video (or image) in turn; `k` sum to `M`.
+        query: `[L, d]`, raw embeddings of the question's words; empty where a prompt has none.
+        positions: `[3, M]`, absolute (time, height, width) in the prompt.
+        grids: (time, height, width) of each video in tokens; row by row, frame by frame, they are its `k` tokens. A
+            video of which a part is there has several in turn.
+        score: from the states of the question's words to the log-relevance of every token.
+        contextualise: from `query` to those states.
+        attend: computes how much the language model attends to every token.
+    """
+
+    visual: Sequence[torch.Tensor]
+    query: torch.Tensor
+    positions: torch.Tensor
+    grids: Sequence[tuple[int, int, int]]
+    score: Callable[[torch.Tensor], torch.Tensor]
+    contextualise: Callable[[torch.Tensor], torch.Tensor] = lambda query: query
+    attend: Callable[[], torch.Tensor] | None = None
+
+    @cached_property
+    def query_states(self) -> torch.Tensor:
+        """`[L, d]`, the question's words as the selector scores by them: with `query_states="layer"` in context."""
+        return self.contextualise(self.query)
+
+    @cached_property
+    def log_relevance(self) -> torch.Tensor:
+        """`[M]` float32, at most 0: what the selector has learned to give each token."""
+        return self.score(self.query_states)
+
+    @cached_property
+    def log_attention(self) -> torch.Tensor:
+        """`[M]` float32, at most 0: how much the language model attends to each token, in its first layers."""
+        if self.attend is None:
+            raise ValueError("This selection asks the language model: call the whole model, not the selector alone.")
+        return self.attend()
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """What has been computed of `log_attention`, or else of `log_relevance`; empty where neither was read."""
+        read = [vars(self)[name] for name in ("log_attention", "log_relevance") if name in vars(self)]
+        return read[0] if read else torch.empty(0, device=self.device)
+
+    @property
+    def num_tokens(self) -> int:
+        """M."""
+        return sum(len(part) for part in self.visual)
+
+    @property
+    def device(self) -> torch.device:
+        return self.visual[0].device
+
+
+# From candidates and n, 1 to M, to the indices of the n that stay: `[n]` int64, ascending.
+Method = Callable[[Candidates, int], torch.Tensor]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The methods
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def most_relevant(candidates: Candidates, n: int) -> torch.Tensor:
+    """The n tokens that matter most for the question (the paper, at inference)."""
+    return top_n(candidates.log_relevance, n)
+
+
+def lm_attention(candidates: Candidates, n: int) -> torch.Tensor:
+    """The n tokens that the language model itself attends to most in a first, shallow pass; needs no training."""
+    return top_n(candidates.log_attention, n)
+
+
+def uniform(candidates: Candidates, n: int) -> torch.Tensor:
+    """n evenly spaced tokens, the middle of each of n equal parts: the paper's UNIF."""
+    return ((torch.arange(n, device=candidates.device) * 2 + 1) * candidates.num_tokens) // (2 * n)
+
+
+def random(candidates: Candidates, n: int) -> torch.Tensor:
+    """n different tokens drawn with torch's global generator."""
+    return torch.randperm(candidates.num_tokens, device=candidates.device)[:n].sort().values
+
+
+def everything(candidates: Candidates, n: int) -> torch.Tensor:
+    """All tokens; the selector asks for `n = M`."""
+    return torch.arange(n, device=candidates.device)
+
+
+def temporal_redundancy(candidates: Candidates, n: int) -> torch.Tensor:
+    """
+    The n tokens that differ most from the same place one step earlier, by the cosine of their features, as Efficient
+    Video Sampling does (arXiv 2510.14624).
+
+    EVS keeps the whole first frame, and so has nothing left to choose at budgets around one frame. Here the first frame
+    is compared with its own mean instead.
+    """
+    change = []
+    visual = candidates.visual[0] if len(candidates.visual) == 1 else torch.cat(list(candidates.visual))
+    parts = visual.split([math.prod(grid) for grid in candidates.grids])
+    for features, (time, height, width) in zip(parts, candidates.grids, strict=True):
+        frames = features.unflatten(0, (time, height * width))
+        mean = frames[0].float().mean(0).expand(height * width, -1)
+        steps = [(mean, frames[0]), *pairwise(frames)]
+        change += [1 - F.cosine_similarity(before.float(), now.float(), dim=-1) for before, now in steps]
+    return top_n(torch.cat(change), n)
+
+
+def diversity(candidates: Candidates, n: int) -> torch.Tensor:
+    """
+    n tokens that are far from each other: greedily, the one whose nearest kept token is farthest by the cosine of their
+    features, as DivPrune does (arXiv 2503.02175).
+
+    DivPrune begins with the token that is farthest from its nearest neighbour, which needs all pairs of tokens. Here
+    the first is the one farthest from the mean. Time is O(n M d), memory O(M d).
+    """
+    features = F.normalize(torch.cat(list(candidates.visual)).float(), dim=-1)
+    distance = 1 - features @ F.normalize(features.mean(0), dim=0)
+    nearest = torch.full_like(distance, torch.inf)
+    kept = torch.empty(n, dtype=torch.long, device=candidates.device)
+    for step in range(n):
+        chosen = first_largest(distance)
+        kept[step] = chosen
+        nearest = torch.minimum(nearest, 1 - features @ features[chosen])
+        nearest[chosen] = -torch.inf
+        distance = nearest
+    return kept.sort().values
+
+
+def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
+    """
+    Indices of the n largest scores, ascending: `[n]` int64.
+
+    Scores within [`TIE`] of the n-th largest count as equal to it, and of those the earliest stay. So tokens that show
+    the same, as in a video that stands still, are chosen by their place and not by rounding.
+    """
+    cut = scores.topk(n, sorted=False).values.amin()
+    above = scores > cut + TIE
+    tied = (scores >= cut - TIE) & ~above
+    return (above | (tied & (tied.cumsum(0) <= n - above.sum()))).nonzero()[:, 0]
+
+
+def first_largest(scores: torch.Tensor) -> torch.Tensor:
+    """Index of the first score within [`TIE`] of the largest."""
+    return (scores >= scores.amax() - TIE).int().argmax()
+
+
+def attention_share(candidates: Candidates, mass: float) -> float:
+    """
+    The share of the tokens that together hold this share of the language model's attention, up to [`TIE`]: the budget
+    of `"lm_attention"` where the call states none.
+    """
+    shares = candidates.log_attention.softmax(0).sort(descending=True).values.cumsum(0)
+    return min(int((shares < mass - TIE).sum()) + 1, len(shares)) / len(shares)
+
+
+METHODS: dict[str, Method] = {
+    "qtsplus": most_relevant,
+    "lm_attention": lm_attention,
+    "uniform": uniform,
+    "random": random,
+    "all": everything,
+    "temporal_redundancy": temporal_redundancy,
+    "diversity": diversity,
+}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a call may ask for
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def find_method(selection: str | Method) -> Method:
+    """
+    The function that a `selection` names or is.
+
+    Raises:
+        ValueError: another name, or neither.
+    """
+    if isinstance(selection, str) and selection in METHODS:
+        return METHODS[selection]
+    if not callable(selection):
+        raise ValueError(f"selection={selection!r}; expected one of {tuple(METHODS)}, or a function like theirs.")
+    return selection
+
+
+def check_kept(kept: Any, n: int, num_tokens: int, selection: str | Method) -> None:
+    """Raises `ValueError` for what a method must not return."""
+    fits = isinstance(kept, torch.Tensor) and kept.shape == (n,) and kept.dtype == torch.int64
+    if not fits or bool((kept.diff() < 1).any() | (kept[0] < 0) | (kept[-1] >= num_tokens)):
+        name = selection if isinstance(selection, str) else getattr(selection, "__name__", selection)
+        found = f"{kept.dtype} of shape {tuple(kept.shape)}" if isinstance(kept, torch.Tensor) else type(kept).__name__
+        raise ValueError(
+            f"selection={name!r} returned {found}; expected {n} ascending int64 indices below {num_tokens}."
+        )
+
+
+def check_budget(
+    selection: str | Method, retentions: Sequence[float | None], rows: int, max_visual_tokens: int | None
+) -> None:
+    """Validates how many tokens a call asks for; see `QTSplusSelector.forward`."""
+    if len(retentions) != rows:
+        raise ValueError(f"{len(retentions)} retentions for {rows} rows: expected one for all, or one for each.")
+    for retention in retentions:
+        if retention is not None and not (_is_number(retention) and 0 < retention <= 1):
+            raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens in (0, 1].")
+    count = max_visual_tokens
+    if count is not None and not (_is_number(count) and count >= 1 and count == int(count)):
+        raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
+    fixed = any(retention not in (None, 1.0) for retention in retentions)
+    if selection == "all" and (fixed or max_visual_tokens is not None):
+        raise ValueError(
+            'selection="all" keeps every visual token: choose another selection, in this call or in qtsplus_config, or '
+            "leave retention and max_visual_tokens out."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+__all__ = ["METHODS", "Candidates", "Method", "attention_share", "check_budget", "check_kept", "find_method", "top_n"]

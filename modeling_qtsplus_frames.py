@@ -1,0 +1,413 @@
+"""The models whose vision tower sees one frame at a time, all of one size, with the query-aware selector: InternVL (2.5
+and 3), LLaVA-OneVision and LLaVA-Video; configurations, models and processors. Their grids count tokens.
+
+Stock InternVL knows images alone. Here a video is a sequence of frames, each with "Frame1: " and so on in front, and
+its placeholders have an id of their own (`config.video_token_id`), so that the model can tell one from the other.
+
+LLaVA-OneVision and LLaVA-Video lay a video out alike, 14 x 14 pooled tokens per frame, but for their newlines:
+LLaVA-OneVision ends the video with one, LLaVA-Video every row of every frame. Newlines are never scored; one stays
+where a token that it ends stays.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.models.internvl.configuration_internvl import InternVLConfig
+from transformers.models.internvl.modeling_internvl import InternVLForConditionalGeneration, InternVLModel
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava_onevision.configuration_llava_onevision import LlavaOnevisionConfig
+from transformers.models.llava_onevision.modeling_llava_onevision import (
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionModel,
+    image_size_to_num_patches,
+)
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.processing_utils import ProcessorMixin
+
+from .configuration_qtsplus import QTSplusConfigMixin, with_selector
+from .mixin_qtsplus import QTSplusHeadMixin, QTSplusModelMixin
+from .processing_qtsplus import QTSplusProcessorMixin
+from .prompt_qtsplus import IMAGE, VIDEO
+from .saving_qtsplus import QTSplusPreTrainedMixin
+
+NEWLINES = ("video", "row")
+
+
+class FramesQTSplusModelMixin(QTSplusModelMixin):
+    """What the models have in common: one-dimensional positions, and a row of pixels for each frame."""
+
+    rope_axes = 1
+
+    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
+        return [(t, h, w) for t, h, w in grid_thw.tolist()]
+
+    def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
+        return grid_thw[:, 0].tolist()
+
+
+class QTSplusFramesMixin(QTSplusProcessorMixin):
+    """
+    For a backbone whose encoder looks at one frame at a time, all of one size. `pixel_values_videos` are the frames of
+    all videos, `[frames, 3, height, width]`, so that videos may differ in length; grids count tokens.
+
+    A backbone supplies `tokens_per_side`, and `replace_video_token` where its stock processor's is another one.
+    """
+
+    native_resolution = False
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.video_processor.merge_size = self.video_processor.temporal_patch_size = 1
+
+    @property
+    def tokens_per_side(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def model_input_names(self) -> list[str]:
+        return [*super().model_input_names, "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
+
+    def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
+        video_metadata = kwargs.pop("video_metadata", None)
+        options = {**kwargs, "return_tensors": "pt", "return_metadata": False}
+        clips = [self._clip(video, options) for video in videos]
+        grids = torch.cat([self.grid_of(len(clip)) for clip in clips])
+        processed = {"pixel_values_videos": clips, "video_grid_thw": grids, "video_metadata": video_metadata}
+        texts = [self.replace_video_token(processed, index) for index in range(len(clips))]
+        seconds = [1 / metadata.sampled_fps for metadata in video_metadata]
+        return {**processed, "pixel_values_videos": torch.cat(clips), "second_per_grid_ts": seconds}, texts
+
+    def _clip(self, video: Any, options: dict[str, Any]) -> torch.Tensor:
+        if torch.is_tensor(video) and video.is_meta:
+            return video
+        return self.video_processor(videos=[video], **options)["pixel_values_videos"][0]
+
+    def grid_of(self, num_frames: int, *size: int, **options: Any) -> torch.Tensor:
+        return torch.tensor([[num_frames, self.tokens_per_side, self.tokens_per_side]])
+
+    def frame_size(self, num_frames: int, height: int, width: int, **options: Any) -> tuple[int, int]:
+        blank = torch.empty(1, 3, height, width, dtype=torch.uint8, device="meta")
+        only_resized = {"do_center_crop": False, "do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
+        resized = self.video_processor(videos=[blank], **{**options, **only_resized})["pixel_values_videos"]
+        return resized.shape[-2], resized.shape[-1]
+
+    def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        clip = self._clip(frames, {"do_sample_frames": False, "return_tensors": "pt"})
+        return clip, self.grid_of(len(clip))
+
+    def _blank(self, t: int, h: int, w: int) -> torch.Tensor:
+        return torch.empty(t, 3, 1, 1, device="meta")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# InternVL
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class InternVLQTSplusConfig(QTSplusConfigMixin, InternVLConfig):
+    r"""
+    Configuration of [`InternVLQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`].
+
+    Args:
+        video_token_id (`int`): the placeholder of a video's tokens, an id of the vocabulary that no text has. Its
+            embedding is never seen. By default Qwen2.5's `<|video_pad|>`, which InternVL does not use.
+        frame_text_token_ids (`list[int]`): the ids that open the text in front of a frame (`Frame`).
+
+    Raises:
+        ValueError: a `video_token_id` that is not in the vocabulary.
+    """
+
+    model_type = "internvl_qtsplus"
+    sub_configs, sub_configs_defaults = with_selector(InternVLConfig)
+
+    video_token_id: int = 151656
+    special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151674))
+    frame_text_token_ids: list[int] | tuple[int, ...] = ()
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.video_token_id >= self.text_config.vocab_size or self.video_token_id == self.image_token_id:
+            raise ValueError(
+                f"video_token_id={self.video_token_id}: expected an id below {self.text_config.vocab_size}, the size "
+                f"of the vocabulary, that no text has and that is not image_token_id ({self.image_token_id})."
+            )
+
+
+class InternVLQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin, InternVLModel):
+    """InternVL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
+
+    config: InternVLQTSplusConfig
+    config_class = InternVLQTSplusConfig
+    _no_split_modules = ["QTSplusSelector"]
+    frames_apart = True
+
+    @property
+    def patches_per_row(self) -> int:
+        vision = self.config.vision_config
+        return math.prod(size // patch for size, patch in zip(vision.image_size, vision.patch_size, strict=True))
+
+    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+        tokens = self.get_image_features(pixels, return_dict=True).pooler_output
+        return [frames.flatten(0, 1) for frames in tokens.split(self.pixel_rows(grid_thw))]
+
+
+class InternVLQTSplusForConditionalGeneration(
+    QTSplusHeadMixin, QTSplusPreTrainedMixin, InternVLForConditionalGeneration
+):
+    """InternVL that reads a video through a [`QTSplusSelector`]; used as the stock class is, with its own processor."""
+
+    config: InternVLQTSplusConfig
+    config_class = InternVLQTSplusConfig
+    model_class = InternVLQTSplusModel
+    _no_split_modules = ["QTSplusSelector"]
+    backbone_name = "InternVL"
+
+
+class _ApartProcessor(InternVLProcessor):
+    """[`InternVLProcessor`] that keeps images and videos apart."""
+
+    video_placeholder_id: int
+    grid_of: Any
+
+    def __call__(self, images=None, text=None, videos=None, **kwargs):
+        # The stock method would mix the pixels of images and videos.
+        inputs = ProcessorMixin.__call__(self, images=images, text=text, videos=videos, **kwargs)
+        if videos is not None and text is not None:
+            inputs["input_ids"] = self._mark_videos(inputs["input_ids"])
+        return inputs
+
+    def _mark_videos(self, ids):
+        if isinstance(ids, list):
+            return [self._mark_videos(row) for row in ids]
+        if isinstance(ids, int):
+            return self.video_placeholder_id if ids == self.tokenizer.video_token_id else ids
+        ids[ids == self.tokenizer.video_token_id] = self.video_placeholder_id
+        return ids
+
+    def _process_images(self, images, **kwargs):
+        processed, texts = super()._process_images(images, **kwargs)
+        processed["image_grid_thw"] = torch.cat([self.grid_of(int(tiles)) for tiles in processed.pop("num_patches")])
+        return processed, texts
+
+    def replace_video_token(self, video_inputs, video_idx, **kwargs):
+        frame = f"{self.start_image_token}{self.video_token * self.image_seq_length}{self.end_image_token}"
+        count = len(video_inputs["pixel_values_videos"][video_idx])
+        return "\n".join(f"Frame{index + 1}: {frame}" for index in range(count))
+
+
+class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
+    r"""
+    [`InternVLProcessor`] that also says which tokens are the question, and reads videos with their true times.
+
+    Args:
+        video_placeholder_id (`int`, *optional*): `config.video_token_id`; the tokenizer's `<|video_pad|>` if `None`, or
+            its own placeholder of a video.
+    """
+
+    def __init__(
+        self,
+        image_processor=None,
+        tokenizer=None,
+        video_processor=None,
+        image_seq_length: int = 256,
+        chat_template=None,
+        video_placeholder_id: int | None = None,
+        **kwargs,
+    ):
+        super().__init__(image_processor, tokenizer, video_processor, image_seq_length, chat_template, **kwargs)
+        if video_placeholder_id is None:
+            unused = tokenizer.get_vocab().get("<|video_pad|>")
+            video_placeholder_id = tokenizer.video_token_id if unused is None else unused
+        self.video_placeholder_id = video_placeholder_id
+
+    @property
+    def tokens_per_side(self) -> int:
+        return math.isqrt(self.image_seq_length)
+
+    @property
+    def placeholder_ids(self) -> list[int]:
+        return [self.image_token_id, self.video_placeholder_id]
+
+    def follow(self, config) -> None:
+        self.video_placeholder_id = config.video_token_id
+
+    @property
+    def query_token_ids(self) -> dict[str, int | list[int]]:
+        ids = super().query_token_ids
+        special = {*ids["special_token_ids"], self.video_placeholder_id}
+        return {
+            **ids,
+            "special_token_ids": sorted(special),
+            "video_token_id": self.video_placeholder_id,
+            "frame_text_token_ids": self.tokenizer("Frame1: ", add_special_tokens=False)["input_ids"][:1],
+        }
+
+
+InternVLQTSplusProcessor.register_for_auto_class()
+
+# --------------------------------------------------------------------------------------------------------------------
+# LLaVA-OneVision and LLaVA-Video
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class LlavaOnevisionQTSplusConfig(QTSplusConfigMixin, LlavaOnevisionConfig):
+    r"""
+    Configuration of [`LlavaOnevisionQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`].
+
+    Args:
+        video_newline (`str`): what a newline ends: the `"video"` in LLaVA-OneVision, every `"row"` in LLaVA-Video
+            (its `mm_newline_position="grid"`).
+
+    Raises:
+        ValueError: another `video_newline`; `select_images`, for the newlines of an image lie among its tokens.
+    """
+
+    model_type = "llava_onevision_qtsplus"
+    sub_configs, sub_configs_defaults = with_selector(LlavaOnevisionConfig)
+
+    video_newline: str = "video"
+    special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151648))
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.video_newline not in NEWLINES:
+            raise ValueError(f"video_newline={self.video_newline!r}: expected one of {NEWLINES}.")
+        if self.qtsplus_config.select_images:
+            raise ValueError("select_images=True: expected False, LLaVA-OneVision's images have newlines among them.")
+
+
+class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin, LlavaOnevisionModel):
+    """
+    LLaVA-OneVision without a head, with a [`QTSplusSelector`] as `qtsplus`. `image_grid_thw` is (crops, height, width)
+    of an image before it was cut.
+    """
+
+    config: LlavaOnevisionQTSplusConfig
+    config_class = LlavaOnevisionQTSplusConfig
+    _no_split_modules = ["QTSplusSelector"]
+
+    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
+        if modality == VIDEO:
+            return super().merged_grid(grid_thw, modality)
+        # How many tokens an image becomes is asked of the stock packing, with features without values.
+        vision = self.config.vision_config
+        side, newline = vision.image_size // vision.patch_size, torch.empty(1, device="meta")
+        blank = [torch.empty(crops, side * side, 1, device="meta") for crops, _, _ in grid_thw.tolist()]
+        aspect = self.config.vision_aspect_ratio
+        packed, _ = self.pack_image_features(blank, grid_thw[:, 1:].cpu(), newline, vision_aspect_ratio=aspect)
+        return [(1, 1, len(image)) for image in packed]
+
+    @property
+    def patches_per_row(self) -> int:
+        return (self.config.vision_config.image_size // self.config.vision_config.patch_size) ** 2
+
+    def line_length(self, modality: int, grid: tuple[int, int, int]) -> int:
+        if modality == IMAGE:
+            return 0
+        return math.prod(grid) if self.config.video_newline == "video" else grid[2]
+
+    @property
+    def line_end(self) -> torch.Tensor:
+        return self.image_newline
+
+    def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> list[torch.Tensor]:
+        if modality == VIDEO:
+            tokens = self.get_video_features(pixels[None], return_dict=True).pooler_output[0]
+            return list(tokens[: int(grid_thw.prod(-1).sum())].split(grid_thw.prod(-1).tolist()))
+        features = []
+        for crops, (count, *size) in zip(pixels.split(self.pixel_rows(grid_thw)), grid_thw.tolist(), strict=True):
+            # The stock method cuts an image that is the only one of its prompt.
+            size, alone = torch.tensor([size]), torch.tensor([1 if count > 1 else 2])
+            features += self.get_image_features(crops, size, batch_num_images=alone, return_dict=True).pooler_output
+        return features
+
+
+class LlavaOnevisionQTSplusForConditionalGeneration(
+    QTSplusHeadMixin, QTSplusPreTrainedMixin, LlavaOnevisionForConditionalGeneration
+):
+    """LLaVA-OneVision or LLaVA-Video that reads a video through a [`QTSplusSelector`], with its own processor."""
+
+    config: LlavaOnevisionQTSplusConfig
+    config_class = LlavaOnevisionQTSplusConfig
+    model_class = LlavaOnevisionQTSplusModel
+    _no_split_modules = ["QTSplusSelector"]
+    backbone_name = "LLaVA-OneVision"
+
+
+class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor):
+    r"""
+    [`LlavaOnevisionProcessor`] that also says which tokens are the question, and reads videos with their true times.
+
+    Args:
+        video_newline (`str`): as in [`LlavaOnevisionQTSplusConfig`].
+    """
+
+    def __init__(
+        self,
+        image_processor=None,
+        tokenizer=None,
+        video_processor=None,
+        num_image_tokens=None,
+        vision_feature_select_strategy=None,
+        chat_template=None,
+        image_token="<image>",
+        video_token="<video>",
+        vision_aspect_ratio="anyres_max_9",
+        video_newline: str = "video",
+        **kwargs,
+    ):
+        super().__init__(
+            image_processor,
+            tokenizer,
+            video_processor,
+            num_image_tokens=num_image_tokens,
+            vision_feature_select_strategy=vision_feature_select_strategy,
+            chat_template=chat_template,
+            image_token=image_token,
+            video_token=video_token,
+            vision_aspect_ratio=vision_aspect_ratio,
+            **kwargs,
+        )
+        self.video_newline = video_newline
+
+    def follow(self, config) -> None:
+        self.video_newline = config.video_newline
+
+    @property
+    def tokens_per_side(self) -> int:
+        return math.ceil(math.isqrt(self.num_image_tokens) / 2)
+
+    def _process_images(self, images, **kwargs):
+        processed, texts = super()._process_images(images, **kwargs)
+        sizes = torch.as_tensor(processed.pop("image_sizes")).tolist()
+        alone = [count == 1 for count in processed.pop("batch_num_images") for _ in range(count)]
+        pinpoints, side = self.image_processor.image_grid_pinpoints, processed["pixel_values"][0].shape[-1]
+        crops = [
+            image_size_to_num_patches(size, pinpoints, side) if cut else 1
+            for size, cut in zip(sizes, alone, strict=True)
+        ]
+        pairs = zip(processed["pixel_values"], crops, strict=True)
+        processed["pixel_values"] = torch.cat([torch.as_tensor(pixels[:count]) for pixels, count in pairs])
+        processed["image_grid_thw"] = torch.tensor([[count, *size] for count, size in zip(crops, sizes, strict=True)])
+        return processed, texts
+
+    def replace_video_token(self, video_inputs, video_idx, **kwargs):
+        frames, side = len(video_inputs["pixel_values_videos"][video_idx]), self.tokens_per_side
+        newlines = 1 if self.video_newline == "video" else frames * side
+        return self.video_token * (frames * side * side + newlines)
+
+
+LlavaOnevisionQTSplusProcessor.register_for_auto_class()
+
+__all__ = [
+    "InternVLQTSplusConfig",
+    "InternVLQTSplusForConditionalGeneration",
+    "InternVLQTSplusModel",
+    "InternVLQTSplusProcessor",
+    "LlavaOnevisionQTSplusConfig",
+    "LlavaOnevisionQTSplusForConditionalGeneration",
+    "LlavaOnevisionQTSplusModel",
+    "LlavaOnevisionQTSplusProcessor",
+]
