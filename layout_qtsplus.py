@@ -32,11 +32,6 @@ from .selector_qtsplus import QTSplusOutput
 Features = dict[int, list[torch.Tensor]]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Hooks
-# --------------------------------------------------------------------------------------------------------------------
-
-
 class QTSplusBackboneMixin:
     """
     What a backbone may override: how its tower encodes, where its tokens stand, what its language model takes.
