@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.world.tinyworld import build_dataset
 from qtsplus.data.records import VideoRecord
-from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation import analysis
 from qtsplus.evaluation.analysis import measure, run_analysis, summarise_choices
 from qtsplus.evaluation.baselines import full_video
