@@ -60,7 +60,7 @@ Pooled = dict[tuple[str, float | None], dict[str, Any]]
 
 
 def write_report(rows: Rows, details: dict[str, Any], folder: Path) -> None:
-    """`learned.md`, `learned.png` and `.svg`; with an own budget `learned-adaptive.png` and `.svg`."""
+    """`learned.md` and `learned.png`; with an own budget `learned-adaptive.png`."""
     pooled = {(row["policy"], row["retention"]): row for row in rows if row["seed"] is None}
     sections = [
         _heading(details),

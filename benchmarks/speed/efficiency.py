@@ -20,7 +20,7 @@ PUBLISHED = (
 def run_efficiency(files: Sequence[Path], out: Path, *, name: str, command: str = "") -> Path:
     """
     Visual embeddings to the language model and end-to-end latency against the number of frames: `efficiency-NAME.json`,
-    `.md`, and the figure as PNG and SVG.
+    `.md` and `.png`.
 
     Args:
         files: of `python -m benchmarks speed --sweep`, from one machine or several; each is named by what it ran on.

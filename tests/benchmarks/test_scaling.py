@@ -33,7 +33,7 @@ def test_every_size_is_counted_and_kept(here, tmp_path):
         assert len(point["repeats"]["seconds"]) == len(point["repeats"]["extra_mb"]) == 2
         assert min(point["repeats"]["seconds"]) > 0
     assert document["figures"]["growth_exponent_time"] == document["fits"]["time"]["exponent"]
-    assert {"scaling-tiny.png", "scaling-tiny.svg"} <= {file.name for file in tmp_path.iterdir()}
+    assert (tmp_path / "scaling-tiny.png").exists()
 
 
 def test_attention_is_measured_in_groups(here, tmp_path, monkeypatch):

@@ -49,10 +49,9 @@ def test_each_side_attends_as_its_users_get_it(models):
 
 def test_files_and_summary(folder, document):
     assert {file.name for file in folder.iterdir()} == {
-        *("speed-tiny.json", "speed-tiny.png", "speed-tiny.svg", "frames-tiny.png", "frames-tiny.svg", "summary.md")
+        *("speed-tiny.json", "speed-tiny.png", "frames-tiny.png", "summary.md")
     }
     assert (folder / "frames-tiny.png").read_bytes().startswith(PNG)
-    assert "</svg>" in (folder / "frames-tiny.svg").read_text()
     assert list(document["summary"]) == list(SUMMARY)
     measured = {name for name, value in document["summary"].items() if value is not None}
     assert measured == set(document["figures"])
