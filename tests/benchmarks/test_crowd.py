@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.world import crowd
 from benchmarks.world.crowd import (
     ALL_WORDS,
     CROWD_COLOURS,
@@ -27,7 +28,6 @@ from benchmarks.world.crowd import (
 from benchmarks.world.crowd_questions import crowd_questions
 from benchmarks.world.scene import CELL, DIRECTIONS, FPS, GRID, OBJECT_SHAPES
 from benchmarks.world.tinyworld import ask_world, build_dataset, draw_world, split_world
-from qtsplus.data import crowd
 from qtsplus.video_qtsplus import read_video
 
 SEEDS = st.integers(0, 12_000_000)

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks.cli import app
 from benchmarks.teaching.trainer import TinyWorldTrainer
 from qtsplus.hub.files import hub_configs
 from qtsplus.training.models import load_model
@@ -48,3 +50,14 @@ def test_the_recipe_of_the_vision_tower_turns_rows_and_columns_further():
     expected[[8, 9, 12, 13]] = expected.new_tensor([0.5, 0.25, 0.5, 0.25])
     assert ours.tolist() == pytest.approx(expected.tolist(), rel=1e-3)
     assert changed.config.qtsplus_config.to_dict() == plain.config.qtsplus_config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "before"), [("", "-base"), ("-base", "-short"), ("-short", "-stills"), ("-stills", "-vision")]
+)
+def test_the_recipe_that_makes_missing_weights_is_named(name, before, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["train", str(RECIPES / f"qtsplus-tiny{name}.yaml")])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert f"There is no folder runs/qtsplus-tiny{before}" in line and f"qtsplus-tiny{before}.yaml first" in line

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.learned.baselines import full_video, lower_resolution
 from benchmarks.world.clip import render_clip
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.baselines import fewer_frames, full_video, lower_resolution
+from qtsplus.evaluation.baselines import fewer_frames
 from qtsplus.evaluation.exact_match import exact_match, summarise
 from qtsplus.training.models import load_model
 

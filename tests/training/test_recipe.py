@@ -158,17 +158,6 @@ def test_only_true_and_false_are_booleans(tmp_path):
     assert recipe.training.save_strategy == "no" and recipe.training.learning_rate == 1e-6
 
 
-@pytest.mark.parametrize(
-    ("name", "before"), [("", "-base"), ("-base", "-short"), ("-short", "-stills"), ("-stills", "-vision")]
-)
-def test_the_recipe_that_makes_missing_weights_is_named(name, before, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["train", str(RECIPES / f"qtsplus-tiny{name}.yaml")])
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert f"There is no folder runs/qtsplus-tiny{before}" in line and f"qtsplus-tiny{before}.yaml` first" in line
-
-
 def test_weights_that_cannot_be_used_are_refused(tiny_published, tmp_path):
     config = json.loads((tiny_published / "config.json").read_text())
     weights = (tiny_published / "model.safetensors").read_bytes()
