@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
-from pydantic import ConfigDict, Field, Strict, model_validator
+from pydantic import ConfigDict, Field, Strict, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from qtsplus.data.formats import iter_rows, media_folder, read_records
-from qtsplus.data.records import VideoRecord
+from qtsplus.data.records import VideoRecord, explain
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import SkippedRecord, VideoQADataset
 
@@ -56,7 +56,10 @@ def read_tinyworld(path: str | os.PathLike, media_root: str | os.PathLike | None
         dense = {name: row.content[name] for name in ("token_words", "needles") if name in row.content}
         if dense.get("token_words") is not None:
             dense["token_words"] = str(root / dense["token_words"])
-        found.append(TinyWorldRecord(**vars(record), **dense))
+        try:
+            found.append(TinyWorldRecord(**vars(record), **dense))
+        except ValidationError as error:
+            raise ValueError(f"Row {row.number} of {path} is not a record: {explain(error)}") from None
     return found
 
 

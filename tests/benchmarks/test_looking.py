@@ -157,6 +157,25 @@ def test_what_cannot_be_looked_at_is_refused(tmp_path):
         TinyWorldRecord(**row, needles=[[1]])
 
 
+@pytest.mark.parametrize(
+    ("dense", "message"),
+    [
+        ({"needles": [[1], [2]]}, "Row 1 of .*: has needles of 2 answers, but 1 answers"),
+        ({"needles": [["x"]]}, "Row 1 of .* is not a record: needles.0.0 is 'x'; expected"),
+        ({"token_words": "words.safetensors"}, None),
+    ],
+)
+def test_rows_are_read_with_their_supervision(dense, message, tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps({"video": "a.mp4", "question": "What?", "answer": "That.", **dense}) + "\n")
+    if message is None:
+        (record,) = read_tinyworld(path)
+        assert record.token_words == str(tmp_path / "words.safetensors") and record.needles == ()
+        return
+    with pytest.raises(ValueError, match=message):
+        read_tinyworld(path)
+
+
 def test_a_crowd_says_what_its_answers_rest_on_and_a_batch_of_it_trains(tmp_path):
     path = build_dataset(
         tmp_path, "train", 2, seconds=(4,), multiple_choice=0, conversations=True, crowd=True, progress=False
