@@ -7,7 +7,7 @@ import numpy as np
 
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import accuracy
-from qtsplus.evaluation.intervals import clustered_interval, mean_interval
+from qtsplus.evaluation.intervals import clustered_interval
 
 from ..world.tinyworld import POINT_KINDS, QUESTION_KINDS, WIDE_KINDS
 from .policies import BASE, DEFAULT, SALIENCE, Policy, name_of
@@ -211,13 +211,22 @@ def adaptive_budgets(budgets: list[tuple[str, str, float]], seeds: Sequence[int]
         by_kind.setdefault(kind, []).append(rho)
         by_video.setdefault(video, {}).setdefault("point" if kind in POINT_KINDS else kind, []).append(rho)
     gaps = {
-        kind: mean_interval(
+        kind: _mean_interval(
             [np.mean(rho[kind]) - np.mean(rho["point"]) for rho in by_video.values() if kind in rho and "point" in rho]
         )
         for kind in (*WIDE_KINDS, DESCRIPTION)
     }
     return {
-        "rho": {kind: mean_interval(by_kind[kind]) for kind in (*QUESTION_KINDS, DESCRIPTION) if kind in by_kind},
+        "rho": {kind: _mean_interval(by_kind[kind]) for kind in (*QUESTION_KINDS, DESCRIPTION) if kind in by_kind},
         "wide_minus_point": {kind: gap for kind, gap in gaps.items() if gap},
         "seeds": list(seeds),
     }
+
+
+def _mean_interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean with the bounds of its 95% interval."""
+    if not values:
+        return {}
+    mean = float(np.mean(values))
+    half = 1.96 * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return {"mean": mean, "low": mean - half, "high": mean + half, "count": len(values)}

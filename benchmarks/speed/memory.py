@@ -8,11 +8,11 @@ import torch
 
 from qtsplus.kernels.naive import naive_log_relevance
 from qtsplus.relevance_qtsplus import log_relevance
-from qtsplus.results import Journal, environment, spread, steps
+from qtsplus.results import Journal, environment, steps
 
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process
-from .results import label, summarise
+from .results import label, spread, summarise
 from .shapes import SIDES, best_attention, build, fill_pixels, find_device, find_shape, video_inputs
 
 # The paper's longest videos; a question of 64 tokens and the 3B model's heads.

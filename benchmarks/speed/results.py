@@ -1,5 +1,7 @@
 """The summary of what speed, memory, growth and training cost, and the overview of a folder of results."""
 
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,12 @@ SUMMARY = {
     "train_step_speedup": "stock's seconds of a training step with all tokens, over ours",
     "train_memory_ratio": "our peak memory in a training step, over stock's",
 }
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """`{"median", "low", "high"}`."""
+    values = list(values)
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def label(shape: str) -> str:

@@ -11,14 +11,14 @@ import torch
 
 from qtsplus.configuration_qtsplus import QTSplusConfig
 from qtsplus.hub.files import hub_configs
-from qtsplus.results import Journal, environment, spread, steps
+from qtsplus.results import Journal, environment, steps
 from qtsplus.selection_qtsplus import LM_ATTENTION
 from qtsplus.selector_qtsplus import QTSplusSelector
 
 from .clock import busy, now
 from .peak import extra_memory, in_own_process
 from .plots import draw_scaling
-from .results import label, summarise
+from .results import label, spread, summarise
 from .shapes import QUESTION, TINY, build, find_device, find_shape, make_processor, prompt_text
 
 SIZES = (62_500, 125_000, 250_000, 500_000, 1_000_000)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import BatchFeature
 
-from qtsplus.results import Journal, environment, spread, steps, write_json
+from qtsplus.results import Journal, environment, steps, write_json
 from qtsplus.selection_qtsplus import LM_ATTENTION
 from qtsplus.session import EncodedVideo, encode, small_prompt
 from qtsplus.two_passes import TwoPasses, second_pass
@@ -22,7 +22,7 @@ from qtsplus.video_qtsplus import choose_frames, read_video
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages
-from .results import SUMMARY, device_name, label, summarise, write_overview
+from .results import SUMMARY, device_name, label, spread, summarise, write_overview
 from .shapes import (
     FRAME_BOUNDS,
     FRAMES_PER_SECOND,

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from qtsplus.results import Journal, environment, spread, steps
+from qtsplus.results import Journal, environment, steps
 
 from .clock import now
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process
-from .results import label, summarise
+from .results import label, spread, summarise
 from .shapes import SIDES, best_attention, build, fill_pixels, find_device, find_shape, video_inputs
 
 # Stock's logits of every visual token have to fit beside its gradients: 9,600 tokens of the 3B model are 17 GB of them.

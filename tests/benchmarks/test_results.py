@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from benchmarks.speed.results import SUMMARY, summarise
-from qtsplus.results import Journal, read_json, spread, steps, write_json
+from benchmarks.speed.results import SUMMARY, spread, summarise
+from qtsplus.results import Journal, read_json, steps, write_json
 
 SETTINGS = {"shape": "cpu", "repeats": (1, 2)}
 

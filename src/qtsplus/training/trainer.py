@@ -208,7 +208,8 @@ class QTSplusTrainer(Trainer):
             divergences = self._relevance_divergences(outputs.qtsplus, labels, targets)
             loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
             self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
-        for name, (weight, losses) in losses_of(outputs).items() if model.training else ():
+        further = losses_of(outputs) if model.training else {}
+        for name, (weight, losses) in further.items():
             loss = loss + weight * losses.sum() / counts[-2].clamp(min=1)
             self.running[True].add(name, losses.sum(), len(losses))
         budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training)
