@@ -21,7 +21,7 @@ $(VENV_OLDEST)/.installed: pyproject.toml hatch_build.py
 	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' transformers==5.17.0
 	touch $@
 
-demo: $(VENV)/.installed  ## render a clip, build and publish the tiny model, ask it twice, draw the kept tokens
+demo: $(VENV)/.installed  ## build and publish the tiny model, ask it about a clip twice, draw the kept tokens
 	$(BIN)/qtsplus demo --out demo
 
 test: lint  ## lint, types and all but the slow tests
@@ -52,12 +52,12 @@ lint: $(VENV)/.installed typecheck  ## ruff and mypy
 typecheck: $(VENV)/.installed
 	rm -rf $(TYPECHECK) && mkdir -p $(dir $(TYPECHECK))
 	cp -Rp src/qtsplus $(TYPECHECK) && cp -p *_qtsplus*.py $(TYPECHECK)
-	$(BIN)/mypy $(TYPECHECK)
+	$(BIN)/mypy $(TYPECHECK) benchmarks
 
 bench: $(VENV)/.installed  ## speed, memory and growth against the stock model, on the CPU (about 12 minutes)
-	$(BIN)/qtsplus bench memory --shape cpu
-	$(BIN)/qtsplus bench scaling --shape cpu
-	$(BIN)/qtsplus bench speed --shape cpu
+	$(BIN)/python -m benchmarks memory --shape cpu
+	$(BIN)/python -m benchmarks scaling --shape cpu
+	$(BIN)/python -m benchmarks speed --shape cpu
 
 # What benchmarks/gpu.sh needs on a machine without network that has PyTorch and Transformers. Their dependencies stay
 # out: --no-deps for packages that would bring PyTorch along.

@@ -43,7 +43,7 @@ if [[ -z $results ]]; then
 fi
 ((${#chosen[@]})) || chosen=("${STEPS[@]}")
 
-# The model's shape of a step, as `qtsplus bench` knows it.
+# The model's shape of a step, as `python -m benchmarks` knows it.
 shape_of() {
     local shape=${1#*-}
     if $dry; then [[ $shape == 3b ]] && echo tiny || echo "$shape-tiny"; else echo "$shape"; fi
@@ -126,12 +126,13 @@ set_command() {
             $dry && tests=(tests/test_device.py -k attention)
             command=("$PYTHON" benchmarks/run_tests.py "$(result_of "$1")" "${tests[@]}")
             ;;
-        frames-*) command=(bench speed --sweep --repeats 1 --out "$results/frames") ;;
-        speed-*) command=(bench speed --no-sweep --repeats 3 --out "$results") ;;
-        *) command=(bench "${1%%-*}" --repeats 3 --out "$results") ;;
+        frames-*) command=(measure speed --sweep --repeats 1 --out "$results/frames") ;;
+        speed-*) command=(measure speed --no-sweep --repeats 3 --out "$results") ;;
+        train-*) command=(measure training-step --repeats 3 --out "$results") ;;
+        *) command=(measure "${1%%-*}" --repeats 3 --out "$results") ;;
     esac
-    if [[ ${command[0]} == bench ]]; then
-        command=("$PYTHON" -c "from qtsplus.cli import app; app()" "${command[@]}" --shape "$shape")
+    if [[ ${command[0]} == measure ]]; then
+        command=("$PYTHON" -m benchmarks "${command[@]:1}" --shape "$shape")
         if $dry; then
             command+=(--device cpu --repeats 1)
             if [[ $1 == scaling-* ]]; then command+=(--size 300 --size 600); else command+=(--dtype float32); fi

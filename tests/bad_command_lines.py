@@ -31,7 +31,7 @@ NO_FRAMES = ("{empty_folder}", "{uneven_frames}", "{broken_frames}")
 SELECTIONS = ("best", "", "Uniform", "uniform,random", "qtsplus ", "None", "0", "ALL", "üniform", LONG)
 
 
-def _option(command: list[str], name: str, values: tuple[str, ...]) -> list[list[str]]:
+def each_value(command: list[str], name: str, values: tuple[str, ...]) -> list[list[str]]:
     return [[*command, f"{name}={value}"] for value in values]
 
 
@@ -50,13 +50,13 @@ def ask_lines() -> list[list[str]]:
         ),
         *(["ask", "{video}", question, "--model", "{model}"] for question in ("", " ", "\n\t", "\udcff")),
         *(["ask", "{video}", QUESTION, f"--model={model}"] for model in NO_MODELS if model not in LOADABLE),
-        *_option(ask, "--fps", NO_RATES),
-        *_option(ask, "--retention", NO_FRACTIONS),
-        *_option(ask, "--max-visual-tokens", NO_COUNTS),
-        *_option(ask, "--max-new-tokens", NO_COUNTS),
-        *_option(ask, "--device", NO_DEVICES),
-        *_option(ask, "--dtype", ("float8", "", "int8", "FLOAT32", "float", "auto ", "torch.float32")),
-        *_option(ask, "--selection", SELECTIONS),
+        *each_value(ask, "--fps", NO_RATES),
+        *each_value(ask, "--retention", NO_FRACTIONS),
+        *each_value(ask, "--max-visual-tokens", NO_COUNTS),
+        *each_value(ask, "--max-new-tokens", NO_COUNTS),
+        *each_value(ask, "--device", NO_DEVICES),
+        *each_value(ask, "--dtype", ("float8", "", "int8", "FLOAT32", "float", "auto ", "torch.float32")),
+        *each_value(ask, "--selection", SELECTIONS),
         [*ask, "--retention", "0.5", "--max-visual-tokens", "3"],
         ["ask", "{video}", QUESTION, "--revision", "main"],
         [*ask, "--revision", ""],
@@ -73,9 +73,9 @@ def eval_lines() -> list[list[str]]:
             for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "", "\x00", LONG)
         ),
         *(["eval", "records", "{records}", f"--model={model}"] for model in NO_MODELS if model not in LOADABLE),
-        *_option(run, "--retention", NO_FRACTIONS),
-        *_option(run, "--device", NO_DEVICES),
-        *_option(run, "--selection", SELECTIONS),
+        *each_value(run, "--retention", NO_FRACTIONS),
+        *each_value(run, "--device", NO_DEVICES),
+        *each_value(run, "--selection", SELECTIONS),
         [*run, "--skip-kind", "", "--skip-kind", "colour"],
         ["eval", "records", "{records}", "--revision", "main"],
         *([*run, wrong] for wrong in ("--batch=2", "extra", "--json=1")),
@@ -85,30 +85,25 @@ def eval_lines() -> list[list[str]]:
 
 def study_lines() -> list[list[str]]:
     needle = ["eval", "needle", "--model", "{model}", "--work", "{out}", "--out", "{out}"]
-    ablation = ["eval", "ablation", "{records}", "--model", "{model}", "--work", "{out}", "--out", "{out}"]
+    hidden, background = ["--needles", "{records}"], ["--background", "{video}"]
+    both = [*needle, *hidden, *background]
     return [
-        *_option(needle, "--length", ("0", "-5", "nan", "inf", *NO_NUMBERS)),
-        *_option(needle, "--depth", ("-0.1", "1.1", "nan", *NO_NUMBERS)),
-        *_option(needle, "--selection", SELECTIONS),
-        *_option(needle, "--retention", NO_FRACTIONS),
-        *_option(needle, "--max-visual-tokens", NO_COUNTS),
-        *_option(needle, "--fps", NO_RATES),
-        *_option(needle, "--needles", ("{missing}", "{video}", "{empty}", "{empty_folder}", LONG)),
-        [*needle, "--retention", "0.5", "--max-visual-tokens", "3"],
-        [*needle, "--length", "5", "--length", "5"],
-        [*needle, "--background", ""],
-        *_option(ablation, "--retention", NO_FRACTIONS),
-        *_option(ablation, "--n-max", NO_COUNTS),
-        [*ablation, "--variant", "gumbel"],
-        [*ablation, "--seed", "1"],
-        [*ablation, "--base", "{model}"],
+        *each_value(both, "--length", ("0", "-5", "nan", "inf", *NO_NUMBERS)),
+        *each_value(both, "--depth", ("-0.1", "1.1", "nan", *NO_NUMBERS)),
+        *each_value(both, "--selection", SELECTIONS),
+        *each_value(both, "--retention", NO_FRACTIONS),
+        *each_value(both, "--max-visual-tokens", NO_COUNTS),
+        *each_value(both, "--fps", NO_RATES),
+        *each_value([*needle, *background], "--needles", ("{missing}", "{video}", "{empty}", "{empty_folder}", LONG)),
+        *each_value([*needle, *hidden], "--background", ("", "{missing}", "{garbage}", "{empty_folder}")),
+        [*both, "--retention", "0.5", "--max-visual-tokens", "3"],
+        [*both, "--length", "5", "--length", "5"],
+        [*needle, *hidden],
+        [*needle, *background],
         *(
-            ["eval", study, path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
-            for study in ("ablation", "analysis")
+            ["eval", "analysis", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
             for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
         ),
-        *(["eval", "efficiency", path, "--out", "{out}"] for path in ("{missing}", "{records}", "{video}", "{empty}")),
-        ["eval", "efficiency"],
     ]
 
 
@@ -155,14 +150,14 @@ def convert_lines() -> list[list[str]]:
             ["convert", "{stock}", "--out", out]
             for out in ("{video}", "{frames}", "{stock}", "/dev/null/x", "\x00", LONG)
         ),
-        *_option(convert, "--variant", ("qtsplus-99b", "", " ", "../qtsplus-tiny", "QTSPLUS-TINY")),
-        *_option(convert, "--init", ("best", "", "language_model", "Identity")),
-        *_option(convert, "--set", settings),
-        *_option(convert, "--seed", NO_SEEDS),
-        *_option(convert, "--max-shard-size", ("", "big", "-5GB", "0", "5XB", "nanGB", "GB", "1.5.2GB")),
-        *_option(convert, "--vision-config", ("{missing}", "{video}", "{stock}")),
-        *_option(convert, "--processor", ("", "{missing}", "{video}", "{empty_folder}", "a/b/c")),
-        *_option(convert, "--revision", ("",)),
+        *each_value(convert, "--variant", ("qtsplus-99b", "", " ", "../qtsplus-tiny", "QTSPLUS-TINY")),
+        *each_value(convert, "--init", ("best", "", "language_model", "Identity")),
+        *each_value(convert, "--set", settings),
+        *each_value(convert, "--seed", NO_SEEDS),
+        *each_value(convert, "--max-shard-size", ("", "big", "-5GB", "0", "5XB", "nanGB", "GB", "1.5.2GB")),
+        *each_value(convert, "--vision-config", ("{missing}", "{video}", "{stock}")),
+        *each_value(convert, "--processor", ("", "{missing}", "{video}", "{empty_folder}", "a/b/c")),
+        *each_value(convert, "--revision", ("",)),
         ["convert", "{stock}"],
         ["convert"],
         [*convert, "--sett", "n_max=5"],
@@ -202,22 +197,8 @@ def split_lines() -> list[list[str]]:
 
 
 def data_lines() -> list[list[str]]:
-    data = ["data", "tinyworld", "--out", "{out}", "--size", "1"]
     return [
-        *_option(["data", "tinyworld", "--out", "{out}"], "--size", NO_COUNTS),
-        *_option(data, "--split", ("dev", "", "Train", "train,test", "../train", "тест")),
-        *_option(data, "--seconds", ("0", "1", "129", "500", "-8", "1.5", "nan", "8,16", "", "abc", "9" * 30)),
-        *_option(data, "--max-objects", ("500", *NO_COUNTS)),
-        *_option(data, "--multiple-choice", ("-0.1", "1.1", "inf", "-inf", *NO_NUMBERS)),
-        *_option(data, "--workers", NO_COUNTS),
-        *(["data", "tinyworld", "--size", "1", "--out", out] for out in ("{video}", "/dev/null/x", "\x00")),
-        *(
-            [*data, "--crowd", "--frame-size", "84", f"--teacher-videos={folder}"]
-            for folder in ("{missing}", "{video}", "{empty_folder}", "{frames}", "/dev/null/x", "\x00", "", LONG)
-        ),
         ["data", "bigworld"],
-        ["data", "tinyworld", "--out", "{out}"],
-        *([*data, *more] for more in (("--seed", "1"), ("--crowd", "--max-objects", "23"))),
         *(
             ["data", *command, path]
             for command in (["check", "--no-media"], ["stats"], ["convert", "--overwrite", "--", "{missing}"])
@@ -235,35 +216,6 @@ def data_lines() -> list[list[str]]:
         ["data", "check"],
         ["data", "convert", "{records}"],
     ]
-
-
-def bench_lines() -> list[list[str]]:
-    lines = [["bench", "fast"], ["bench", "learned"]]
-    for name in ("speed", "memory", "scaling"):
-        bench = ["bench", name, "--shape", "tiny", "--out", "{out}"]
-        lines += _option(["bench", name, "--out", "{out}"], "--shape", ("", "99b", "CPU", "../3b", "3b,cpu", "тест"))
-        lines += _option(bench, "--repeats", ("0", "-1", "1.5", "nan", "abc", ""))
-        lines += _option(bench, "--device", ("toaster", "meta", "cuda:99", "", "🤖"))
-    for name in ("speed", "memory"):
-        bench = ["bench", name, "--shape", "tiny", "--out", "{out}"]
-        lines += _option(bench, "--retention", ("0", "-1", "1.1", "nan", "inf", "abc", ""))
-        lines += _option(bench, "--dtype", ("float8", "", "int8"))
-    sizes = [["0", "5"], ["-1", "5"], ["5"], ["5", "5"], ["1.5", "2"], ["abc", "5"], ["nan", "5"]]
-    lines += [
-        ["bench", "scaling", "--shape", "tiny", "--out", "{out}", *(f"--size={value}" for value in pair)]
-        for pair in sizes
-    ]
-    learned = ["bench", "learned", "--out", "{out}", "--work", "{out}/work"]
-    base, test, recipe = ["--base", "{model}"], ["--test", "{records}"], ["--recipe", "{recipe}"]
-    lines += _option([*learned, *test, *recipe], "--base", ("{missing}", "{empty_folder}", "{video}", "\x00"))
-    lines += [
-        [*learned, *base, *recipe, "--test", path] for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "")
-    ]
-    wrong = [f"--seed={seed}" for seed in NO_SEEDS] + [f"--batch-size={size}" for size in ("0", "-1", "x", "1.5")]
-    wrong += ["--variant=", "--variant=best", "--base={model}"]  # the last: two bases for three seeds
-    lines += [[*learned, *base, *test, *recipe, one] for one in wrong]
-    lines += [[*learned, *base, *test, "--recipe", path] for path in ("{missing}", "{video}", "{records}", "{frames}")]
-    return lines
 
 
 # What no field of a record may hold, by the field.
@@ -525,7 +477,6 @@ def command_lines() -> list[list[str]]:
         publish_lines,
         split_lines,
         data_lines,
-        bench_lines,
         train_lines,
         override_lines,
     )

@@ -33,7 +33,7 @@ def tiny_processor():
 @pytest.fixture(scope="session")
 def tiny_mp4(tmp_path_factory) -> Path:
     """A rendered H.264 clip: 4 s, 8 frames a second, 112 x 112 pixels."""
-    from qtsplus.data.clip import render_clip
+    from benchmarks.world.clip import render_clip
 
     path = tmp_path_factory.mktemp("clip") / "clip.mp4"
     render_clip(path, seconds=4, fps=8, size=(112, 112), seed=0)
@@ -46,3 +46,26 @@ def tiny_published(tmp_path_factory) -> Path:
     from qtsplus.demo import publish_tiny
 
     return publish_tiny(tmp_path_factory.mktemp("hub") / "qtsplus-tiny")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, tiny_mp4, tiny_published) -> dict[str, str]:
+    """What bad command lines are about, see `refusals.make_corpus`."""
+    from refusals import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"), tiny_mp4, tiny_published)
+
+
+@pytest.fixture(scope="module")
+def shared_model(tiny_published):
+    """Loads the good model once; any other is loaded as ever."""
+    from qtsplus import session
+
+    load, good = session.load, session.load(tiny_published, "cpu")
+
+    def loaded(model, device=None, dtype="auto", **more):
+        return good if (model, device) == (str(tiny_published), None) else load(model, device, dtype, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "load", loaded)
+        yield

@@ -2,7 +2,7 @@
 
 import torch
 
-from qtsplus.benchmark.peak import extra_memory
+from benchmarks.speed.peak import extra_memory
 
 MB = 1e6
 

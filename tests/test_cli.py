@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from benchmarks.world.tinyworld import build_dataset
 from qtsplus import session
 from qtsplus.cli import app
 from qtsplus.demo import run_demo
@@ -258,12 +259,11 @@ def test_the_demo_prints_what_is_true_beside_what_was_answered(tmp_path):
 
 
 def test_eval_counts_matching_answers_from_real_videos(tmp_path):
-    data = ["data", "tinyworld", "--crowd", "--out", str(tmp_path), "--size", "3", "--split", "test", "--seconds", "8"]
-    assert CliRunner().invoke(app, [*data, "--multiple-choice", "0"]).exit_code == 0
+    records = build_dataset(tmp_path, "test", 3, (8,), multiple_choice=0, progress=False, crowd=True)
     arguments = [
         "eval",
         "records",
-        str(tmp_path / "test.jsonl"),
+        records,
         "--retention",
         "0.1",
         "--json",

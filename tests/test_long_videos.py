@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.world.clip import write_mp4
 from qtsplus import session
-from qtsplus.data.clip import write_mp4
 
 QUESTION = "What moves?"
 MESSAGES = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import measure_memory
-from qtsplus.benchmark.peak import in_own_process
+from benchmarks.speed.peak import in_own_process
 from qtsplus.relevance_qtsplus import REDUCTIONS, QTSplusLayer, grouped_attention, rotary_tables
 from tiny import batch, prompt, tiny_model
 

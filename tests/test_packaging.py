@@ -60,7 +60,7 @@ def test_the_wheel_holds_the_hub_files_beside_the_package(wheel_folder):
         "py.typed",
         "cli/__init__.py",
         "hub/publish.py",
-        "data/clip.py",
+        "demo.mp4",
         "evaluation/harness/tasks/_records",
         "hub_configs/qtsplus-tiny/tokenizer.json",
     ):

@@ -5,10 +5,10 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.world.clip import write_mp4
+from benchmarks.world.crowd import make_crowd, render_crowd
+from benchmarks.world.scene import FPS
 from qtsplus import picture
-from qtsplus.data.clip import write_mp4
-from qtsplus.data.crowd import make_crowd, render_crowd
-from qtsplus.data.scene import FPS
 
 
 def test_the_frames_are_those_that_the_model_saw(tiny_processor, tmp_path):

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from benchmarks.world.clip import write_mp4
+from benchmarks.world.tokenizer import SPECIAL_TOKENS, build_processor
 from qtsplus import decoding_qtsplus, video_qtsplus
 from qtsplus.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
-from qtsplus.data.clip import write_mp4
-from qtsplus.data.tokenizer import SPECIAL_TOKENS, build_processor
 from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.prompt_qtsplus import find_query_mask
 from qtsplus.video_qtsplus import choose_frames, load_frames, read_video

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.world.clip import write_mp4
 from qtsplus import decoding_qtsplus, session, video_qtsplus
-from qtsplus.data.clip import write_mp4
 from qtsplus.video_qtsplus import open_video, read_video
 
 

@@ -3,9 +3,8 @@
 import json
 import os
 import platform
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,12 +94,6 @@ def steps(name: str, total: int, progress: bool = True) -> Iterator[Callable[[st
         yield step
 
 
-def spread(values: Iterable[float]) -> dict[str, float]:
-    """`{"median", "low", "high"}`."""
-    values = list(values)
-    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
-
-
 def environment(device: str) -> dict[str, Any]:
     """The machine and the software, as far as figures depend on them."""
     facts: dict[str, Any] = {
@@ -130,4 +123,4 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-__all__ = ["Journal", "environment", "read_json", "spread", "steps", "write_json"]
+__all__ = ["Journal", "environment", "read_json", "steps", "write_json"]

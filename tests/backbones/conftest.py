@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from qtsplus.data.clip import render_clip
+from benchmarks.world.clip import render_clip
 from tiny_backbones import BACKBONES
 
 

@@ -8,14 +8,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.cli import app as laboratory
+from benchmarks.learned import policies
+from benchmarks.learned.baselines import full_video, lower_resolution
+from benchmarks.world.scene import FRAME_SIZE
+from benchmarks.world.tinyworld import build_dataset
 from qtsplus import session
-from qtsplus.benchmark.learned import policies
 from qtsplus.cli import app
 from qtsplus.data.formats import read_records
-from qtsplus.data.scene import FRAME_SIZE, Sighting, sighting_tokens
-from qtsplus.data.tinyworld import build_dataset
-from qtsplus.evaluation.baselines import fewer_frames, full_video, lower_resolution
+from qtsplus.evaluation.baselines import fewer_frames
 from qtsplus.evaluation.exact_match import exact_match
+from qtsplus.evaluation.labelled import Sighting, sighting_tokens
 from tiny_backbones import BACKBONES, LLAVA_VIDEO
 
 
@@ -81,7 +84,7 @@ def test_a_token_sees_what_its_place_in_the_grid_shows(backbone, processor):
         spotted = frames.copy()
         x0, y0, x1, y1 = map(round, box)
         spotted[frame, y0:y1, x0:x1] = 255
-        seen = [Sighting(frame / 2, (frame + 1) / 2, box)]
+        seen = [Sighting(frame / 2, (frame + 1) / 2, box, frame=(FRAME_SIZE, FRAME_SIZE))]
         (expected,) = sighting_tokens(seen, grid, float(inputs["second_per_grid_ts"][0]))
         changed = (encode(spotted)[0] - plain).abs().sum(1)
         assert int(changed.argmax()) == expected
@@ -136,7 +139,7 @@ training:
     paths = {"base": "base", "recipe": "recipe.yaml", "out": "out", "work": "work"}
     options = [f"--{name}={tmp_path / path}" for name, path in paths.items()]
     options += [f"--variant={name}" for name in names]
-    result = CliRunner().invoke(app, ["bench", "learned", *options, f"--test={world}/test.jsonl", "--seed=0"])
+    result = CliRunner().invoke(laboratory, ["learned", *options, f"--test={world}/test.jsonl", "--seed=0"])
     assert result.exit_code == 0, result.output
 
     model = session.load(tmp_path / "base", "cpu")[0]

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.learned.twice import ask_twice
+from benchmarks.learned.work import Work
 from qtsplus import session
-from qtsplus.benchmark.learned.twice import ask_twice
-from qtsplus.benchmark.learned.work import Work
 from qtsplus.data.records import VideoRecord
 from qtsplus.two_passes import TwoPasses
 

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
 
+from benchmarks.world.tinyworld_models import chat_template, tiny_tokenizer
 from qtsplus import (
     InternVLQTSplusConfig,
     InternVLQTSplusForConditionalGeneration,
@@ -43,7 +44,6 @@ from qtsplus import (
 )
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.publish import load_processor
-from qtsplus.hub.tinyworld_models import chat_template, tiny_tokenizer
 
 TEXT = {
     "hidden_size": 64,

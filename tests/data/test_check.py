@@ -159,7 +159,7 @@ def test_videos_of_another_set_are_told(tmp_path):
 
 
 def test_tinyworlds_own_questions_pass(tmp_path):
-    from qtsplus.data.tinyworld import build_dataset
+    from benchmarks.world.tinyworld import build_dataset
 
     path = build_dataset(tmp_path, "train", 6, seconds=(2,), max_objects=4, progress=False)
     found = check_set(path)

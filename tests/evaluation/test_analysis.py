@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.learned.baselines import full_video
+from benchmarks.world.tinyworld import build_dataset
 from qtsplus.data.records import VideoRecord
-from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation import analysis
 from qtsplus.evaluation.analysis import measure, run_analysis, summarise_choices
-from qtsplus.evaluation.baselines import full_video
 from qtsplus.evaluation.exact_match import model_inputs
 from qtsplus.evaluation.labelled import read_questions
 from qtsplus.training.models import load_model

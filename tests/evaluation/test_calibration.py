@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from attention_twin import twin_targets
+from benchmarks.world.tinyworld import build_dataset
 from qtsplus.cli import app
-from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation import calibration
 from qtsplus.evaluation.calibration import Recall, calibrate, measure_heads, read_labelled
 from qtsplus.settings import set_yaml_fields

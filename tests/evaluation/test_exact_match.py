@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from qtsplus.data.clip import render_clip
+from benchmarks.learned.baselines import full_video, lower_resolution
+from benchmarks.world.clip import render_clip
+from benchmarks.world.tinyworld import build_dataset
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
-from qtsplus.data.tinyworld import build_dataset
-from qtsplus.evaluation.baselines import fewer_frames, full_video, lower_resolution
-from qtsplus.evaluation.exact_match import exact_match, summarise
+from qtsplus.evaluation.baselines import fewer_frames
+from qtsplus.evaluation.exact_match import accuracy, exact_match, summarise
 from qtsplus.training.models import load_model
 
 
@@ -98,3 +99,10 @@ def test_an_error_that_is_not_a_videos_is_raised(model, tiny_processor, tiny_mp4
     monkeypatch.setattr("qtsplus.evaluation.exact_match.model_inputs", fail)
     with pytest.raises(ValueError, match="another fault"):
         exact_match(model, tiny_processor, [VideoRecord(str(tiny_mp4), "What?", "red")], progress=False)
+
+
+def test_an_interval_holds_its_share():
+    for count in range(1, 400):
+        for right in (0, 1, count // 2, count):
+            share, low, high = accuracy([True] * right + [False] * (count - right))
+            assert 0 <= low <= share <= high <= 1

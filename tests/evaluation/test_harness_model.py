@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.world.tinyworld import build_dataset
 from qtsplus import session
 from qtsplus.data.formats import read_records
-from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation.exact_match import exact_match
 from qtsplus.hub.convert import convert
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.world.tinyworld import build_dataset
 from qtsplus.cli import app
 from qtsplus.data.formats import read_records
-from qtsplus.data.tinyworld import build_dataset
 from qtsplus.evaluation.harness import run as harness
 from qtsplus.evaluation.harness.answers import Answered, AnswerLog
 from qtsplus.evaluation.harness.catalogue import PAPER, published, resolve
-from qtsplus.evaluation.harness.records import TASKS
+from qtsplus.evaluation.harness.records import write_task
 
 NEEDS_HARNESS = pytest.mark.skipif(
     find_spec("lmms_eval") is None, reason='lmms-eval is not installed: pip install -e ".[eval]"'
@@ -211,15 +211,17 @@ def environment(tmp_path):
 
 
 @NEEDS_HARNESS
-def test_the_task_of_this_repository_runs_in_lmms_eval(tiny_published, tmp_path, environment):
-    """As a user of lmms-eval runs it, without our command; the videos are rendered on the spot."""
-    command = [sys.executable, "-m", "lmms_eval", "--model", "qtsplus", "--tasks", "tinyworld", "--limit", "4"]
+def test_a_task_of_records_runs_in_lmms_eval(tiny_published, tmp_path, environment):
+    """As a user of lmms-eval runs it, without our command."""
+    path = build_dataset(tmp_path / "crowd", "harness", 1, (8,), multiple_choice=0, progress=False, crowd=True)
+    task = write_task(path, tmp_path / "tasks")
+    command = [sys.executable, "-m", "lmms_eval", "--model", "qtsplus", "--tasks", task, "--limit", "4"]
     arguments = [f"pretrained={tiny_published}", "retention=0.1", "device=cpu"]
-    command += ["--model_args", ",".join(arguments), "--include_path", str(TASKS), "--batch_size", "2"]
+    command += ["--model_args", ",".join(arguments), "--include_path", str(tmp_path / "tasks"), "--batch_size", "2"]
     command += ["--output_path", str(tmp_path / "out"), "--log_samples", "--verbosity", "DEBUG"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = harness.collect(tmp_path / "out", tmp_path / "log")["tinyworld"]
+    found = harness.collect(tmp_path / "out", tmp_path / "log")[task]
     assert [sample["kept_visual_tokens"] / sample["visual_tokens"] for sample in found["samples"]] == [29 / 288] * 4
     assert found["metrics"]["exact_match"] == 25 * sum(sample["scores"]["exact_match"] for sample in found["samples"])
 

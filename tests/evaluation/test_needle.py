@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.world.crowd import make_crowd, render_crowd
+from benchmarks.world.haystack import write_background, write_needles
 from qtsplus import session
-from qtsplus.data.crowd import make_crowd, render_crowd
-from qtsplus.data.haystack import HIDDEN, _needle, _without_hidden, write_background, write_needles
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation import needle as needles_of
 from qtsplus.evaluation.labelled import LabelledQuestion, read_questions
@@ -35,19 +35,6 @@ def hunt(model, processor, haystack, out, **more):
     settings = {"lengths": (6, 10), "depths": (0.0, 1.0), "selections": ("qtsplus", "uniform", "all"), **more}
     settings.setdefault("retention", 0.1)
     return run_needle(model, processor, needles, background, out, name="test", work=folder, progress=False, **settings)
-
-
-def test_no_background_has_what_a_needle_shows():
-    for seed in range(20):
-        world = make_crowd(seed, 8)
-        hidden = [item for item in world.objects if (item.colour, item.shape) in HIDDEN]
-        names = [(item.colour, item.shape) for item in _without_hidden(world).objects]
-        assert hidden and not set(names) & set(HIDDEN) and len(set(names)) == len(names)
-    for index in range(8):
-        world, asked = _needle(index, 4)
-        names = [(item.colour, item.shape) for item in world.objects]
-        assert [name for name in names if name in HIDDEN] == [(asked.colour, asked.shape)]
-        assert asked.direction is None and asked in world.objects
 
 
 def test_a_hidden_needle_has_the_features_of_a_video_that_was_cut_that_way(model, tiny_processor, tmp_path):

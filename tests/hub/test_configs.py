@@ -88,4 +88,4 @@ def test_every_variant_says_what_its_card_needs_and_which_recipe_makes_it(varian
         assert card["base_model"].startswith("Qwen/Qwen2.5-VL-") and card["base_model_relation"] == "finetune"
         recipe = yaml.safe_load((RECIPES.parent / card["recipe"]).read_text())
         assert recipe["model"]["variant"] == variant and recipe["model"]["weights"] == card["base_model"]
-    assert (RECIPES / f"{variant}.yaml").exists()
+        assert (RECIPES / f"{variant}.yaml").exists()

@@ -7,10 +7,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks.world.tinyworld import build_dataset
 from qtsplus.cli import app
 from qtsplus.data.formats import iter_records
 from qtsplus.data.records import Answer, Choice
-from qtsplus.data.tinyworld import build_dataset
 from qtsplus.hub.convert import convert
 from qtsplus.making.local_teacher import load_stock
 from scripted_server import KEY, scripted_server

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from qtsplus.data.clip import render_clip
+from benchmarks.world.clip import render_clip
 from qtsplus.training import features
 from qtsplus.training.models import load_config, load_processor
 from qtsplus.training.recipe import build_trainer, load_recipe, run

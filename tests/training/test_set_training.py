@@ -14,7 +14,7 @@ from qtsplus.data.formats import read_records, write_records
 from qtsplus.data.records import SOURCES, Answer, Caption, Choice, VideoRecord
 from qtsplus.training import VideoQACollator, VideoQADataset
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "qtsplus-tiny-sets.yaml"
+RECIPE = Path(__file__).resolve().parents[2] / "benchmarks" / "recipes" / "qtsplus-tiny-sets.yaml"
 OPTIONS = {"A": "red", "B": "blue", "C": "green", "D": "white"}
 
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qtsplus.data.clip import render_clip
-from qtsplus.data.tinyworld import build_dataset
+from benchmarks.world.clip import render_clip
+from benchmarks.world.tinyworld import build_dataset
 from qtsplus.training import targets
 from qtsplus.training.recipe import build_trainer, load_recipe
 from qtsplus.training.targets import sum_onto

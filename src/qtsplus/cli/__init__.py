@@ -3,12 +3,11 @@
 import typer
 
 from .asking import ask, demo
-from .bench import bench_app
 from .data import data_app
 from .evaluating import eval_app
 from .hub import convert, publish, split
 from .making import merge, vqa, vscq1, vscq2
-from .studies import ablation, analysis, efficiency, needle
+from .studies import analysis, needle
 from .training import calibrate, train
 
 app = typer.Typer(
@@ -24,12 +23,11 @@ app.command()(split)
 app.command()(publish)
 app.command()(train)
 app.command()(calibrate)
-for study in (needle, ablation, analysis, efficiency):
+for study in (needle, analysis):
     eval_app.command()(study)
 app.add_typer(eval_app, name="eval")
 for command in (vscq1, vscq2, vqa, merge):
     data_app.command()(command)
 app.add_typer(data_app, name="data")
-app.add_typer(bench_app, name="bench")
 
 __all__ = ["app"]

@@ -83,7 +83,7 @@ def ask(
 def demo(
     out: Annotated[Path, typer.Option(help="The folder for the clip, the model and the picture.")] = Path("demo"),
 ) -> None:
-    """Ask the bundled tiny model two questions about a rendered clip, and draw the tokens that it kept for each."""
+    """Ask the bundled tiny model two questions about a clip, and draw the tokens that it kept for each."""
     with one_line_errors():
         from ..demo import run_demo
 

@@ -20,8 +20,8 @@ def evaluate_tasks(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Benchmarks of lmms-eval, with commas between them. paper stands for the paper's, tinyworld for "
-            "rendered videos, and a .jsonl file for records as `records` takes them."
+            help="Benchmarks of lmms-eval, with commas between them. paper stands for the paper's, and a .jsonl file "
+            "for records as `records` takes them."
         ),
     ] = None,
     model: Model = None,

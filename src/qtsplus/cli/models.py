@@ -69,7 +69,7 @@ def _bundled_model() -> str:
     from ..demo import cached_tiny
 
     folder = cached_tiny()
-    note(f"No --model given: using the bundled tiny model at {folder}, which only knows TinyWorld's moving shapes.")
+    note(f"No --model given: using the bundled tiny model at {folder}, which knows rendered shapes alone.")
     return str(folder)
 
 

@@ -1,6 +1,7 @@
 """`qtsplus train` and `qtsplus calibrate`: training, and what decides it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,25 +13,33 @@ from .options import Device, Dtype, Overrides, RecipeFile
 
 if TYPE_CHECKING:
     from ..evaluation.calibration import Calibration
+    from ..training.trainer import QTSplusTrainer
 
 
-def train(
-    recipe: RecipeFile,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what would be trained. Load nothing.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
-    overrides: Overrides = None,
-) -> None:
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count what would be trained. Load nothing.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")]
+
+
+def train(recipe: RecipeFile, dry_run: DryRun = False, resume: Resume = False, overrides: Overrides = None) -> None:
     """Train a model by a recipe. The result is a complete Hub folder."""
     with one_line_errors():
-        from ..training import recipe as recipes
+        from ..training.trainer import QTSplusTrainer
 
-        if dry_run:
-            # Nothing is computed: a recipe in bfloat16 for a GPU can be counted on any machine.
-            loaded = recipes.load_recipe(recipe, [*(overrides or ()), "training.use_cpu=true"])
-            console.print(f"{recipe.stem}: {recipes.dry_run(loaded)}", soft_wrap=True, markup=False, highlight=False)
-            return
-        folder = recipes.run(recipes.load_recipe(recipe, overrides or ()), resume)
-    wrote(folder)
+        train_by(QTSplusTrainer, recipe, dry_run, resume, overrides or ())
+
+
+def train_by(
+    trainer_class: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: bool, overrides: Sequence[str]
+) -> None:
+    """Trains with a kind of trainer, or counts what it would train, and says what came of it."""
+    from ..training import recipe as recipes
+
+    if dry_run:
+        # Nothing is computed: a recipe in bfloat16 for a GPU can be counted on any machine.
+        loaded = recipes.load_recipe(recipe, [*overrides, "training.use_cpu=true"], trainer_class)
+        console.print(f"{recipe.stem}: {recipes.dry_run(loaded)}", soft_wrap=True, markup=False, highlight=False)
+        return
+    wrote(recipes.run(recipes.load_recipe(recipe, overrides, trainer_class), resume))
 
 
 def calibrate(
@@ -43,8 +52,7 @@ def calibrate(
     records: Annotated[
         Path,
         typer.Argument(
-            help="A JSONL file of questions with evidence, made by `qtsplus data tinyworld`. A few dozen will do.",
-            show_default=False,
+            help="A JSONL file of questions with evidence of their answers. A few dozen will do.", show_default=False
         ),
     ],
     recipe: Annotated[

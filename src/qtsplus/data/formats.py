@@ -106,7 +106,7 @@ def iter_records(path: str | os.PathLike) -> Iterator[Record]:
 
 def iter_captions(path: str | os.PathLike) -> Iterator[Caption]:
     """
-    The captions of a set: [`Caption`] rows, the captions among TinyWorld's questions, and the answers of LLaVA-Video
+    The captions of a set: [`Caption`] rows, the answers of questions of the kind "caption", and those of LLaVA-Video
     conversations of one turn.
 
     Raises:
@@ -149,8 +149,6 @@ def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None =
             record = to_video_record(row.record, locate(row, root))
         except ValueError as error:
             raise ValueError(f"Row {row.number} of {path} is not a record: {error}") from None
-        if record.token_words is not None:
-            record = replace(record, token_words=str(root / record.token_words))
         if record.teacher_video is not None:
             record = replace(record, teacher_video=find_media(record.teacher_video, root))
         records.append(record)

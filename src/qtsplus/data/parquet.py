@@ -72,7 +72,6 @@ def _features(datasets: Any, kind: type) -> Any:
     special = {
         "fps": datasets.Value("float64"),
         "earlier": datasets.List(datasets.List(text)),
-        "needles": datasets.List(datasets.List(datasets.Value("int64"))),
     }
     if kind is Choice:
         special["options"] = {letter: text for letter in "ABCD"}

@@ -62,7 +62,6 @@ def _inside(vision_id: str) -> str:
 String = Annotated[str, AfterValidator(_encodable)]
 Text = Annotated[String, AfterValidator(_filled)]
 VisionId = Annotated[Text, AfterValidator(_inside)]
-Index = Annotated[int, Strict(), Field(ge=0)]
 Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 
 
@@ -168,13 +167,11 @@ class VideoRecord:
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
         teacher_video: the same video at full size, read with the same `fps`. Attention distillation then takes the
             teacher's attention to it, summed onto the tokens of `video`, which may be too small for the teacher.
-        token_words: a safetensors file that names what each visual token shows, see `NamedTokens`.
-        needles: of each answer in turn, the visual tokens of that file's grid that it rests on; may be empty.
         id: of the record in its set.
 
     Raises:
         ValueError: a value of another type, an empty video or question, an unknown source, an `fps` that is not above
-            0, a `teacher_video` without a video, or needles of more or fewer answers.
+            0, or a `teacher_video` without a video.
     """
 
     video: Text | None
@@ -187,15 +184,7 @@ class VideoRecord:
     earlier: tuple[tuple[String, String], ...] = ()
     fps: Rate | None = None
     teacher_video: Text | None = None
-    token_words: String | None = None
-    needles: tuple[tuple[Index, ...], ...] = ()
     id: String | None = None
-
-    @model_validator(mode="after")
-    def _check_needles(self) -> "VideoRecord":
-        if self.needles and len(self.needles) != len(self.earlier) + 1:
-            raise ValueError(f"has needles of {len(self.needles)} answers, but {len(self.earlier) + 1} answers")
-        return self
 
     @model_validator(mode="after")
     def _check_teacher_video(self) -> "VideoRecord":

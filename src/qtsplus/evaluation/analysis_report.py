@@ -24,7 +24,7 @@ _POINTS, _LINE = "#0b6e99", "#c0392b"
 
 
 def write_analysis_report(document: Mapping[str, Any], path: Path) -> None:
-    """`path.md`, and the figures `path-budget` and `path-tokens` as PNG and SVG."""
+    """`path.md`, and the figures `path-budget.png` and `path-tokens.png`."""
     path.with_name(path.name + ".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
     save_figure(_draw_budget(document), path.with_name(path.name + "-budget"))
     save_figure(_draw_tokens(document), path.with_name(path.name + "-tokens"))

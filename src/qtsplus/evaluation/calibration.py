@@ -17,7 +17,6 @@ from accelerate.utils import send_to_device
 from rich.console import Console
 from rich.progress import track
 
-from ..data.scene import sighting_tokens
 from ..lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..selector_qtsplus import kept_count
 from ..training.attention import AttentionChoice, noting_attention
@@ -25,7 +24,7 @@ from ..training.collator import VideoQACollator
 from ..training.dataset import SkippedRecord, VideoQADataset
 from ..training.distillation import EVERYTHING, evaluating
 from ..training.features import encode_videos
-from .labelled import LabelledQuestion, read_questions
+from .labelled import LabelledQuestion, read_questions, sighting_tokens
 
 SHARE = 0.1  # of the visual tokens that a layer or a head may keep
 
@@ -151,7 +150,7 @@ class Calibration:
 
 def read_labelled(path: Path, skip_kinds: Sequence[str] = ()) -> list[LabelledQuestion]:
     """
-    The questions of a JSONL file of records that have a video and `evidence`, as `qtsplus data tinyworld` writes them.
+    The questions of a JSONL file of records that have a video and `evidence`, see [`read_questions`].
 
     Args:
         skip_kinds: kinds that are left out.
@@ -164,8 +163,8 @@ def read_labelled(path: Path, skip_kinds: Sequence[str] = ()) -> list[LabelledQu
     ]
     if not found:
         raise ValueError(
-            f"{path} holds no question about a video with evidence; expected records such as those of "
-            "`qtsplus data tinyworld`."
+            f"{path} holds no question about a video with evidence; expected records that say as `evidence` when and "
+            "where their answers can be seen."
         )
     return found
 

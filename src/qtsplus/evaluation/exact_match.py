@@ -203,7 +203,7 @@ def accuracy(correct: Sequence[bool]) -> tuple[float, float, float]:
     share = sum(correct) / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return share, max(0.0, centre - half), min(1.0, centre + half)
+    return share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding leaves none out
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:

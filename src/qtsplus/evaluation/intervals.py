@@ -1,7 +1,5 @@
 """95% intervals and paired tests, for questions that are independent between videos only."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 
@@ -14,15 +12,6 @@ def clustered_interval(values: np.ndarray, clusters: np.ndarray) -> dict[str, fl
     sums = np.bincount(index, weights=values - mean)
     error = float(np.sqrt(len(names) / (len(names) - 1) * np.sum(sums**2))) / len(values)
     return {"mean": mean, "low": mean - 1.96 * error, "high": mean + 1.96 * error}
-
-
-def mean_interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean with the bounds of its 95% interval."""
-    if not values:
-        return {}
-    mean = float(np.mean(values))
-    half = 1.96 * float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return {"mean": mean, "low": mean - half, "high": mean + half, "count": len(values)}
 
 
 def paired_test(differences: np.ndarray, clusters: np.ndarray, draws: int = 10_000) -> float:
@@ -76,4 +65,4 @@ def _is_constant(values: np.ndarray) -> bool:
     return bool(np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())))
 
 
-__all__ = ["clustered_interval", "correlation", "mean_interval", "paired_test"]
+__all__ = ["clustered_interval", "correlation", "paired_test"]

@@ -1,6 +1,7 @@
 """Questions about videos, with where their answers can be seen."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,73 @@ import numpy as np
 
 from ..data.formats import read_records
 from ..data.records import VideoRecord
-from ..data.scene import Sighting, sighting_tokens
+
+# Of a box, the share that must lie in a token's cell for the token to count as showing what is in the box.
+LEAST_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """
+    Something seen.
+
+    Args:
+        start, end: seconds.
+        box: (left, top, right, bottom) of where it is.
+        frame: (width, height) in pixels of the frames that the box is in; the box is in shares of the frame, from 0 to
+            1, when absent.
+
+    Raises:
+        ValueError: an empty box, or one in pixels without its frame.
+    """
+
+    start: float
+    end: float
+    box: tuple[float, float, float, float]
+    frame: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        left, top, right, bottom = self.box
+        if not (left < right and top < bottom):
+            raise ValueError(f"The box {list(self.box)} is empty; expected left, top, right and bottom.")
+        if self.frame is None and not 0 <= min(self.box) <= max(self.box) <= 1:
+            raise ValueError(
+                f"The box {list(self.box)} has no frame; expected shares of the frame from 0 to 1, or as `frame` its "
+                "width and height in pixels."
+            )
+
+
+def sighting_tokens(seen: Sequence[Sighting], grid: tuple[int, int, int], seconds_per_grid: float = 1.0) -> np.ndarray:
+    """
+    The visual tokens that show something.
+
+    Args:
+        seen: its sightings.
+        grid: (time, height, width) of the video's visual tokens.
+        seconds_per_grid: seconds of video per step of the grid.
+
+    Returns:
+        `[k]` int64, ascending indices among the `time * height * width` tokens: those that hold at least
+        [`LEAST_SHARE`] of the box of a frame.
+    """
+    steps, rows, columns = grid
+    tokens = set()
+    for sighting in seen:
+        width, height = sighting.frame or (1, 1)
+        left, top, right, bottom = sighting.box
+        tall = _overlap(np.arange(rows + 1) * height / rows, top, bottom) / (bottom - top)
+        wide = _overlap(np.arange(columns + 1) * width / columns, left, right) / (right - left)
+        first = min(int(sighting.start / seconds_per_grid + 1e-6), steps - 1)
+        last = min(int(np.ceil(sighting.end / seconds_per_grid - 1e-6)), steps)
+        for row, column in np.argwhere(np.outer(tall, wide) >= LEAST_SHARE):
+            for step in range(first, max(last, first + 1)):
+                tokens.add((step * rows + int(row)) * columns + int(column))
+    return np.array(sorted(tokens), dtype=np.int64)
+
+
+def _overlap(edges: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Length of the part of [low, high) in each of the intervals between `edges`."""
+    return np.clip(np.minimum(edges[1:], high) - np.maximum(edges[:-1], low), 0, None)
 
 
 @dataclass(frozen=True)
@@ -43,10 +110,10 @@ def read_questions(path: Path) -> list[LabelledQuestion]:
     for record, line in zip(records, lines, strict=True):
         try:
             needles = [[Sighting(**seen) for seen in needle] for needle in line.get("evidence") or ()]
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}: the evidence of {record.question!r} is not a list of needles, each a list of sightings with "
-                "start, end and box."
+                f"start, end and box: {error}"
             ) from error
         if record.video is not None:
             found.append(LabelledQuestion(record, needles))
@@ -55,4 +122,4 @@ def read_questions(path: Path) -> list[LabelledQuestion]:
     return found
 
 
-__all__ = ["LabelledQuestion", "read_questions"]
+__all__ = ["LEAST_SHARE", "LabelledQuestion", "Sighting", "read_questions", "sighting_tokens"]

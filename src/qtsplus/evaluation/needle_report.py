@@ -14,7 +14,7 @@ _MEASURES = {"share": "needle tokens kept", "accuracy": "right answers"}
 
 
 def write_needle_report(document: Mapping[str, Any], path: Path) -> None:
-    """`path.md`, `path.png` and `path.svg`."""
+    """`path.md` and `path.png`."""
     path.with_name(path.name + ".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
     save_figure(_draw(document), path)
 

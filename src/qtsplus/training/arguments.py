@@ -23,10 +23,6 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
             *("learning_rate", "language_model_learning_rate", "vision_learning_rate", "weight_decay", "max_grad_norm"),
             *(
                 "relevance_weight",
-                "naming_weight",
-                "looking_weight",
-                "referring_weight",
-                "looking_layer",
                 "dual_learning_rate",
                 "dual_damping",
                 "warmup_steps",
@@ -64,8 +60,6 @@ class QTSplusTrainingArguments(TrainingArguments):
 
         language_model_learning_rate (`float`, *optional*): of the language model or its adapters.
         vision_learning_rate (`float`, *optional*): of the vision tower.
-        muon_scale (`float`, *optional*): the weights of linear maps are trained by Muon, at this many times the
-            learning rate of their part, and the rest by `optim`; a small model leaves its plateau several times sooner.
 
     > The objective; its weights stand in the model's `qtsplus_config`
 
@@ -109,21 +103,6 @@ class QTSplusTrainingArguments(TrainingArguments):
         relevance_from (`str`, defaults to `"answer"`): `"answer"` takes the attention at the positions that predict the
             answer, `"question"` at those of the last question.
 
-    > Dense supervision of a small base
-
-        naming_weight (`float`, defaults to 0): weight of the cross-entropy of what every visual token shows, for
-            records with `token_words`, of the second, row and column that it stands in, and of what it shows beside
-            earlier tokens.
-        looking_weight (`float`, defaults to 0): for records with `needles`, weight of -log of the share of the
-            attention that an answer pays to the visual tokens it rests on. Half of the attention is enough. With
-            `token_words` the same, in the layer before, of what a token pays to the one of the step before that
-            shows the same. Not in steps that leave tokens out.
-        referring_weight (`float`, defaults to 0): for records with `needles` and `token_words`, weight of the same for
-            the names in questions ("the red circle"): of what the last word of a name pays to those of the needles that
-            show it, and in the layer behind of what an answer that says a name pays to that word, where nine tenths
-            are enough. Not in steps that leave tokens out.
-        looking_layer (`int`, defaults to 2): the layer of the language model that is to look, counted from 0.
-
     Raises:
         ValueError: arguments that exclude each other or are out of range.
     """
@@ -136,7 +115,6 @@ class QTSplusTrainingArguments(TrainingArguments):
     lora_dropout: float = field(default=0.0)
     language_model_learning_rate: float | None = field(default=None)
     vision_learning_rate: float | None = field(default=None)
-    muon_scale: float | None = field(default=None)
     sft_loss: str = field(default="token_mean", metadata={"choices": SFT_LOSSES})
     dual_learning_rate: float = field(default=0.1)
     dual_damping: float = field(default=2.0)
@@ -150,10 +128,6 @@ class QTSplusTrainingArguments(TrainingArguments):
     relevance_layers: list[int] | None = field(default=None)
     relevance_heads: list[tuple[int, int]] | None = field(default=None)
     relevance_from: str = field(default="answer", metadata={"choices": RELEVANCE_FROM})
-    naming_weight: float = field(default=0.0)
-    looking_weight: float = field(default=0.0)
-    referring_weight: float = field(default=0.0)
-    looking_layer: int = field(default=2)
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
 
@@ -168,8 +142,6 @@ class QTSplusTrainingArguments(TrainingArguments):
                 f"distillation_weight={self.distillation_weight}, distillation_temperature="
                 f"{self.distillation_temperature}: expected a weight of at least 0 and a temperature above 0."
             )
-        if self.muon_scale is not None and self.muon_scale <= 0:
-            raise ValueError(f"muon_scale={self.muon_scale}: expected a number above 0.")
         if self.budget_probe is not None and self.budget_probe <= 1:
             raise ValueError(f"budget_probe={self.budget_probe}: expected a factor above 1.")
         if self.retention_range is not None:
@@ -183,14 +155,6 @@ class QTSplusTrainingArguments(TrainingArguments):
                 "lora_rank trains adapters on a frozen language model, and the selector: leave "
                 "freeze_language_model and freeze_vision_model true and freeze_selector false."
             )
-        if self.naming_weight and self.freeze_vision_model and self.freeze_language_model:
-            raise ValueError(
-                "naming_weight teaches the vision tower and the language model: set freeze_vision_model or "
-                "freeze_language_model to false."
-            )
-        for name in ("looking_weight", "referring_weight"):
-            if getattr(self, name) and self.freeze_language_model:
-                raise ValueError(f"{name} teaches the language model: set freeze_language_model to false.")
         self._check_relevance()
         self.parsed_schedules()
 

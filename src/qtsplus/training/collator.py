@@ -40,9 +40,8 @@ class VideoQACollator:
             `input_ids`, `attention_mask`, `labels`, `query_mask` `[B, S]`; `query_input_ids`, `query_attention_mask`
             `[B, L]` if any row has a query of its own (the others take theirs from `query_mask`); the pixels of all
             videos in order, or a list of their `video_features`; a list of the rows' `attention` `[M]` if any row has
-            a target (empty for the others); a list of their `token_words` if any row has them (`None` for the others);
-            a list of the rows' `needles` if any row has some (none for the others);
-            `source_ids` `[B]`, indices into [`SOURCES`]; and `skipped`, a list of [`SkippedRecord`].
+            a target (empty for the others); `source_ids` `[B]`, indices into [`SOURCES`]; and `skipped`, a list of
+            [`SkippedRecord`].
         """
         skipped = [example for example in examples if isinstance(example, SkippedRecord)]
         rows = [example for example in examples if not isinstance(example, SkippedRecord)] or [self._blank]
@@ -70,10 +69,6 @@ class VideoQACollator:
             batch["video_features"] = features
         if any("attention" in row for row in rows):
             batch["attention"] = [row.get("attention", torch.zeros(0)) for row in rows]
-        if any("token_words" in row for row in rows):
-            batch["token_words"] = [row.get("token_words") for row in rows]
-        if any("needles" in row for row in rows):
-            batch["needles"] = [row.get("needles", ()) for row in rows]
         batch["skipped"] = skipped
         return batch
 

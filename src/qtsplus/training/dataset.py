@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from ..data.formats import read_records
 from ..data.records import VideoRecord
 from ..settings import show
 from ..video_qtsplus import choose_frames, load_frames, read_video
 from .features import AttentionTargets, VideoFeatures, prompt_inputs
-from .naming import load_token_words
 
 IGNORED = -100
 
@@ -57,8 +57,6 @@ class VideoQADataset(Dataset):
             since most of them never reach the language model. What is longer is cut at its end.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         features: of the videos, see [`encode_videos`]; they take the place of the pixels.
-        name_tokens: give the `token_words` of records that have them.
-        find_needles: give their `needles`.
 
     `targets`, when set, are those of attention distillation; see [`note_targets`].
 
@@ -73,10 +71,7 @@ class VideoQADataset(Dataset):
         model_max_length: int | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
         features: VideoFeatures | None = None,
-        name_tokens: bool = False,
-        find_needles: bool = False,
     ):
-        self.name_tokens, self.find_needles = name_tokens, find_needles
         self.records = list(records)
         self.features = features
         self.targets: AttentionTargets | None = None
@@ -92,6 +87,11 @@ class VideoQADataset(Dataset):
         )
         self.placeholders = torch.tensor(processor.placeholder_ids)
 
+    @staticmethod
+    def read(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> Sequence[VideoRecord]:
+        """The records of a file that a recipe names, see [`read_records`]; a subclass may read more of each."""
+        return read_records(path, media_root)
+
     def __len__(self) -> int:
         return len(self.records)
 
@@ -106,8 +106,7 @@ class VideoQADataset(Dataset):
         Returns:
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
             video's `pixel_values_videos` (or its `video_features` `[k, d]`), `video_grid_thw` `[1, 3]` and
-            `second_per_grid_ts` `[1]`; its `attention` `[M]` where there is a target; its `token_words`, a
-            [`TokenWords`], where they are wanted; its `needles`, `[k]` for each answer, likewise; and `source`.
+            `second_per_grid_ts` `[1]`; its `attention` `[M]` where there is a target; and `source`.
             [`SkippedRecord`] for a video that cannot be read, and for a prompt that leaves no room for its answer.
         """
         try:
@@ -140,10 +139,6 @@ class VideoQADataset(Dataset):
         if self.targets is not None and record.video is not None:
             attention = self.targets.load(record, example["input_ids"], example["labels"])
             example |= {} if attention is None else {"attention": attention}
-        if self.name_tokens and record.token_words is not None:
-            example["token_words"] = load_token_words(record.token_words, self.processor.tokenizer)
-        if self.find_needles and record.needles:
-            example["needles"] = [torch.tensor(needles, dtype=torch.int64) for needles in record.needles]
         return {**example, "source": record.source}
 
     def _process(self, record: VideoRecord) -> dict[str, Any]:

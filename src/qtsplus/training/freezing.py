@@ -1,6 +1,5 @@
 """Which parameters are trained, at which learning rate, and how many they are."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,15 +73,12 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
     )
 
 
-def parameter_groups(
-    model: nn.Module, args: QTSplusTrainingArguments, decayed: list[str], matrices: Collection[str] = ()
-) -> tuple[list[dict], list[dict]]:
+def parameter_groups(model: nn.Module, args: QTSplusTrainingArguments, decayed: list[str]) -> list[dict[str, Any]]:
     """
-    The groups of Muon and those of the other optimizer: each part with its own learning rate, with and without decay.
+    The optimizer's groups: each part with its own learning rate, with and without decay.
 
     Args:
         decayed: names of the parameters that weight decay applies to.
-        matrices: names of those that Muon trains, at `muon_scale` times the rate.
     """
     rates = {
         "selector": args.learning_rate,
@@ -90,21 +86,15 @@ def parameter_groups(
         "vision": args.vision_learning_rate,
     }
     with_decay = set(decayed)
-    groups: dict[tuple[bool, str, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups.setdefault((name in matrices, part_of(name), name in with_decay), []).append(parameter)
-    by_muon: list[dict] = []
-    others: list[dict] = []
-    for (is_matrix, part, decay), parameters in groups.items():
-        rate = rates[part]
-        group = {
-            "params": parameters,
-            "lr": (args.learning_rate if rate is None else rate) * ((args.muon_scale or 1.0) if is_matrix else 1.0),
-            "weight_decay": args.weight_decay if decay else 0.0,
-        }
-        (by_muon if is_matrix else others).append(group)
-    return by_muon, others
+            groups.setdefault((part_of(name), name in with_decay), []).append(parameter)
+    found = []
+    for (part, decay), parameters in groups.items():
+        rate = args.learning_rate if rates[part] is None else rates[part]
+        found.append({"params": parameters, "lr": rate, "weight_decay": args.weight_decay if decay else 0.0})
+    return found
 
 
 __all__ = [

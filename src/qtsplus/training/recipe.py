@@ -13,7 +13,6 @@ from transformers import AutoModelForImageTextToText
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..backbones import backbone_of
-from ..data.formats import read_records
 from ..data.records import VideoRecord
 from ..hub.card import card_data
 from ..hub.initialise import INITIALISATIONS, initialise_selector
@@ -120,23 +119,28 @@ class Recipe:
     Args:
         model, data, training: the sections.
         path: the file, beside which other recipes stand.
+        trainer_class: what runs it.
     """
 
     model: ModelArguments
     data: DataArguments
     training: QTSplusTrainingArguments
     path: Path
+    trainer_class: type[QTSplusTrainer] = QTSplusTrainer
 
 
-_SECTIONS: dict[str, Any] = {"model": ModelArguments, "data": DataArguments, "training": QTSplusTrainingArguments}
+_SECTIONS = ("model", "data", "training")
 
 
-def load_recipe(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: str | os.PathLike, overrides: Sequence[str] = (), trainer_class: type[QTSplusTrainer] = QTSplusTrainer
+) -> Recipe:
     """
     Reads a recipe.
 
     Args:
         overrides: such as `"training.max_steps=10"`; the value is YAML.
+        trainer_class: what is to run it; the `training` section has the fields of its arguments.
 
     Raises:
         ValueError: what is not YAML; an unknown section or field; a value of another type, or one that a section
@@ -145,7 +149,9 @@ def load_recipe(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Recip
     sections = _read_sections(path)
     for override in overrides:
         _apply(override, sections)
-    return Recipe(**{name: _parse(path, name, sections[name]) for name in _SECTIONS}, path=Path(path))
+    kinds = {"model": ModelArguments, "data": DataArguments, "training": trainer_class.arguments_class}
+    parsed = {name: _parse(path, name, kind, sections[name]) for name, kind in kinds.items()}
+    return Recipe(**parsed, path=Path(path), trainer_class=trainer_class)
 
 
 def _read_sections(path: str | os.PathLike) -> dict[str, dict[str, Any]]:
@@ -182,8 +188,7 @@ def _apply(override: str, sections: dict[str, dict[str, Any]]) -> None:
     target[last] = parse_yaml(value, repr(override))
 
 
-def _parse(path: str | os.PathLike, name: str, section: dict[str, Any]) -> Any:
-    kind = _SECTIONS[name]
+def _parse(path: str | os.PathLike, name: str, kind: Any, section: dict[str, Any]) -> Any:
     known = {entry.name: entry for entry in fields(kind) if entry.init}
     unknown = sorted(str(field_name) for field_name in set(section) - set(known))
     if unknown:
@@ -208,11 +213,11 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     Raises:
         ValueError: weights or records that are not there or cannot be read.
     """
-    args, training, data = recipe.model, recipe.training, recipe.data
+    args, training, data, trainer_class = recipe.model, recipe.training, recipe.data, recipe.trainer_class
     _require_weights(recipe)
     # What is quickly read is read first.
     train, evaluation = (
-        [record for path in files for record in read_records(path, data.media_root)]
+        [record for path in files for record in trainer_class.dataset_class.read(path, data.media_root)]
         for files in (data.train_files, data.eval_files)
     )
     if not train:
@@ -234,18 +239,16 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     def dataset(records: list[VideoRecord]) -> VideoQADataset | None:
         if not records:
             return None
-        looks = max(training.looking_weight, training.referring_weight) > 0
-        dense = looks or training.naming_weight > 0, looks
-        return VideoQADataset(records, processor, data.model_max_length, data.processor_kwargs, features, *dense)
+        return trainer_class.dataset_class(records, processor, data.model_max_length, data.processor_kwargs, features)
 
     train_dataset = dataset(train)
-    collator = VideoQACollator(processor)
+    collator = trainer_class.collator_class(processor)
     frozen = relevance_teacher is not None or (training.freeze_language_model and not training.lora_rank)
     if data.features is not None and train_dataset is not None and training.relevance_weight and frozen:
         # Nothing of the teacher trains: it reads every example once.
         train_dataset.targets = _note(recipe, model, relevance_teacher, train_dataset, collator)
         relevance_teacher = None
-    trainer = QTSplusTrainer(
+    trainer = trainer_class(
         model,
         training,
         teacher=teacher,
@@ -274,8 +277,8 @@ def _require_weights(recipe: Recipe) -> None:
         for other in sorted(recipe.path.parent.glob("*.yaml")):
             if other != recipe.path and _output_dir(other) == Path(weights):
                 raise ValueError(
-                    f"There is no folder {weights}, which {recipe.path} starts from. Another recipe makes it: run "
-                    f"`qtsplus train {other}` first."
+                    f"There is no folder {weights}, which {recipe.path} starts from. Another recipe makes it: train "
+                    f"by {other} first."
                 )
 
 

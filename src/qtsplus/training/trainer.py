@@ -3,8 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,11 @@ from .attention import (
     relevance_divergences,
 )
 from .budget import Budget
-from .dataset import IGNORED, SkippedRecord
+from .collator import VideoQACollator
+from .dataset import IGNORED, SkippedRecord, VideoQADataset
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
-from .looking import LOOKS, NAME_LOOKS, looking_losses, watching
 from .lora import active_selector, add_lora, base_model, lora_config
-from .muon import MuonBeside, matrix_names
-from .naming import naming_losses, with_features
 from .running_means import RunningMeans
 from .schedules import ScheduleCallback
 from .targets import require_kept_targets
@@ -49,8 +47,6 @@ _LOSSES = (
     "loss_s",
     "loss_teacher",
     "loss_relevance",
-    "loss_naming",
-    *(f"loss_{kind}" for kind in LOOKS),
 )
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
@@ -63,6 +59,9 @@ _FREEZING = (
     "relevance_weight",
 )
 _SELECTOR = ("gate", "query_states", "reduction", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
+
+
+FurtherLosses = Callable[[Any], Mapping[str, tuple[float, torch.Tensor]]]
 
 
 class _StepCallback(TrainerCallback):
@@ -81,11 +80,9 @@ class QTSplusTrainer(Trainer):
 
         L_SFT + lambda_t (rho M)^2 / n_max^2 + lambda_m rho M / n_max + lambda_s (rho - rho_bar)^2
               + (alpha + damping) (rho M - target_n) + distillation_weight * KL(teacher || student)
-              + relevance_weight * KL(attention || softmax(log r)) + naming_weight * naming + looking_weight * looking
-              + referring_weight * referring
+              + relevance_weight * KL(attention || softmax(log r))
 
-    `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]);
-    `naming`, `looking` and `referring` are dense supervision of a base ([`naming_losses`], [`looking_losses`]). Every
+    `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]). Every
     term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT and the
     first divergence over the supervised tokens, the others over the samples with visual tokens, the attention's over
     those that have an answer too. So accumulation over N micro-batches, or N processes, gives the gradient of one big
@@ -99,10 +96,13 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_teacher`, `loss_relevance`, `loss_naming`, `loss_looking`, `loss_following`, `loss_referring`,
-    `loss_choosing`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft` (rho M), `kept_fraction`
-    (n / M), `threshold`, `hard_over_soft` (n / (rho M)), `visual_tokens` (M), and the current `alpha` and number of
-    `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
+    `loss_s`, `loss_teacher`, `loss_relevance`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
+    (rho M), `kept_fraction` (n / M), `threshold`, `hard_over_soft` (n / (rho M)), `visual_tokens` (M), and the current
+    `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT
+    alone.
+
+    A subclass adds losses in [`further_losses`](QTSplusTrainer.further_losses). A recipe is read and run by the classes
+    that its trainer names.
 
     Args:
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
@@ -112,6 +112,11 @@ class QTSplusTrainer(Trainer):
             `"lm_attention"` the model itself teaches too, reading groups of frames through its first layers alone.
         kwargs: as for [`Trainer`].
     """
+
+    arguments_class: type[QTSplusTrainingArguments] = QTSplusTrainingArguments
+    dataset_class: type[VideoQADataset] = VideoQADataset
+    collator_class: type[VideoQACollator] = VideoQACollator
+    loss_names: tuple[str, ...] = _LOSSES  # all that may be logged
 
     args: QTSplusTrainingArguments
     model: Any  # a model or a PeftModel, never None here
@@ -149,7 +154,8 @@ class QTSplusTrainer(Trainer):
         )
         self.about: dict[str, Any] = {}
         self.skipped: dict[str, str] = {}
-        self.running = {training: RunningMeans(_LOSSES + _BUDGET, self.args.device) for training in (True, False)}
+        logged = self.loss_names + _BUDGET
+        self.running = {training: RunningMeans(logged, self.args.device) for training in (True, False)}
         self._counts: torch.Tensor | None = None
         self._retention: float | None = None
         self.budget = Budget(self.selector, self.args, self.running)
@@ -182,13 +188,10 @@ class QTSplusTrainer(Trainer):
         assert counts is not None
         labels, sources = inputs.pop("labels"), _sources(inputs)
         inputs.pop("source_ids", None)
-        targets, token_words, needles = (inputs.pop(name, None) for name in ("attention", "token_words", "needles"))
+        targets = inputs.pop("attention", None)
         if model.training:
             inputs |= self._gaps()
-        named = token_words is not None and model.training and self.args.naming_weight > 0
-        if named:
-            inputs = with_features(base_model(self.model), inputs)
-        with self._watching(inputs, labels, needles, token_words) as looks:
+        with self.further_losses(inputs, labels) as (inputs, losses_of):
             outputs, logits, token_losses, rows = self._answer(model, inputs, labels)
         token_source = sources[rows]
         weights = self._token_weights(counts[: len(SOURCES)])[token_source]
@@ -204,18 +207,10 @@ class QTSplusTrainer(Trainer):
             divergences = self._relevance_divergences(outputs.qtsplus, labels, targets)
             loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
             self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
-        if named:
-            losses = naming_losses(
-                base_model(self.model), inputs, labels, outputs, token_words, self.args.looking_layer
-            )
-            loss = loss + self.args.naming_weight * losses.sum() / counts[-2].clamp(min=1)
-            self.running[True].add("loss_naming", losses.sum(), len(losses))
-        for kind in LOOKS:
-            weight = self.args.referring_weight if kind in NAME_LOOKS else self.args.looking_weight
-            losses = looking_losses(looks, kind)
-            if weight and len(losses):
-                loss = loss + weight * losses.sum() / counts[-2].clamp(min=1)
-                self.running[True].add(f"loss_{kind}", losses.sum(), len(losses))
+        further = losses_of(outputs) if model.training else {}
+        for name, (weight, losses) in further.items():
+            loss = loss + weight * losses.sum() / counts[-2].clamp(min=1)
+            self.running[True].add(name, losses.sum(), len(losses))
         budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training)
         if model.training and self.args.budget_probe is not None and self._retention is None:
             loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
@@ -225,13 +220,23 @@ class QTSplusTrainer(Trainer):
         outputs["loss"] = loss
         return (loss, outputs) if return_outputs else loss
 
-    def _watching(self, inputs: Mapping[str, Any], labels: torch.Tensor, needles: Any, token_words: Any):
-        """Notes who looks how far at what, where that is taught and no token is left out."""
-        taught = self.model.training and max(self.args.looking_weight, self.args.referring_weight) > 0
-        if needles is None or not taught or "retention" in inputs:
-            return nullcontext(())
-        layer, names = self.args.looking_layer, self.args.referring_weight > 0
-        return watching(base_model(self.model), inputs, labels, needles, layer, token_words, names)
+    @contextmanager
+    def further_losses(
+        self, inputs: dict[str, Any], labels: torch.Tensor
+    ) -> Iterator[tuple[dict[str, Any], FurtherLosses]]:
+        """
+        Where a subclass adds losses: a context around the model's pass over a micro-batch.
+
+        Args:
+            inputs: of the model, with whatever else the collator gives; a subclass takes that out.
+            labels: `[B, S]`, of the full prompt.
+
+        Yields:
+            The inputs that the model gets, and what makes further losses of its outputs: by a name in `loss_names` a
+            weight, and the losses `[k]` of some samples. They count in training alone, in which they are divided by
+            the step's number of samples with visual tokens.
+        """
+        yield inputs, lambda outputs: {}
 
     def _gaps(self) -> dict[str, Any]:
         """The fraction to keep in this step, where it is drawn; a model that keeps everything drops at random."""
@@ -368,18 +373,14 @@ class QTSplusTrainer(Trainer):
     # ----------------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As stock, with a group for every part that has a learning rate of its own, and Muon for the matrices."""
+        """As stock, with a group for every part that has a learning rate of its own."""
         args = self.args
-        if (args.language_model_learning_rate, args.vision_learning_rate, args.muon_scale) == (None, None, None):
+        if (args.language_model_learning_rate, args.vision_learning_rate) == (None, None):
             return super().create_optimizer() if model is None else super().create_optimizer(model)
         if self.optimizer is None:
             model = self.model if model is None else model
             kind, settings = self.get_optimizer_cls_and_kwargs(args, model)
-            matrices = matrix_names(model) if args.muon_scale is not None else set()
-            by_muon, others = parameter_groups(model, args, self.get_decay_parameter_names(model), matrices)
-            self.optimizer = kind(others, **settings)
-            if by_muon:
-                self.optimizer = MuonBeside(by_muon, self.optimizer)
+            self.optimizer = kind(parameter_groups(model, args, self.get_decay_parameter_names(model)), **settings)
         return self.optimizer
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -4,8 +4,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...data.questions import QUESTION_KINDS
-
 # Of lmms-eval 0.7.3. TempCompass is the paper's part with options; its captions need another model as a judge.
 PAPER = (
     "tempcompass_multi_choice",
@@ -22,7 +20,7 @@ PAPER = (
 ALIASES = {"paper": PAPER}
 
 # Metrics that are given as a share; the others of these benchmarks are percentages. Reports speak of percentages.
-SHARES = frozenset({"exact_match", *QUESTION_KINDS, "lvb_acc", "lvbench_score", "mmmu_acc"})
+SHARES = frozenset({"exact_match", "lvb_acc", "lvbench_score", "mmmu_acc"})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ FEWER_FRAMES = "fewer_frames"  # not a selection among tokens: the others are ne
 class Selecting:
     """
     Args:
-        selection: a method of `selection_qtsplus.METHODS`, or `"fewer_frames"`: as many whole frames as `retention`
+        selection: a method of `methods_qtsplus.METHODS`, or `"fewer_frames"`: as many whole frames as `retention`
             of the tokens allow. The model's own when absent; of a stock model that is all.
         retention: fraction of the visual tokens to keep, in (0, 1]; the model's decision when absent.
         max_visual_tokens: most visual tokens to keep.

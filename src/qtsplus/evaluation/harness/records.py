@@ -1,8 +1,7 @@
-"""Our records as tasks of lmms-eval: TinyWorld, which renders its videos on the spot, and JSONL files of one's own."""
+"""JSONL files of records as tasks of lmms-eval."""
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,62 +9,20 @@ from typing import Any
 
 import yaml
 
-from ...data.clip import write_mp4
 from ...data.formats import read_records
-from ...data.tinyworld import FPS, ask_world, draw_world, split_world
 
-TASKS = Path(__file__).parent / "tasks"
+COMMON = Path(__file__).parent / "tasks" / "_records"  # what tasks made of records have in common
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What the YAML files in `tasks` name
+# What [`COMMON`] names
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def tinyworld_questions(worlds: Any) -> Any:
-    """
-    The questions about crowded worlds.
-
-    Args:
-        worlds: `datasets.Dataset` with the `index` of each in the split `harness`.
-    """
-    from datasets import Dataset
-
-    folder = _video_folder()
-    return Dataset.from_list(
-        [
-            {
-                "id": f"harness-{index:06d}-{number:02d}",
-                "world": index,
-                "video": str(folder / f"{index:06d}.mp4"),
-                "question": asked.question,
-                "query": asked.query,
-                "answer": asked.answer,
-                "kind": asked.kind,
-            }
-            for index in worlds["index"]
-            for number, asked in enumerate(ask_world(split_world("harness", index, crowd=True), multiple_choice=0))
-        ]
-    )
-
-
-def _video_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "qtsplus" / "harness"
 
 
 def messages(doc: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One user turn: the video, then the question, with the text to select by. Renders a world's video if need be."""
-    if doc.get("world") is not None and not os.path.exists(doc["video"]):
-        _render(doc["world"], Path(doc["video"]))
+    """One user turn: the video, then the question, with the text to select by."""
     text = {"type": "text", "text": doc["question"], "query": doc["query"] or doc["question"]}
     return [{"role": "user", "content": [{"type": "video", "url": doc["video"]}, text]}]
-
-
-def _render(index: int, video: Path) -> None:
-    video.parent.mkdir(parents=True, exist_ok=True)
-    part = video.with_name(f"{video.stem}.{os.getpid()}.part.mp4")  # another process may render the same one
-    write_mp4(part, draw_world(split_world("harness", index, crowd=True)), FPS)
-    os.replace(part, video)
 
 
 def question(doc: Mapping[str, Any]) -> str:
@@ -76,12 +33,6 @@ def question(doc: Mapping[str, Any]) -> str:
 def matches(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Whether the answer is the record's, letter for letter, as in `qtsplus eval records`."""
     return {"exact_match": float(results[0].strip() == doc["answer"])}
-
-
-def matches_by_kind(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The same, and once more under the name of the question's kind."""
-    found = matches(doc, results)
-    return {**found, doc["kind"]: found["exact_match"]}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -115,14 +66,9 @@ def write_task(records: str | os.PathLike, folder: Path) -> str:
             kept = {field: asdict(record)[field] for field in ("question", "query", "answer", "kind")}
             file.write(json.dumps({"video": os.path.abspath(str(record.video)), **kept}) + "\n")
     task = {
-        "include": str(TASKS / "_records"),
+        "include": str(COMMON),
         "task": name,
         "dataset_kwargs": {"data_files": {"test": str((folder / f"{name}.jsonl").resolve())}},
     }
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     return name
-
-
-def copy_tasks(folder: Path) -> None:
-    """Puts the tasks of this package into a folder for `--include_path`, which lmms-eval takes only one of."""
-    shutil.copytree(TASKS, folder, dirs_exist_ok=True)

@@ -35,7 +35,7 @@ class Settings:
 
     Args:
         model, revision, dtype: as for the plugin.
-        tasks: names of lmms-eval with commas between them, `paper`, `tinyworld`, or JSONL files of records.
+        tasks: names of lmms-eval with commas between them, `paper`, or JSONL files of records.
         limit: the first questions of each task.
         options: of the plugin, such as `{"retention": 0.1}`; those that are `None` are left out.
     """
@@ -121,7 +121,7 @@ def _write_tasks(tasks: Sequence[str], folder: Path, include_path: Path | None) 
     shutil.rmtree(folder, ignore_errors=True)
     if include_path is not None:
         shutil.copytree(include_path, folder)
-    records.copy_tasks(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for task in tasks:
         if task.endswith(RECORDS):
             records.write_task(task, folder)

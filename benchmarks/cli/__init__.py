@@ -1,0 +1,28 @@
+"""`python -m benchmarks`: parses, calls, prints. One file per group of commands."""
+
+import typer
+
+from .comparing import ablation, attention, learned
+from .making import haystack, tinyworld, train
+from .measuring import efficiency, memory, scaling, speed, training_step
+
+app = typer.Typer(
+    help="Make worlds, teach tiny models, and measure speed, memory and accuracy. Results are JSON files with every "
+    "repeat.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(tinyworld)
+app.command()(haystack)
+app.command()(train)
+app.command()(learned)
+app.command()(attention)
+app.command()(ablation)
+app.command()(speed)
+app.command()(memory)
+app.command()(scaling)
+app.command()(training_step)
+app.command()(efficiency)
+
+__all__ = ["app"]

@@ -1,0 +1,86 @@
+"""Two passes in the learned benchmark: every question has regions of its own encoded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qtsplus.data.records import VideoRecord
+from qtsplus.evaluation.exact_match import Outcome, decode_answers, model_inputs
+from qtsplus.session import EncodedVideo, encode
+from qtsplus.two_passes import SecondPass, TwoPasses, second_pass, second_prompt
+
+LEAST_TOKENS = 0.25  # encoded at full size, and twice as many as are kept at least
+TILE = 2  # tokens a side: an object of TinyWorld fills one or two, and frames have six a side
+
+
+@dataclass(frozen=True)
+class TwiceAsked:
+    """
+    A question that was asked in two passes.
+
+    Args:
+        outcome: with `kept_indices` among all tokens of the video.
+        small, large: tokens that the vision tower made in the first pass, and in the second one.
+    """
+
+    outcome: Outcome
+    small: int
+    large: int
+
+
+def ask_twice(
+    model: Any, processor: Any, records: Sequence[VideoRecord], retention: float, batch_size: int
+) -> list[TwiceAsked]:
+    """
+    As [`exact_match`], in two passes.
+
+    Args:
+        retention: fraction of each whole video's tokens to keep.
+    """
+    tile = None if model.model.tile_side is None else TILE
+    passes = TwoPasses(tokens=min(max(LEAST_TOKENS, 2 * retention), 1.0), tile=tile)
+    names = {str(record.video) for record in records}
+    videos = {name: encode(model, processor, name, two_passes=passes) for name in sorted(names)}
+    asked: list[TwiceAsked] = []
+    for start in range(0, len(records), batch_size):
+        batch = records[start : start + batch_size]
+        seconds = [_second(model, processor, record, videos[str(record.video)], retention) for record in batch]
+        known = {
+            name: {**_described(video.large.chunks), "video_features": video.features}
+            for name, video in videos.items()
+            if video.large is not None
+        }
+        inputs = model_inputs(processor, batch, known)
+        inputs = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+        longest = max(len(processor.tokenizer(record.answer)["input_ids"]) for record in batch)
+        output = model.generate_from(
+            second_prompt(model, inputs, seconds),
+            max_new_tokens=longest + 2,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        answers = decode_answers(processor, output, inputs["input_ids"].shape[1])
+        for row, (record, second, text) in enumerate(zip(batch, seconds, answers, strict=True)):
+            kept = tuple(second.places[output.qtsplus.kept_indices[row].cpu()].tolist())
+            outcome = Outcome(record.kind, text == record.answer, len(kept), second.num_tokens, second.rho, kept)
+            asked.append(TwiceAsked(outcome, len(videos[str(record.video)].features), len(second.features)))
+    return asked
+
+
+def _second(model: Any, processor: Any, record: VideoRecord, video: EncodedVideo, retention: float) -> SecondPass:
+    assert video.large is not None
+    known = {str(record.video): {**_described(video), "video_features": video.features}}
+    return second_pass(model, video.large, model_inputs(processor, [record], known), retention=retention)
+
+
+def _described(video: Any) -> dict[str, torch.Tensor]:
+    """The grid of a video, and its seconds."""
+    return {
+        "video_grid_thw": video.video_grid_thw,
+        "second_per_grid_ts": torch.tensor(video.second_per_grid_ts),
+    }
+
+
+__all__ = ["TwiceAsked", "ask_twice"]

@@ -1,0 +1,56 @@
+"""Arguments of [`TinyWorldTrainer`]."""
+
+from dataclasses import dataclass, field
+
+from qtsplus.training.arguments import QTSplusTrainingArguments
+
+
+@dataclass
+class TinyWorldTrainingArguments(QTSplusTrainingArguments):
+    """
+    [`QTSplusTrainingArguments`], and what teaches a small base to see and to read.
+
+    Args:
+        muon_scale (`float`, *optional*): the weights of linear maps are trained by Muon, at this many times the
+            learning rate of their part, and the rest by `optim`; a small model leaves its plateau several times sooner.
+        naming_weight (`float`, defaults to 0): weight of the cross-entropy of what every visual token shows, for
+            records with `token_words`, of the second, row and column that it stands in, and of what it shows beside
+            earlier tokens.
+        looking_weight (`float`, defaults to 0): for records with `needles`, weight of -log of the share of the
+            attention that an answer pays to the visual tokens it rests on. Half of the attention is enough. With
+            `token_words` the same, in the layer before, of what a token pays to the one of the step before that
+            shows the same. Not in steps that leave tokens out.
+        referring_weight (`float`, defaults to 0): for records with `needles` and `token_words`, weight of the same for
+            the names in questions ("the red circle"): of what the last word of a name pays to those of the needles that
+            show it, and in the layer behind of what an answer that says a name pays to that word, where nine tenths
+            are enough. Not in steps that leave tokens out.
+        looking_layer (`int`, defaults to 2): the layer of the language model that is to look, counted from 0.
+
+    Raises:
+        ValueError: a value out of its range, or a loss of a part that is frozen.
+    """
+
+    muon_scale: float | None = field(default=None)
+    naming_weight: float = field(default=0.0)
+    looking_weight: float = field(default=0.0)
+    referring_weight: float = field(default=0.0)
+    looking_layer: int = field(default=2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("naming_weight", "looking_weight", "referring_weight", "looking_layer"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected at least 0.")
+        if self.muon_scale is not None and self.muon_scale <= 0:
+            raise ValueError(f"muon_scale={self.muon_scale}: expected a number above 0.")
+        if self.naming_weight and self.freeze_vision_model and self.freeze_language_model:
+            raise ValueError(
+                "naming_weight teaches the vision tower and the language model: set freeze_vision_model or "
+                "freeze_language_model to false."
+            )
+        for name in ("looking_weight", "referring_weight"):
+            if getattr(self, name) and self.freeze_language_model:
+                raise ValueError(f"{name} teaches the language model: set freeze_language_model to false.")
+
+
+__all__ = ["TinyWorldTrainingArguments"]

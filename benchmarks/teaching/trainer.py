@@ -1,0 +1,108 @@
+"""The library's Trainer with dense supervision of a small base, and with Muon for its matrices."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from qtsplus.training.freezing import parameter_groups
+from qtsplus.training.lora import base_model
+from qtsplus.training.trainer import FurtherLosses, QTSplusTrainer
+
+from .arguments import TinyWorldTrainingArguments
+from .dataset import TinyWorldCollator, TinyWorldDataset
+from .looking import LOOKS, NAME_LOOKS, Looks, looking_losses, watching
+from .muon import MuonBeside, matrix_names, split_matrices
+from .naming import TokenWords, naming_losses, with_features
+
+
+class TinyWorldTrainer(QTSplusTrainer):
+    """
+    Adds to the objective of [`QTSplusTrainer`]
+
+        naming_weight * naming + looking_weight * looking + referring_weight * referring,
+
+    dense supervision of a base ([`naming_losses`], [`looking_losses`]): means over the samples with visual tokens. They
+    are logged as `loss_naming`, `loss_looking`, `loss_following`, `loss_referring` and `loss_choosing`.
+
+    Args:
+        model: as for [`QTSplusTrainer`].
+        args: see [`TinyWorldTrainingArguments`].
+        kwargs: as for [`QTSplusTrainer`].
+    """
+
+    arguments_class = TinyWorldTrainingArguments
+    dataset_class = TinyWorldDataset
+    collator_class = TinyWorldCollator
+    loss_names = (*QTSplusTrainer.loss_names, "loss_naming", *(f"loss_{kind}" for kind in LOOKS))
+
+    args: TinyWorldTrainingArguments
+
+    def __init__(self, model: nn.Module, args: TinyWorldTrainingArguments, **kwargs: Any):
+        super().__init__(model, args, **kwargs)
+        if isinstance(self.train_dataset, TinyWorldDataset):
+            self.train_dataset.dense = max(args.naming_weight, args.looking_weight, args.referring_weight) > 0
+
+    @contextmanager
+    def further_losses(
+        self, inputs: dict[str, Any], labels: torch.Tensor
+    ) -> Iterator[tuple[dict[str, Any], FurtherLosses]]:
+        """What a batch's `token_words` and `needles` teach."""
+        token_words, needles = (inputs.pop(name, None) for name in ("token_words", "needles"))
+        named = token_words is not None and self.model.training and self.args.naming_weight > 0
+        if named:
+            inputs = with_features(base_model(self.model), inputs)
+        with self._watching(inputs, labels, needles, token_words) as looks:
+            yield inputs, partial(self._dense_losses, inputs, labels, token_words if named else None, looks)
+
+    def _watching(
+        self, inputs: Mapping[str, Any], labels: torch.Tensor, needles: Any, token_words: Any
+    ) -> AbstractContextManager[Sequence[Looks]]:
+        """Notes who looks how far at what, where that is taught and no token is left out."""
+        taught = self.model.training and max(self.args.looking_weight, self.args.referring_weight) > 0
+        if needles is None or not taught or "retention" in inputs:
+            return nullcontext(())
+        layer, names = self.args.looking_layer, self.args.referring_weight > 0
+        return watching(base_model(self.model), inputs, labels, needles, layer, token_words, names)
+
+    def _dense_losses(
+        self,
+        inputs: Mapping[str, Any],
+        labels: torch.Tensor,
+        token_words: Sequence[TokenWords | None] | None,
+        looks: Sequence[Looks],
+        outputs: Any,
+    ) -> dict[str, tuple[float, torch.Tensor]]:
+        """By name the weight, and the losses of the rows that have any."""
+        args, found = self.args, {}
+        if token_words is not None:
+            losses = naming_losses(base_model(self.model), inputs, labels, outputs, token_words, args.looking_layer)
+            found["loss_naming"] = args.naming_weight, losses
+        for kind in LOOKS:
+            weight = args.referring_weight if kind in NAME_LOOKS else args.looking_weight
+            losses = looking_losses(looks, kind)
+            if weight and len(losses):
+                found[f"loss_{kind}"] = weight, losses
+        return found
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As ever; with a `muon_scale`, Muon for the matrices."""
+        args = self.args
+        if args.muon_scale is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        model = self.model if model is None else model
+        kind, settings = self.get_optimizer_cls_and_kwargs(args, model)
+        groups = parameter_groups(model, args, self.get_decay_parameter_names(model))
+        names = matrix_names(model)
+        matrices = [parameter for name, parameter in model.named_parameters() if name in names]
+        by_muon, others = split_matrices(groups, matrices, args.muon_scale)
+        self.optimizer = kind(others, **settings)
+        if by_muon:
+            self.optimizer = MuonBeside(by_muon, self.optimizer)
+        return self.optimizer
+
+
+__all__ = ["TinyWorldTrainer"]

@@ -1,0 +1,1 @@
+"""TinyWorld: rendered videos of moving shapes, and all that is asked about them."""

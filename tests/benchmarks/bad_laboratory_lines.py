@@ -1,0 +1,83 @@
+"""Bad command lines of `python -m benchmarks`, in the words of `tests/bad_command_lines.py`."""
+
+from bad_command_lines import LONG, NO_COUNTS, NO_FRACTIONS, NO_NUMBERS, NO_SEEDS, each_value
+
+
+def ablation_lines() -> list[list[str]]:
+    ablation = ["ablation", "{records}", "--model", "{model}", "--work", "{out}", "--out", "{out}"]
+    return [
+        *each_value(ablation, "--retention", NO_FRACTIONS),
+        *each_value(ablation, "--n-max", NO_COUNTS),
+        [*ablation, "--variant", "gumbel"],
+        [*ablation, "--seed", "1"],
+        [*ablation, "--base", "{model}"],
+        *(
+            ["ablation", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
+            for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
+        ),
+    ]
+
+
+def world_lines() -> list[list[str]]:
+    world = ["tinyworld", "--out", "{out}", "--size", "1"]
+    return [
+        *each_value(["tinyworld", "--out", "{out}"], "--size", NO_COUNTS),
+        *each_value(world, "--split", ("dev", "", "Train", "train,test", "../train", "тест")),
+        *each_value(world, "--seconds", ("0", "1", "129", "500", "-8", "1.5", "nan", "8,16", "", "abc", "9" * 30)),
+        *each_value(world, "--max-objects", ("500", *NO_COUNTS)),
+        *each_value(world, "--multiple-choice", ("-0.1", "1.1", "inf", "-inf", *NO_NUMBERS)),
+        *each_value(world, "--workers", NO_COUNTS),
+        *(["tinyworld", "--size", "1", "--out", out] for out in ("{video}", "/dev/null/x", "\x00")),
+        *(
+            [*world, "--crowd", "--frame-size", "84", f"--teacher-videos={folder}"]
+            for folder in ("{missing}", "{video}", "{empty_folder}", "{frames}", "/dev/null/x", "\x00", "", LONG)
+        ),
+        ["bigworld"],
+        ["tinyworld", "--out", "{out}"],
+        *([*world, *more] for more in (("--seed", "1"), ("--crowd", "--max-objects", "23"))),
+        *each_value(["haystack", "--out", "{out}"], "--count", NO_COUNTS),
+        *each_value(["haystack", "--out", "{out}"], "--seconds", ("129", *NO_COUNTS)),
+        *each_value(["haystack", "--out", "{out}"], "--length", NO_COUNTS),
+        ["haystack"],
+    ]
+
+
+def speed_lines() -> list[list[str]]:
+    lines: list[list[str]] = [["fast"]]
+    for name in ("speed", "memory", "scaling"):
+        speed = [name, "--shape", "tiny", "--out", "{out}"]
+        lines += each_value([name, "--out", "{out}"], "--shape", ("", "99b", "CPU", "../3b", "3b,cpu", "тест"))
+        lines += each_value(speed, "--repeats", ("0", "-1", "1.5", "nan", "abc", ""))
+        lines += each_value(speed, "--device", ("toaster", "meta", "cuda:99", "", "🤖"))
+    for name in ("speed", "memory"):
+        speed = [name, "--shape", "tiny", "--out", "{out}"]
+        lines += each_value(speed, "--retention", ("0", "-1", "1.1", "nan", "inf", "abc", ""))
+        lines += each_value(speed, "--dtype", ("float8", "", "int8"))
+    sizes = [["0", "5"], ["-1", "5"], ["5"], ["5", "5"], ["1.5", "2"], ["abc", "5"], ["nan", "5"]]
+    lines += [
+        ["scaling", "--shape", "tiny", "--out", "{out}", *(f"--size={value}" for value in pair)] for pair in sizes
+    ]
+    files = ("{missing}", "{records}", "{video}", "{empty}")
+    return [*lines, *(["efficiency", path, "--out", "{out}"] for path in files), ["efficiency"]]
+
+
+def learned_lines() -> list[list[str]]:
+    learned = ["learned", "--out", "{out}", "--work", "{out}/work"]
+    base, test, recipe = ["--base", "{model}"], ["--test", "{records}"], ["--recipe", "{recipe}"]
+    wrong = [f"--seed={seed}" for seed in NO_SEEDS] + [f"--batch-size={size}" for size in ("0", "-1", "x", "1.5")]
+    wrong += ["--variant=", "--variant=best", "--base={model}"]  # the last: two bases for three seeds
+    return [
+        ["learned"],
+        *each_value([*learned, *test, *recipe], "--base", ("{missing}", "{empty_folder}", "{video}", "\x00")),
+        *(
+            [*learned, *base, *recipe, "--test", path]
+            for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "")
+        ),
+        *([*learned, *base, *test, *recipe, one] for one in wrong),
+        *([*learned, *base, *test, "--recipe", path] for path in ("{missing}", "{video}", "{records}", "{frames}")),
+        *(["train", path] for path in ("{missing}", "{video}", "{records}")),
+    ]
+
+
+def laboratory_lines() -> list[list[str]]:
+    return [*ablation_lines(), *world_lines(), *speed_lines(), *learned_lines()]

@@ -1,0 +1,112 @@
+"""The cost model counts what PyTorch counts, and the page says what the model says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, stage_costs
+from benchmarks.speed.shapes import MODEL_SHAPES, build_pair, make_config, make_processor, prompt_text
+from model_checks import counted_flops
+from qtsplus.lm_attention_qtsplus import attention_layer
+from qtsplus.relevance_qtsplus import REDUCTIONS
+
+TEXT, QUESTION, RETENTION = 10, 5, 0.11
+PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
+
+
+def paper_costs():
+    shape = MODEL_SHAPES["3b"]
+    return stage_costs(make_config(shape), shape.grid, text_tokens=60, question_tokens=40, retention=RETENTION)
+
+
+def test_counts_are_those_of_pytorch():
+    shape = MODEL_SHAPES["tiny"]
+    models = build_pair(shape, "cpu", torch.float32)
+    costs = stage_costs(models["ours"].config, shape.grid, TEXT, QUESTION, RETENTION, bytes_per_value=4)
+    tokens, width = shape.visual_tokens, models["ours"].config.text_config.hidden_size
+    time, height, width_in_tokens = shape.grid
+
+    pixels, grid = torch.randn(4 * tokens, 1176), torch.tensor([[time, 2 * height, 2 * width_in_tokens]])
+    total = counted_flops(lambda: models["stock"].model.visual(pixels, grid))
+    assert total == costs["stock"]["vision"].flops
+
+    embeds = torch.randn(1, tokens + TEXT, width)
+    positions = torch.arange(tokens + TEXT).expand(3, 1, -1)
+    total = counted_flops(lambda: models["stock"](inputs_embeds=embeds, position_ids=positions, logits_to_keep=1))
+    attention = models["stock"].config.text_config.num_hidden_layers * 4 * width * (tokens + TEXT) ** 2
+    # PyTorch counts causal attention as if it were full; older versions of Transformers multiply matrices for the
+    # angles of the three rotary axes.
+    head_dim = width // models["stock"].config.text_config.num_attention_heads
+    angles = 2 * 3 * (tokens + TEXT) * (head_dim // 2)
+    assert total - attention / 2 - costs["stock"]["prefill"].flops in (0, angles)
+
+    visual, query = [torch.randn(tokens, width)], [torch.randn(QUESTION, width)]
+    place = [torch.zeros(3, tokens, dtype=torch.long)]
+    for reduction in REDUCTIONS:
+        models["ours"].config.qtsplus_config.reduction = reduction
+        costs = stage_costs(models["ours"].config, shape.grid, TEXT, QUESTION, RETENTION, bytes_per_value=4)
+        total = counted_flops(lambda: models["ours"].model.qtsplus(visual, query, place, retention=RETENTION))
+        assert total == costs["ours"]["relevance"].flops + costs["ours"]["re-encode"].flops
+
+
+@pytest.mark.parametrize("group", [32, 8192])
+def test_attention_selection_is_the_first_layers_over_every_group(group):
+    shape = MODEL_SHAPES["tiny"]
+    model, tokens = build_pair(shape, "cpu", torch.float32)["ours"], shape.visual_tokens
+    model.config.qtsplus_config.attention_group = group
+    time, height, width = shape.grid
+    processor = make_processor(shape)
+    grid = torch.tensor([[time, 2 * height, 2 * width]])
+    inputs = processor(text=[prompt_text(processor, "Where?")], video_grid_thw=grid, return_tensors="pt")
+    inputs.pop("mm_token_type_ids", None)
+    features, text = [torch.randn(tokens, 128)], inputs["input_ids"].shape[1] - tokens
+    call = {"selection": "lm_attention", "retention": RETENTION, "reencode": False}
+    total = counted_flops(lambda: model.model.compress(**inputs, video_features=features, **call))
+    costs = stage_costs(model.config, shape.grid, text, 1, RETENTION, selection="lm_attention")["ours"]
+    assert set(costs) == {"vision", "relevance", "prefill", "per_token"}
+    groups = 2 if group == 32 else 1
+    depth = attention_layer(model.config.text_config, model.config.qtsplus_config.attention_layer)
+    attention = groups * depth * 4 * 128 * (tokens / groups + text) ** 2  # PyTorch counts it as if it were full
+    assert total - attention / 2 == pytest.approx(costs["relevance"].flops, rel=0.01)
+
+
+def test_the_papers_longest_video():
+    """DESIGN's figures for 600 frames with 180,000 tokens: 5,800 TFLOP of stock prefill, 170 of ours, 950 of vision."""
+    costs = paper_costs()
+    assert MODEL_SHAPES["3b"].visual_tokens == 180_000
+    assert costs["stock"]["prefill"].flops == pytest.approx(5.8e15, rel=0.02)
+    assert costs["ours"]["prefill"].flops == pytest.approx(170e12, rel=0.02)
+    assert costs["ours"]["vision"].flops == pytest.approx(950e12, rel=0.02)
+
+
+def test_windows_at_the_edge_are_smaller():
+    """A frame of 9 x 16 tokens has windows of 4 x 4 and, in its last row, of 1 x 4."""
+    shape = MODEL_SHAPES["cpu"]
+    config = make_config(shape)
+    config.vision_config.fullatt_block_indexes = []
+    vision = stage_costs(config, (1, 9, 16), TEXT, QUESTION, RETENTION)["stock"]["vision"].flops
+    config.vision_config.depth = 0
+    without_blocks = stage_costs(config, (1, 9, 16), TEXT, QUESTION, RETENTION)["stock"]["vision"].flops
+    weights, patches = 4 * 1280**2 + 3 * 1280 * 3420, 9 * 16 * 4
+    attention = 4 * 1280 * (8 * 64**2 + 4 * 16**2)
+    assert vision - without_blocks == 8 * (2 * patches * weights + attention)
+
+
+def test_the_floor_is_the_longer_of_computing_and_moving():
+    device = Device("a device", flops=100.0, bandwidth=10.0)
+    assert device.floor(Cost(flops=200.0, bytes=10.0)) == 2.0
+    assert device.floor(Cost(flops=200.0, bytes=50.0)) == 5.0
+
+
+def test_the_page_carries_the_table_and_what_follows_from_it():
+    costs, page = paper_costs(), " ".join(PAGE.read_text().split())
+    assert cost_table(costs, DATA_SHEETS) in PAGE.read_text()
+    for device in DATA_SHEETS:
+        stock, ours = ({stage: device.floor(cost) for stage, cost in costs[side].items()} for side in costs)
+        selection = ours["relevance"] + ours["gate"] + ours["re-encode"]
+        ours_from_features, stock_from_pixels = selection + ours["prefill"], stock["vision"] + stock["prefill"]
+        assert f"{stock['prefill'] / ours_from_features:.0f} times sooner from features" in page
+        assert f"{stock_from_pixels / (ours['vision'] + ours_from_features):.1f} times sooner from pixels" in page
+        assert f"{stock_from_pixels / ours_from_features:.1f} times sooner for a second question" in page
+        assert f"selection takes {selection / stock['prefill']:.2%} of stock's prefill" in page

@@ -1,0 +1,283 @@
+"""Dense supervision: what every visual token shows, where it stands, and what a question names."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.teaching import naming
+from benchmarks.teaching.dataset import TinyWorldCollator, TinyWorldDataset, read_tinyworld
+from benchmarks.world.tinyworld import build_dataset
+from benchmarks.world.token_words import UNNAMED, NamedTokens, read_token_words, write_token_words
+from qtsplus.hub.files import hub_configs
+from qtsplus.training.models import load_config, load_model, load_processor
+from teaching_examples import make_trainer
+from training_examples import assert_same_training, collate, examples, steps
+
+WORDS = ("nothing", "red", "blue", "circle", "star", "up", "down")
+ASPECTS = (("nothing", "red", "blue"), ("nothing", "circle", "star"))
+CONTEXT = (("nothing", "up", "down"),)
+LAYER = 2  # that looks things up; the first one of the model here is before it
+PLACES = (torch.arange(20, 30), torch.arange(30, 36), torch.arange(36, 42))
+
+
+def some_labels(grid: tuple[int, int, int], seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    labels = [rng.choice([0, *pair, UNNAMED], grid) for pair in ((1, 2), (3, 4), (5, 6))]
+    return np.stack(labels, axis=-1).astype(np.int64)
+
+
+def words_of(grid: tuple[int, int, int], seed: int = 0) -> naming.TokenWords:
+    """As for a vocabulary in which these words have the ids 10 to 16, and the signs of a place those of [`PLACES`]."""
+    aspects, context = (
+        torch.tensor([[word in aspect for word in WORDS] for aspect in of]) for of in (ASPECTS, CONTEXT)
+    )
+    labels = torch.from_numpy(some_labels(grid, seed))
+    words = torch.arange(10, 17)
+    return naming.TokenWords(labels, words, words, aspects, context, PLACES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_processor("qtsplus-tiny", None, load_config("qtsplus-tiny", None)).tokenizer
+
+
+def test_the_loss_is_that_of_every_token_by_itself():
+    torch.manual_seed(0)
+    features, embeddings = torch.randn(12, 8, requires_grad=True), torch.randn(32, 8, requires_grad=True)
+    named = words_of((3, 2, 2))
+    loss = naming.naming_loss(features, named.labels_on((3, 2, 2)), named, embeddings)
+
+    means = []
+    for aspect, words in enumerate(ASPECTS):
+        ids = [10 + WORDS.index(word) for word in words]
+        parts = []
+        for token, labels in zip(features, named.labels.reshape(-1, 3).tolist(), strict=True):
+            if labels[aspect] != UNNAMED:
+                scores = embeddings[ids] @ (token / (token.square().mean() + torch.finfo(torch.float32).eps).sqrt())
+                parts.append(-scores.log_softmax(0)[ids.index(10 + labels[aspect])])
+        means.append(torch.stack(parts).mean())
+    twin = torch.stack(means).mean()
+    torch.testing.assert_close(loss, twin)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, (features, embeddings)),
+        torch.autograd.grad(twin, (features, embeddings)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_tokens_without_any_word_add_nothing():
+    named = words_of((1, 1, 2))
+    silent = torch.full_like(named.labels_on((1, 1, 2)), UNNAMED)
+    assert naming.naming_loss(torch.randn(2, 8), silent, named, torch.randn(48, 8)) == 0
+
+
+def test_a_token_of_several_cells_names_what_each_of_them_shows():
+    """A red circle and a blue one beside nothing; nothing alone; a star beside what has no label."""
+    cells = [[[1, 3], [2, 3], [0, 0], [0, 0]], [[0, 0]] * 4, [[UNNAMED, UNNAMED], [2, 4], [0, 0], [0, 0]]]
+    grid = torch.tensor(cells).reshape(1, 3, 2, 2, 2).permute(0, 2, 1, 3, 4).reshape(1, 2, 6, 2)
+    named = replace(words_of((1, 1, 1)), labels=grid)
+    labels = named.labels_on((1, 1, 3))
+    assert labels.tolist() == cells
+    features, embeddings = torch.randn(3, 8), torch.randn(48, 8)
+    loss = naming.naming_loss(features, labels, named, embeddings)
+    tokens = F.rms_norm(features, (8,))
+    colours = -(tokens @ embeddings[[10, 11, 12]].T).log_softmax(-1)
+    shapes = -(tokens @ embeddings[[10, 13, 14]].T).log_softmax(-1)
+    by_hand = [
+        (colours[0, 1] + colours[0, 2]) / 2 + colours[1, 0] + colours[2, 2],
+        shapes[0, 1] + shapes[1, 0] + shapes[2, 2],
+    ]
+    torch.testing.assert_close(loss, sum(by_hand) / 6)
+
+
+def test_a_token_is_followed_to_the_only_one_before_that_shows_the_same():
+    """Four tokens a step: a red circle moves and meets another; a blue star stands still till its shape is unknown."""
+    red, blue, none, unknown = [1, 3, 0], [2, 4, 0], [0, 0, 0], [2, UNNAMED, 0]
+    steps = [[red, none, blue, none], [none, red, blue, unknown], [red, red, unknown, none], [none, red, blue, none]]
+    words = replace(words_of((1, 1, 1)), labels=torch.tensor(steps).reshape(4, 2, 2, 3))
+    assert words.earlier((4, 2, 2)).tolist() == [-1] * 4 + [-1, 0, 2, -1] + [5, 5, -1, -1] + [-1, -1, -1, -1]
+    assert words.earlier((4, 1, 1)).tolist() == [-1] * 4
+
+
+def test_what_needs_a_second_before_is_not_told_of_several_cells():
+    words = words_of((2, 4, 4))
+    fine, coarse = (words.told(words.labels_on(grid), grid, 1.0) for grid in ((2, 4, 4), (2, 2, 2)))
+    ids, moves = fine[3]
+    assert ids.tolist() == [10, 15, 16] and set(moves.tolist()) == {0, 1, 2, UNNAMED}
+    assert len(coarse) == 4 and (coarse[3][1] == UNNAMED).all() and not (coarse[2][1] == UNNAMED).any()
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 3), (1, 4, 3), (1, 1, 2), (1, 3, 6)])
+def test_a_grid_that_does_not_cover_whole_cells_is_refused(grid):
+    with pytest.raises(ValueError, match="token_words name a grid of .1, 2, 3. tokens; the model has"):
+        words_of((1, 2, 3)).labels_on(grid)
+
+
+def test_a_file_comes_back_as_it_was_written(tmp_path, tokenizer):
+    written = NamedTokens(some_labels((3, 2, 2)), WORDS, ASPECTS, CONTEXT)
+    write_token_words(tmp_path / "words.safetensors", written)
+    assert [path.name for path in tmp_path.iterdir()] == ["words.safetensors"]
+    found = read_token_words(tmp_path / "words.safetensors")
+    np.testing.assert_array_equal(found.labels, written.labels)
+    loaded = naming.load_token_words(tmp_path / "words.safetensors", tokenizer)
+    assert tokenizer.convert_ids_to_tokens(loaded.words.tolist()) == [f"\u0120{word}" for word in WORDS]
+    assert [tokenizer.decode(signs) for signs in loaded.places] == ["0123456789", "abcdefghijklm", "nopqrstuvwxyz"]
+    for masks, aspects in ((loaded.aspects, ASPECTS), (loaded.context, CONTEXT)):
+        assert [[WORDS[index] for index in mask.nonzero()] for mask in masks] == list(map(list, aspects))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a safetensors file", "other"])
+def test_another_file_is_refused(tmp_path, tokenizer, content):
+    path = tmp_path / "words.safetensors"
+    if content == "other":
+        path = hub_configs() / "qtsplus-tiny" / "model.safetensors"
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match="does not name the tokens of a video"):
+        naming.load_token_words(path, tokenizer)
+
+
+def test_words_of_several_tokens_are_refused(tmp_path, tokenizer):
+    words = ("nothing", "hippopotamus")
+    write_token_words(tmp_path / "words", NamedTokens(np.zeros((1, 1, 1, 1), np.int64), words, (words,)))
+    with pytest.raises(ValueError, match="hippopotamus.*one token each"):
+        naming.load_token_words(tmp_path / "words", tokenizer)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In training
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def collate_with_words(rows: list) -> dict:
+    """Every row with a video says what its tokens show."""
+    words = [words_of((t, h // 2, w // 2), seed=len(row.ids)) for row in rows for t, h, w in row.videos or [(0, 0, 0)]]
+    named = [word if row.videos else None for row, word in zip(rows, words, strict=True)]
+    return {**collate(rows), **({"token_words": named} if any(row.videos for row in rows) else {})}
+
+
+def train(folder, **settings):
+    trainer = make_trainer(folder, **{"freeze_vision_model": False, "freeze_language_model": False, **settings})
+    trainer.data_collator = collate_with_words
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("selection", ["all", "qtsplus"])
+def test_the_loss_gains_its_weighted_mean(tmp_path, selection):
+    selector = {"selection": selection, "rho_prior": 0.3}
+    plain = steps(train(tmp_path, selector=selector, max_steps=1))[0]
+    named = steps(train(tmp_path, selector=selector, max_steps=1, naming_weight=0.5))[0]
+    assert named["loss_naming"] > 0 and "loss_naming" not in plain
+    assert named["loss"] == pytest.approx(plain["loss"] + 0.5 * named["loss_naming"], rel=1e-5)
+    assert named["loss_lm"] == pytest.approx(plain["loss_lm"], rel=1e-6)
+
+
+def test_micro_batches_add_up_to_one_big_batch(tmp_path):
+    settings = {"selector": {"selection": "all"}, "naming_weight": 2.0}
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    assert_same_training(train(tmp_path, **settings), train(tmp_path, **settings, **split))
+
+
+def test_every_question_names_its_own_words():
+    """Two turns: 11 and 13 are asked for, then 14 twice; 12 stands in an answer, 10 is nothing."""
+    ids = torch.tensor([1, 11, 2, 13, 10, 3, 12, 4, 5, 14, 14, 6, 7, 8])
+    labels = torch.full_like(ids, UNNAMED)
+    labels[6:8], labels[12:14] = ids[6:8], ids[12:14]
+    words = words_of((1, 1, 1))
+    assert naming.turns_of(labels[None])[0].tolist() == [UNNAMED] * 5 + [0] + [UNNAMED] * 5 + [1] + [UNNAMED] * 2
+    assert naming._named(ids, labels, words).nonzero().tolist() == [[0, 1], [0, 3], [1, 4]]
+
+
+@pytest.mark.parametrize("keep", [{}, {"selection": "random", "retention": 0.5}])
+def test_places_are_told_by_the_tokens_that_are_left(tmp_path, keep):
+    model = make_trainer(tmp_path).model
+    rows = examples(5)[1:]
+    inputs = collate_with_words(rows)
+    labels, words = inputs.pop("labels"), inputs.pop("token_words")
+    inputs.pop("source_ids")
+    for row, begun in enumerate((labels != UNNAMED).long().argmax(1).tolist()):
+        inputs["input_ids"][row, begun - 2] = 11 + row  # a word that the question names
+    inputs = naming.with_features(model, {**inputs, **keep})
+    torch.manual_seed(0)
+    outputs = model(**inputs)
+    losses = naming.naming_losses(model, inputs, labels, outputs, words, LAYER)
+
+    embeddings, named_rows = model.get_input_embeddings().weight, 0
+    for row, (loss, word) in enumerate(zip(losses, words, strict=True)):
+        t, h, w, _ = word.labels.shape
+        columns = outputs.qtsplus.columns[row]
+        visual = (inputs["input_ids"][row] == model.config.video_token_id).nonzero()[:, 0].tolist()
+        early, states = (outputs.hidden_states[layer][row] for layer in (1, LAYER))
+        parts: dict[tuple[int, int], list[torch.Tensor]] = {}  # of what is told, and of each of its words
+        for place, column in enumerate(columns.tolist()):
+            if column in visual:
+                index = visual.index(column)
+                state = F.rms_norm(early[place], early[place].shape)
+                where = index // (h * w), index // w % h, index % w
+                for kind, (signs, number) in enumerate(zip(PLACES, where, strict=True)):
+                    parts.setdefault((kind, number), []).append(-(embeddings[signs] @ state).log_softmax(0)[number])
+                state = F.rms_norm(states[place], states[place].shape)
+                if (move := int(word.labels[where][2])) != UNNAMED:
+                    surprise = -(embeddings[[10, 15, 16]] @ state).log_softmax(0)[[0, 5, 6].index(move)]
+                    parts.setdefault((3, move), []).append(surprise)
+        kept = len(outputs.qtsplus.kept_indices[row])
+        assert sum(len(parts[key]) for key in parts if key[0] < 3) == 3 * kept and (not keep or kept < t * h * w)
+        shown = naming.naming_loss(inputs["video_features"][row], word.labels_on((t, h, w)), word, embeddings)
+        start = int((labels[row] != -100).nonzero()[0]) - 1
+        state = states[columns.tolist().index(start)]
+        named = sorted(set(range(11, 17)).intersection(inputs["input_ids"][row, : start + 1].tolist()))
+        scores = (embeddings[10:17] @ F.rms_norm(state, state.shape)).log_softmax(0)
+        asked = -torch.stack([scores[word - 10] for word in named]).mean() if named else 0.0
+        named_rows += bool(named)
+        told = sum(
+            torch.stack([torch.stack(parts[key]).mean() for key in parts if key[0] == kind]).mean() for kind in range(4)
+        )
+        expected = shown + naming.CONTEXT_WEIGHT * told + naming.QUESTION_WEIGHT * asked
+        torch.testing.assert_close(loss, expected)
+    assert named_rows
+    assert labels.shape == inputs["input_ids"].shape
+
+
+def test_a_base_learns_with_gaps(tmp_path):
+    """In the steps that draw a fraction, a model that keeps everything keeps that fraction at random."""
+    selector = {"selection": "all"}
+    trainer = train(tmp_path, selector=selector, retention_range=[0.4, 0.5], retention_share=0.5, max_steps=8)
+    kept = [line["kept_fraction"] for line in steps(trainer)]
+    assert 1.0 in kept and all(share == 1.0 or 0.35 < share < 0.7 for share in kept) and min(kept) < 0.7
+
+
+def test_labels_of_another_grid_and_a_frozen_vision_tower_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path, naming_weight=1.0, freeze_vision_model=False)
+    trainer.data_collator = lambda rows: {
+        **collate_with_words(rows),
+        "token_words": [words_of((1, 1, 1)) if row.videos else None for row in rows],
+    }
+    with pytest.raises(ValueError, match=r"token_words name a grid of \(1, 1, 1\) tokens; the model has"):
+        trainer.train()
+    with pytest.raises(ValueError, match="looking_layer=9: expected a layer from 1 to 2"):
+        train(tmp_path, naming_weight=1.0, looking_layer=9)
+    with pytest.raises(ValueError, match="naming_weight teaches the vision tower and the language model"):
+        make_trainer(tmp_path, naming_weight=1.0)
+
+
+def test_a_crowd_names_its_tokens_and_a_batch_of_it_trains(tmp_path):
+    path = build_dataset(tmp_path, "train", 2, seconds=(2,), multiple_choice=0, crowd=True, progress=False)
+    processor = load_processor("qtsplus-tiny", None, load_config("qtsplus-tiny", None))
+    dataset = TinyWorldDataset(read_tinyworld(path)[::8], processor)
+    assert "token_words" not in dataset[0]
+    dataset.dense = True
+    batch = TinyWorldCollator(processor)([dataset[index] for index in range(len(dataset))])
+    labels, words = batch.pop("labels"), batch.pop("token_words")
+    for name in ("source_ids", "skipped", "needles"):
+        batch.pop(name)
+    model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
+    inputs = naming.with_features(model, batch)
+    loss = naming.naming_losses(model, inputs, labels, model(**inputs), words, LAYER).sum()
+    loss.backward()
+    assert len(words) == len(labels) and all(word.labels.shape == (2, 6, 6, 5) for word in words)
+    assert model.model.visual.patch_embed.proj.weight.grad.abs().max() > 0

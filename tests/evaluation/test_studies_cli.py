@@ -1,0 +1,47 @@
+"""The studies of `qtsplus eval`, as a user types them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.world.haystack import write_background, write_needles
+from benchmarks.world.tinyworld import build_dataset
+from qtsplus import session
+from qtsplus.cli import app
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory, tiny_published):
+    """Runs a command on the tiny model, and gives what it wrote."""
+    folder, loaded = tmp_path_factory.mktemp("studies"), session.load(tiny_published, "cpu")
+    files = {
+        "folder": folder,
+        "records": build_dataset(folder, "test", 2, seconds=(2,), max_objects=20, progress=False, crowd=True),
+        "needles": write_needles(folder / "needles", count=1, seconds=2),
+        "background": write_background(folder / "background.mp4", 4),
+    }
+
+    def run(study: str, *options: str, results: str) -> dict:
+        words = [option.format(**files) for option in options]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session, "load", lambda *arguments, **more: loaded)
+            result = CliRunner().invoke(app, ["eval", study, *words, "--out", str(folder), "--name", "typed"])
+        assert result.exit_code == 0, result.output
+        assert results in result.stdout.replace("\n", "")
+        return json.loads((folder / results).read_text())
+
+    return run
+
+
+def test_needles(typed):
+    options = "--length 4 --depth 0.5 --selection uniform --max-visual-tokens 20 --work {folder}/work"
+    hidden = "--needles {needles} --background {background}"
+    document = typed("needle", *options.split(), *hidden.split(), results="needle-typed.json")
+    (cell,) = document["cells"]
+    assert (cell["selection"], cell["length"], cell["depth"], cell["kept"]) == ("uniform", 4, 0.5, 20)
+
+
+def test_analysis(typed):
+    document = typed("analysis", "{records}", "--work", "{folder}/work", results="analysis-typed.json")
+    assert document["videos"] == 2 and document["correlations"]["log_m"] == {}  # all are two seconds long

@@ -1,0 +1,87 @@
+"""Random examples for a tiny random model, and a Trainer on them."""
+
+from typing import Any
+
+import torch
+from torch.utils.data import SequentialSampler
+from transformers import ProgressCallback
+
+from qtsplus.training import QTSplusTrainer
+from tiny import batch, prompt, tiny_model
+
+ANSWER = 5  # supervised tokens of an example
+
+
+def examples(count: int, text_only: tuple[int, ...] = (0, 6, 7)) -> list:
+    """Prompts with videos of three lengths; those in `text_only` have none."""
+    return [
+        prompt(videos=[] if i in text_only else [(2, 4, 4 + 4 * (i % 3))], seed=i, generation=False)
+        for i in range(count)
+    ]
+
+
+def collate(rows: list) -> dict[str, torch.Tensor]:
+    inputs = batch(*rows, pad_left=False)
+    labels = torch.full_like(inputs["input_ids"], -100)
+    for index, row in enumerate(rows):
+        stop = len(row.ids) - 1 - row.ids[-3] % 2  # rows with different numbers of supervised tokens
+        labels[index, len(row.ids) - 1 - ANSWER : stop] = inputs["input_ids"][index, len(row.ids) - 1 - ANSWER : stop]
+    inputs["labels"] = labels
+    inputs["source_ids"] = torch.tensor([len(row.ids) % 3 for row in rows])
+    return inputs
+
+
+class InOrder(QTSplusTrainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset)
+
+
+def make_trainer(
+    folder,
+    selector: dict[str, Any] | None = None,
+    teacher_seed: int | None = None,
+    kind: type[InOrder] = InOrder,
+    **arguments: Any,
+) -> InOrder:
+    """
+    A Trainer with plain gradient descent, which shows a difference in the gradient as it is, and a gate that draws no
+    noise; maybe with a teacher.
+    """
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 3,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        **arguments,
+    }
+    model = tiny_model(**{"gate": "noiseless", "rho_min": 0.1, "rho_max": 0.9, "n_max": 10, **(selector or {})})
+    trainer = kind(
+        model,
+        kind.arguments_class(**settings),
+        relevance_teacher=None if teacher_seed is None else tiny_model(teacher_seed),
+        train_dataset=examples(12),
+        data_collator=collate,
+    )
+    trainer.remove_callback(ProgressCallback)
+    return trainer
+
+
+def steps(trainer: QTSplusTrainer) -> list[dict[str, float]]:
+    """The log's lines of training steps, without what depends on the clock."""
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+def assert_same_training(first: QTSplusTrainer, second: QTSplusTrainer, tolerance: float = 2e-5) -> None:
+    for a, b in zip(steps(first), steps(second), strict=True):
+        assert a.keys() == b.keys()
+        torch.testing.assert_close(
+            torch.tensor([a[name] for name in a]), torch.tensor([b[name] for name in a]), atol=tolerance, rtol=tolerance
+        )
+    for (name, a), b in zip(first.model.named_parameters(), second.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
