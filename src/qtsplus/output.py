@@ -1,0 +1,90 @@
+"""What commands leave behind: files that are never seen half written, and the texts that several of them make."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
+    """
+    A file to write that stands at `path` once the context ends, and leaves what stood there alone if it fails.
+
+    Args:
+        mode: `"w"` for UTF-8 text, `"wb"` for bytes.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:
+    """
+    The path of a file that is about to be made, before anything is computed for it.
+
+    Args:
+        overwrite: whether a file that stands there may be replaced.
+
+    Raises:
+        ValueError: an empty path, a folder, a file that is there already, or a place that cannot be written.
+    """
+    if not str(path).strip():
+        raise ValueError("The name of the output is empty; expected a file.")
+    target = Path(path)
+    if target.is_dir():
+        raise ValueError(f"{target} is a folder; expected the name of a file to write.")
+    if target.exists() and not overwrite:
+        raise ValueError(f"{target} is there already: name another file, or move it away.")
+    _check_folder(target.parent)
+    return target
+
+
+def check_folder(path: str | os.PathLike) -> Path:
+    """
+    The path of a folder for results, before anything is computed for them; it need not be there yet.
+
+    Raises:
+        ValueError: an empty path, a file, or a place that cannot be written.
+    """
+    if not str(path).strip():
+        raise ValueError("The name of the output folder is empty; expected a folder (. is this one).")
+    _check_folder(Path(path))
+    return Path(path)
+
+
+def _check_folder(folder: Path) -> None:
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ValueError(f"{existing} is a file; expected a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{existing} cannot be written: choose another place, or change its permissions.")
+
+
+def first_line(error: object) -> str:
+    """The first line of an error's text, or else what kind of error it is."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
+    """
+    The lines of a Markdown table.
+
+    Args:
+        texts: how many columns stand on the left; the others hold numbers.
+    """
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in [header, *rows]]
+    head, *body = ["| " + " | ".join(row) + " |" for row in cells]
+    return [head, "|" + "---|" * texts + "---:|" * (len(header) - texts), *body]
+
+
+__all__ = ["check_folder", "check_output", "first_line", "markdown_table", "whole_file"]

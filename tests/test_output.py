@@ -1,0 +1,54 @@
+"""What commands write appears whole or not at all, and where it can be written is known before the work begins."""
+
+import os
+
+import pytest
+
+from qtsplus.output import check_folder, check_output, first_line, markdown_table, whole_file
+
+
+@pytest.mark.parametrize(("mode", "content"), [("w", "ä\n"), ("wb", b"\xff")])
+def test_a_file_appears_whole(tmp_path, mode, content):
+    target = tmp_path / "new" / "file"
+    with whole_file(target, mode) as file:
+        file.write(content)
+        assert not target.exists()
+    assert target.read_bytes() == (content if mode == "wb" else content.encode())
+    assert os.listdir(target.parent) == ["file"]
+
+
+def test_a_failure_leaves_what_was_there(tmp_path):
+    target = tmp_path / "file"
+    target.write_text("before")
+    with pytest.raises(KeyboardInterrupt), whole_file(target) as file:
+        file.write("half")
+        raise KeyboardInterrupt
+    assert target.read_text() == "before" and os.listdir(tmp_path) == ["file"]
+
+
+def test_outputs_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert check_output(tmp_path / "new" / "file") == tmp_path / "new" / "file"
+    assert check_output(tmp_path / "file", overwrite=True) and check_folder(tmp_path / "new")
+    for path, message in (
+        (" ", "is empty"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "file", "there already"),
+        (tmp_path / "file" / "below", "is a file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_output(path)
+    for path, message in (("", "is empty"), (tmp_path / "file", "is a file")):
+        with pytest.raises(ValueError, match=message):
+            check_folder(path)
+
+
+def test_a_place_without_permission(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(ValueError, match="cannot be written"):
+        check_output(tmp_path / "file")
+
+
+def test_texts():
+    assert first_line(ValueError("one\ntwo")) == "one" and first_line(ValueError()) == "ValueError"
+    assert markdown_table(["a", "b"], [["x|y", "1"]]) == ["| a | b |", "|---|---:|", "| x\\|y | 1 |"]
