@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
@@ -71,6 +72,11 @@ class QTSplusGenerationMixin:
         if input_ids is not None:
             labels = labels.masked_fill(self.model.token_types(input_ids) != TEXT, -100)
         return labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
+
+    def compact_shifted(self, shift_labels: torch.Tensor, input_ids, columns: torch.Tensor) -> torch.Tensor:
+        """[`compact_labels`] for labels that stand one column in front of their tokens."""
+        labels = nn.functional.pad(shift_labels, (1, 0), value=-100)[:, :-1]
+        return nn.functional.pad(self.compact_labels(labels, input_ids, columns)[:, 1:], (0, 1), value=-100)
 
     @torch.no_grad()
     def generate(self, inputs=None, generation_config=None, streamer=None, **kwargs):
@@ -331,3 +337,26 @@ def _rows_of(cache: Cache) -> int:
     """Rows of a filled cache. Layers of linear attention have a state in the place of keys."""
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
     return next(len(states) for states in keys if states is not None)
+
+
+def states_of(
+    hidden_states: torch.Tensor,
+    columns: torch.Tensor,
+    logits_to_keep: int | torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    length: int,
+) -> torch.Tensor:
+    """`[B, K, d]` of the `K` columns of the full prompt that `logits_to_keep` means, from `[B, S', d]`."""
+    wanted = torch.arange(length, device=columns.device)
+    wanted = wanted[-logits_to_keep:] if isinstance(logits_to_keep, int) else wanted[logits_to_keep.to(wanted.device)]
+    place = columns.new_full((len(columns), length + 1), -1)  # of each column of the full prompt in the shortened one
+    own = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)
+    place = place.scatter(1, columns.masked_fill(columns < 0, length), own)[:, wanted]
+    gone = place < 0 if attention_mask is None else (place < 0) & attention_mask.bool()[:, wanted]
+    if bool(gone.any()):
+        row, index = gone.nonzero()[0].tolist()
+        raise ValueError(
+            f"logits_to_keep names column {int(wanted[index])}, in row {row} a visual token that was not kept: "
+            "expected columns of text. output.qtsplus.columns says which columns are left."
+        )
+    return hidden_states.gather(1, place.clamp(min=0)[..., None].expand(-1, -1, hidden_states.shape[-1]))

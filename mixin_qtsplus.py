@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutp
 from transformers.utils import can_return_tuple
 
 from .encoding_qtsplus import Repeats, encode, encode_visual
-from .generation_qtsplus import QTSplusGenerationMixin
+from .generation_qtsplus import QTSplusGenerationMixin, states_of
 from .layout_qtsplus import Features, QTSplusBackboneMixin, check_grids, lay_out, query_embeds, splice
 from .lm_attention_qtsplus import Reading, check_attention, log_attention, reading_of
 from .prompt_qtsplus import (
@@ -266,14 +266,15 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         )
 
     def _check_fresh(self, past_key_values, mm_encoder_outputs, kwargs) -> None:
-        """Refuses pixels or features in a call that cannot be shortened."""
+        """Refuses pixels or features in a call that cannot be shortened; drops what says that nothing is packed."""
         if mm_encoder_outputs:
             raise ValueError("Pass pixel values or mm_encoder_outputs, not both.")
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
             raise ValueError("New images or videos after a cache: use generate, which lays them out.")
-        told = [name for name in _PACKING if kwargs.get(name) is not None]
-        if told:
-            raise packed_rows(", ".join(told))
+        for name in _PACKING:
+            value = kwargs.pop(name, None)  # lengths of the full prompt, which the shortened one has not
+            if value is not None and _says_several(name, value):
+                raise packed_rows(name)
 
     def _shortened_inputs(
         self, input_ids, attention_mask, position_ids, inputs_embeds, visual: VisualInputs, selection: SelectionInputs
@@ -348,6 +349,13 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         return self.lay_positions(order, (order + delta).expand(self.rope_axes, -1, -1))
 
 
+def _says_several(name: str, value: Any) -> bool:
+    """Whether one of [`_PACKING`] says that a row holds several sequences."""
+    if name == "seq_idx":
+        return bool(value.any())
+    return not name.startswith("max_length") and len(value) != 2
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # With a language-modelling head
 # --------------------------------------------------------------------------------------------------------------------
@@ -412,8 +420,14 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
                 it. Those of padding hold no meaning.
 
         Raises:
-            ValueError: `logits_to_keep` names a visual token that was not kept; and as [`shorten`].
+            ValueError: `logits_to_keep` names a visual token that was not kept; labels of another shape than the
+                prompt's; and as [`shorten`].
         """
+        prompt: Any = input_ids if input_ids is not None else inputs_embeds
+        for name, values in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):
+            if values is not None and prompt is not None and values.shape != prompt.shape[:2]:
+                expected = tuple(prompt.shape[:2])
+                raise ValueError(f"{name} {tuple(values.shape)}: expected the shape of the prompt, {expected}.")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -430,8 +444,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             hidden_states = hidden_states[:, kept]
         elif not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            prompt: Any = input_ids if input_ids is not None else inputs_embeds
-            hidden_states = _states_of(hidden_states, columns, logits_to_keep, attention_mask, prompt.shape[1])
+            hidden_states = states_of(hidden_states, columns, logits_to_keep, attention_mask, prompt.shape[1])
         logits = self.lm_head(hidden_states)
 
         loss = None
@@ -439,7 +452,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             if columns is not None:
                 labels = self.compact_labels(labels, input_ids, columns)
                 if kwargs.get("shift_labels") is not None:
-                    kwargs["shift_labels"] = self._compact_shifted(kwargs["shift_labels"], input_ids, columns)
+                    kwargs["shift_labels"] = self.compact_shifted(kwargs["shift_labels"], input_ids, columns)
             kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
             vocab_size = self.config.text_config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
@@ -453,34 +466,6 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             attentions=outputs.attentions,
             qtsplus=qtsplus,
         )
-
-    def _compact_shifted(self, shift_labels: torch.Tensor, input_ids, columns: torch.Tensor) -> torch.Tensor:
-        """[`compact_labels`] for labels that stand one column in front of their tokens."""
-        labels = nn.functional.pad(shift_labels, (1, 0), value=-100)[:, :-1]
-        return nn.functional.pad(self.compact_labels(labels, input_ids, columns)[:, 1:], (0, 1), value=-100)
-
-
-def _states_of(
-    hidden_states: torch.Tensor,
-    columns: torch.Tensor,
-    logits_to_keep: int | torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    length: int,
-) -> torch.Tensor:
-    """`[B, K, d]` of the `K` columns of the full prompt that `logits_to_keep` means, from `[B, S', d]`."""
-    wanted = torch.arange(length, device=columns.device)
-    wanted = wanted[-logits_to_keep:] if isinstance(logits_to_keep, int) else wanted[logits_to_keep.to(wanted.device)]
-    place = columns.new_full((len(columns), length + 1), -1)  # of each column of the full prompt in the shortened one
-    own = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)
-    place = place.scatter(1, columns.masked_fill(columns < 0, length), own)[:, wanted]
-    gone = place < 0 if attention_mask is None else (place < 0) & attention_mask.bool()[:, wanted]
-    if bool(gone.any()):
-        row, index = gone.nonzero()[0].tolist()
-        raise ValueError(
-            f"logits_to_keep names column {int(wanted[index])}, in row {row} a visual token that was not kept: "
-            "expected columns of text. output.qtsplus.columns says which columns are left."
-        )
-    return hidden_states.gather(1, place.clamp(min=0)[..., None].expand(-1, -1, hidden_states.shape[-1]))
 
 
 __all__ = [

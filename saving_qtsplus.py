@@ -102,6 +102,13 @@ class QTSplusPreTrainedMixin:
                 module.freeze_unused()
         return (model, info) if output_loading_info else model
 
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs):
+        """As stock; the selector, whose attention is its own, is left out."""
+        if isinstance(attn_implementation, str):
+            parts = [name for name in self.config.sub_configs if name != "qtsplus_config"]
+            attn_implementation = {"": attn_implementation, **dict.fromkeys(parts, attn_implementation)}
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
     def save_pretrained(self, save_directory, *args, push_to_hub: bool = False, **kwargs):
         """
         As stock, with the code that runs the model beside its weights.

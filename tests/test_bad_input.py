@@ -378,10 +378,40 @@ def test_embeddings_behind_a_cache_are_refused(model):
         model.generate(**{**inputs, "input_ids": first, "attention_mask": None}, **call)
 
 
-@pytest.mark.parametrize("told", [{"cu_seq_lens_q": torch.tensor([0, 5, 29])}, {"seq_idx": torch.zeros(1, 29)}])
+@pytest.mark.parametrize(
+    "told", [{"cu_seq_lens_q": torch.tensor([0, 5, 29])}, {"seq_idx": torch.arange(29)[None] // 9}]
+)
 def test_rows_said_to_be_packed_are_refused_with_a_video(model, told):
     with pytest.raises(ValueError, match=f"packed into one row \\({next(iter(told))}\\)"):
         model(**video_inputs(**told))
+
+
+def test_one_sequence_is_not_packed(model):
+    inputs = video_inputs()
+    length = inputs["input_ids"].shape[1]
+    ends = torch.tensor([0, length], dtype=torch.int32)
+    lengths = {"max_length_q": length, "max_length_k": length}
+    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **lengths, "seq_idx": torch.zeros(1, length)}
+    assert torch.equal(model(**inputs, **told).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+@pytest.mark.parametrize("rows", [video_inputs, lambda: batch(prompt())], ids=["a video", "text alone"])
+def test_labels_of_another_shape_are_refused(model, name, rows):
+    inputs = rows()
+    labels = {"labels": inputs["input_ids"], name: inputs["input_ids"][:, 1:]}
+    with pytest.raises(ValueError, match=rf"^{name} \(1, \d+\): expected the shape of the prompt, \(1, \d+\)"):
+        model(**inputs, **labels)
+
+
+def test_another_attention_function_is_set_without_a_warning(caplog):
+    model = tiny_model()
+    selector = model.config.qtsplus_config._attn_implementation
+    for target in (model, model.model):
+        for name in ("eager", "sdpa"):
+            target.set_attn_implementation(name)
+            assert model.config._attn_implementation == model.model.visual.config._attn_implementation == name
+    assert model.config.qtsplus_config._attn_implementation == selector and not caplog.records
 
 
 @pytest.mark.parametrize("axes", [None, 3, 4])

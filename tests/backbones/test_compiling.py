@@ -1,0 +1,37 @@
+"""Decoding compiles as stock's does: into as many graphs, whole."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
+
+CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "cache_implementation": "static"}
+
+
+@pytest.fixture(autouse=True)
+def clean_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs(model, inputs):
+    """What `generate` returns where decoding is compiled without a break, and into how many graphs."""
+    compiling = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiling._compile_all_devices = True  # Transformers compiles on a GPU alone
+    torch._dynamo.reset()
+    counters.clear()
+    output = model.generate(**inputs, **CALL, compile_config=compiling)
+    assert not counters["graph_break"]
+    return output, counters["stats"]["unique_graphs"]
+
+
+def test_decoding_is_as_many_graphs_as_stocks(backbone, all_tokens, model, stock, prepare):
+    inputs = prepare("video")
+    expected, count = graphs(stock, backbone.stock_inputs(all_tokens, inputs))
+    output, own_count = graphs(all_tokens, inputs)
+    assert own_count == count >= 1
+    assert torch.equal(output[:, inputs["input_ids"].shape[1] :], expected[:, inputs["input_ids"].shape[1] :])
+    output, own_count = graphs(model, {**inputs, "retention": 0.3})
+    assert own_count == count
+    assert torch.equal(output, model.generate(**inputs, **{**CALL, "cache_implementation": None}, retention=0.3))
