@@ -273,8 +273,7 @@ def lay_out(
         IMAGE: check_grids(model, IMAGE, visual.pixel_values, visual.image_grid_thw),
         VIDEO: check_grids(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw, visual.video_features),
     }
-    given: Any = visual.second_per_grid_ts
-    seconds = [1] * len(grids[VIDEO]) if given is None else given
+    seconds: Any = [1] * len(grids[VIDEO]) if visual.second_per_grid_ts is None else visual.second_per_grid_ts
     if len(seconds) != len(grids[VIDEO]):
         raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids[VIDEO])}).")
     starts = [0] * len(input_ids) if starts is None else list(starts)

@@ -45,8 +45,28 @@ VARLEN_ATTENTION = "qtsplus_varlen"
 # --------------------------------------------------------------------------------------------------------------------
 
 
+class PatchProjection(nn.Conv3d):
+    """
+    The vision tower's first layer, `[N, channels, time, height, width]` -> `[N, d, 1, 1, 1]`. Its kernel covers a whole
+    patch, so it is one matrix product. In bfloat16 the convolution takes 46 times as long on a CPU, a quarter of the
+    tower's time. In float32 it stays a convolution, which is stock's result bit for bit.
+    """
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        if patches.dtype == torch.float32:
+            return super().forward(patches)
+        projected = nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+        return projected[..., None, None, None]
+
+
 class QwenVLQTSplusModelMixin(QTSplusModelMixin):
     """What the Qwen-VL models have in common."""
+
+    visual: Any
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.visual.patch_embed.proj.__class__ = PatchProjection  # the same weights, by the same names
 
     def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
         merge = self.config.vision_config.spatial_merge_size

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, Qwen2_5_VLModel
 import qtsplus.modeling_qtsplus as attention
 from model_checks import shared_model
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.modeling_qtsplus import VARLEN_ATTENTION, attend_by_length, varlen_attention_forward
+from qtsplus.modeling_qtsplus import VARLEN_ATTENTION, PatchProjection, attend_by_length, varlen_attention_forward
 from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_config, tiny_model
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -204,3 +204,22 @@ def test_a_language_model_is_refused():
     model = Qwen2_5_VLQTSplusForConditionalGeneration(config)
     with pytest.raises(ValueError, match='attn_implementation={"vision_config": "qtsplus_varlen"}'):
         model(**batch(prompt()))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("patches", [1, 63])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_patch_projection_is_stock_s_convolution(patches, bias, dtype):
+    torch.manual_seed(0)
+    convolution = torch.nn.Conv3d(3, 40, kernel_size=(2, 14, 14), stride=(2, 14, 14), bias=bias, dtype=dtype)
+    projection = PatchProjection(3, 40, kernel_size=(2, 14, 14), stride=(2, 14, 14), bias=bias, dtype=dtype)
+    projection.load_state_dict(convolution.state_dict())
+    pixels, weights = torch.randn(patches, 3, 2, 14, 14, dtype=dtype), torch.randn(patches, 40, 1, 1, 1, dtype=dtype)
+
+    tolerance = {torch.float32: 0, torch.float64: 1e-12, torch.bfloat16: 0.05}[dtype]
+    expected, projected = convolution(pixels), projection(pixels)
+    torch.testing.assert_close(projected, expected, atol=tolerance, rtol=tolerance)
+    for output in (expected, projected):
+        (output * weights).sum().backward()
+    for own, stock in zip(projection.parameters(), convolution.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, stock.grad, atol=10 * tolerance, rtol=tolerance)
