@@ -122,9 +122,9 @@ def encode(
         repeats = Repeats(None if modality == IMAGE else 0.0)
     grids, patches = grid_thw.tolist(), model.pixel_rows(grid_thw)
     steps = [rows.unflatten(0, (t, -1)) for rows, (t, _, _) in zip(pixels.split(patches), grids, strict=True)]
-    sources = [repeats.sources(own, size) for own, (_, *size) in zip(steps, grids, strict=True)]
+    sources = [repeats.sources(video, size) for video, (_, *size) in zip(steps, grids, strict=True)]
     features = _encode_sources(model, modality, grid_thw, steps, sources, frames_per_chunk, device)
-    filled = [repeats.fill(features.get(index), own) for index, own in enumerate(sources)]
+    filled = [repeats.fill(features.get(index), video) for index, video in enumerate(sources)]
     repeats.let_go()
     return filled
 
@@ -146,22 +146,22 @@ def _encode_sources(
         sources: of each what [`Repeats.sources`] says.
     """
     lengths = [t * h * w for t, h, w in model.merged_grid(grid_thw, modality)]
-    waiting = [[index for index, source in enumerate(own) if source == index] for own in sources]
+    waiting = [[index for index, source in enumerate(video) if source == index] for video in sources]
     grid_waiting = grid_thw.clone()
-    grid_waiting[:, 0] = grid_thw.new_tensor([len(own) for own in waiting])
+    grid_waiting[:, 0] = grid_thw.new_tensor([len(video) for video in waiting])
     features: dict[int, torch.Tensor] = {}
     for chunk in _chunks(model, modality, grid_waiting, frames_per_chunk):
-        places = []
+        chosen = []
         for index, (count, _, _) in chunk:
-            places.append(waiting[index][:count])
+            chosen.append(waiting[index][:count])
             waiting[index] = waiting[index][count:]
         grid = grid_thw.new_tensor([piece for _, piece in chunk])
         indices = [index for index, _ in chunk]
-        own_pixels = [_at(steps[index], place).flatten(0, 1) for index, place in zip(indices, places, strict=True)]
-        rows = own_pixels[0] if len(own_pixels) == 1 else torch.cat(own_pixels)
+        parts = [_at(steps[index], numbers).flatten(0, 1) for index, numbers in zip(indices, chosen, strict=True)]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
         encoded = model.encode_pixels(modality, rows.to(grid.device), grid)
-        for index, place, piece, own in zip(indices, places, encoded, own_pixels, strict=True):
-            _check_finite(piece, own, f"{MODALITIES[modality]} {index}")
+        for index, numbers, piece, part in zip(indices, chosen, encoded, parts, strict=True):
+            _check_finite(piece, part, f"{MODALITIES[modality]} {index}")
             if len(piece) == lengths[index]:
                 features[index] = piece.to(device or piece.device)
                 continue
@@ -169,7 +169,7 @@ def _encode_sources(
                 # Filled piece by piece: joining the pieces afterwards would hold them twice.
                 features[index] = piece.new_empty(lengths[index], piece.shape[-1], device=device or piece.device)
             steps_of_all = features[index].unflatten(0, (len(sources[index]), -1))
-            steps_of_all[place] = piece.unflatten(0, (len(place), -1)).to(steps_of_all.device)
+            steps_of_all[numbers] = piece.unflatten(0, (len(numbers), -1)).to(steps_of_all.device)
     return features
 
 
@@ -242,10 +242,10 @@ def chunk_grids(
         yield chunk
 
 
-def _at(steps: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """The steps at places in order; a view where they lie one behind the other."""
-    first, last = places[0], places[-1]
-    return steps[first : last + 1] if last - first + 1 == len(places) else steps[places]
+def _at(steps: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    """Some steps, in order; a view where they lie one behind the other."""
+    first, last = indices[0], indices[-1]
+    return steps[first : last + 1] if last - first + 1 == len(indices) else steps[indices]
 
 
 def _check_finite(features: torch.Tensor, pixels: torch.Tensor, name: str) -> None:

@@ -283,7 +283,7 @@ class QTSplusGenerationMixin:
         return replace(visual, **(left if any(is_new) else dict.fromkeys(left)))
 
     def _setting(self, name: str, kwargs, generation_config):
-        """What `generate` goes by: the call, the configuration given with it, the model's own."""
+        """A setting as `generate` finds it: in the call, in the configuration passed with it, or in the model's own."""
         for value in (
             kwargs.get(name),
             getattr(generation_config, name, None),
@@ -295,19 +295,19 @@ class QTSplusGenerationMixin:
 
     def _count_new_tokens(self, generation_config, kwargs, prompt_length: int):
         """Lengths that count the prompt would count the shortened one: says them in new tokens instead."""
-        given = copy.deepcopy(generation_config)
+        config = copy.deepcopy(generation_config)
         for total, new, least in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
-            length = self._setting(total, kwargs, given)
-            if self._setting(new, kwargs, given) is None and length:
+            length = self._setting(total, kwargs, config)
+            if self._setting(new, kwargs, config) is None and length:
                 if length - prompt_length < least and total == "max_length":
                     raise ValueError(
                         f"max_length={length}, but the prompt alone has {prompt_length} tokens: set max_new_tokens."
                     )
                 kwargs[new] = max(length - prompt_length, least)
             kwargs.pop(total, None)
-            if given is not None:
-                setattr(given, total, None)
-        return given, kwargs
+            if config is not None:
+                setattr(config, total, None)
+        return config, kwargs
 
     def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
         outputs = model_kwargs.pop("mm_encoder_outputs", None)
@@ -350,8 +350,8 @@ def states_of(
     wanted = torch.arange(length, device=columns.device)
     wanted = wanted[-logits_to_keep:] if isinstance(logits_to_keep, int) else wanted[logits_to_keep.to(wanted.device)]
     place = columns.new_full((len(columns), length + 1), -1)  # of each column of the full prompt in the shortened one
-    own = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)
-    place = place.scatter(1, columns.masked_fill(columns < 0, length), own)[:, wanted]
+    shortened = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)
+    place = place.scatter(1, columns.masked_fill(columns < 0, length), shortened)[:, wanted]
     gone = place < 0 if attention_mask is None else (place < 0) & attention_mask.bool()[:, wanted]
     if bool(gone.any()):
         row, index = gone.nonzero()[0].tolist()

@@ -362,8 +362,8 @@ def query_embeds(model: QTSplusBackboneMixin, layout: Layout, selection: Selecti
     embeds = layout.inputs_embeds
     columns = [row.columns[question] for row, question in zip(layout.rows, questions, strict=True)]
     if embeds is not None:
-        return [embeds[b, own] for b, own in enumerate(columns)]
-    return [embed(layout.input_ids[b, own]) for b, own in enumerate(columns)]
+        return [embeds[b, words] for b, words in enumerate(columns)]
+    return [embed(layout.input_ids[b, words]) for b, words in enumerate(columns)]
 
 
 def check_grids(
@@ -384,8 +384,8 @@ def check_grids(
         raise ValueError(f"Got {name} pixels and {name}_features: pass one of them.")
     if (pixels is None and features is None) != (grid_thw is None):
         values = "pixel values" if features is None else "features"
-        given, missing = (values, "grid_thw") if grid_thw is None else ("grid_thw", values)
-        raise ValueError(f"The {name}s came with {given} but without {missing}: pass all that the processor returned.")
+        present, missing = (values, "grid_thw") if grid_thw is None else ("grid_thw", values)
+        raise ValueError(f"The {name}s came with {present} but without {missing}: pass all the processor returned.")
     if grid_thw is None:
         return []
     if bool((grid_thw < 1).any()):
@@ -425,8 +425,8 @@ def splice(
         keep = row.keep(kept_indices.to(row.columns.device))
         columns.append(row.columns[keep])
         positions.append(row.language_positions[:, keep])
-        for name, own in _row_features(model, row, keep, tokens, features).items():
-            row_features[name].append(own)
+        for name, kept in _row_features(model, row, keep, tokens, features).items():
+            row_features[name].append(kept)
 
     pad_left = bool(layout.mask[:, -1].all()) if pad_left is None else pad_left
     padded = pad_rows(columns, -1, pad_left)
@@ -465,15 +465,15 @@ def _row_features(
     model: QTSplusBackboneMixin, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor, features: Features
 ) -> dict[str, torch.Tensor]:
     """What stands in the place of a row's image and video placeholders, `[k, token_width]` each."""
-    found = {}
+    row_features = {}
     tokens, types = _with_line_ends(model, row, keep, tokens)
     for modality, name in MODALITIES.items():
         if modality not in model.candidate_modalities:
             untouched = [features[modality][span.index] for span in row.spans if span.modality == modality]
-            found[name] = join(untouched, model.no_features(row.columns.device))
+            row_features[name] = join(untouched, model.no_features(row.columns.device))
         else:
-            found[name] = tokens if len(model.candidate_modalities) == 1 else tokens[types == modality]
-    return found
+            row_features[name] = tokens if len(model.candidate_modalities) == 1 else tokens[types == modality]
+    return row_features
 
 
 def _with_line_ends(model, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor):

@@ -124,9 +124,9 @@ def parts_of_groups(row: PromptRow, groups: FrameGroups) -> Iterator[tuple[torch
     always = (~bound).nonzero()[:, 0]
     for group in range(groups.count):
         chosen = groups.tokens(group)
-        own = separators[one_frame & (frame % groups.count == group)]
+        inner = separators[one_frame & (frame % groups.count == group)]
         some = spread[torch.searchsorted(chosen, first) < torch.searchsorted(chosen, stop)]
-        yield torch.cat([always, own, some, row.candidates[chosen]]).sort().values, chosen
+        yield torch.cat([always, inner, some, row.candidates[chosen]]).sort().values, chosen
 
 
 @dataclass
@@ -145,20 +145,20 @@ class GroupAttention:
 
 
 def look(
-    queries: torch.Tensor, keys: torch.Tensor, places: torch.Tensor, visual: torch.Tensor, scaling: float
+    queries: torch.Tensor, keys: torch.Tensor, looking: torch.Tensor, visual: torch.Tensor, scaling: float
 ) -> GroupAttention:
     """
     Args:
         queries: `[heads, P, head_dim]`, those of the words that look.
         keys: `[kv_heads, S, head_dim]`, all of them.
-        places: `[P]`, where the words stand.
+        looking: `[P]`, where the words stand.
         visual: `[m]`, where the group's tokens stand.
         scaling: of the scores.
     """
     with torch.autocast(keys.device.type, enabled=False):
         grouped = queries.float().unflatten(0, (len(keys), -1)) * scaling
         scores = (grouped.flatten(1, 2) @ keys.float().transpose(1, 2)).view(*queries.shape[:2], -1)
-        hidden = torch.arange(keys.shape[1], device=keys.device) > places[:, None]
+        hidden = torch.arange(keys.shape[1], device=keys.device) > looking[:, None]
         scores = scores.masked_fill(hidden, -torch.inf)
         seen = scores[..., visual]
         text = scores.index_fill(-1, visual, -torch.inf).logsumexp(-1)
@@ -222,11 +222,11 @@ class Reading:
 
     Args:
         layout: of these prompts.
-        places: per row `[P]`, the tokens that look, among its real ones.
+        looking: per row `[P]`, the tokens that look, among its real ones.
     """
 
     layout: Layout
-    places: list[torch.Tensor]
+    looking: list[torch.Tensor]
 
 
 def reading_of(
@@ -236,8 +236,8 @@ def reading_of(
     earlier: Sequence[torch.Tensor] | None = None,
 ) -> Reading:
     """
-    The prompts with the questions that select: one that is given apart stands in the place of the prompt's own, and the
-    text of earlier turns directly in front of the new one.
+    The prompts with the questions that select. A question that is passed apart replaces the prompt's own; the text of
+    earlier turns comes directly before the new one.
 
     Args:
         earlier: per row, the ids of the conversation in front of its first token, such as a cache holds.
@@ -261,7 +261,7 @@ def _with_other_text(
     earlier: Sequence[torch.Tensor] | None,
 ) -> tuple[Layout, list[torch.Tensor]]:
     """The layout and the questions of the prompts with questions exchanged and earlier text in front."""
-    embed, ids, embeds, asked, starts = model.get_input_embeddings(), [], [], [], list(layout.starts)
+    embed, ids, embeds, masks, starts = model.get_input_embeddings(), [], [], [], list(layout.starts)
     for b, real in enumerate(layout.mask.bool()):
         own_ids = layout.input_ids[b, real]
         is_question = torch.zeros_like(real)
@@ -277,9 +277,9 @@ def _with_other_text(
         ids.append(torch.cat([piece[0] for piece in pieces]))
         if own_embeds is not None:
             embeds.append(torch.cat([embed(part) if known is None else known for part, known, _ in pieces]))
-        asked.append(torch.cat([piece[2] for piece in pieces]))
+        masks.append(torch.cat([piece[2] for piece in pieces]))
     again = lay_out_again(model, layout, ids, embeds or None, starts)
-    return again, [question[row.columns] for question, row in zip(asked, again.rows, strict=True)]
+    return again, [question[row.columns] for question, row in zip(masks, again.rows, strict=True)]
 
 
 def _exchanged(ids, embeds, question, query):
@@ -333,11 +333,11 @@ def log_attention(
         grids: (time, height, width) of each of them.
         features: those of the batch.
     """
-    row, places = reading.layout.rows[index], reading.places[index]
+    row, looking = reading.layout.rows[index], reading.looking[index]
     device = row.columns.device
     groups = FrameGroups.deal(grids, model.config.qtsplus_config.attention_group, device)
     # What stands behind the looking words changes nothing, but visual tokens have to be there for their features.
-    stop = max(1 + int(places.max()), row.spans[-1].start + row.spans[-1].length)
+    stop = max(1 + int(looking.max()), row.spans[-1].start + row.spans[-1].length)
     images = [span for span in row.spans if span.modality not in model.candidate_modalities]
     result, log_odds = torch.empty(len(row.candidates), device=device), []
     for kept, chosen in parts_of_groups(row, groups):
@@ -353,7 +353,7 @@ def log_attention(
             separators=row.separators[:, :0],
         )
         tokens = take_rows(sources, chosen)
-        group = _read_group(model, reading.layout, index, part, tokens, features, torch.searchsorted(kept, places))
+        group = _read_group(model, reading.layout, index, part, tokens, features, torch.searchsorted(kept, looking))
         result[chosen] = group.log_weights - group.log_weights.logsumexp(0)
         log_odds.append(group.log_odds)
     for number, share in enumerate(group_shares(log_odds)):
@@ -368,7 +368,7 @@ def _read_group(
     row: PromptRow,
     tokens: torch.Tensor,
     features: Features,
-    places: torch.Tensor,
+    looking: torch.Tensor,
 ) -> GroupAttention:
     """The attention of one group: of the shortened prompt that would hold it alone."""
     alone = replace(
@@ -389,7 +389,7 @@ def _read_group(
     looks: list[GroupAttention] = []
 
     def read(queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> None:
-        share, there = len(queries) // len(keys), places.to(keys.device)
+        share, there = len(queries) // len(keys), looking.to(keys.device)
         if heads is not None:
             queries, keys = queries[heads], keys[[head // share for head in heads]]
         looks.append(look(queries[:, there], keys, there, row.candidates.to(keys.device), scaling))

@@ -213,9 +213,9 @@ def check_kept(kept: Any, n: int, num_tokens: int, selection: str | Method) -> N
     fits = isinstance(kept, torch.Tensor) and kept.shape == (n,) and kept.dtype == torch.int64
     if not fits or bool((kept.diff() < 1).any() | (kept[0] < 0) | (kept[-1] >= num_tokens)):
         name = selection if isinstance(selection, str) else getattr(selection, "__name__", selection)
-        found = f"{kept.dtype} of shape {tuple(kept.shape)}" if isinstance(kept, torch.Tensor) else type(kept).__name__
+        result = f"{kept.dtype} of shape {tuple(kept.shape)}" if isinstance(kept, torch.Tensor) else type(kept).__name__
         raise ValueError(
-            f"selection={name!r} returned {found}; expected {n} ascending int64 indices below {num_tokens}."
+            f"selection={name!r} returned {result}; expected {n} ascending int64 indices below {num_tokens}."
         )
 
 

@@ -78,13 +78,13 @@ def choose(
     """
     nothing, width = model.no_features(layout.mask.device), model.get_input_embeddings().embedding_dim
     spans = [layout.competing(row) for row in layout.rows]
-    sources = [[features[span.modality][span.index].to(nothing.device) for span in own] or [nothing] for own in spans]
-    grids = [[grid for span in own for grid in layout.grids_of(span)] for own in spans]
+    sources = [[features[span.modality][span.index].to(nothing.device) for span in row] or [nothing] for row in spans]
+    grids = [[grid for span in row for grid in layout.grids_of(span)] for row in spans]
 
     @cache
     def reading() -> Reading:
         read = reading_of(model, layout, selection, earlier)
-        return read if looking is None else replace(read, places=list(looking))
+        return read if looking is None else replace(read, looking=list(looking))
 
     def attend(row: int) -> torch.Tensor:
         return log_attention(model, reading(), row, sources[row], grids[row], features)
@@ -272,7 +272,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
             raise ValueError("New images or videos after a cache: use generate, which lays them out.")
         for name in _PACKING:
-            value = kwargs.pop(name, None)  # lengths of the full prompt, which the shortened one has not
+            value = kwargs.pop(name, None)  # lengths of the full prompt, which do not fit the shortened one
             if value is not None and _says_several(name, value):
                 raise packed_rows(name)
 

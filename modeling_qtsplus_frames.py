@@ -291,7 +291,7 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
     def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
         if modality == VIDEO:
             return super().merged_grid(grid_thw, modality)
-        # How many tokens an image becomes is asked of the stock packing, with features without values.
+        # The stock packing tells how many tokens an image becomes; it gets features without values.
         vision = self.config.vision_config
         side, newline = vision.image_size // vision.patch_size, torch.empty(1, device="meta")
         blank = [torch.empty(crops, side * side, 1, device="meta") for crops, _, _ in grid_thw.tolist()]

@@ -98,13 +98,13 @@ def names_inputs(forward: T) -> T:
     The Trainer drops a batch's columns, and `generate` refuses arguments, that the signature does not have.
     """
     signature = inspect.signature(forward)
-    *own, rest = signature.parameters.values()
+    *stock, rest = signature.parameters.values()
     named = [
         inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
         for kind in (VisualInputs, SelectionInputs)
         for field in fields(kind)
     ]
-    forward.__signature__ = signature.replace(parameters=[*own, *named, rest])  # type: ignore[attr-defined]
+    forward.__signature__ = signature.replace(parameters=[*stock, *named, rest])  # type: ignore[attr-defined]
     return forward
 
 
@@ -313,9 +313,9 @@ class Layout:
         if self.present is None or span.modality == IMAGE:
             return [grid]
         _, height, width = grid
-        places = self.present[span.index]
-        _, counts = torch.unique_consecutive(places // (height * width), return_counts=True)
-        steps = [step.tolist() for step in (places % (height * width)).split(counts.tolist())]
+        tokens = self.present[span.index]
+        _, counts = torch.unique_consecutive(tokens // (height * width), return_counts=True)
+        steps = [step.tolist() for step in (tokens % (height * width)).split(counts.tolist())]
         return [(len(list(run)), 1, len(step)) for step, run in itertools.groupby(steps)]
 
     def narrow(self, present: Sequence[torch.Tensor]) -> "Layout":
@@ -329,8 +329,8 @@ class Layout:
             modality: [torch.ones(t * h * w, dtype=torch.bool) for t, h, w in grids]
             for modality, grids in self.grids.items()
         }
-        for tokens, own in zip(flags[VIDEO], present, strict=True):
-            tokens.fill_(False)[own] = True
+        for flag, indices in zip(flags[VIDEO], present, strict=True):
+            flag.fill_(False)[indices] = True
         rows = []
         for row in self.rows:
             parts = [flags[span.modality][span.index] for span in self.competing(row)]
@@ -379,7 +379,7 @@ def find_spans(
     Raises:
         ValueError: the placeholders do not add up to the spans.
     """
-    given = {modality: len({span.index for span in spans}) for modality, spans in unplaced.items()}
+    counts = {modality: len({span.index for span in spans}) for modality, spans in unplaced.items()}
     queues = {modality: iter(spans) for modality, spans in unplaced.items()}
     rows = []
     for row, types in enumerate(token_types):
@@ -391,7 +391,7 @@ def find_spans(
                     before.modality == modality and before.index == span.index for before in spans[-1:]
                 )
                 if span.index < 0 or start + span.length > stop or not begun:
-                    raise ValueError(_mismatch(row, modality, stop - start, span, given[modality]))
+                    raise ValueError(_mismatch(row, modality, stop - start, span, counts[modality]))
                 spans.append(replace(span, start=start))
                 start += span.length
         rows.append(spans)
@@ -400,8 +400,8 @@ def find_spans(
         if left:
             name = MODALITIES[modality]
             raise ValueError(
-                f"{given[modality]} {name}s were given, but the prompts have placeholders for only "
-                f"{given[modality] - left}: give one block of placeholders per {name}, as the processor does."
+                f"{counts[modality]} {name}s were given, but the prompts have placeholders for only "
+                f"{counts[modality] - left}: give one block of placeholders per {name}, as the processor does."
             )
     return rows
 
@@ -411,25 +411,25 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> torch.Tensor:
     The tokens of a row that go unless something is kept of what they end or announce, `[3, K]` as in [`PromptRow`].
 
     A newline goes with its line. From its second frame on, a frame that is a span by itself goes with the text in front
-    of it and the one token behind it; the first frame's text is the prompt's own and stays, for it has no beginning
-    that could be told from the question.
+    of it and the one token behind it. The first frame's text stays: nothing tells where it begins and the question
+    ends.
 
     Args:
         spans: those among whose tokens the selector chooses.
         length: tokens of the row.
     """
-    found = [torch.zeros(3, 0, dtype=torch.long)]
+    separators = [torch.zeros(3, 0, dtype=torch.long)]
     first, before = 0, None
     for span in spans:
         if span.line:
             ends, lines = span.line_ends(), first + torch.arange(span.tokens // span.line) * span.line
-            found.append(torch.stack([ends, lines, lines + span.line]))
+            separators.append(torch.stack([ends, lines, lines + span.line]))
         if span.frame and before is not None:
             stop = span.start + span.length
             text = [*range(before.start + before.length + 1, span.start), *range(stop, min(stop + 1, length))]
-            found.append(torch.tensor([text, [first] * len(text), [first + span.tokens] * len(text)]))
+            separators.append(torch.tensor([text, [first] * len(text), [first + span.tokens] * len(text)]))
         first, before = first + span.tokens, span
-    return torch.cat(found, dim=1)
+    return torch.cat(separators, dim=1)
 
 
 def visual_runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
@@ -441,17 +441,17 @@ def visual_runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
             yield value, start, stop
 
 
-def _mismatch(row: int, modality: int, found: int, span: VisualSpan, given: int) -> str:
+def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan, count: int) -> str:
     name = MODALITIES[modality]
     if span.index < 0:
-        expected = f"only {given} {name}(s) were given"
+        expected = f"only {count} {name}(s) were given"
     else:
         t, h, w = span.grid
         newlines = f" and {span.length - span.tokens} newlines" if span.line else ""
         expected = f"{name} {span.index} has {t} x {h} x {w} = {span.tokens} tokens{newlines}"
     return (
-        f"Row {row}: {found} {name} placeholder(s) in a row, but {expected}. Make input_ids and {name}_grid_thw with "
-        "the same processor call, and give every one of them its pixels."
+        f"Row {row}: {placeholders} {name} placeholder(s) in a row, but {expected}. Make input_ids and "
+        f"{name}_grid_thw with the same processor call, and give every one of them its pixels."
     )
 
 

@@ -73,8 +73,8 @@ class QTSplusPreTrainedMixin:
     def _init_weights(self, module):
         super()._init_weights(module)
         if isinstance(module, QTSplusSelector):
-            # A fresh re-encoder changes nothing, so that it does not wreck a trained language model; nor does a fresh
-            # layer over the question.
+            # A fresh re-encoder and a fresh layer over the question change nothing, so that they do not wreck a
+            # trained language model.
             layers: Any = [*module.reencode_layers, *module.question_layers]
             for layer in layers:
                 for weight in (layer.o_proj.weight, layer.ffn[-1].weight, layer.ffn[-1].bias):
@@ -87,7 +87,7 @@ class QTSplusPreTrainedMixin:
         As stock, but a checkpoint that lacks weights is an error.
 
         Raises:
-            ValueError: weights are missing, as in a checkpoint of the base model, whose names may be other ones too.
+            ValueError: weights are missing, as in a checkpoint of the base model, or have other names.
         """
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(info["missing_keys"])
@@ -169,10 +169,10 @@ class QTSplusPreTrainedMixin:
             )
 
     def _copy_processor(self, folder: Path, token: bool | str | None) -> None:
-        found = [path for path in (self._origin_file(name, token) for name in _PROCESSOR_FILES) if path is not None]
-        for path in found:
+        paths = [path for path in (self._origin_file(name, token) for name in _PROCESSOR_FILES) if path is not None]
+        for path in paths:
             shutil.copyfile(path, folder / path.name)
-        if "processor_config.json" not in {path.name for path in found}:
+        if "processor_config.json" not in {path.name for path in paths}:
             logger.warning(
                 "The model was not loaded from a folder or repository with a processor, so none goes along: "
                 "push it too, with processor.push_to_hub."
@@ -181,11 +181,11 @@ class QTSplusPreTrainedMixin:
     def known_front_matter(self, token: bool | str | None = None) -> dict[str, Any]:
         """Licence and base model of the card that the model was loaded with; its results may be of other weights."""
         card = self._origin_file("README.md", token)
-        told = {} if card is None else ModelCard.load(card).data.to_dict()
-        return {name: told[name] for name in _KEPT_FRONT_MATTER if name in told}
+        fields = {} if card is None else ModelCard.load(card).data.to_dict()
+        return {name: fields[name] for name in _KEPT_FRONT_MATTER if name in fields}
 
     def _origin_file(self, name: str, token: bool | str | None) -> Path | None:
-        """A file of the folder or Hub repository that the model was loaded from, where there is such a one."""
+        """A file of the folder or Hub repository that the model was loaded from, if there is one."""
         origin = self.config._name_or_path
         if not origin:
             return None
@@ -284,13 +284,13 @@ def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = No
     The text of a repository's README.md, with its YAML front matter.
 
     Args:
-        model: whose configuration and size are told; on the meta device it does as well.
+        model: its configuration and size are written down; it may be on the meta device.
         repository: the repository's id, such as `"org/QTSplus-3B"`, for the usage that is shown.
         about: what is known of the weights. `weights`, `training_data`, `hyperparameters` (a mapping), `recipe`,
-            `results` and `limits` are told in the text; everything else (`license`, `base_model`, ...) is front matter.
+            `results` and `limits` go into the text; everything else (`license`, `base_model`, ...) is front matter.
     """
     about = dict(about or {})
-    told = {section: about.pop(section, None) for section in SECTIONS}
+    sections = {section: about.pop(section, None) for section in SECTIONS}
     if "base_model" in about:
         about.setdefault("base_model_relation", "finetune")
     tags = dict.fromkeys(["custom_code", "qtsplus", "video", "token-selection", *about.pop("tags", [])])
@@ -302,14 +302,14 @@ def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = No
         name=repository.rpartition("/")[2],
         backbone=model.backbone_name,
         repository=repository,
-        weights=told["weights"] or _describe_weights(about.get("base_model")),
+        weights=sections["weights"] or _describe_weights(about.get("base_model")),
         parameters=model.num_parameters(),
         selector_parameters=sum(parameter.numel() for parameter in model.model.qtsplus.parameters()),
         layers=config.text_config.num_hidden_layers,
         width=config.text_config.hidden_size,
-        training=_describe_training(told),
-        results=told["results"] or _NO_RESULTS,
-        limits=told["limits"] or _LIMITS,
+        training=_describe_training(sections),
+        results=sections["results"] or _NO_RESULTS,
+        limits=sections["limits"] or _LIMITS,
         **config.qtsplus_config.to_dict(),
     )
     return f"---\n{front_matter.strip()}\n---\n\n{body}"
@@ -321,12 +321,12 @@ def _describe_weights(base_model: str | None) -> str:
     return "The weights carry the licence of the model that they derive from."
 
 
-def _describe_training(told: Mapping[str, Any]) -> str:
-    parts = [told["training_data"]] if told["training_data"] else []
-    if told["recipe"]:
-        parts.append(f"Recipe: `{told['recipe']}`.")
-    if told["hyperparameters"]:
-        rows = [f"| {name} | {value} |" for name, value in told["hyperparameters"].items()]
+def _describe_training(sections: Mapping[str, Any]) -> str:
+    parts = [sections["training_data"]] if sections["training_data"] else []
+    if sections["recipe"]:
+        parts.append(f"Recipe: `{sections['recipe']}`.")
+    if sections["hyperparameters"]:
+        rows = [f"| {name} | {value} |" for name, value in sections["hyperparameters"].items()]
         parts.append("\n".join(["| hyperparameter | |", "|---|---|", *rows]))
     return "\n\n".join(parts) or _NO_TRAINING
 

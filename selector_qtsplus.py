@@ -204,7 +204,7 @@ class QTSplusOutput(ModelOutput):
 
     Args:
         relevance: tuple of `[M_b]` float32: the selector's, or the language model's attention where that selected.
-            Empty in rows where neither had to be computed; `None` where that is so of every row.
+            Empty in rows where the method computed neither; `None` if that holds for every row.
         log_relevance: its logarithm, which does not run out of numbers; in training with its gradient.
         rho: `[B]` float32, the fraction aimed at; 0 in rows without visual tokens.
         num_tokens: `[B]` int64, the visual tokens that compete (M).

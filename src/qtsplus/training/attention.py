@@ -314,7 +314,7 @@ def _places(
     if positions == "answer":
         return answers
     if positions == "prompt":
-        questions = reading_of(model, layout, SelectionInputs(query_mask)).places
+        questions = reading_of(model, layout, SelectionInputs(query_mask)).looking
     else:
         questions = [question.nonzero()[:, 0] for question in find_questions(model, layout, query_mask)]
     return [question[: len(question) * bool(len(answer))] for question, answer in zip(questions, answers, strict=True)]
