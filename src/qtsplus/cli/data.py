@@ -88,12 +88,12 @@ def stats(
         fail(f"{path} is not a folder; a card stands in the folder of a set's files")
     with one_line_errors():
         from ..data.statistics import count_set
-        from ..hub import dataset
+        from ..hub import dataset_folder
 
         if card:
-            written, found = dataset.write_card(path, name, license, sources=source or (), overwrite=overwrite)
+            written, found = dataset_folder.write_card(path, name, license, sources=source or (), overwrite=overwrite)
         else:
-            found = count_set(dataset.set_files(path) if os.path.isdir(path) else [path])
+            found = count_set(dataset_folder.set_files(path) if os.path.isdir(path) else [path])
     if as_json:
         print(json.dumps(found.as_dict()))
         return

@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
-from making_run import captions, questions_job
 from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice
-from qtsplus.making.engine import Item, run
-from qtsplus.making.questions import Draft, find_fault, first_messages, read_drafts, to_choice, wanted_types
-from qtsplus.making.replies import find_objects
+from qtsplus.synthesis.engine import Item, run
+from qtsplus.synthesis.questions import Draft, find_fault, first_messages, read_drafts, to_choice, wanted_types
+from qtsplus.synthesis.replies import find_objects
 from scripted_server import KEY, scripted_server
+from synthesis_run import captions, questions_job
 
 CAPTION = "A brown dog runs over a wet field. Then it's resting near a tall tree.\nA man in a red coat calls it."
 GOOD = {

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from making_run import questions_job
 from qtsplus.cli import app
-from qtsplus.making.engine import run
-from qtsplus.making.ray_runner import RayRunner
+from qtsplus.synthesis.engine import run
+from qtsplus.synthesis.ray_runner import RayRunner
 from scripted_server import KEY, scripted_server
+from synthesis_run import questions_job
 
 FILES = ("vscq1.jsonl", "dropped.jsonl", "failed.jsonl", "summary.json")
 TROUBLE = ("429", "malformed", "500", "truncated", "options", "elsewhere")

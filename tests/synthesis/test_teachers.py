@@ -9,14 +9,14 @@ from PIL import Image
 
 from qtsplus import session
 from qtsplus.data.records import Choice
-from qtsplus.making.answering import WriteAnswers, find_fault
-from qtsplus.making.endpoint import Endpoint, EndpointSettings
-from qtsplus.making.endpoint_teacher import EndpointTeacher, spread_frames
-from qtsplus.making.engine import ItemFailed, Job, run
-from qtsplus.making.journal import Ledger
-from qtsplus.making.local_teacher import LocalTeacher
-from qtsplus.making.screening import Screen
-from qtsplus.making.teachers import Question, read_letter, share_out
+from qtsplus.synthesis.answering import WriteAnswers, find_fault
+from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings
+from qtsplus.synthesis.endpoint_teacher import EndpointTeacher, spread_frames
+from qtsplus.synthesis.engine import ItemFailed, Job, run
+from qtsplus.synthesis.journal import Ledger
+from qtsplus.synthesis.local_teacher import LocalTeacher
+from qtsplus.synthesis.screening import Screen
+from qtsplus.synthesis.video_teachers import Question, read_letter, share_out
 from scripted_server import KEY, scripted_server
 
 
@@ -238,7 +238,7 @@ def test_a_local_teacher_encodes_a_video_once(tiny, tiny_mp4, monkeypatch):
     model, processor = tiny
     teacher, encoded = LocalTeacher(*tiny, "tiny", 2), []
     monkeypatch.setattr(
-        "qtsplus.making.local_teacher.encode",
+        "qtsplus.synthesis.local_teacher.encode",
         lambda *given, **more: encoded.append(given[2]) or session.encode(*given, **more),
     )
     ask_all(teacher, local_questions(tiny_mp4, 6), "choose")

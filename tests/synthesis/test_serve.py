@@ -15,13 +15,13 @@ import pytest
 
 from qtsplus.data.records import Caption, Choice
 from qtsplus.hub.convert import convert
-from qtsplus.making.answering import WriteAnswers
-from qtsplus.making.endpoint import Endpoint, EndpointSettings
-from qtsplus.making.endpoint_teacher import EndpointTeacher
-from qtsplus.making.engine import Item, ItemFailed, Job, run
-from qtsplus.making.journal import Ledger
-from qtsplus.making.questions import WriteQuestions
-from qtsplus.making.screening import Screen
+from qtsplus.synthesis.answering import WriteAnswers
+from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings
+from qtsplus.synthesis.endpoint_teacher import EndpointTeacher
+from qtsplus.synthesis.engine import Item, ItemFailed, Job, run
+from qtsplus.synthesis.journal import Ledger
+from qtsplus.synthesis.questions import WriteQuestions
+from qtsplus.synthesis.screening import Screen
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from .endpoint import Endpoint
 from .engine import ItemFailed
 from .journal import Ledger
 from .replies import Reply
-from .teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
+from .video_teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
 
 LARGEST_VIDEO = 2**26  # bytes of a file that is sent whole
 

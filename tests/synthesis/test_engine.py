@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from making_run import captions
 from qtsplus.data.records import Caption
-from qtsplus.making.engine import ItemFailed, Job, Result, Shard, merge, run
-from qtsplus.making.journal import JOURNAL, Journal
-from qtsplus.making.progress import Price
+from qtsplus.synthesis.engine import ItemFailed, Job, Result, Shard, merge, run
+from qtsplus.synthesis.journal import JOURNAL, Journal
+from qtsplus.synthesis.progress import Price
 from scripted_server import KEY, scripted_server
+from synthesis_run import captions
 
 HERE = Path(__file__).parent
 FILES = ("vscq1.jsonl", "dropped.jsonl", "failed.jsonl")
@@ -235,7 +235,7 @@ def test_few_items_are_in_memory(tmp_path):
 
 
 def start(url, folder, items, concurrency=16):
-    command = [sys.executable, str(HERE / "making_run.py"), url, str(folder), str(items), str(concurrency)]
+    command = [sys.executable, str(HERE / "synthesis_run.py"), url, str(folder), str(items), str(concurrency)]
     return subprocess.Popen(command, env={**os.environ, "PLANTED_KEY": KEY})
 
 

@@ -21,7 +21,7 @@ BLOCK = 4  # items that a worker is given at a time, for each that it works on a
 @dataclass(frozen=True)
 class RayRunner:
     """
-    The [`~qtsplus.making.engine.Runner`] of a Ray cluster, with one worker on each of its machines.
+    The [`~qtsplus.synthesis.engine.Runner`] of a Ray cluster, with one worker on each of its machines.
 
     The workers share the concurrency. Finished items come back when all of their block are finished; those of a block
     that was under way when this process was killed are asked again.

@@ -12,7 +12,7 @@ from qtsplus.cli import app
 from qtsplus.data.formats import iter_records
 from qtsplus.data.records import Answer, Choice
 from qtsplus.hub.convert import convert
-from qtsplus.making.local_teacher import load_stock
+from qtsplus.synthesis.local_teacher import load_stock
 from scripted_server import KEY, scripted_server
 
 
@@ -94,7 +94,7 @@ def test_a_stock_teacher_reads_all_tokens(tmp_path, tiny_published, tiny_mp4):
 
 def test_the_packages_of_endpoints_are_named(tmp_path, monkeypatch):
     for module in ("questions", "endpoint"):
-        monkeypatch.delitem(sys.modules, f"qtsplus.making.{module}", raising=False)
+        monkeypatch.delitem(sys.modules, f"qtsplus.synthesis.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "openai", None)
     arguments = ["captions.jsonl", "--out", "out", "--endpoint", "http://x/v1", "--teacher", "m"]
     result = CliRunner().invoke(app, ["data", "vscq1", *arguments])

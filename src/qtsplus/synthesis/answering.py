@@ -9,7 +9,7 @@ from ..data.records import Answer, Choice
 from .engine import Item, Result
 from .journal import Ledger
 from .replies import strip_thoughts
-from .teachers import Question, Teacher
+from .video_teachers import Question, Teacher
 
 # Chinese and Japanese put no spaces between words: there a sign is as good as a word.
 _SIGNS = "\u3040-\u30ff\u3400-\u9fff"

@@ -14,10 +14,10 @@ from .models import load_model
 from .options import Device, Dtype, Revision, Selection
 
 if TYPE_CHECKING:
-    from ..making.endpoint import Endpoint
-    from ..making.engine import Job
-    from ..making.progress import Price
-    from ..making.teachers import Teacher
+    from ..synthesis.endpoint import Endpoint
+    from ..synthesis.engine import Job
+    from ..synthesis.progress import Price
+    from ..synthesis.video_teachers import Teacher
 
 
 class Scoring(str, Enum):
@@ -127,8 +127,8 @@ def vscq1(
     """Make QTS-VSCQ1: single-choice questions that a language model writes about captions."""
     with _making():
         from ..data.formats import iter_captions
-        from ..making.engine import Job
-        from ..making.questions import WriteQuestions
+        from ..synthesis.engine import Job
+        from ..synthesis.questions import WriteQuestions
 
         asked = _open_endpoint(
             endpoint, teacher, api_key_env, api_key_file, temperature, timeout, requests_per_minute, extra_body, ray
@@ -174,8 +174,8 @@ def vscq2(
 ) -> None:
     """Make QTS-VSCQ2: keep the questions that a video teacher answers right. The others go to dropped.jsonl."""
     with _making():
-        from ..making.engine import Job
-        from ..making.screening import Screen
+        from ..synthesis.engine import Job
+        from ..synthesis.screening import Screen
 
         chosen: Teacher
         if model is None:
@@ -227,8 +227,8 @@ def vqa(
 ) -> None:
     """Make QTS-VQA: a video teacher's answers in words to the questions that were kept."""
     with _making():
-        from ..making.answering import WriteAnswers
-        from ..making.engine import Job
+        from ..synthesis.answering import WriteAnswers
+        from ..synthesis.engine import Job
 
         chosen: Teacher
         if model is None:
@@ -255,7 +255,7 @@ def merge(
 ) -> None:
     """Put the shards of several machines together, in the order of the input."""
     with one_line_errors():
-        from ..making.engine import merge as merge_shards
+        from ..synthesis.engine import merge as merge_shards
 
         _report(merge_shards(out, _price(price_in, price_out)))
 
@@ -283,8 +283,8 @@ def _run(
     price: "Price | None",
     ray: str | None,
 ) -> None:
-    from ..making.engine import Shard, run
-    from ..making.ray_runner import RayRunner
+    from ..synthesis.engine import Shard, run
+    from ..synthesis.ray_runner import RayRunner
 
     part = None if shard is None else Shard.parse(shard)
     settings: dict[str, Any] = {"shard": part, "limit": limit, "retry_failed": retry_failed, "price": price}
@@ -306,7 +306,7 @@ def _report(kept: Path) -> None:
 
 
 def _price(price_in: float | None, price_out: float | None) -> "Price | None":
-    from ..making.progress import Price
+    from ..synthesis.progress import Price
 
     if (price_in is None) != (price_out is None):
         fail("a cost needs both --price-in and --price-out")
@@ -329,7 +329,7 @@ def _open_endpoint(
         fail("--requests-per-minute counts in one process; with --ray, bound the requests by --concurrency")
     if endpoint is None or teacher is None:
         fail("no teacher: give --endpoint URL and --teacher NAME")
-    from ..making.endpoint import Endpoint, EndpointSettings, read_key
+    from ..synthesis.endpoint import Endpoint, EndpointSettings, read_key
 
     settings = EndpointSettings(
         endpoint,
@@ -365,7 +365,7 @@ def _only_local(endpoint: str | None, teacher: str | None, ray: str | None) -> N
 def _endpoint_teacher(
     endpoint: "Endpoint", send: Send, frames: int, longest_side: int, scoring: Scoring | None, max_tokens: int
 ) -> "Teacher":
-    from ..making.endpoint_teacher import EndpointTeacher
+    from ..synthesis.endpoint_teacher import EndpointTeacher
 
     chosen = scoring or Scoring.letter
     return EndpointTeacher(endpoint, send.value, frames, longest_side, chosen.value, max_tokens)
@@ -383,8 +383,8 @@ def _local_teacher(
     max_tokens: int,
 ) -> "Teacher":
     from ..backbones import OURS
-    from ..making.local_teacher import LocalTeacher, load_stock
     from ..methods_qtsplus import METHODS
+    from ..synthesis.local_teacher import LocalTeacher, load_stock
     from ..training.models import model_type
 
     require_text(model=model, revision=revision, device=device)

@@ -17,7 +17,7 @@ from ..training.models import load_model, load_processor
 from .engine import ItemFailed
 from .journal import Ledger
 from .replies import Reply
-from .teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
+from .video_teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
 
 LETTER_TOKENS = 16  # of a reply whose letter is read
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from qtsplus.making.endpoint import Endpoint, EndpointSettings, read_key
-from qtsplus.making.engine import ItemFailed
-from qtsplus.making.journal import Ledger
+from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings, read_key
+from qtsplus.synthesis.engine import ItemFailed
+from qtsplus.synthesis.journal import Ledger
 from scripted_server import KEY, scripted_server
 
 SCHEMA = {"type": "object"}

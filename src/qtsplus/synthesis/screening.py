@@ -7,7 +7,7 @@ from typing import Any
 from ..data.records import Choice
 from .engine import Item, Result
 from .journal import Ledger
-from .teachers import Question, Teacher
+from .video_teachers import Question, Teacher
 
 
 @dataclass(frozen=True)

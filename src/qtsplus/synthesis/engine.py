@@ -135,7 +135,7 @@ def run(
         retry_failed: try again what failed in an earlier run.
         price: of the teacher's tokens, for what is told and for the summary.
         progress: show a bar on standard error.
-        runner: where the work is done, such as [`~qtsplus.making.ray_runner.RayRunner`]; without it, in this process.
+        runner: where the work is done, such as [`~qtsplus.synthesis.ray_runner.RayRunner`]; here when absent.
 
     Returns:
         the file of the kept rows.
