@@ -6,8 +6,7 @@ import json
 import pytest
 
 from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings, read_key
-from qtsplus.synthesis.engine import ItemFailed
-from qtsplus.synthesis.journal import Ledger
+from qtsplus.synthesis.engine import ItemFailed, Ledger
 from scripted_server import KEY, scripted_server
 
 SCHEMA = {"type": "object"}

@@ -18,8 +18,7 @@ from qtsplus.hub.convert import convert
 from qtsplus.synthesis.answering import WriteAnswers
 from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings
 from qtsplus.synthesis.endpoint_teacher import EndpointTeacher
-from qtsplus.synthesis.engine import Item, ItemFailed, Job, run
-from qtsplus.synthesis.journal import Ledger
+from qtsplus.synthesis.engine import Item, ItemFailed, Job, Ledger, run
 from qtsplus.synthesis.questions import WriteQuestions
 from qtsplus.synthesis.screening import Screen
 

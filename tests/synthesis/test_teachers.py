@@ -12,8 +12,7 @@ from qtsplus.data.records import Choice
 from qtsplus.synthesis.answering import WriteAnswers, find_fault
 from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings
 from qtsplus.synthesis.endpoint_teacher import EndpointTeacher, spread_frames
-from qtsplus.synthesis.engine import ItemFailed, Job, run
-from qtsplus.synthesis.journal import Ledger
+from qtsplus.synthesis.engine import ItemFailed, Job, Ledger, RunFailed, run
 from qtsplus.synthesis.local_teacher import LocalTeacher
 from qtsplus.synthesis.screening import Screen
 from qtsplus.synthesis.video_teachers import Question, read_letter, share_out
@@ -126,7 +125,7 @@ def test_a_server_without_logprobs_is_named(tmp_path, tiny_mp4, behaviour, reaso
     records = [choice(f"Question {number}?") for number in range(30)]
     with (
         scripted_server(tmp_path, rules=[{"contains": "Question", "then": [behaviour]}]) as (url, log),
-        pytest.raises(ValueError, match=f"items failed, the last one because .*{reason}"),
+        pytest.raises(RunFailed, match=f"items failed, the last one because .*{reason}"),
     ):
         screen(tmp_path / "out", records, endpoint_teacher(url, scoring="logprob"), lambda name: str(tiny_mp4))
 
@@ -139,8 +138,9 @@ def test_a_video_is_sent_whole(tmp_path, tiny_mp4):
 
 
 def test_a_folder_cannot_be_sent_as_a_video(tmp_path):
-    with scripted_server(tmp_path) as (url, log):
+    with scripted_server(tmp_path) as (url, log), pytest.raises(RunFailed, match="All 1 items failed"):
         screen(tmp_path / "out", [choice("Sent?")], endpoint_teacher(url, send="video"), lambda name: str(tmp_path))
+    assert not (tmp_path / "out" / "vscq2.jsonl").exists()
     assert "is a folder of frames: send it as frames" in (tmp_path / "out" / "failed.jsonl").read_text()
 
 

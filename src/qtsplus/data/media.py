@@ -1,10 +1,16 @@
 """The videos of a set under their media root: where they lie, and whether they can be read."""
 
 import os
+import re
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
+UNREADABLE = (ValueError, OSError, Image.DecompressionBombError)  # what reading a bad video raises
+OTHER_IMAGES = (".gif", ".tif", ".tiff", ".heic", ".avif", ".jp2")  # which no folder of frames is read from
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
 
 
@@ -56,11 +62,29 @@ def media_problem(path: str) -> str | None:
         if os.path.isdir(path):
             frames = image_paths(path)
             load_frames([frames[0], frames[-1]])
-            return None
+            return _folder_problem(path, [os.path.basename(frame) for frame in frames])
         video = open_video(path, lambda total, fps: np.zeros(1, dtype=np.int64))
-    except (ValueError, OSError) as error:
+    except UNREADABLE as error:
         return " ".join(str(error).split())
     return video.warnings[0] if video.warnings else None
 
 
-__all__ = ["VIDEO_SUFFIXES", "find_media", "is_frame_folder", "media_key", "media_problem"]
+def _folder_problem(folder: str, frames: Sequence[str]) -> str | None:
+    """What of a folder is read and should not be, or is not read and should be."""
+    names = sorted(os.listdir(folder))
+    other = next((name for name in names if name.lower().endswith(OTHER_IMAGES)), None)
+    if other is not None:
+        return f"{other!r} in {folder!r} is an image of a kind that is not read as a frame."
+    hidden = next((name for name in frames if name.startswith(".")), None)
+    if hidden is not None:
+        return f"the hidden file {hidden!r} in {folder!r} is read as a frame."
+    counted = [re.fullmatch(r"(\D*)(\d+)(\D*)", name) for name in frames]
+    numbers = [int(match[2]) for match in counted if match is not None]
+    if len(numbers) < len(frames) or len({(match[1], match[3]) for match in counted if match is not None}) > 1:
+        return None
+    steps = [after - before for before, after in pairwise(numbers)]
+    gap = next((place for place, step in enumerate(steps) if step > min(steps)), None)
+    return None if gap is None else f"frames are missing in {folder!r} between {frames[gap]!r} and {frames[gap + 1]!r}."
+
+
+__all__ = ["UNREADABLE", "VIDEO_SUFFIXES", "find_media", "is_frame_folder", "media_key", "media_problem"]

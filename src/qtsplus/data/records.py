@@ -3,6 +3,7 @@
 Every reader, writer and check of `qtsplus data` works on these, and so do `qtsplus train` and `qtsplus eval`.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import PurePosixPath
@@ -36,6 +37,8 @@ QUESTION_TYPES: tuple[str, ...] = get_args(QuestionType)
 DIFFICULTIES: tuple[str, ...] = get_args(Difficulty)
 
 INSTRUCTION = "Answer with the letter."
+# What tokenizers of the backbones read as one token of the prompt's own.
+SPECIAL_TOKEN = re.compile(r"<(\|[^<>|\s]{1,40}\||/?(?:s|img|image|video|IMG_CONTEXT)|｜[^<>｜]{1,40}｜)>")
 
 
 def _encodable(text: str) -> str:
@@ -289,6 +292,11 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
     return VideoRecord(question=record.question, answer=record.answer, **shared)  # type: ignore[arg-type]
 
 
+def break_special_tokens(text: str) -> str:
+    """The text with a space in each special token, so that no tokenizer takes it for one."""
+    return SPECIAL_TOKEN.sub(lambda token: f"< {token[1]}>", text)
+
+
 def media_name(record: Record) -> str | None:
     """The video that a record is about, as the record names it."""
     return record.video if isinstance(record, VideoRecord) else record.vision_id
@@ -300,6 +308,7 @@ __all__ = [
     "LETTERS",
     "QUESTION_TYPES",
     "SOURCES",
+    "SPECIAL_TOKEN",
     "Answer",
     "Caption",
     "Choice",
@@ -309,6 +318,7 @@ __all__ = [
     "Record",
     "VideoRecord",
     "VisionRecord",
+    "break_special_tokens",
     "explain",
     "media_name",
     "parse_record",

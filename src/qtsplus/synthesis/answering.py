@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..data.records import Answer, Choice
-from .engine import Item, Result
-from .journal import Ledger
+from .engine import Item, Ledger, Result
 from .replies import strip_thoughts
 from .video_teachers import Question, Teacher
 

@@ -6,22 +6,23 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from time import time
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, OpenAIError
-from openai.types.chat import ChatCompletion
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
+from pydantic import BaseModel, Field
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from .engine import ItemFailed
-from .journal import Ledger
+from ..data.records import break_special_tokens
+from .engine import ItemFailed, Ledger
 from .replies import Reply
 
 NO_KEY = "none"  # what servers without keys are sent
 MOST_PATIENCE = 300.0  # seconds that one answer may ask to wait
+LARGEST_REPLY = 2**20  # bytes
+LONGEST_TIMEOUT = 86_400.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class EndpointSettings:
         timeout: seconds until an answer must be whole.
         attempts: how often a request is sent at most.
         backoff: seconds; about what is waited before the second attempt, and twice as long each time after it.
-        requests_per_minute: the most that are sent; no limit when absent.
         temperature: of the sampling.
         extra_body: further fields of each request, such as `{"chat_template_kwargs": {"enable_thinking": False}}`.
 
@@ -48,24 +48,27 @@ class EndpointSettings:
     timeout: float = 300.0
     attempts: int = 6
     backoff: float = 1.0
-    requests_per_minute: float | None = None
     temperature: float = 0.0
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            address = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:  # a port or an IPv6 address that is none
+            address = False
+        if not address or any(sign.isspace() for sign in self.url):
             raise ValueError("The endpoint is no http(s) address; expected such as http://localhost:8000/v1.")
-        if parts.username or parts.password or parts.query:
+        if "@" in parts.netloc or parts.query:
             raise ValueError("The endpoint's address holds a password or a query; give the key as a key.")
         if self.key != NO_KEY and self.key in f"{self.url} {self.model} {json.dumps(dict(self.extra_body))}":
             raise ValueError("The API key stands in another setting, which is written down; give it as a key alone.")
         if not self.model.strip():
             raise ValueError("The teacher's name is empty; expected the model's name at the endpoint.")
-        ranges = {"timeout": self.timeout, "attempts": self.attempts, "requests_per_minute": self.requests_per_minute}
-        for name, value in ranges.items():
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} is {value:g}; expected a finite number above 0.")
+        if not 0 < self.timeout <= LONGEST_TIMEOUT:
+            raise ValueError(f"timeout is {self.timeout:g}; expected more than 0 and at most {LONGEST_TIMEOUT:g} s.")
+        if self.attempts < 1:
+            raise ValueError(f"attempts is {self.attempts}; expected at least 1.")
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature is {self.temperature:g}; expected a number from 0 to 2.")
 
@@ -74,24 +77,35 @@ class EndpointSettings:
         return text if self.key == NO_KEY else text.replace(self.key, "[key]")
 
 
-def read_key(variable: str, file: Path | None = None) -> str:
+def read_key(variable: str | None = None) -> str:
     """
-    The key of an API: what a file holds, else what the environment holds, else that of servers without keys.
+    The key of an API from the environment; that of servers without keys where `OPENAI_API_KEY` is not set.
+
+    Args:
+        variable: another variable, which has to be set.
 
     Raises:
-        ValueError: the file is not there, or empty or too short to be kept out of what is written.
+        ValueError: it is not set, or holds what is too short to be kept out of all that is written.
     """
-    if file is not None:
-        if not file.is_file():
-            raise ValueError(f"There is no file {file}; expected one that holds the API key.")
-        key, origin = file.read_text(encoding="utf-8").strip(), str(file)
-    else:
-        key, origin = os.environ.get(variable, "").strip(), f"the environment variable {variable}"
-        if not key:
-            return NO_KEY
+    name = variable or "OPENAI_API_KEY"
+    key = os.environ.get(name, "").strip()
+    if not key and variable is None:
+        return NO_KEY
     if len(key) < 8 or not key.isascii() or not key.isprintable():
-        raise ValueError(f"{origin} holds no API key; expected at least 8 plain characters in one line.")
+        raise ValueError(
+            f"The environment variable {name} {'holds no API key' if key else 'is not set'}; expected one with at "
+            "least 8 plain characters."
+        )
     return key
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its special tokens broken by a space: a server would take them for the prompt's own."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": break_special_tokens(content)}
+    parts = [{**part, "text": break_special_tokens(part["text"])} if "text" in part else part for part in content]
+    return {**message, "content": parts}
 
 
 class _Again(Exception):
@@ -115,8 +129,8 @@ class Endpoint:
         self.not_before = 0.0
 
     async def __aenter__(self) -> "Endpoint":
-        chosen = self.settings
-        self.client = AsyncOpenAI(api_key=chosen.key, base_url=chosen.url, timeout=chosen.timeout, max_retries=0)
+        key, url = self.settings.key, self.settings.url
+        self.client = AsyncOpenAI(api_key=key, base_url=url, timeout=None, max_retries=0, http_client=_Client())
         return self
 
     async def __aexit__(
@@ -151,7 +165,7 @@ class Endpoint:
         """
         request: dict[str, Any] = {
             "model": self.settings.model,
-            "messages": messages,
+            "messages": [_as_text(message) for message in messages],
             "max_tokens": max_tokens,
             "seed": seed,
             "temperature": self.settings.temperature,
@@ -195,35 +209,31 @@ class Endpoint:
 
     async def _send(self, request: Mapping[str, Any], ledger: Ledger) -> Reply:
         await self._turn()
-        ledger.requests += 1
+        ledger.spend(requests=1)
         try:
             # Not `chat.completions.create`, which walks through schema and messages for longer than it takes to send.
-            made = await self.client.post("/chat/completions", body=request, cast_to=ChatCompletion)
+            posted = self.client.post("/chat/completions", body=request, cast_to=str)
+            text = await asyncio.wait_for(posted, self.settings.timeout)
+            completion = _Completion.model_validate(json.loads(text))
+        except asyncio.TimeoutError:
+            raise self._again(ledger, f"No whole reply came within {self.settings.timeout:g} s.") from None
         except OpenAIError as error:
             raise self._explained(error, ledger) from None
-        except json.JSONDecodeError:
-            made = None
-        if not isinstance(made, ChatCompletion):
-            raise self._again(ledger, "The server's reply is no chat completion.")
-        if made.usage is not None:
-            ledger.prompt_tokens += made.usage.prompt_tokens
-            ledger.completion_tokens += made.usage.completion_tokens
-        if not made.choices:
-            raise self._again(ledger, "The server's reply holds no choice.")
-        choice = made.choices[0]
-        tokens = choice.logprobs.content if choice.logprobs and choice.logprobs.content else []
+        except (ValueError, RecursionError):
+            raise self._again(ledger, "The server's reply is no chat completion.") from None
+        if completion.usage is not None:
+            ledger.spend(0, completion.usage.prompt_tokens or 0, completion.usage.completion_tokens or 0)
+        choice = completion.choices[0]
+        tokens = (choice.logprobs.content if choice.logprobs else None) or []
         likely = {token.token: token.logprob for token in tokens[0].top_logprobs} if tokens else {}
         # A reply may hold halves of surrogate pairs, which no file takes.
-        text = (getattr(choice.message, "content", None) or "").encode("utf-8", "replace").decode()
-        return Reply(self.settings.redact(text), choice.finish_reason != "length", likely)
+        said = (choice.message.content or "").encode("utf-8", "replace").decode()
+        return Reply(self.settings.redact(said), choice.finish_reason != "length", likely)
 
     async def _turn(self) -> None:
-        """Waits for the pause that a rate limit asked for, and for the next request of this minute."""
-        loop = asyncio.get_running_loop()
-        while (left := self.not_before - loop.time()) > 0:
+        """Waits for the pause that a rate limit asked for."""
+        while (left := self.not_before - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(left)
-        if self.settings.requests_per_minute is not None:
-            self.not_before = max(self.not_before, loop.time()) + 60 / self.settings.requests_per_minute
 
     def _again(self, ledger: Ledger, reason: str, wait: float = 0.0, everyone: bool = False) -> _Again:
         ledger.reasons.append(reason)
@@ -231,11 +241,13 @@ class Endpoint:
 
     def _explained(self, error: OpenAIError, ledger: Ledger) -> Exception:
         """What an error means: try again, leave this item, or leave them all."""
-        if isinstance(error, APITimeoutError):
-            return self._again(ledger, f"The server said nothing for {self.settings.timeout:g} s.")
+        if isinstance(error.__cause__, _ReplyTooLong):
+            return self._again(ledger, str(error.__cause__))
         if isinstance(error, APIConnectionError):
-            cause = str(error.__cause__ or error) or type(error.__cause__).__name__
-            return self._again(ledger, f"No connection: {self._line(cause)}.", everyone=True)
+            kind = type(error.__cause__).__name__
+            reason = f"No connection: {self._line(str(error.__cause__ or error) or kind)}."
+            # A server that is gone answers nobody; one that hangs up may do so for this request alone.
+            return self._again(ledger, reason, everyone=kind in ("ConnectError", "ConnectTimeout"))
         if not isinstance(error, APIStatusError):
             return self._again(ledger, f"The request failed: {self._line(str(error))}.")
         status = error.status_code
@@ -264,6 +276,64 @@ class _Refused(ItemFailed):
     """The server does not take this request."""
 
 
+class _ReplyTooLong(Exception):
+    """More than a teacher has to say."""
+
+
+class _Client(DefaultAsyncHttpxClient):
+    """Reads no more than [`LARGEST_REPLY`] of a reply, whatever its status."""
+
+    async def send(self, request: Any, **options: Any) -> Any:
+        response = await super().send(request, **{**options, "stream": True})
+        body = bytearray()
+        try:
+            async for block in response.aiter_bytes():
+                body += block
+                if len(body) > LARGEST_REPLY:
+                    raise _ReplyTooLong(f"The server's reply is longer than {LARGEST_REPLY / 2**20:.0f} MiB.")
+        finally:
+            await response.aclose()
+        headers = {name: value for name, value in response.headers.items() if name != "content-encoding"}
+        return type(response)(response.status_code, headers=headers, content=bytes(body), request=request)
+
+
+# What is read of a chat completion; servers leave out, or set to null, all but the message.
+_Tokens = Annotated[int, Field(ge=0, lt=2**40)]
+
+
+class _Usage(BaseModel):
+    prompt_tokens: _Tokens | None = 0
+    completion_tokens: _Tokens | None = 0
+
+
+class _Token(BaseModel):
+    token: str
+    logprob: Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _FirstToken(BaseModel):
+    top_logprobs: list[_Token] = []
+
+
+class _Logprobs(BaseModel):
+    content: list[_FirstToken] | None = None
+
+
+class _Message(BaseModel):
+    content: str | None = None
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Completion(BaseModel):
+    choices: Annotated[list[_Choice], Field(min_length=1)]
+    usage: _Usage | None = None
+
+
 def _retry_after(headers: Mapping[str, str]) -> float:
     """The seconds that a `Retry-After` header asks to wait, given as such or as a date."""
     value = headers.get("retry-after", "").strip()
@@ -275,7 +345,7 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         pass
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
 
 

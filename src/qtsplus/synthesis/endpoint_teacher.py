@@ -13,11 +13,12 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from ..data.media import UNREADABLE
 from ..data.records import LETTERS
+from ..output import first_line
 from ..video_qtsplus import choose_frames, image_paths, load_frames, read_video
 from .endpoint import Endpoint
-from .engine import ItemFailed
-from .journal import Ledger
+from .engine import ItemFailed, Ledger
 from .replies import Reply
 from .video_teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
 
@@ -81,8 +82,8 @@ class EndpointTeacher:
         if question.video is not None:
             try:
                 parts = await self._parts(question.video)
-            except (ValueError, OSError) as error:
-                ledger.reasons.append(f"The video cannot be read: {error}")
+            except UNREADABLE as error:
+                ledger.reasons.append(f"The video cannot be read: {first_line(error)}")
                 raise ItemFailed from None
         return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 

@@ -2,28 +2,73 @@
 
 import asyncio
 import contextlib
+import errno
 import hashlib
-import heapq
 import itertools
 import json
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .journal import JOURNAL, Entry, Journal, Ledger
-from .progress import Price, ProgressBar
+from ..output import check_folder, whole_file
+from ..results import Journal, read_json, write_json
 
+JOURNAL = "journal.jsonl"
+EARLIER_JOURNAL = "journal.sqlite"
 SHARD = "shard-{}-of-{}"
+COSTS = ("requests", "prompt_tokens", "completion_tokens")
 
 
 class ItemFailed(Exception):
     """Nothing can come of an item; its ledger holds the reasons. It is written down, and the run goes on."""
+
+
+class RunFailed(Exception):
+    """A run that cannot go on, or of which nothing came. What is finished stays in its journal."""
+
+
+@dataclass
+class Ledger:
+    """
+    What one item has cost so far.
+
+    Args:
+        requests: that were sent, also those that failed.
+        prompt_tokens, completion_tokens: as the teacher counts them.
+        reasons: why something had to be asked again, one sentence each.
+        tell: is called with every cost as it comes up.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    reasons: list[str] = field(default_factory=list)
+    tell: Callable[[Counter[str]], None] | None = None
+
+    def spend(self, requests: int = 0, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        """Adds a cost."""
+        self.requests += requests
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+        if self.tell is not None:
+            self.tell(Counter(requests=requests, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens))
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of a million tokens that are read, and of a million that are written, in any currency."""
+
+    prompt: float
+    completion: float
+
+    def of(self, costs: Mapping[str, int]) -> float:
+        return (costs["prompt_tokens"] * self.prompt + costs["completion_tokens"] * self.completion) / 1e6
 
 
 @dataclass(frozen=True)
@@ -53,8 +98,27 @@ class Result:
     dropped: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Entry:
+    """
+    A finished item.
+
+    Args:
+        position, id: the item's.
+        failed: nothing came of it; the reasons say why.
+        kept, dropped: the rows that came of it.
+        reasons: why something had to be asked again.
+    """
+
+    position: int
+    id: str
+    failed: bool
+    kept: list[dict[str, Any]]
+    dropped: list[dict[str, Any]]
+    reasons: list[str]
+
+
 Step = Callable[[Item, Ledger], Awaitable[Result]]
-Record = Callable[[Entry], None]
 
 
 @dataclass(frozen=True)
@@ -75,8 +139,8 @@ class Job:
     settings: Mapping[str, Any]
 
 
-# Does a job's step with the items, so many at a time, and has each recorded as soon as it is finished.
-Runner = Callable[[Job, Iterator[Item], int, Record], None]
+# Does a job's step with the items, so many at a time, and has costs and finished items recorded as they come.
+Runner = Callable[[Job, Iterator[Item], int, "Recorder"], None]
 
 
 @dataclass(frozen=True)
@@ -123,9 +187,9 @@ def run(
     """
     Runs a job to its end, or goes on where it was stopped: finished items are in the journal and are not asked again.
 
-    Memory does not grow with the input, but for a Ray runner, which holds all that is left to do. The files of a run
-    are written when all its items are finished: `<name>.jsonl`,
-    `dropped.jsonl` and `failed.jsonl` in the input's order, and `summary.json`.
+    Memory hardly grows with the input, but for a Ray runner, which holds all that is left to do. The files of a run
+    are written when all its items are finished: `<name>.jsonl`, `dropped.jsonl` and `failed.jsonl` in the input's
+    order, and `summary.json`, which counts every request, also those of items that were cut off.
 
     Args:
         out: the folder; each shard has one of its own inside.
@@ -141,27 +205,28 @@ def run(
         the file of the kept rows.
 
     Raises:
-        ValueError: the folder holds a run with other settings, or another process works in it; what `job` raises.
+        ValueError: the folder cannot be written, holds files that no run has made or a run with other settings, or
+            another process works in it; what `job` raises.
+        RunFailed: one item after another fails, every item failed, or the disk is full.
     """
     shard = shard or Shard()
     for name, value in (("concurrency", concurrency), ("limit", limit)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: expected at least 1.")
+    folder = shard.folder(check_folder(out))
+    if not (folder / JOURNAL).exists():
+        _refuse_files(folder, [*_files(job.name), EARLIER_JOURNAL])
     items, digest = _measure(job.read())
     if not items:
         raise ValueError("The input holds no record.")
-    folder = shard.folder(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = {"step": job.name, "input": digest, "items": items, "shard": [shard.index, shard.count], **job.settings}
+    settings = {"step": job.name, "input": digest, "items": items, "shard": [shard.index, shard.count], **job.settings}
     positions = shard.positions(items, limit)
-    with _only_process(folder), contextlib.closing(Journal(folder)) as journal:
-        journal.require_settings(wanted)
-        if retry_failed:
-            journal.forget_failed()
-        bar = ProgressBar(f"Making {job.name}", len(positions), journal.totals(), price, enabled=progress)
-        unfinished = (item for item in _mine(job, positions) if not journal.has(item.position))
-        with bar:
-            (runner or run_here)(job, unfinished, concurrency, _recorder(journal, bar, concurrency))
+    with _only_process(folder), _room_on_disk(folder):
+        journal = Journal(folder / JOURNAL, settings, begin_anew=False)
+        finished = {position for position, _ in _entries([journal], skip_failed=retry_failed)}
+        unfinished = (item for item in _mine(job, positions) if item.position not in finished)
+        with Recorder(journal, len(positions), len(finished), concurrency, price, progress) as recorder:
+            (runner or run_here)(job, unfinished, concurrency, recorder)
         return write_sets(folder, job.name, [journal], price)
 
 
@@ -176,46 +241,84 @@ def merge(out: Path, price: Price | None = None) -> Path:
         the file of the kept rows.
 
     Raises:
-        ValueError: there is no shard; one is missing, unfinished, or of another run.
+        ValueError: there is no shard; one is missing, unfinished, or of another run; the folder holds another set.
+        RunFailed: every item failed.
     """
-    folders = sorted(path.parent for path in out.glob(f"shard-*/{JOURNAL}"))
-    if not folders:
+    journals = [Journal(path) for path in out.glob(f"shard-*/{JOURNAL}")]
+    if not journals:
         raise ValueError(f"There is no shard in {out}; expected folders such as {SHARD.format(1, 8)}.")
-    with contextlib.ExitStack() as stack:
-        journals = [stack.enter_context(contextlib.closing(Journal(folder))) for folder in folders]
-        settings = [journal.settings() for journal in journals]
-        _check_shards(folders, journals, settings)
-        return write_sets(out, settings[0]["step"], journals, price)
+    journals.sort(key=lambda journal: journal.settings["shard"])
+    _check_shards(journals)
+    settings = _shared(journals[0])
+    summary = read_json(out / "summary.json") or {}
+    if any(summary.get(name) != value for name, value in settings.items()):
+        _refuse_files(out, _files(settings["step"]))
+    return write_sets(out, settings["step"], journals, price)
+
+
+def _files(name: str) -> list[str]:
+    return [f"{name}.jsonl", "dropped.jsonl", "failed.jsonl", "summary.json"]
+
+
+def _refuse_files(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if (folder / name).exists():
+            raise ValueError(f"{folder / name} is there already, and not from this run: choose another folder.")
 
 
 def write_sets(folder: Path, name: str, journals: Sequence[Journal], price: Price | None) -> Path:
-    """Writes what journals hold, in the input's order; see [`run`]."""
-    paths = [folder / f"{name}.jsonl", folder / "dropped.jsonl", folder / "failed.jsonl"]
-    counts, reasons = [0] * len(paths), Counter[str]()
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(f"{path}.part", "w", encoding="utf-8")) for path in paths]
-        for entry in heapq.merge(*(journal.entries() for journal in journals), key=attrgetter("position")):
-            failed = [{"id": entry.id, "reasons": entry.ledger.reasons}] if entry.failed else []
-            for index, rows in enumerate((entry.kept, entry.dropped, failed)):
-                files[index].writelines(json.dumps(row) + "\n" for row in rows)
-                counts[index] += len(rows)
-            reasons.update(row["reason"].partition(":")[0] for row in entry.dropped)
-    for path in paths:
-        os.replace(f"{path}.part", path)
-    told = {"kept": counts[0], "dropped": counts[1], "dropped_because": dict(sorted(reasons.items()))}
-    summary = {**_sum_up(journals, price), **told}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    return paths[0]
+    """Writes what journals hold, in the input's order; see [`run`]. Where all items failed, no set is written."""
+    kept, dropped, failed, summary = (folder / file for file in _files(name))
+    if all(entry["failed"] for _, entry in _entries(journals)):
+        reasons = _write_failed(failed, journals)
+        raise RunFailed(
+            f"All {len(reasons)} items failed, because {' '.join(list(dict.fromkeys(reasons))[:3])} No set was "
+            f"written; {failed} says more. Mend that, and run the same command with --retry-failed."
+        )
+    counts, causes = dict.fromkeys(("finished", "kept", "dropped"), 0), Counter[str]()
+    with whole_file(kept) as good, whole_file(dropped) as bad:
+        for _, entry in _entries(journals):
+            counts["finished"] += 1
+            for file, rows, count in ((good, entry["kept"], "kept"), (bad, entry["dropped"], "dropped")):
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+                counts[count] += len(rows)
+            causes.update(row["reason"].partition(":")[0] for row in entry["dropped"])
+    costs = _total_costs(journals)
+    told = {**_shared(journals[0]), **counts, "failed": len(_write_failed(failed, journals)), **costs}
+    if price is not None:
+        told["cost"] = round(price.of(costs), 4)
+    write_json(summary, {**told, "dropped_because": dict(sorted(causes.items()))})
+    return kept
 
 
-def _sum_up(journals: Sequence[Journal], price: Price | None) -> dict[str, Any]:
-    """The settings of a run, and the totals of its journals."""
-    settings = {name: value for name, value in journals[0].settings().items() if name != "shard"}
-    totals = Counter[str]()
+def _write_failed(path: Path, journals: Sequence[Journal]) -> list[str]:
+    """Writes the items that failed, and gives the last reason of each."""
+    entries = [entry for _, entry in _entries(journals) if entry["failed"]]
+    with whole_file(path) as file:
+        file.writelines(json.dumps({"id": entry["id"], "reasons": entry["reasons"]}) + "\n" for entry in entries)
+    return [entry["reasons"][-1] for entry in entries]
+
+
+def _entries(journals: Sequence[Journal], skip_failed: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """All finished items by position, one at a time."""
     for journal in journals:
-        totals.update(journal.totals())
-    cost = {} if price is None else {"cost": round(price.of(totals["prompt_tokens"], totals["completion_tokens"]), 4)}
-    return {**settings, "finished": totals.pop("items"), **totals, **cost}
+        for position in sorted(key for key in journal.done if isinstance(key, int)):
+            entry = journal.done[position]
+            if not (skip_failed and entry["failed"]):
+                yield position, entry
+
+
+def _total_costs(journals: Sequence[Journal]) -> dict[str, int]:
+    costs = dict.fromkeys(COSTS, 0)
+    for journal in journals:
+        for name, value in journal.done.get("costs", {}).items():
+            costs[name] += value
+    return costs
+
+
+def _shared(journal: Journal) -> dict[str, Any]:
+    """The settings that all shards of a run have."""
+    return {name: value for name, value in journal.settings.items() if name != "shard"}
 
 
 def _measure(records: Iterable[Any]) -> tuple[int, str]:
@@ -233,27 +336,39 @@ def _mine(job: Job, positions: range) -> Iterator[Item]:
         yield Item(position, record.id or f"{position:08d}", record)
 
 
-def run_here(job: Job, items: Iterator[Item], concurrency: int, record: Record) -> None:
+def run_here(job: Job, items: Iterator[Item], concurrency: int, recorder: "Recorder") -> None:
     """The [`Runner`] of this process."""
 
     async def run_all() -> None:
         async with job.teacher:
-            await finish_all(job.step, items, concurrency, record)
+            await finish_all(job.step, items, concurrency, lambda entry, _: recorder.record(entry), recorder.spend)
 
     asyncio.run(run_all())
 
 
-async def finish_all(step: Step, items: Iterator[Item], concurrency: int, record: Record) -> None:
-    """Workers take items from one iterator, so that no more than `concurrency` of them are in memory."""
+async def finish_all(
+    step: Step,
+    items: Iterator[Item],
+    concurrency: int,
+    record: Callable[[Entry, Ledger], None],
+    spend: Callable[[Counter[str]], None] | None = None,
+) -> None:
+    """
+    Workers take items from one iterator, so that no more than `concurrency` of them are in memory.
+
+    Args:
+        record: is called with each finished item, and with what it cost.
+        spend: is called with each cost as it comes up.
+    """
 
     async def work() -> None:
         for item in items:
-            ledger, result, failed = Ledger(), Result(), False
+            ledger, result, failed = Ledger(tell=spend), Result(), False
             try:
                 result = await step(item, ledger)
             except ItemFailed:
                 failed = True
-            record(Entry(item.position, item.id, failed, result.kept, result.dropped, ledger))
+            record(Entry(item.position, item.id, failed, result.kept, result.dropped, ledger.reasons), ledger)
 
     workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
     try:
@@ -264,26 +379,68 @@ async def finish_all(step: Step, items: Iterator[Item], concurrency: int, record
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-def _recorder(journal: Journal, bar: ProgressBar, concurrency: int) -> Record:
-    """Writes items down; stops a run in which one after another fails."""
-    in_a_row = 0
+class Recorder:
+    """
+    Writes costs and finished items into a journal, and shows on a bar how far a run is, where that is a terminal.
 
-    def record(entry: Entry) -> None:
-        nonlocal in_a_row
-        journal.write(entry)
-        bar.advance(entry.ledger, entry.failed)
-        in_a_row = in_a_row + 1 if entry.failed else 0
-        if in_a_row >= max(20, 2 * concurrency):
-            raise ValueError(
-                f"The last {in_a_row} items failed, the last one because {entry.ledger.reasons[-1]} Mend that, and run "
-                "the same command with --retry-failed."
+    Args:
+        items: that the run has in all.
+        finished: that it has finished before.
+        concurrency: when one item after another fails, so many decide whether the run is stopped.
+    """
+
+    def __init__(
+        self, journal: Journal, items: int, finished: int, concurrency: int, price: Price | None, progress: bool
+    ):
+        console = Console(stderr=True)
+        columns = (
+            *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+            *(TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[cost]}")),
+        )
+        self.journal, self.price = journal, price
+        self.costs = Counter(_total_costs([journal]))
+        self.failed_in_a_row, self.patience = 0, max(20, 2 * concurrency)
+        self.bar = Progress(*columns, console=console, disable=not (progress and console.is_terminal))
+        name = journal.settings["step"]
+        self.task = self.bar.add_task(f"Making {name}", total=items, completed=finished, cost=self._cost())
+
+    def __enter__(self) -> "Recorder":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def spend(self, costs: Mapping[str, int]) -> None:
+        """Notes a cost, also of an item that is never finished."""
+        self.costs.update(costs)
+        self.journal.add("costs", self.costs)
+
+    def record(self, entry: Entry) -> None:
+        """
+        Notes a finished item.
+
+        Raises:
+            RunFailed: one item after another fails.
+        """
+        self.journal.add(entry.position, {name: value for name, value in vars(entry).items() if name != "position"})
+        self.bar.update(self.task, advance=1, cost=self._cost())
+        self.failed_in_a_row = self.failed_in_a_row + 1 if entry.failed else 0
+        if self.failed_in_a_row >= self.patience:
+            raise RunFailed(
+                f"The last {self.failed_in_a_row} items failed, the last one because {entry.reasons[-1]} Mend that, "
+                "and run the same command with --retry-failed."
             )
 
-    return record
+    def _cost(self) -> str:
+        tokens = (self.costs["prompt_tokens"] / 1e6, self.costs["completion_tokens"] / 1e6)
+        price = "" if self.price is None else f", cost {self.price.of(self.costs):.2f}"
+        return f"{tokens[0]:.2f}M tokens read, {tokens[1]:.2f}M written{price}"
 
 
 @contextlib.contextmanager
 def _only_process(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
             yield
@@ -291,31 +448,49 @@ def _only_process(folder: Path) -> Iterator[None]:
         raise ValueError(f"Another process works in {folder}: wait for it, or choose another folder.") from error
 
 
-def _check_shards(folders: Sequence[Path], journals: Sequence[Journal], settings: Sequence[Mapping[str, Any]]) -> None:
-    for folder, found in zip(folders, settings, strict=True):
-        if not found:
-            raise ValueError(f"{folder} holds a run that never began: run its shard first.")
-        other = {**found, "shard": None} != {**settings[0], "shard": None}
-        if other or found["shard"][1] != settings[0]["shard"][1]:
-            raise ValueError(f"{folder} and {folders[0]} are shards of different runs: remove one of them.")
-    shards = [Shard(*found["shard"]) for found in settings]
+@contextlib.contextmanager
+def _room_on_disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RunFailed(
+            f"{folder} cannot be written ({error.strerror}). Nothing that was finished is lost: make room, and run the "
+            "same command again."
+        ) from error
+
+
+def _check_shards(journals: Sequence[Journal]) -> None:
+    first = journals[0]
+    folder, settings = first.path.parent, first.settings
+    for journal in journals:
+        if _shared(journal) != _shared(first) or journal.settings["shard"][1] != settings["shard"][1]:
+            raise ValueError(f"{journal.path.parent} and {folder} are shards of different runs: remove one of them.")
+    shards = [Shard(*journal.settings["shard"]) for journal in journals]
     missing = sorted(set(range(1, shards[0].count + 1)) - {shard.index for shard in shards})
     if missing:
-        raise ValueError(f"{folders[0].parent} lacks the shard {missing[0]}/{shards[0].count}: run it first.")
+        raise ValueError(f"{folder.parent} lacks the shard {missing[0]}/{shards[0].count}: run it first.")
     if len(shards) != shards[0].count:
-        raise ValueError(f"{folders[0].parent} holds a shard twice: remove one of its folders.")
-    for folder, journal, shard in zip(folders, journals, shards, strict=True):
-        wanted, found_items = len(shard.positions(settings[0]["items"])), journal.totals()["items"]
-        if found_items != wanted:
-            raise ValueError(f"{folder} has finished {found_items} of {wanted} items: run that shard to its end first.")
+        raise ValueError(f"{folder.parent} holds a shard twice: remove one of its folders.")
+    for journal, shard in zip(journals, shards, strict=True):
+        items, finished = len(shard.positions(settings["items"])), sum(1 for _ in _entries([journal]))
+        if finished != items:
+            raise ValueError(
+                f"{journal.path.parent} has finished {finished} of {items} items: run that shard to its end first."
+            )
 
 
 __all__ = [
+    "Entry",
     "Item",
     "ItemFailed",
     "Job",
-    "Record",
+    "Ledger",
+    "Price",
+    "Recorder",
     "Result",
+    "RunFailed",
     "Runner",
     "Shard",
     "Step",

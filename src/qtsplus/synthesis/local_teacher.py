@@ -2,20 +2,20 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from ..data.media import UNREADABLE
 from ..data.records import LETTERS, VideoRecord
-from ..evaluation.exact_match import model_inputs
-from ..session import encode, find_device
-from ..training.features import prompt_inputs
+from ..output import first_line
+from ..session import EncodedVideo, encode, find_device
 from ..training.models import load_model, load_processor
-from .engine import ItemFailed
-from .journal import Ledger
+from .engine import ItemFailed, Ledger
 from .replies import Reply
 from .video_teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
 
@@ -96,7 +96,7 @@ class LocalTeacher:
         if scoring == "logprob" and any(len(tokens) != 1 for tokens in ids):
             raise ValueError(f"The tokenizer of {name} has no token for each of A, B, C and D: score by letter.")
         self.letter_ids = [tokens[0] for tokens in ids]
-        self.features: dict[str, dict[str, torch.Tensor]] = {}
+        self.encoded: dict[str, EncodedVideo] = {}
 
     def settings(self) -> dict[str, Any]:
         chosen = {"scoring": self.scoring, "max_tokens": self.max_tokens, "selection": self.selection}
@@ -110,7 +110,7 @@ class LocalTeacher:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.features.clear()
+        self.encoded.clear()
 
     async def choose(self, question: Question, ledger: Ledger) -> Verdict:
         if self.scoring == "logprob":
@@ -124,9 +124,7 @@ class LocalTeacher:
     async def _ask(self, question: Question, text: str, max_tokens: int | None, ledger: Ledger) -> _Told:
         record = VideoRecord(question.video, text, "", query=question.query, fps=question.fps or self.fps)
         told = await self._in_batch(_Asked(record, max_tokens))
-        ledger.requests += 1
-        ledger.prompt_tokens += told.prompt_tokens
-        ledger.completion_tokens += told.completion_tokens
+        ledger.spend(1, told.prompt_tokens, told.completion_tokens)
         if told.problem is not None:
             ledger.reasons.append(told.problem)
             raise ItemFailed
@@ -166,34 +164,45 @@ class LocalTeacher:
     def _encode(self, records: Sequence[VideoRecord]) -> dict[str | None, str]:
         """Encodes the videos of a batch, those that the batch before had are there. Returns why some cannot be read."""
         rates = {record.video: record.fps for record in records if record.video is not None}
-        self.features = {video: found for video, found in self.features.items() if video in rates}
+        self.encoded = {video: encoded for video, encoded in self.encoded.items() if video in rates}
         problems: dict[str | None, str] = {}
         for video, fps in rates.items():
-            if video in self.features:
-                continue
-            try:
-                encoded = encode(self.model, self.processor, video, fps=fps)
-            except (ValueError, OSError) as error:
-                problems[video] = f"The video cannot be read: {error}"
-                continue
-            self.features[video] = {
-                "video_features": encoded.features,
-                "video_grid_thw": encoded.video_grid_thw,
-                "second_per_grid_ts": torch.as_tensor(encoded.second_per_grid_ts),
-            }
+            if video not in self.encoded:
+                try:
+                    self.encoded[video] = encode(self.model, self.processor, video, fps=fps)
+                except UNREADABLE as error:
+                    problems[video] = f"The video cannot be read: {first_line(error)}"
         return problems
 
     def _inputs(self, records: Sequence[VideoRecord]) -> dict[str, Any]:
-        if records[0].video is not None:
-            inputs = model_inputs(self.processor, records, self.features)
-        else:
-            messages = [[{"role": "user", "content": [{"type": "text", "text": one.question}]}] for one in records]
-            template = functools.partial(self.processor.apply_chat_template, tokenize=False, add_generation_prompt=True)
-            inputs = prompt_inputs(
-                self.processor, list(map(template, messages)), torch.zeros(0, 3, dtype=torch.long), []
-            )
-        device = self.model.device
-        return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+        """One prompt for each record, padded on the left; all that a record says is text."""
+        tokenizer, videos = self.processor.tokenizer, [self.encoded[record.video] for record in records if record.video]
+        rows = [self._prompt(record) for record in records]
+        queries = [self._tokens(record.query or record.question) for record in records]
+        padded = {
+            "input_ids": _pad([row["input_ids"][0] for row in rows], tokenizer.pad_token_id, "left"),
+            "attention_mask": _pad([row["attention_mask"][0] for row in rows], 0, "left"),
+            "query_mask": _pad([row["query_mask"][0] for row in rows], 0, "left"),
+            "query_input_ids": _pad(queries, tokenizer.pad_token_id, "right"),
+            "query_attention_mask": _pad([torch.ones_like(ids) for ids in queries], 0, "right"),
+        }
+        inputs: dict[str, Any] = {name: values.to(self.model.device) for name, values in padded.items()}
+        if videos:
+            inputs["video_features"] = [video.features for video in videos]
+            inputs["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos]).to(self.model.device)
+            inputs["second_per_grid_ts"] = torch.cat([torch.as_tensor(video.second_per_grid_ts) for video in videos])
+        return inputs
+
+    def _prompt(self, record: VideoRecord) -> Mapping[str, torch.Tensor]:
+        if record.video is not None:
+            video = self.encoded[record.video]
+            return self.processor.question_inputs(record.question, video.video_grid_thw, [video.metadata])
+        return self.processor.question_inputs(record.question, torch.zeros(0, 3, dtype=torch.long), [])
+
+    def _tokens(self, text: str) -> torch.Tensor:
+        return torch.tensor(
+            self.processor.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        )
 
     def _score(self, records: Sequence[VideoRecord]) -> list[_Told]:
         inputs = self._inputs(records)
@@ -215,6 +224,10 @@ class LocalTeacher:
             text = self.processor.tokenizer.decode(row[:stop], skip_special_tokens=True).strip()
             told.append(_Told({}, Reply(text, stop is not None), tokens, len(row[:stop]) + (stop is not None)))
         return told
+
+
+def _pad(rows: list[torch.Tensor], value: int, side: str) -> torch.Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
 
 __all__ = ["LocalTeacher", "load_stock"]

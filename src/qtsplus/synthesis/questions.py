@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from ..data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text, explain
 from .endpoint import Endpoint
-from .engine import Item, ItemFailed, Result
-from .journal import Ledger
+from .engine import Item, ItemFailed, Ledger, Result
 from .replies import find_objects
 
 PROMPTS = 1  # raised when the words below change, so that no run mixes two of them

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from .engine import Item, Job, Record, finish_all
-from .journal import Entry
+from .engine import COSTS, Entry, Item, Job, Ledger, Recorder, finish_all
 
 if TYPE_CHECKING:
     import pyarrow
@@ -24,7 +23,7 @@ class RayRunner:
     The [`~qtsplus.synthesis.engine.Runner`] of a Ray cluster, with one worker on each of its machines.
 
     The workers share the concurrency. Finished items come back when all of their block are finished; those of a block
-    that was under way when this process was killed are asked again.
+    that was under way when this process was killed are asked again, and what they cost is not counted.
 
     Args:
         address: of the cluster; "auto" for the one that this machine belongs to, "local" for a new one here.
@@ -39,7 +38,7 @@ class RayRunner:
     def __post_init__(self) -> None:
         import ray.data  # noqa: F401
 
-    def __call__(self, job: Job, items: Iterator[Item], concurrency: int, record: Record) -> None:
+    def __call__(self, job: Job, items: Iterator[Item], concurrency: int, recorder: Recorder) -> None:
         import ray
 
         first = next(items, None)
@@ -51,13 +50,15 @@ class RayRunner:
             _knock(self.address)
             ray.init(address=self.address, **settings)
         except (OSError, ValueError, RuntimeError) as error:
+            place = self.address.rpartition("@")[2]  # without a password
             raise ValueError(
-                f"--ray is {self.address!r}, and no Ray cluster answers there; expected an address such as "
+                f"--ray is {place!r}, and no Ray cluster answers there; expected an address such as "
                 "10.0.0.1:6379, auto or local."
             ) from error
         try:
-            for entry in _finished(job, itertools.chain([first], items), concurrency):
-                record(entry)
+            for entry, ledger in _finished(job, itertools.chain([first], items), concurrency):
+                recorder.spend({name: getattr(ledger, name) for name in COSTS})
+                recorder.record(entry)
         finally:
             ray.shutdown()
 
@@ -70,8 +71,8 @@ def _knock(address: str) -> None:
             pass
 
 
-def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[Entry]:
-    """The entries of items as their blocks are finished."""
+def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[tuple[Entry, Ledger]]:
+    """The entries of items as their blocks are finished, with what they cost."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext, from_arrow_refs
 
@@ -108,9 +109,13 @@ class _Worker:
         self.loop.run_until_complete(teacher.__aenter__())
 
     def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
-        found: list[Entry | ValueError] = []
+        found: list[tuple[Entry, Ledger] | ValueError] = []
+
+        def record(entry: Entry, ledger: Ledger) -> None:
+            found.append((entry, ledger))
+
         try:
-            self.loop.run_until_complete(finish_all(self.step, _from_table(block), self.concurrency, found.append))
+            self.loop.run_until_complete(finish_all(self.step, _from_table(block), self.concurrency, record))
         except ValueError as error:
             # Raised here, it would come with Ray's traces, and without what the block has finished.
             found.append(ValueError(str(error)))

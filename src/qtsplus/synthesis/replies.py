@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.S)
+MOST_BROKEN = 1000  # objects that cannot be read, after which no more are looked for
 _DECODER = json.JSONDecoder(strict=False)
 
 
@@ -47,12 +48,13 @@ def find_objects(text: str, key: str) -> list[dict[str, Any]]:
 
 def _whole_objects(text: str) -> Iterator[dict[str, Any]]:
     """The outermost objects that can be read; where one is broken, those inside it."""
-    start = 0
-    while (start := text.find("{", start)) >= 0:
+    start = broken = 0
+    while (start := text.find("{", start)) >= 0 and broken < MOST_BROKEN:
         try:
             entry, start = _DECODER.raw_decode(text, start)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             start += 1
+            broken += 1
         else:
             yield entry
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..data.records import Choice
-from .engine import Item, Result
-from .journal import Ledger
+from .engine import Item, Ledger, Result
 from .video_teachers import Question, Teacher
 
 

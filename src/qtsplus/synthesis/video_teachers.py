@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ..data.records import LETTERS
-from .journal import Ledger
+from .engine import Ledger
 from .replies import Reply, strip_thoughts
 
 Scoring = Literal["logprob", "letter"]
