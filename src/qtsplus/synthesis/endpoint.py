@@ -57,7 +57,7 @@ class EndpointSettings:
             address = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
         except ValueError:  # a port or an IPv6 address that is none
             address = False
-        if not address or any(sign.isspace() for sign in self.url):
+        if not address or " " in self.url or not (self.url.isascii() and self.url.isprintable()):
             raise ValueError("The endpoint is no http(s) address; expected such as http://localhost:8000/v1.")
         if "@" in parts.netloc or parts.query:
             raise ValueError("The endpoint's address holds a password or a query; give the key as a key.")
@@ -219,6 +219,8 @@ class Endpoint:
             raise self._again(ledger, f"No whole reply came within {self.settings.timeout:g} s.") from None
         except OpenAIError as error:
             raise self._explained(error, ledger) from None
+        except _ReplyTooLong as error:
+            raise self._again(ledger, str(error)) from None
         except (ValueError, RecursionError):
             raise self._again(ledger, "The server's reply is no chat completion.") from None
         if completion.usage is not None:
