@@ -176,33 +176,37 @@ class LocalTeacher:
 
     def _inputs(self, records: Sequence[VideoRecord]) -> dict[str, Any]:
         """One prompt for each record, padded on the left; all that a record says is text."""
-        tokenizer, videos = self.processor.tokenizer, [self.encoded[record.video] for record in records if record.video]
-        rows = [self._prompt(record) for record in records]
-        queries = [self._tokens(record.query or record.question) for record in records]
-        padded = {
-            "input_ids": _pad([row["input_ids"][0] for row in rows], tokenizer.pad_token_id, "left"),
-            "attention_mask": _pad([row["attention_mask"][0] for row in rows], 0, "left"),
-            "query_mask": _pad([row["query_mask"][0] for row in rows], 0, "left"),
-            "query_input_ids": _pad(queries, tokenizer.pad_token_id, "right"),
+        videos = [self.encoded[record.video] for record in records if record.video is not None]
+        prompts = [self._prompt(record) for record in records]
+        queries = [self._tokens(record.query or record.question, split=True) for record in records]
+        padding = self.processor.tokenizer.pad_token_id
+        inputs: dict[str, Any] = {
+            "input_ids": _pad(prompts, padding, "left"),
+            "attention_mask": _pad([torch.ones_like(ids) for ids in prompts], 0, "left"),
+            "query_input_ids": _pad(queries, padding, "right"),
             "query_attention_mask": _pad([torch.ones_like(ids) for ids in queries], 0, "right"),
         }
-        inputs: dict[str, Any] = {name: values.to(self.model.device) for name, values in padded.items()}
         if videos:
-            inputs["video_features"] = [video.features for video in videos]
-            inputs["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos]).to(self.model.device)
+            inputs["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
             inputs["second_per_grid_ts"] = torch.cat([torch.as_tensor(video.second_per_grid_ts) for video in videos])
-        return inputs
+        inputs = {name: values.to(self.model.device) for name, values in inputs.items()}
+        return {**inputs, "video_features": [video.features for video in videos]} if videos else inputs
 
-    def _prompt(self, record: VideoRecord) -> Mapping[str, torch.Tensor]:
+    def _prompt(self, record: VideoRecord) -> torch.Tensor:
         if record.video is not None:
             video = self.encoded[record.video]
-            return self.processor.question_inputs(record.question, video.video_grid_thw, [video.metadata])
-        return self.processor.question_inputs(record.question, torch.zeros(0, 3, dtype=torch.long), [])
+            inputs = self.processor.question_inputs(record.question, video.video_grid_thw, [video.metadata])
+            return inputs["input_ids"][0]
+        blank = "\ue000"
+        messages = [{"role": "user", "content": [{"type": "text", "text": blank}]}]
+        template = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        before, after = map(self._tokens, template.split(blank))
+        return torch.cat([before, self._tokens(record.question, split=True), after])
 
-    def _tokens(self, text: str) -> torch.Tensor:
-        return torch.tensor(
-            self.processor.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        )
+    def _tokens(self, text: str, split: bool = False) -> torch.Tensor:
+        """The tokens of a text `[S]`, with its special tokens split into plain ones where it is a record's."""
+        tokenizer = self.processor.tokenizer
+        return torch.tensor(tokenizer(text, add_special_tokens=False, split_special_tokens=split)["input_ids"])
 
     def _score(self, records: Sequence[VideoRecord]) -> list[_Told]:
         inputs = self._inputs(records)
