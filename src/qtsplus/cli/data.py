@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,18 +10,36 @@ import typer
 from rich.table import Table
 
 from .console import console, fail, one_line_errors, require_text, wrote
-from .options import AsJson, MediaRoot, Overwrite
+from .options import AsJson, Overwrite
 
 if TYPE_CHECKING:
     from ..data.check import Checked
 
 data_app = typer.Typer(help="Make, check and describe training data.", no_args_is_help=True)
 
+
+def filled_path(text: str) -> Path:
+    """A path as it was typed; an empty one, such as a script's unset variable, is not the current folder."""
+    if not text.strip():
+        fail("the path is empty; name a file or folder (. is this folder)")
+    return Path(text)
+
+
 SetFile = Annotated[
     Path,
     typer.Argument(
         help="A set: JSONL, JSON or Parquet, or a folder of videos with their captions beside them.",
         show_default=False,
+        parser=filled_path,
+        metavar="SET",
+    ),
+]
+MediaRoot = Annotated[
+    Path | None,
+    typer.Option(
+        help="The folder in which videos are looked for. Without it, the folder of the set.",
+        parser=filled_path,
+        metavar="DIR",
     ),
 ]
 
@@ -30,7 +49,12 @@ def check(
     path: SetFile,
     media_root: MediaRoot = None,
     against: Annotated[
-        Path | None, typer.Option(help="Another set, such as the test set, that must not share a video with this one.")
+        Path | None,
+        typer.Option(
+            help="Another set, such as the test set, that must not share a video with this one.",
+            parser=filled_path,
+            metavar="SET",
+        ),
     ] = None,
     media: Annotated[
         bool, typer.Option("--media/--no-media", help="Look for every video, and decode a frame of it.")
@@ -41,12 +65,20 @@ def check(
     Check a set, and list every bad row.
 
     Looks for rows that are no records, videos that are missing or broken, doubles, questions that give their answer
-    away, letters that are right too often, and videos of another set. Ends with 1 where anything is wrong.
+    away, special tokens, letters that are right too often, and videos of another set. Ends with 1 where anything is
+    wrong, and with 2 where nothing could be checked.
     """
-    with one_line_errors():
-        from ..data.check import check_set
+    if media_root is not None and not media:
+        fail("--media-root has no effect with --no-media; leave one of them out")
+    # Nothing is written that could be left half done: Ctrl-C ends the process, whatever its threads do.
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with one_line_errors():
+            from ..data.check import check_set
 
-        found = check_set(path, media_root, against, media)
+            found = check_set(path, media_root, against, media)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .formats import Row, iter_rows, locate, media_folder
+from .formats import Row, iter_records, iter_rows, locate, media_folder, printable
 from .media import media_key, media_problem
-from .records import LETTERS, Answer, Caption, Choice, Record, VideoRecord, media_name
+from .records import LETTERS, SPECIAL_TOKEN, Answer, Caption, Choice, Record, VideoRecord, all_texts, media_name
 
 ROWS_AT_ONCE = 256
 # A letter may stand for the answer this much more or less often than the others, where chance does not explain it.
@@ -31,7 +31,7 @@ class BadRow:
     Args:
         row: its number, see [`Row`].
         id: its own, or its video.
-        check: one of "schema", "media", "duplicate", "leak", "overlap".
+        check: one of "schema", "media", "duplicate", "leak", "special token", "overlap".
         reason: what is wrong, in words.
     """
 
@@ -86,35 +86,39 @@ def check_set(
         media: look for every video, and decode a frame of it.
 
     Raises:
-        ValueError: a file that is not there or cannot be read at all.
+        ValueError: a file that is not there, cannot be read at all, or holds no row; another set that holds no record,
+            or a row that is none.
     """
     root = media_folder(path, media_root)
     if media and not root.is_dir():
         raise ValueError(f"There is no folder {str(root)!r}; expected the media root, where the videos lie.")
     others = {} if against is None else _videos(against)
-    found, seen, answers = Checked(), _Seen(), Counter[str]()
+    result, seen, answers = Checked(), _Seen(), Counter[str]()
     videos: dict[str, str | None] = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for rows in _batches(iter_rows(path), ROWS_AT_ONCE):
-            places = [locate(row, root) if media else None for row in rows]
+    if media:
+        from .. import video_qtsplus  # noqa: F401, an import in a thread could not be interrupted
+    rows = iter_rows(path)
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        while batch := list(islice(rows, ROWS_AT_ONCE)):
+            places = [locate(row, root) if media else None for row in batch]
             new = [place for place in dict.fromkeys(places) if place is not None and place not in videos]
             videos.update(zip(new, pool.map(_media_problem, new), strict=True))
-            for row, place in zip(rows, places, strict=True):
-                found.rows += 1
+            for row, place in zip(batch, places, strict=True):
+                result.rows += 1
                 reasons = [("schema", row.problem)] if row.record is None else list(_reasons(row.record, row, seen))
                 reasons.append(("media", None if place is None else videos[place]))
                 reasons.append(("overlap", _overlap(row.record, others, against)))
-                found.bad += [BadRow(row.number, row.id, check, reason) for check, reason in reasons if reason]
+                result.bad += [BadRow(row.number, row.id, check, printable(reason)) for check, reason in reasons if reason]
                 answers.update(_letter(row.record))
-    found.videos = len(videos)
-    found.letters = {letter: answers[letter] for letter in LETTERS} if answers else {}
-    found.unbalanced = _unbalanced(found.letters)
-    return found
-
-
-def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
-    while batch := list(islice(rows, size)):
-        yield batch
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    if not result.rows:
+        raise ValueError(f"{path} holds no row; expected one or more to check.")
+    result.videos = len(videos)
+    result.letters = {letter: answers[letter] for letter in LETTERS} if answers else {}
+    result.unbalanced = _unbalanced(result.letters)
+    return result
 
 
 def _media_problem(place: str) -> str | None:
@@ -152,6 +156,8 @@ def _reasons(record: Record, row: Row, seen: _Seen) -> Iterator[tuple[str, str |
     same = "caption" if isinstance(record, Caption) else "question"
     yield "duplicate", None if earlier is None else f"row {earlier} has the same {same} about the same video."
     yield "leak", _leak(record)
+    token = SPECIAL_TOKEN.search("\n".join(all_texts(record)))
+    yield "special token", None if token is None else f"{token[0]!r} in its text is a special token; it is read as text."
 
 
 def _texts(record: Record) -> Iterator[str | None]:
@@ -238,13 +244,16 @@ def _unbalanced(letters: dict[str, int]) -> str | None:
 
 
 def _videos(path: str | os.PathLike) -> dict[bytes, int]:
-    """By a video's digest the first row of a set that is about it."""
-    found: dict[bytes, int] = {}
-    for row in iter_rows(path):
-        name = None if row.record is None else media_name(row.record)
+    """By a video's digest the first record of a set that is about it."""
+    videos: dict[bytes, int] = {}
+    number = 0
+    for number, record in enumerate(iter_records(path), start=1):
+        name = media_name(record)
         if name is not None:
-            found.setdefault(_digest(media_key(name)), row.number)
-    return found
+            videos.setdefault(_digest(media_key(name)), number)
+    if not number:
+        raise ValueError(f"{path} holds no record; expected another set, which should share no video with this one.")
+    return videos
 
 
 def _overlap(record: Record | None, others: dict[bytes, int], against: str | os.PathLike | None) -> str | None:

@@ -45,7 +45,13 @@ class Row:
         """The record's own id, or its video, as far as they can be read."""
         content = self.content if isinstance(self.content, Mapping) else {}
         named = (content.get(name) for name in ("id", "vision_id", "video"))
-        return next((str(name) for name in named if name is not None), None)
+        name = next((str(name) for name in named if name is not None), None)
+        return None if name is None else printable(name)
+
+
+def printable(text: str) -> str:
+    """The text with what no encoding takes written out: a file's name may be any bytes, and JSON holds half characters."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ Every reader, writer and check of `qtsplus data` works on these, and so do `qtsp
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, get_args
 
@@ -292,6 +293,18 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
     return VideoRecord(question=record.question, answer=record.answer, **shared)  # type: ignore[arg-type]
 
 
+def all_texts(record: Record) -> Iterator[str]:
+    """Every text of a record that a model may read."""
+    if isinstance(record, Caption):
+        yield record.caption
+        return
+    yield from (record.question, record.answer)
+    if isinstance(record, Choice):
+        yield from record.options.values()
+    elif isinstance(record, VideoRecord):
+        yield from (record.query or "", *(record.options or ()), *chain.from_iterable(record.earlier))
+
+
 def break_special_tokens(text: str) -> str:
     """The text with a space in each special token, so that no tokenizer takes it for one."""
     return SPECIAL_TOKEN.sub(lambda token: f"< {token[1]}>", text)
@@ -318,6 +331,7 @@ __all__ = [
     "Record",
     "VideoRecord",
     "VisionRecord",
+    "all_texts",
     "break_special_tokens",
     "explain",
     "media_name",

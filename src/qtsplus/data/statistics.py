@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .formats import iter_records
+from .formats import iter_records, printable
 from .media import media_key
 from .records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Answer, Caption, Choice, Record, VideoRecord, media_name
 
@@ -82,7 +82,8 @@ def count_set(paths: Iterable[str | os.PathLike]) -> Statistics:
             name = media_name(record)
             if name is not None:
                 videos.add(media_key(name))
-        found.files[Path(path).name] = found.files.get(Path(path).name, 0) + count
+        name = printable(Path(path).name)
+        found.files[name] = found.files.get(name, 0) + count
     if not found.records:
         raise ValueError(f"{', '.join(found.files) or 'The set'} holds no record; expected one or more.")
     found.videos = len(videos)
