@@ -15,12 +15,11 @@ import pytest
 
 from qtsplus.data.records import Caption, Choice
 from qtsplus.hub.convert import convert
-from qtsplus.synthesis.answering import WriteAnswers
 from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings
 from qtsplus.synthesis.endpoint_teacher import EndpointTeacher
 from qtsplus.synthesis.engine import Item, ItemFailed, Job, Ledger, run
 from qtsplus.synthesis.questions import WriteQuestions
-from qtsplus.synthesis.screening import Screen
+from qtsplus.synthesis.video_steps import Screen, WriteAnswers
 
 pytestmark = pytest.mark.slow
 

@@ -9,12 +9,11 @@ from PIL import Image
 
 from qtsplus import session
 from qtsplus.data.records import Choice, VideoRecord
-from qtsplus.synthesis.answering import WriteAnswers, find_fault
 from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings
 from qtsplus.synthesis.endpoint_teacher import EndpointTeacher, spread_frames
 from qtsplus.synthesis.engine import ItemFailed, Job, Ledger, RunFailed, run
 from qtsplus.synthesis.local_teacher import LocalTeacher
-from qtsplus.synthesis.screening import Screen
+from qtsplus.synthesis.video_steps import Screen, WriteAnswers, find_fault
 from qtsplus.synthesis.video_teachers import Question, read_letter, share_out
 from scripted_server import KEY, scripted_server
 

@@ -1,22 +1,26 @@
 """`qtsplus data vscq1`, `vscq2`, `vqa` and `merge`: the paper's training sets, made with teacher models."""
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from enum import Enum
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ..output import check_folder
 from .console import console, fail, one_line_errors, require_text, resumable, wrote
-from .models import load_model
+from .data import MediaRoot, filled_path
+from .models import check_model_options, check_selection, load_model
 from .options import Device, Dtype, Revision, Selection
 
 if TYPE_CHECKING:
     from ..synthesis.endpoint import Endpoint
-    from ..synthesis.engine import Job
-    from ..synthesis.progress import Price
+    from ..synthesis.engine import Price
     from ..synthesis.video_teachers import Teacher
 
 
@@ -30,241 +34,242 @@ class Send(str, Enum):
     video = "video"
 
 
-_Out = Annotated[
-    Path, typer.Option(help="The folder for the set, what was dropped, and the journal.", show_default=False)
+_Captions = Annotated[
+    Path,
+    typer.Argument(
+        help="Captions: JSONL or Parquet with vision_id and caption, or a folder of texts beside videos.",
+        parser=filled_path,
+        metavar="CAPTIONS",
+    ),
 ]
 _Questions = Annotated[
-    Path, typer.Argument(help="Single-choice questions: JSONL or Parquet with options.", show_default=False)
-]
-_MediaRoot = Annotated[
-    Path | None, typer.Option(help="The folder in which vision_id is looked for. Without it, beside the questions.")
-]
-_Endpoint = Annotated[
-    str | None, typer.Option("--endpoint", help="An OpenAI-compatible API, such as http://localhost:8000/v1.")
-]
-_Name = Annotated[str | None, typer.Option("--teacher", help="The teacher's name at the endpoint.")]
-_Local = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help="A folder or Hub id of a teacher that runs here, in place of an endpoint: QTSplus or stock."
+    Path,
+    typer.Argument(
+        help="Single-choice questions: JSONL or Parquet with options.", parser=filled_path, metavar="QUESTIONS"
     ),
 ]
-_KeyVariable = Annotated[str, typer.Option("--api-key-env", help="The environment variable with the API key.")]
-_KeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="A file with the API key, instead.")]
-_Temperature = Annotated[float, typer.Option(help="Of the teacher's sampling.")]
-_Timeout = Annotated[float, typer.Option(help="Seconds until an answer must be whole.")]
-_PerMinute = Annotated[float | None, typer.Option(help="Send at most this many requests per minute.")]
-_Body = Annotated[
-    str | None,
-    typer.Option(
-        help='JSON for every request, such as \'{"chat_template_kwargs": {"enable_thinking": false}}\'.',
-    ),
+_Shards = Annotated[
+    Path,
+    typer.Argument(help="The --out of the shards, which holds their folders.", parser=filled_path, metavar="DIR"),
 ]
-_Concurrency = Annotated[int, typer.Option(help="How many items are worked on at a time.", min=1)]
-_Batch = Annotated[int, typer.Option(help="How many questions a teacher that runs here reads at a time.", min=1)]
-_Shard = Annotated[
-    str | None, typer.Option(help="Only this part, such as 2/8 for the second of eight machines; then `data merge`.")
+_Out = Annotated[
+    Path,
+    typer.Option(help="The folder for the set, what was dropped, and the journal.", parser=filled_path, metavar="DIR"),
 ]
-_Ray = Annotated[
-    str | None,
-    typer.Option(
-        help="Spread the requests over the machines of a Ray cluster: its address, auto for the one that this machine "
-        "belongs to, or local for one of this machine alone.",
-    ),
-]
-_Limit = Annotated[int | None, typer.Option(help="Only the first items, to see what they cost.", min=1)]
-_Retry = Annotated[bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")]
 _PriceIn = Annotated[float | None, typer.Option(help="Price of a million tokens that the teacher reads.", min=0)]
 _PriceOut = Annotated[float | None, typer.Option(help="Price of a million tokens that the teacher writes.", min=0)]
-_Fps = Annotated[
-    float | None,
-    typer.Option(
-        help="For a teacher that runs here and records without a rate. For a file: how many frames to look at per "
-        "second. For a folder: how many frames it has per second."
-    ),
-]
-_Scoring = Annotated[
-    Scoring | None,
-    typer.Option(
-        help="Choose by the log-probability of the letters, or by the letter that is said. Without it, logprob for a "
-        "teacher that runs here and letter for an endpoint."
-    ),
-]
-_Send = Annotated[Send, typer.Option(help="What an endpoint is sent: frames as images, or the video file.")]
-_Frames = Annotated[int, typer.Option(help="How many frames of a video an endpoint is sent.", min=1)]
-_Side = Annotated[int, typer.Option(help="The longest side of such a frame in pixels.", min=28)]
-_KEY_VARIABLE = "OPENAI_API_KEY"
 
 
-def vscq1(
-    captions: Annotated[
-        Path,
-        typer.Argument(
-            help="Captions: JSONL or Parquet with vision_id and caption, or a folder of texts beside videos.",
-            show_default=False,
+@dataclass(frozen=True)
+class _Run:
+    """How much is made, where, and at which price; options of every command."""
+
+    shard: Annotated[
+        str | None,
+        typer.Option(help="Only this part, such as 2/8 for the second of eight machines; then `data merge`."),
+    ] = None
+    limit: Annotated[
+        int | None, typer.Option(help="Only the first items, to see what they cost.", min=1, max=2**40)
+    ] = None
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")] = (
+        False
+    )
+    price_in: _PriceIn = None
+    price_out: _PriceOut = None
+
+    def settings(self) -> dict[str, Any]:
+        """As `engine.run` takes them."""
+        from ..synthesis.engine import Shard
+
+        price = _price(self.price_in, self.price_out)
+        shard = None if self.shard is None else Shard.parse(self.shard)
+        return {"shard": shard, "limit": self.limit, "retry_failed": self.retry_failed, "price": price}
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A teacher behind an endpoint; options of every command."""
+
+    endpoint: Annotated[
+        str | None, typer.Option(help="An OpenAI-compatible API, such as http://localhost:8000/v1.")
+    ] = None
+    teacher: Annotated[str | None, typer.Option(help="The teacher's name at the endpoint.")] = None
+    api_key_env: Annotated[
+        str | None, typer.Option(help="The environment variable with the API key. Without it, OPENAI_API_KEY if set.")
+    ] = None
+    timeout: Annotated[float | None, typer.Option(help="Seconds until a reply must be whole. Without it, 300.")] = None
+    extra_body: Annotated[
+        str | None,
+        typer.Option(
+            help='JSON for every request, such as \'{"temperature": 0.2, "chat_template_kwargs": {"enable_thinking": '
+            "false}}'."
         ),
-    ],
+    ] = None
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="How many items are worked on at a time. Without it, 64.", min=1, max=4096),
+    ] = None
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Spread the requests over the machines of a Ray cluster: its address, auto for the one that this "
+            "machine belongs to, or local for one of this machine alone."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """What an endpoint is sent of a video."""
+
+    send: Annotated[Send | None, typer.Option(help="Frames as images, or the video file. Without it, frames.")] = None
+    frames: Annotated[
+        int | None, typer.Option(help="How many frames an endpoint is sent. Without it, 16.", min=1, max=4096)
+    ] = None
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A video teacher that runs here."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(help="A teacher that runs here, in place of an endpoint: a folder or Hub id, QTSplus or stock."),
+    ] = None
+    revision: Revision = None
+    selection: Selection = None
+    device: Device = None
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights. Without it, auto.")] = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="How many questions it reads at a time. Without it, 16.", min=1, max=4096),
+    ] = None
+    fps: Annotated[
+        float | None,
+        typer.Option(
+            help="For records without a rate. For a file: how many frames to look at per second. For a folder: how "
+            "many frames it has per second."
+        ),
+    ] = None
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of the dataclasses among its parameters as options of its own, for typer."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if kind in (_Run, _Server, _Sight, _Local)}
+    own = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(command).parameters.items()
+        if name not in groups
+    ]
+    shared = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for group in groups.values()
+        for field in fields(group)
+    ]
+
+    @wraps(command)
+    def run(**options: Any) -> None:
+        filled = {
+            name: group(**{field.name: options.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        with _one_line():
+            # Before a teacher is loaded, which takes minutes.
+            check_folder(options["out"])
+            filled["run"].settings()
+            command(**options, **filled)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + shared
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+@_with_options
+def vscq1(
+    captions: _Captions,
     out: _Out,
-    endpoint: _Endpoint = None,
-    teacher: _Name = None,
+    server: _Server,
+    run: _Run,
     per_caption: Annotated[int, typer.Option(help="Questions of each caption, each of another type.")] = 3,
-    rounds: Annotated[int, typer.Option(help="How often a reply that cannot be used is asked for, in all.")] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Of a reply.", min=1)] = 2048,
-    temperature: _Temperature = 0.7,
-    api_key_env: _KeyVariable = _KEY_VARIABLE,
-    api_key_file: _KeyFile = None,
-    timeout: _Timeout = 300.0,
-    requests_per_minute: _PerMinute = None,
-    extra_body: _Body = None,
-    concurrency: _Concurrency = 64,
-    shard: _Shard = None,
-    ray: _Ray = None,
-    limit: _Limit = None,
-    retry_failed: _Retry = False,
-    price_in: _PriceIn = None,
-    price_out: _PriceOut = None,
 ) -> None:
     """Make QTS-VSCQ1: single-choice questions that a language model writes about captions."""
-    with _making():
-        from ..data.formats import iter_captions
-        from ..synthesis.engine import Job
-        from ..synthesis.questions import WriteQuestions
+    from ..data.formats import iter_captions
+    from ..synthesis.questions import WriteQuestions
 
-        asked = _open_endpoint(
-            endpoint, teacher, api_key_env, api_key_file, temperature, timeout, requests_per_minute, extra_body, ray
-        )
-        step = WriteQuestions(asked, per_caption, rounds, max_tokens)
-        job = Job("vscq1", lambda: iter_captions(captions), step, asked, step.settings())
-        _run(job, out, concurrency, shard, limit, retry_failed, _price(price_in, price_out), ray)
+    endpoint = _open(server, temperature=0.7)
+    step = WriteQuestions(endpoint, per_caption)
+    _make("vscq1", lambda: iter_captions(captions), step, endpoint, out, server, run)
 
 
+@_with_options
 def vscq2(
     questions: _Questions,
     out: _Out,
-    media_root: _MediaRoot = None,
-    endpoint: _Endpoint = None,
-    teacher: _Name = None,
-    model: _Local = None,
-    revision: Revision = None,
-    scoring: _Scoring = None,
+    server: _Server,
+    sight: _Sight,
+    local: _Local,
+    run: _Run,
+    media_root: MediaRoot = None,
+    scoring: Annotated[
+        Scoring | None,
+        typer.Option(
+            help="Choose by the log-probability of the letters, or by the letter that is said. Without it, logprob "
+            "for a teacher that runs here and letter for an endpoint."
+        ),
+    ] = None,
     drop_guessable: Annotated[
         bool, typer.Option("--drop-guessable", help="Also drop what the teacher answers right without the video.")
     ] = False,
-    send: _Send = Send.frames,
-    frames: _Frames = 16,
-    longest_side: _Side = 640,
-    fps: _Fps = None,
-    selection: Selection = None,
-    device: Device = None,
-    dtype: Dtype = Dtype.auto,
-    batch_size: _Batch = 16,
-    temperature: _Temperature = 0.0,
-    api_key_env: _KeyVariable = _KEY_VARIABLE,
-    api_key_file: _KeyFile = None,
-    timeout: _Timeout = 300.0,
-    requests_per_minute: _PerMinute = None,
-    extra_body: _Body = None,
-    concurrency: _Concurrency = 64,
-    shard: _Shard = None,
-    ray: _Ray = None,
-    limit: _Limit = None,
-    retry_failed: _Retry = False,
-    price_in: _PriceIn = None,
-    price_out: _PriceOut = None,
 ) -> None:
     """Make QTS-VSCQ2: keep the questions that a video teacher answers right. The others go to dropped.jsonl."""
-    with _making():
-        from ..synthesis.engine import Job
-        from ..synthesis.screening import Screen
+    from ..synthesis.video_steps import Screen
 
-        chosen: Teacher
-        if model is None:
-            asked = _open_endpoint(
-                endpoint, teacher, api_key_env, api_key_file, temperature, timeout, requests_per_minute, extra_body, ray
-            )
-            chosen = _endpoint_teacher(asked, send, frames, longest_side, scoring, max_tokens=64)
-        else:
-            _only_local(endpoint, teacher, ray)
-            chosen = _local_teacher(model, revision, device, dtype, batch_size, scoring, selection, fps, max_tokens=16)
-            concurrency = 2 * batch_size
-        step = Screen(chosen, _finder(questions, media_root), drop_guessable)
-        job = Job("vscq2", lambda: _choices(questions), step, chosen, step.settings())
-        _run(job, out, concurrency, shard, limit, retry_failed, _price(price_in, price_out), ray)
+    find = _finder(questions, media_root)
+    teacher = _video_teacher(server, sight, local, scoring, max_tokens=64)
+    step = Screen(teacher, find, drop_guessable)
+    _make("vscq2", lambda: _choices(questions), step, teacher, out, server, run, local)
 
 
+@_with_options
 def vqa(
     questions: _Questions,
     out: _Out,
-    media_root: _MediaRoot = None,
-    endpoint: _Endpoint = None,
-    teacher: _Name = None,
-    model: _Local = None,
-    revision: Revision = None,
-    fewest_words: Annotated[int, typer.Option(help="Drop shorter answers.")] = 1,
-    most_words: Annotated[int, typer.Option(help="Drop longer answers.")] = 80,
-    max_tokens: Annotated[int, typer.Option(help="Of an answer; what is cut off is dropped.", min=1)] = 128,
-    send: _Send = Send.frames,
-    frames: _Frames = 16,
-    longest_side: _Side = 640,
-    fps: _Fps = None,
-    selection: Selection = None,
-    device: Device = None,
-    dtype: Dtype = Dtype.auto,
-    batch_size: _Batch = 16,
-    temperature: _Temperature = 0.0,
-    api_key_env: _KeyVariable = _KEY_VARIABLE,
-    api_key_file: _KeyFile = None,
-    timeout: _Timeout = 300.0,
-    requests_per_minute: _PerMinute = None,
-    extra_body: _Body = None,
-    concurrency: _Concurrency = 64,
-    shard: _Shard = None,
-    ray: _Ray = None,
-    limit: _Limit = None,
-    retry_failed: _Retry = False,
-    price_in: _PriceIn = None,
-    price_out: _PriceOut = None,
+    server: _Server,
+    sight: _Sight,
+    local: _Local,
+    run: _Run,
+    media_root: MediaRoot = None,
 ) -> None:
     """Make QTS-VQA: a video teacher's answers in words to the questions that were kept."""
-    with _making():
-        from ..synthesis.answering import WriteAnswers
-        from ..synthesis.engine import Job
+    from ..synthesis.video_steps import WriteAnswers
 
-        chosen: Teacher
-        if model is None:
-            asked = _open_endpoint(
-                endpoint, teacher, api_key_env, api_key_file, temperature, timeout, requests_per_minute, extra_body, ray
-            )
-            chosen = _endpoint_teacher(asked, send, frames, longest_side, Scoring.letter, max_tokens)
-        else:
-            _only_local(endpoint, teacher, ray)
-            letter = Scoring.letter
-            chosen = _local_teacher(model, revision, device, dtype, batch_size, letter, selection, fps, max_tokens)
-            concurrency = 2 * batch_size
-        step = WriteAnswers(chosen, _finder(questions, media_root), fewest_words, most_words)
-        job = Job("vqa", lambda: _choices(questions), step, chosen, step.settings())
-        _run(job, out, concurrency, shard, limit, retry_failed, _price(price_in, price_out), ray)
+    find = _finder(questions, media_root)
+    teacher = _video_teacher(server, sight, local, Scoring.letter, max_tokens=128)
+    step = WriteAnswers(teacher, find)
+    _make("vqa", lambda: _choices(questions), step, teacher, out, server, run, local)
 
 
-def merge(
-    out: Annotated[
-        Path, typer.Argument(help="The --out of the shards, which holds their folders.", show_default=False)
-    ],
-    price_in: _PriceIn = None,
-    price_out: _PriceOut = None,
-) -> None:
+def merge(out: _Shards, price_in: _PriceIn = None, price_out: _PriceOut = None) -> None:
     """Put the shards of several machines together, in the order of the input."""
-    with one_line_errors():
+    with _one_line():
         from ..synthesis.engine import merge as merge_shards
 
         _report(merge_shards(out, _price(price_in, price_out)))
 
 
 @contextmanager
-def _making() -> Iterator[None]:
+def _one_line() -> Iterator[None]:
+    """Ends a command in one line: for bad input with exit code 2, for a run of which nothing came with 1."""
+    from ..synthesis.engine import RunFailed
+
     with one_line_errors(), resumable():
         try:
             yield
+        except RunFailed as error:
+            typer.echo(f"qtsplus: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(1) from None
         except ImportError as error:
             package = (error.name or "").partition(".")[0]
             extra = {"openai": "data", "tenacity": "data", "ray": "ray"}.get(package)
@@ -273,23 +278,30 @@ def _making() -> Iterator[None]:
             fail(f"the package {package} is not installed: pip install 'qtsplus[{extra}]'")
 
 
-def _run(
-    job: "Job",
+def _make(
+    name: str,
+    read: Callable[[], Iterator[Any]],
+    step: Any,
+    teacher: Any,
     out: Path,
-    concurrency: int,
-    shard: str | None,
-    limit: int | None,
-    retry_failed: bool,
-    price: "Price | None",
-    ray: str | None,
+    server: _Server,
+    run: _Run,
+    local: _Local | None = None,
 ) -> None:
-    from ..synthesis.engine import Shard, run
+    from ..synthesis.engine import Job
+    from ..synthesis.engine import run as run_job
     from ..synthesis.ray_runner import RayRunner
 
-    part = None if shard is None else Shard.parse(shard)
-    settings: dict[str, Any] = {"shard": part, "limit": limit, "retry_failed": retry_failed, "price": price}
-    runner = None if ray is None else RayRunner(ray)
-    _report(run(job, out, concurrency=concurrency, progress=True, runner=runner, **settings))
+    is_local = local is not None and local.model is not None
+    kept = run_job(
+        Job(name, read, step, teacher, step.settings()),
+        out,
+        concurrency=2 * teacher.batch_size if is_local else server.concurrency or 64,
+        progress=True,
+        runner=None if server.ray is None else RayRunner(server.ray),
+        **run.settings(),
+    )
+    _report(kept)
 
 
 def _report(kept: Path) -> None:
@@ -306,39 +318,26 @@ def _report(kept: Path) -> None:
 
 
 def _price(price_in: float | None, price_out: float | None) -> "Price | None":
-    from ..synthesis.progress import Price
+    from ..synthesis.engine import Price
 
     if (price_in is None) != (price_out is None):
         fail("a cost needs both --price-in and --price-out")
     return None if price_in is None or price_out is None else Price(price_in, price_out)
 
 
-def _open_endpoint(
-    endpoint: str | None,
-    teacher: str | None,
-    variable: str,
-    file: Path | None,
-    temperature: float,
-    timeout: float,
-    requests_per_minute: float | None,
-    extra_body: str | None,
-    ray: str | None,
-) -> "Endpoint":
-    require_text(endpoint=endpoint, teacher=teacher, ray=ray)
-    if ray is not None and requests_per_minute is not None:
-        fail("--requests-per-minute counts in one process; with --ray, bound the requests by --concurrency")
-    if endpoint is None or teacher is None:
+def _open(server: _Server, temperature: float = 0.0) -> "Endpoint":
+    require_text(endpoint=server.endpoint, teacher=server.teacher, ray=server.ray, api_key_env=server.api_key_env)
+    if server.endpoint is None or server.teacher is None:
         fail("no teacher: give --endpoint URL and --teacher NAME")
     from ..synthesis.endpoint import Endpoint, EndpointSettings, read_key
 
     settings = EndpointSettings(
-        endpoint,
-        teacher,
-        read_key(variable, file),
-        timeout=timeout,
-        requests_per_minute=requests_per_minute,
+        server.endpoint,
+        server.teacher,
+        read_key(server.api_key_env),
+        timeout=300.0 if server.timeout is None else server.timeout,
         temperature=temperature,
-        extra_body=_json_object(extra_body),
+        extra_body=_json_object(server.extra_body),
     )
     return Endpoint(settings)
 
@@ -347,57 +346,57 @@ def _json_object(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise ValueError(f"--extra-body is {text[:80]!r}; expected a JSON object.")
-    return found
+    return value
 
 
-def _only_local(endpoint: str | None, teacher: str | None, ray: str | None) -> None:
-    if endpoint is not None or teacher is not None:
-        fail("--model is a teacher that runs here; leave out --endpoint and --teacher")
-    if ray is not None:
-        fail("--ray spreads requests to an endpoint; for a teacher that runs here, give each machine its --shard")
-
-
-def _endpoint_teacher(
-    endpoint: "Endpoint", send: Send, frames: int, longest_side: int, scoring: Scoring | None, max_tokens: int
+def _video_teacher(
+    server: _Server, sight: _Sight, local: _Local, scoring: Scoring | None, max_tokens: int
 ) -> "Teacher":
+    if local.model is not None:
+        _refuse(server, "--model is a teacher that runs here")
+        _refuse(sight, "--model is a teacher that runs here")
+        return _local_teacher(local.model, local, scoring, max_tokens)
+    _refuse(local, "it is about a teacher that runs here, with --model")
     from ..synthesis.endpoint_teacher import EndpointTeacher
 
-    chosen = scoring or Scoring.letter
-    return EndpointTeacher(endpoint, send.value, frames, longest_side, chosen.value, max_tokens)
+    send, frames = (sight.send or Send.frames).value, sight.frames
+    if frames is not None and send == "video":
+        fail("--frames has no effect with --send video; leave it out")
+    return EndpointTeacher(
+        _open(server), send, frames or 16, scoring=(scoring or Scoring.letter).value, max_tokens=max_tokens
+    )
 
 
-def _local_teacher(
-    model: str,
-    revision: str | None,
-    device: str | None,
-    dtype: Dtype,
-    batch_size: int,
-    scoring: Scoring | None,
-    selection: str | None,
-    fps: float | None,
-    max_tokens: int,
-) -> "Teacher":
+def _refuse(options: _Server | _Sight | _Local, reason: str) -> None:
+    """Ends the command for an option that would have no effect."""
+    for field in fields(options):
+        if getattr(options, field.name) is not None:
+            fail(f"--{field.name.replace('_', '-')} has no effect here: {reason}; leave it out")
+
+
+def _local_teacher(model: str, local: _Local, scoring: Scoring | None, max_tokens: int) -> "Teacher":
+    check_model_options(model, local.revision, local.device)
+    check_selection(local.selection)
     from ..backbones import OURS
-    from ..methods_qtsplus import METHODS
     from ..synthesis.local_teacher import LocalTeacher, load_stock
     from ..training.models import model_type
 
-    require_text(model=model, revision=revision, device=device)
-    if selection is not None and selection not in METHODS:
-        fail(f"--selection is {selection!r}; expected one of {', '.join(METHODS)}")
+    dtype = (local.dtype or Dtype.auto).value
     if model_type(model).endswith(OURS):
-        loaded, processor = load_model(model, revision, device, dtype.value)
+        loaded, processor = load_model(model, local.revision, local.device, dtype)
     else:
-        if revision is not None or selection is not None:
+        if local.revision is not None or local.selection is not None:
             fail("--revision and --selection are about a QTSplus model; this one is stock, and reads all tokens")
-        loaded, processor = load_stock(model, device, dtype.value)
-    chosen = scoring or Scoring.logprob
-    return LocalTeacher(loaded, processor, model, batch_size, chosen.value, max_tokens, selection, fps)
+        loaded, processor = load_stock(model, local.device, dtype)
+    chosen = (scoring or Scoring.logprob).value
+    return LocalTeacher(
+        loaded, processor, model, local.batch_size or 16, chosen, max_tokens, local.selection, local.fps
+    )
 
 
 def _choices(path: Path) -> Iterator[Any]:
@@ -411,10 +410,12 @@ def _choices(path: Path) -> Iterator[Any]:
 
 
 def _finder(path: Path, media_root: Path | None) -> Callable[[str], str]:
+    """Where a question's video lies; ends the command where the first row is no question."""
     from ..data.formats import media_folder
     from ..data.media import find_media
 
     if media_root is not None and not media_root.is_dir():
         raise ValueError(f"There is no folder {media_root}; expected the one that the videos lie in.")
     root = media_folder(path, media_root)
+    next(_choices(path), None)
     return lambda name: find_media(name, root)

@@ -109,7 +109,9 @@ def check_set(
                 reasons = [("schema", row.problem)] if row.record is None else list(_reasons(row.record, row, seen))
                 reasons.append(("media", None if place is None else videos[place]))
                 reasons.append(("overlap", _overlap(row.record, others, against)))
-                result.bad += [BadRow(row.number, row.id, check, printable(reason)) for check, reason in reasons if reason]
+                result.bad += [
+                    BadRow(row.number, row.id, check, printable(reason)) for check, reason in reasons if reason
+                ]
                 answers.update(_letter(row.record))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -157,7 +159,10 @@ def _reasons(record: Record, row: Row, seen: _Seen) -> Iterator[tuple[str, str |
     yield "duplicate", None if earlier is None else f"row {earlier} has the same {same} about the same video."
     yield "leak", _leak(record)
     token = SPECIAL_TOKEN.search("\n".join(all_texts(record)))
-    yield "special token", None if token is None else f"{token[0]!r} in its text is a special token; it is read as text."
+    yield (
+        "special token",
+        None if token is None else f"{token[0]!r} in its text is a special token; it is read as text.",
+    )
 
 
 def _texts(record: Record) -> Iterator[str | None]:

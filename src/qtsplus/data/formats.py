@@ -50,7 +50,7 @@ class Row:
 
 
 def printable(text: str) -> str:
-    """The text with what no encoding takes written out: a file's name may be any bytes, and JSON holds half characters."""
+    """The text with what UTF-8 has no place for written out: the name of a file may be any bytes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,8 +1,8 @@
-"""QTS-VQA: free answers of a video teacher to kept questions; what is cut off, too long or repetitive stays out."""
+"""QTS-VSCQ2 and QTS-VQA: what is asked about videos, and which of the questions and answers are kept."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..data.records import Answer, Choice
@@ -15,6 +15,45 @@ _SIGNS = "\u3040-\u30ff\u3400-\u9fff"
 _WORD = re.compile(rf"[{_SIGNS}]|[^\W{_SIGNS}]+")
 _RUN = 4  # words that stand together
 _LEAST_NEW = 0.6  # of the runs of an answer
+
+
+@dataclass(frozen=True)
+class Screen:
+    """
+    The step from a [`Choice`] to one that the teacher has confirmed.
+
+    What it answers wrong is dropped as "wrong", a reply without a letter as "no letter", and, with `drop_guessable`,
+    what it answers right without the video as "guessable". By luck alone that is one question in four.
+
+    Args:
+        teacher: sees the videos.
+        find: where a video lies, by its `vision_id`.
+        drop_guessable: ask a second time, without the video.
+    """
+
+    teacher: Teacher
+    find: Callable[[str], str]
+    drop_guessable: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides the verdicts beside the questions."""
+        return {**self.teacher.settings(), "drop_guessable": self.drop_guessable}
+
+    async def __call__(self, item: Item, ledger: Ledger) -> Result:
+        choice: Choice = item.record
+        video = self.find(choice.vision_id)
+        question = Question(choice.prompt(), choice.question, video, choice.fps, item.seed)
+        seen = await self.teacher.choose(question, ledger)
+        dropped = {**choice.row(), "seen": seen.row()}
+        if seen.letter is None:
+            return Result(dropped=[{**dropped, "reason": "no letter"}])
+        if seen.letter != choice.answer:
+            return Result(dropped=[{**dropped, "reason": f"wrong: {seen.letter} for {choice.answer}"}])
+        if self.drop_guessable:
+            guessed = await self.teacher.choose(replace(question, video=None), ledger)
+            if guessed.letter == choice.answer:
+                return Result(dropped=[{**dropped, "guessed": guessed.row(), "reason": "guessable"}])
+        return Result(kept=[choice.row()])
 
 
 @dataclass(frozen=True)
@@ -71,4 +110,4 @@ def find_fault(text: str, fewest_words: int, most_words: int) -> str | None:
     return None
 
 
-__all__ = ["WriteAnswers", "find_fault"]
+__all__ = ["Screen", "WriteAnswers", "find_fault"]
