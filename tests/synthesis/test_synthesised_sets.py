@@ -166,7 +166,6 @@ THERE = [*VQA, *SERVER]
         ),
         ([*THERE, "--batch-size", "4"], "--batch-size has no effect here"),
         ([*THERE, "--revision", "main"], "--revision has no effect here"),
-        ([*THERE, "--send", "video", "--frames", "3"], "--frames has no effect with --send video"),
         ([*THERE, "--media-root", "nowhere"], "no folder"),
         ([*THERE, "--media-root", ""], "the path is empty"),
         (["merge", "."], "There is no shard"),

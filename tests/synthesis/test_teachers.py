@@ -129,20 +129,6 @@ def test_a_server_without_logprobs_is_named(tmp_path, tiny_mp4, behaviour, reaso
         screen(tmp_path / "out", records, endpoint_teacher(url, scoring="logprob"), lambda name: str(tiny_mp4))
 
 
-def test_a_video_is_sent_whole(tmp_path, tiny_mp4):
-    with scripted_server(tmp_path) as (url, log):
-        screen(tmp_path / "out", [choice("Sent?")], endpoint_teacher(url, send="video"), lambda name: str(tiny_mp4))
-        (request,) = rows(log)
-    assert request["media"] == {"video_url": 1, "text": 1}
-
-
-def test_a_folder_cannot_be_sent_as_a_video(tmp_path):
-    with scripted_server(tmp_path) as (url, log), pytest.raises(RunFailed, match="All 1 items failed"):
-        screen(tmp_path / "out", [choice("Sent?")], endpoint_teacher(url, send="video"), lambda name: str(tmp_path))
-    assert not (tmp_path / "out" / "vscq2.jsonl").exists()
-    assert "is a folder of frames: send it as frames" in (tmp_path / "out" / "failed.jsonl").read_text()
-
-
 def test_frames_are_spread(tmp_path, tiny_mp4):
     assert spread_frames(str(tiny_mp4), 5).shape == (5, 112, 112, 3)
     for index in range(7):

@@ -4,13 +4,13 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from .console import console, fail, one_line_errors, require_text, wrote
-from .options import AsJson, Overwrite
+from ..output import check_output
+from .console import fail, one_line_errors, require_text, wrote
+from .options import AsJson
 
 if TYPE_CHECKING:
     from ..data.check import Checked
@@ -100,10 +100,10 @@ def _print_check(found: "Checked") -> None:
 
 @data_app.command()
 def stats(
-    path: Annotated[Path, typer.Argument(help="A set, or a folder with the files of one.", show_default=False)],
-    card: Annotated[
-        bool, typer.Option("--card", help="Write README.md and statistics.png into the folder, for the Hub.")
-    ] = False,
+    path: Annotated[
+        Path, typer.Argument(help="A set, or a folder with the files of one.", parser=filled_path, metavar="SET")
+    ],
+    card: Annotated[bool, typer.Option("--card", help="Write README.md into the folder, for the Hub.")] = False,
     name: Annotated[str | None, typer.Option(help="For the card: what the set is called.")] = None,
     license: Annotated[str | None, typer.Option(help="For the card: the licence, such as cc-by-4.0.")] = None,
     source: Annotated[
@@ -123,41 +123,12 @@ def stats(
         from ..hub import dataset_folder
 
         if card:
-            written, found = dataset_folder.write_card(path, name, license, sources=source or (), overwrite=overwrite)
+            written, counted = dataset_folder.write_card(path, name, license, sources=source or (), overwrite=overwrite)
         else:
-            found = count_set(dataset_folder.set_files(path) if os.path.isdir(path) else [path])
-    if as_json:
-        print(json.dumps(found.as_dict()))
-        return
-    _print_statistics(found.as_dict())
-    if card:
+            counted = count_set(dataset_folder.set_files(path) if os.path.isdir(path) else [path])
+    print(json.dumps(counted.as_dict()) if as_json else "\n".join(counted.lines()).rstrip())
+    if card and not as_json:
         wrote(written)
-
-
-def _print_statistics(told: dict[str, Any]) -> None:
-    for title, counts in (
-        ("file", told["files"]),
-        ("records", told["kinds"]),
-        ("type", told["types"]),
-        ("difficulty", told["difficulties"]),
-        ("right answer", told["letters"]),
-    ):
-        if counts:
-            table = Table(title, "number", "share")
-            total = sum(counts.values())
-            for key, count in counts.items():
-                table.add_row(key, f"{count:,}", f"{count / total:.1%}")
-            console.print(table)
-    table = Table("text", "number", "mean words", "median", "95th percentile", "most")
-    for text, row in told["words"].items():
-        cells = (row["median"], row["p95"], row["most"])
-        table.add_row(text, f"{row['texts']:,}", f"{row['mean']:.1f}", *map(str, cells))
-    console.print(table)
-    choices = sum(told["letters"].values())
-    if choices:
-        share = told["longest_is_right"] / choices
-        console.print(f"The right option is the longest in {share:.1%} of the items; by chance in 25%.")
-    console.print(f"{told['records']:,} records about {told['videos']:,} videos.", highlight=False)
 
 
 @data_app.command()
@@ -165,20 +136,13 @@ def convert(
     path: SetFile,
     out: Annotated[
         Path,
-        typer.Argument(
-            help="A name that ends in .jsonl, .json or .parquet, or a folder for captions.", show_default=False
-        ),
+        typer.Argument(help="A name that ends in .jsonl, .json or .parquet.", parser=filled_path, metavar="OUT"),
     ],
-    layout: Annotated[
-        str, typer.Option(help="The rows: qtsplus, reference (that of the paper's code) or llava (LLaVA-Video).")
-    ] = "qtsplus",
-    overwrite: Overwrite = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a set in another format."""
-    if os.path.isfile(out) and not overwrite:
-        fail(f"{out} is there already; give --overwrite to replace it")
     with one_line_errors():
         from ..data.formats import iter_records, write_records
 
-        count = write_records(out, iter_records(path), layout)
+        count = write_records(check_output(out, overwrite), iter_records(path))
     wrote(f"{out} ({count} records)")

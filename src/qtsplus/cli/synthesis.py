@@ -29,11 +29,6 @@ class Scoring(str, Enum):
     letter = "letter"
 
 
-class Send(str, Enum):
-    frames = "frames"
-    video = "video"
-
-
 _Captions = Annotated[
     Path,
     typer.Argument(
@@ -55,6 +50,9 @@ _Shards = Annotated[
 _Out = Annotated[
     Path,
     typer.Option(help="The folder for the set, what was dropped, and the journal.", parser=filled_path, metavar="DIR"),
+]
+_Frames = Annotated[
+    int | None, typer.Option(help="How many frames an endpoint is sent. Without it, 16.", min=1, max=4096)
 ]
 _PriceIn = Annotated[float | None, typer.Option(help="Price of a million tokens that the teacher reads.", min=0)]
 _PriceOut = Annotated[float | None, typer.Option(help="Price of a million tokens that the teacher writes.", min=0)]
@@ -119,16 +117,6 @@ class _Server:
 
 
 @dataclass(frozen=True)
-class _Sight:
-    """What an endpoint is sent of a video."""
-
-    send: Annotated[Send | None, typer.Option(help="Frames as images, or the video file. Without it, frames.")] = None
-    frames: Annotated[
-        int | None, typer.Option(help="How many frames an endpoint is sent. Without it, 16.", min=1, max=4096)
-    ] = None
-
-
-@dataclass(frozen=True)
 class _Local:
     """A video teacher that runs here."""
 
@@ -156,7 +144,7 @@ class _Local:
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the fields of the dataclasses among its parameters as options of its own, for typer."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if kind in (_Run, _Server, _Sight, _Local)}
+    groups = {name: kind for name, kind in hints.items() if kind in (_Run, _Server, _Local)}
     own = [
         parameter.replace(annotation=hints[name])
         for name, parameter in inspect.signature(command).parameters.items()
@@ -208,10 +196,10 @@ def vscq2(
     questions: _Questions,
     out: _Out,
     server: _Server,
-    sight: _Sight,
     local: _Local,
     run: _Run,
     media_root: MediaRoot = None,
+    frames: _Frames = None,
     scoring: Annotated[
         Scoring | None,
         typer.Option(
@@ -227,7 +215,7 @@ def vscq2(
     from ..synthesis.video_steps import Screen
 
     find = _finder(questions, media_root)
-    teacher = _video_teacher(server, sight, local, scoring, max_tokens=64)
+    teacher = _video_teacher(server, local, frames, scoring, max_tokens=64)
     step = Screen(teacher, find, drop_guessable)
     _make("vscq2", lambda: _choices(questions), step, teacher, out, server, run, local)
 
@@ -237,16 +225,16 @@ def vqa(
     questions: _Questions,
     out: _Out,
     server: _Server,
-    sight: _Sight,
     local: _Local,
     run: _Run,
     media_root: MediaRoot = None,
+    frames: _Frames = None,
 ) -> None:
     """Make QTS-VQA: a video teacher's answers in words to the questions that were kept."""
     from ..synthesis.video_steps import WriteAnswers
 
     find = _finder(questions, media_root)
-    teacher = _video_teacher(server, sight, local, Scoring.letter, max_tokens=128)
+    teacher = _video_teacher(server, local, frames, Scoring.letter, max_tokens=128)
     step = WriteAnswers(teacher, find)
     _make("vqa", lambda: _choices(questions), step, teacher, out, server, run, local)
 
@@ -355,24 +343,21 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
 
 def _video_teacher(
-    server: _Server, sight: _Sight, local: _Local, scoring: Scoring | None, max_tokens: int
+    server: _Server, local: _Local, frames: int | None, scoring: Scoring | None, max_tokens: int
 ) -> "Teacher":
     if local.model is not None:
         _refuse(server, "--model is a teacher that runs here")
-        _refuse(sight, "--model is a teacher that runs here")
+        if frames is not None:
+            fail("--frames has no effect here: --model is a teacher that runs here; leave it out")
         return _local_teacher(local.model, local, scoring, max_tokens)
     _refuse(local, "it is about a teacher that runs here, with --model")
     from ..synthesis.endpoint_teacher import EndpointTeacher
 
-    send, frames = (sight.send or Send.frames).value, sight.frames
-    if frames is not None and send == "video":
-        fail("--frames has no effect with --send video; leave it out")
-    return EndpointTeacher(
-        _open(server), send, frames or 16, scoring=(scoring or Scoring.letter).value, max_tokens=max_tokens
-    )
+    chosen = (scoring or Scoring.letter).value
+    return EndpointTeacher(_open(server), frames or 16, scoring=chosen, max_tokens=max_tokens)
 
 
-def _refuse(options: _Server | _Sight | _Local, reason: str) -> None:
+def _refuse(options: _Server | _Local, reason: str) -> None:
     """Ends the command for an option that would have no effect."""
     for field in fields(options):
         if getattr(options, field.name) is not None:

@@ -6,19 +6,18 @@ Readers stream: what they hold does not grow with the file.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from ..output import whole_file
 from ..settings import show
 from . import parquet
 from .media import VIDEO_SUFFIXES, find_media, is_frame_folder
-from .records import Answer, Caption, Choice, Record, VideoRecord, media_name, parse_record, to_video_record
+from .records import Caption, Record, VideoRecord, media_name, parse_record, to_video_record
 
 LARGEST_ITEM = 2**26  # characters of one item of a JSON array
-DESCRIBE = "Describe the video."
 
 _PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:image|video)>")
 
@@ -52,11 +51,6 @@ class Row:
 def printable(text: str) -> str:
     """The text with what UTF-8 has no place for written out: the name of a file may be any bytes."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Reading
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
@@ -281,118 +275,37 @@ def _from_llava(row: Mapping[str, Any]) -> VideoRecord:
     return record
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Writing
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def write_records(path: str | os.PathLike, records: Iterable[Record], layout: str = "qtsplus") -> int:
+def write_records(path: str | os.PathLike, records: Iterable[Record]) -> int:
     """
     Writes a set, which appears whole or not at all.
 
     Args:
-        path: a name that ends in .jsonl, .json (one array) or .parquet (one kind of record); or, for captions, a
-            folder, which gets each as a .txt beside its video.
-        layout: of the rows, one of [`LAYOUTS`]: our own, the reference's, or LLaVA-Video's. The last two hold less.
+        path: a name that ends in .jsonl, .json (one array) or .parquet (one kind of record).
 
     Returns:
         how many were written.
 
     Raises:
-        ValueError: another ending, an unknown layout, or a record that the layout has no place for.
+        ValueError: another ending; for a table no record, or two kinds of record.
         ImportError: Parquet without the package that writes it.
     """
     path = Path(path)
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}.")
     if path.suffix == ".parquet":
-        if layout != "qtsplus":
-            raise ValueError(f"{path} is a table, which has our own columns; expected .jsonl or .json for {layout}.")
-        with _whole(path) as part:
-            return parquet.write(part, records)
-    if path.suffix in (".jsonl", ".json"):
-        with _whole(path) as part, open(part, "w", encoding="utf-8", newline="\n") as file:
-            return _write_rows(file, map(LAYOUTS[layout], records), array=path.suffix == ".json")
-    if path.suffix and not path.is_dir():
-        raise ValueError(f"{path} ends in {path.suffix}; expected .jsonl, .json, .parquet, or a folder for captions.")
-    return _write_folder(path, records)
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when all is there."""
-    part = path.with_name(path.name + ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _write_rows(file: IO[str], rows: Iterable[dict[str, Any]], array: bool) -> int:
-    count = 0
-    file.write("[\n" if array else "")
-    for row in rows:
-        file.write(",\n" if array and count else "")
-        file.write(json.dumps(row, ensure_ascii=False) + ("" if array else "\n"))
-        count += 1
-    file.write("\n]\n" if array else "")
+        with whole_file(path, "wb") as file:
+            return parquet.write(file, records)
+    if path.suffix not in (".jsonl", ".json"):
+        raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; expected .jsonl, .json or .parquet.")
+    separator, (begin, end) = (",\n", ("[\n", "\n]\n")) if path.suffix == ".json" else ("\n", ("", "\n"))
+    with whole_file(path) as file:
+        count = 0
+        file.write(begin)
+        for count, record in enumerate(records, start=1):
+            file.write((separator if count > 1 else "") + json.dumps(record.row(), ensure_ascii=False))
+        file.write(end if count or begin else "")
     return count
 
-
-def _write_folder(folder: Path, records: Iterable[Record]) -> int:
-    count = 0
-    for record in records:
-        if not isinstance(record, Caption):
-            raise ValueError(f"A folder holds captions beside their videos; got {_describe(record)}.")
-        name = record.vision_id
-        stem = name[: -len(Path(name).suffix)] if name.lower().endswith(VIDEO_SUFFIXES) else name
-        with _whole(folder / f"{stem}.txt") as part:
-            part.write_text(record.caption, encoding="utf-8", newline="")
-        count += 1
-    return count
-
-
-def _reference_row(record: Record) -> dict[str, Any]:
-    if isinstance(record, Choice):
-        names = ("vision_id", "question", "options", "answer", "difficulty", "rationale", "evidence")
-        return {name: value for name, value in record.row().items() if name in names}
-    if isinstance(record, Answer):
-        return {"vision_id": record.vision_id, "question": record.question, "prediction": record.answer}
-    raise ValueError(
-        f"The reference has single-choice items and free answers; it has no place for {_describe(record)}."
-    )
-
-
-def _llava_row(record: Record) -> dict[str, Any]:
-    if isinstance(record, Caption):
-        asked = VideoRecord(record.vision_id, DESCRIBE, record.caption, id=record.id)
-    else:
-        asked = to_video_record(record)
-    turns = [*asked.earlier, (asked.question, asked.answer)]
-    if asked.video is None or any(_PLACEHOLDER.search(question) for question, _ in turns):
-        raise ValueError(f"A conversation is about one video, for which <image> stands; got {_describe(record)}.")
-    said = []
-    for number, (question, answer) in enumerate(turns):
-        said.append({"from": "human", "value": question if number else f"<image>\n{question}"})
-        said.append({"from": "gpt", "value": answer})
-    return {**({} if asked.id is None else {"id": asked.id}), "video": asked.video, "conversations": said}
-
-
-def _describe(record: Record) -> str:
-    names = {Caption: "a caption", Choice: "a single-choice item", Answer: "a free answer", VideoRecord: "a question"}
-    return f"{names[type(record)]} about {media_name(record)!r}"
-
-
-LAYOUTS: dict[str, Callable[[Record], dict[str, Any]]] = {
-    "qtsplus": lambda record: record.row(),
-    "reference": _reference_row,
-    "llava": _llava_row,
-}
 
 __all__ = [
-    "LAYOUTS",
     "Row",
     "iter_captions",
     "iter_records",

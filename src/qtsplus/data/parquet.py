@@ -1,9 +1,10 @@
 """Records as tables: Parquet with the columns of Hugging Face datasets, which is optional."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .records import Choice, Record, VideoRecord
 
@@ -30,12 +31,9 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def write(path: Path, records: Iterable[Record]) -> int:
+def write(file: IO[bytes], records: Iterable[Record]) -> int:
     """
-    Writes a table of one kind of record, batch by batch.
-
-    Returns:
-        how many were written.
+    Writes a table of one kind of record, batch by batch, and gives how many there were.
 
     Raises:
         ValueError: no record, or records of different kinds.
@@ -49,16 +47,17 @@ def write(path: Path, records: Iterable[Record]) -> int:
     first = next(records, None)
     if first is None:
         raise ValueError("There is no record to write; a table needs one to know its columns.")
-    schema = _features(datasets, type(first)).arrow_schema
-    records, count = chain([first], records), 0
-    with ParquetWriter(path, schema) as writer:
-        while batch := [_columns(record, type(first)) for record in islice(records, ROWS_AT_ONCE)]:
+    kind = type(first)
+    schema = datasets.Features(_columns(datasets, kind)).arrow_schema
+    rows, count = (_row(record, kind) for record in chain([first], records)), 0
+    with ParquetWriter(file, schema) as writer:
+        while batch := list(islice(rows, ROWS_AT_ONCE)):
             writer.write_table(Table.from_pylist(batch, schema))
             count += len(batch)
     return count
 
 
-def _columns(record: Record, kind: type) -> dict[str, Any]:
+def _row(record: Record, kind: type) -> dict[str, Any]:
     if type(record) is not kind:
         raise ValueError(
             f"A table holds one kind of record, here {kind.__name__}; got a {type(record).__name__}. Write a table for "
@@ -67,18 +66,13 @@ def _columns(record: Record, kind: type) -> dict[str, Any]:
     return record.row()
 
 
-def _features(datasets: Any, kind: type) -> Any:
+def _columns(datasets: Any, kind: Any) -> dict[str, Any]:
     text = datasets.Value("string")
-    special = {
-        "fps": datasets.Value("float64"),
-        "earlier": datasets.List(datasets.List(text)),
-    }
-    if kind is Choice:
-        special["options"] = {letter: text for letter in "ABCD"}
-    elif kind is VideoRecord:
-        special["options"] = datasets.List(text)
-    names = getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__")  # noqa: B009
-    return datasets.Features({name: special.get(name, text) for name in names})
+    special = {"fps": datasets.Value("float64"), "earlier": datasets.List(datasets.List(text))}
+    if kind in (Choice, VideoRecord):
+        special["options"] = {letter: text for letter in "ABCD"} if kind is Choice else datasets.List(text)
+    names = [field.name for field in fields(kind)] if is_dataclass(kind) else kind.model_fields
+    return {name: special.get(name, text) for name in names}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`qtsplus data stats`: what a set holds, counted in one pass, and drawn."""
+"""`qtsplus data stats`: what a set holds, counted in one pass."""
 
 import os
 from collections import Counter
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..output import markdown_table
 from .formats import iter_records, printable
 from .media import media_key
 from .records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Answer, Caption, Choice, Record, VideoRecord, media_name
@@ -47,12 +48,8 @@ class Statistics:
         """How many there are."""
         return sum(self.files.values())
 
-    def lengths(self) -> dict[str, dict[str, float]]:
-        """By text its number, and its words: mean, median, 95th percentile and most."""
-        return {name: _spread(counts) for name, counts in self.words.items()}
-
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As JSON has it; of words the mean, the median, the 95th percentile and the most."""
         return {
             "records": self.records,
             "videos": self.videos,
@@ -62,8 +59,26 @@ class Statistics:
             "difficulties": _ordered(self.difficulties, DIFFICULTIES),
             "letters": _ordered(self.letters, LETTERS),
             "longest_is_right": self.longest_is_right,
-            "words": self.lengths(),
+            "words": {name: _spread(counts) for name, counts in self.words.items()},
         }
+
+    def lines(self) -> list[str]:
+        """As Markdown has it."""
+        told = self.as_dict()
+        lines = [f"{self.records:,} records about {self.videos:,} videos.", ""]
+        titles = {"file": "files", "records": "kinds", "type": "types", "difficulty": "difficulties"}
+        for title, name in {**titles, "right answer": "letters"}.items():
+            rows = [(key, f"{count:,}", f"{count / sum(told[name].values()):.1%}") for key, count in told[name].items()]
+            lines += [*markdown_table((title, "number", "share"), rows), ""] if rows else []
+        if self.letters:
+            share = self.longest_is_right / self.letters.total()
+            lines += [f"The right option is the longest in {share:.1%} of the items; by chance in 25%.", ""]
+        header = ("text", "number", "mean words", "median", "95th percentile", "most")
+        cells = [
+            (name, f"{row['texts']:,}", f"{row['mean']:.1f}", *(str(row[key]) for key in ("median", "p95", "most")))
+            for name, row in told["words"].items()
+        ]
+        return [*lines, *markdown_table(header, cells), ""]
 
 
 def count_set(paths: Iterable[str | os.PathLike]) -> Statistics:
@@ -73,66 +88,55 @@ def count_set(paths: Iterable[str | os.PathLike]) -> Statistics:
     Raises:
         ValueError: a file that is not there, a row that is not a record, or no record at all.
     """
-    found, videos = Statistics(), set()
+    result, videos = Statistics(), set()
     for path in paths:
-        count = 0
+        file = printable(Path(path).name)
+        result.files.setdefault(file, 0)
         for record in iter_records(path):
-            count += 1
-            _count(found, record)
-            name = media_name(record)
-            if name is not None:
-                videos.add(media_key(name))
-        name = printable(Path(path).name)
-        found.files[name] = found.files.get(name, 0) + count
-    if not found.records:
-        raise ValueError(f"{', '.join(found.files) or 'The set'} holds no record; expected one or more.")
-    found.videos = len(videos)
-    return found
+            result.files[file] += 1
+            _count(result, record)
+            videos.add(media_name(record))
+    if not result.records:
+        raise ValueError(f"{', '.join(result.files) or 'The set'} holds no record; expected one or more.")
+    result.videos = len({media_key(name) for name in videos if name is not None})
+    return result
 
 
-def _count(found: Statistics, record: Record) -> None:
+def _count(result: Statistics, record: Record) -> None:
     kind = _SOURCES[record.source] if isinstance(record, VideoRecord) else _NAMES[type(record)]
-    found.kinds[kind] += 1
+    result.kinds[kind] += 1
     if isinstance(record, Caption):
-        _count_words(found, "caption", record.caption)
+        _count_words(result, "caption", record.caption)
         return
     if isinstance(record, VideoRecord):
-        found.types[record.kind or NOT_SAID] += 1
+        result.types[record.kind or NOT_SAID] += 1
         options = record.options or ()
         question = record.query or record.question
     else:
-        found.types[record.type or NOT_SAID] += 1
-        found.difficulties[record.difficulty or NOT_SAID] += 1
-        options = tuple(record.options.values()) if isinstance(record, Choice) else ()
+        result.types[record.type or NOT_SAID] += 1
+        result.difficulties[record.difficulty or NOT_SAID] += 1
+        options = tuple(map(record.options.__getitem__, LETTERS)) if isinstance(record, Choice) else ()
         question = record.question
-    _count_words(found, "question", question)
-    if kind == "single choice" and len(record.answer) == 1 and 0 <= LETTERS.find(record.answer) < len(options):
-        found.letters[record.answer] += 1
-        right = record.options[record.answer] if isinstance(record, Choice) else options[LETTERS.find(record.answer)]
-        found.longest_is_right += all(len(text) < len(right) for text in options if text != right)
+    _count_words(result, "question", question)
+    place = LETTERS.find(record.answer) if len(record.answer) == 1 else -1
+    if kind == "single choice" and 0 <= place < len(options):
+        result.letters[record.answer] += 1
+        result.longest_is_right += all(len(text) < len(options[place]) for text in options if text != options[place])
         for text in options:
-            _count_words(found, "option", text)
+            _count_words(result, "option", text)
     else:
-        _count_words(found, kind if kind == "caption" else "answer", record.answer)
+        _count_words(result, kind if kind == "caption" else "answer", record.answer)
 
 
-def _count_words(found: Statistics, name: str, text: str) -> None:
-    found.words.setdefault(name, Counter())[len(text.split())] += 1
+def _count_words(result: Statistics, name: str, text: str) -> None:
+    result.words.setdefault(name, Counter())[len(text.split())] += 1
 
 
 def _spread(counts: Counter[int]) -> dict[str, float]:
-    total = counts.total()
-
-    def percentile(share: float) -> int:
-        passed = 0
-        for words in sorted(counts):
-            passed += counts[words]
-            if passed >= share * total:
-                break
-        return words
-
-    mean = sum(words * count for words, count in counts.items()) / total
-    return {"texts": total, "mean": mean, "median": percentile(0.5), "p95": percentile(0.95), "most": max(counts)}
+    lengths = sorted(counts.elements())
+    median, p95 = (lengths[max(0, -(-share * len(lengths) // 100) - 1)] for share in (50, 95))
+    mean = sum(lengths) / len(lengths)
+    return {"texts": len(lengths), "mean": mean, "median": median, "p95": p95, "most": lengths[-1]}
 
 
 def _ordered(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, int]:
@@ -141,29 +145,4 @@ def _ordered(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, int]:
     return {name: counts[name] for name in names}
 
 
-def draw_statistics(found: Statistics, path: Path) -> None:
-    """Types, difficulties, right letters and lengths as bars, a panel each for what the set has: a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    told = found.as_dict()
-    bars = {"type": told["types"], "difficulty": told["difficulties"], "right answer": told["letters"]}
-    panels = {name: counts for name, counts in bars.items() if set(counts) - {NOT_SAID}}
-    figure = Figure(figsize=(3.2 * (len(panels) + 1), 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    *places, last = figure.subplots(1, len(panels) + 1, squeeze=False)[0]
-    for axes, (name, counts) in zip(places, panels.items(), strict=True):
-        axes.barh(list(counts)[::-1], list(counts.values())[::-1], color="#0b6e99")
-        axes.set_xlabel(f"records by {name}")
-    for name, words in found.words.items():
-        lengths = sorted(words)
-        last.plot(lengths, [words[length] for length in lengths], label=name)
-    last.set_xlabel("words")
-    last.set_ylabel("texts")
-    last.legend(frameon=False)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-
-
-__all__ = ["NOT_SAID", "Statistics", "count_set", "draw_statistics"]
+__all__ = ["NOT_SAID", "Statistics", "count_set"]

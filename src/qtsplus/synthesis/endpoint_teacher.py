@@ -1,4 +1,4 @@
-"""A video teacher behind an endpoint: it is sent frames as images, or the video itself."""
+"""A video teacher behind an endpoint, which is sent frames as images."""
 
 import asyncio
 import base64
@@ -6,9 +6,8 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from mimetypes import guess_type
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -22,8 +21,6 @@ from .engine import ItemFailed, Ledger
 from .replies import Reply
 from .video_teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
 
-LARGEST_VIDEO = 2**26  # bytes of a file that is sent whole
-
 Part = dict[str, Any]
 
 
@@ -32,7 +29,6 @@ class EndpointTeacher:
     """
     Args:
         endpoint: of a model that sees.
-        send: "frames" as images, or the "video" as a file where the server takes one.
         frames: how many are sent, evenly spread over the video.
         longest_side: of a frame in pixels; larger ones are made smaller.
         scoring: of options: by the "logprob" of their letters as the first token, or by the "letter" that is said.
@@ -40,7 +36,6 @@ class EndpointTeacher:
     """
 
     endpoint: Endpoint
-    send: Literal["frames", "video"] = "frames"
     frames: int = 16
     longest_side: int = 640
     scoring: Scoring = "letter"
@@ -50,8 +45,8 @@ class EndpointTeacher:
     def settings(self) -> dict[str, Any]:
         chosen = self.endpoint.settings
         model = {"model": chosen.model, "temperature": chosen.temperature, "extra_body": dict(chosen.extra_body)}
-        sight = {"frames": self.frames, "longest_side": self.longest_side} if self.send == "frames" else {}
-        return {**model, "send": self.send, **sight, "scoring": self.scoring, "max_tokens": self.max_tokens}
+        sight = {"frames": self.frames, "longest_side": self.longest_side}
+        return {**model, **sight, "scoring": self.scoring, "max_tokens": self.max_tokens}
 
     async def __aenter__(self) -> "EndpointTeacher":
         await self.endpoint.__aenter__()
@@ -90,8 +85,7 @@ class EndpointTeacher:
     async def _parts(self, video: str) -> list[Part]:
         """What is sent of a video; questions about one video stand together, and share it."""
         if video not in self._recent:
-            read = self._frame_parts if self.send == "frames" else _video_parts
-            self._recent[video] = asyncio.create_task(asyncio.to_thread(read, video))
+            self._recent[video] = asyncio.create_task(asyncio.to_thread(self._frame_parts, video))
             while len(self._recent) > 8:
                 del self._recent[next(iter(self._recent))]
         return await self._recent[video]
@@ -131,19 +125,6 @@ def _data_url(frame: np.ndarray, longest_side: int) -> str:
     data = io.BytesIO()
     image.save(data, "JPEG", quality=90)
     return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
-
-
-def _video_parts(video: str) -> list[Part]:
-    """The video itself: its address, or its bytes."""
-    if "://" not in video:
-        if os.path.isdir(video):
-            raise ValueError(f"{video} is a folder of frames: send it as frames.")
-        if os.path.getsize(video) > LARGEST_VIDEO:
-            raise ValueError(f"{video} has more than {LARGEST_VIDEO / 2**20:.0f} MiB: send it as frames.")
-        with open(video, "rb") as file:
-            content = base64.b64encode(file.read()).decode()
-        video = f"data:{guess_type(video)[0] or 'video/mp4'};base64,{content}"
-    return [{"type": "video_url", "video_url": {"url": video}}]
 
 
 def _of_letters(logprobs: Mapping[str, float]) -> dict[str, float]:
