@@ -13,8 +13,7 @@ from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings
 from qtsplus.synthesis.endpoint_teacher import EndpointTeacher, spread_frames
 from qtsplus.synthesis.engine import ItemFailed, Job, Ledger, RunFailed, run
 from qtsplus.synthesis.local_teacher import LocalTeacher
-from qtsplus.synthesis.video_steps import Screen, WriteAnswers, find_fault
-from qtsplus.synthesis.video_teachers import Question, read_letter, share_out
+from qtsplus.synthesis.video_steps import Question, Screen, WriteAnswers, find_fault, read_letter, share_out
 from scripted_server import KEY, scripted_server
 
 
@@ -154,7 +153,7 @@ def test_frames_are_spread(tmp_path, tiny_mp4):
     ],
 )
 def test_filters_of_answers(text, fault):
-    assert find_fault(text, 1, 20) == fault
+    assert find_fault(text, 20) == fault
 
 
 def test_answers(tmp_path, tiny_mp4):

@@ -7,8 +7,15 @@ import pytest
 
 from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice
 from qtsplus.synthesis.engine import Item, run
-from qtsplus.synthesis.questions import Draft, find_fault, first_messages, read_drafts, to_choice, wanted_types
-from qtsplus.synthesis.replies import find_objects
+from qtsplus.synthesis.questions import (
+    Draft,
+    find_fault,
+    find_objects,
+    first_messages,
+    read_drafts,
+    to_choice,
+    wanted_types,
+)
 from scripted_server import KEY, scripted_server
 from synthesis_run import captions, questions_job
 

@@ -21,7 +21,7 @@ from .options import Device, Dtype, Revision, Selection
 if TYPE_CHECKING:
     from ..synthesis.endpoint import Endpoint
     from ..synthesis.engine import Price
-    from ..synthesis.video_teachers import Teacher
+    from ..synthesis.video_steps import Teacher
 
 
 class Scoring(str, Enum):

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from time import time
-from types import TracebackType
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -17,7 +16,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from ..data.records import break_special_tokens
 from .engine import ItemFailed, Ledger
-from .replies import Reply
+from .video_steps import Reply
 
 NO_KEY = "none"  # what servers without keys are sent
 MOST_PATIENCE = 300.0  # seconds that one answer may ask to wait
@@ -72,6 +71,10 @@ class EndpointSettings:
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature is {self.temperature:g}; expected a number from 0 to 2.")
 
+    def shown(self) -> dict[str, Any]:
+        """What decides the replies, as it is written down."""
+        return {"model": self.model, "temperature": self.temperature, "extra_body": dict(self.extra_body)}
+
     def redact(self, text: str) -> str:
         """The text without the key, should a server have put it there."""
         return text if self.key == NO_KEY else text.replace(self.key, "[key]")
@@ -100,7 +103,6 @@ def read_key(variable: str | None = None) -> str:
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its special tokens broken by a space: a server would take them for the prompt's own."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": break_special_tokens(content)}
@@ -133,9 +135,7 @@ class Endpoint:
         self.client = AsyncOpenAI(api_key=key, base_url=url, timeout=None, max_retries=0, http_client=_Client())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.client.close()
 
     async def chat(
@@ -152,10 +152,9 @@ class Endpoint:
         One reply.
 
         Args:
-            messages: as the API takes them.
+            messages: as the API takes them. Special tokens in them are broken by a space, for servers would take them
+                for the prompt's own.
             ledger: notes what it costs, and why something was sent again.
-            max_tokens: of the reply.
-            seed: of its sampling, for servers that take one.
             schema: JSON schema of the reply. A server that refuses it is asked without, from then on.
             logprobs: ask for those of the likeliest first tokens.
 
@@ -208,7 +207,8 @@ class Endpoint:
         return max(asked, wait_random_exponential(multiplier=self.settings.backoff, max=60)(state))
 
     async def _send(self, request: Mapping[str, Any], ledger: Ledger) -> Reply:
-        await self._turn()
+        while (pause := self.not_before - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(pause)
         ledger.spend(requests=1)
         try:
             # Not `chat.completions.create`, which walks through schema and messages for longer than it takes to send.
@@ -231,11 +231,6 @@ class Endpoint:
         # A reply may hold halves of surrogate pairs, which no file takes.
         said = (choice.message.content or "").encode("utf-8", "replace").decode()
         return Reply(self.settings.redact(said), choice.finish_reason != "length", likely)
-
-    async def _turn(self) -> None:
-        """Waits for the pause that a rate limit asked for."""
-        while (left := self.not_before - asyncio.get_running_loop().time()) > 0:
-            await asyncio.sleep(left)
 
     def _again(self, ledger: Ledger, reason: str, wait: float = 0.0, everyone: bool = False) -> _Again:
         ledger.reasons.append(reason)

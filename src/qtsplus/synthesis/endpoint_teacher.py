@@ -4,9 +4,7 @@ import asyncio
 import base64
 import io
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,9 @@ from ..output import first_line
 from ..video_qtsplus import choose_frames, image_paths, load_frames, read_video
 from .endpoint import Endpoint
 from .engine import ItemFailed, Ledger
-from .replies import Reply
-from .video_teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
+from .video_steps import FREE_ANSWER, Question, Reply, Scoring, Verdict, read_letter, share_out
+
+RECENT_VIDEOS = 8  # whose frames are held
 
 Part = dict[str, Any]
 
@@ -43,19 +42,15 @@ class EndpointTeacher:
     _recent: dict[str, asyncio.Task[list[Part]]] = field(default_factory=dict, repr=False)
 
     def settings(self) -> dict[str, Any]:
-        chosen = self.endpoint.settings
-        model = {"model": chosen.model, "temperature": chosen.temperature, "extra_body": dict(chosen.extra_body)}
         sight = {"frames": self.frames, "longest_side": self.longest_side}
-        return {**model, **sight, "scoring": self.scoring, "max_tokens": self.max_tokens}
+        return {**self.endpoint.settings.shown(), **sight, "scoring": self.scoring, "max_tokens": self.max_tokens}
 
     async def __aenter__(self) -> "EndpointTeacher":
         await self.endpoint.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.endpoint.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: object) -> None:
+        await self.endpoint.__aexit__(*error)
 
     async def choose(self, question: Question, ledger: Ledger) -> Verdict:
         messages = await self._messages(question, question.text, ledger)
@@ -66,7 +61,11 @@ class EndpointTeacher:
         if not reply.logprobs:
             ledger.reasons.append("The server gave no log-probabilities: score by letter.")
             raise ItemFailed
-        return share_out(_of_letters(reply.logprobs))
+        letters: dict[str, float] = {}
+        for token, logprob in reply.logprobs.items():  # of tokens such as "A" and " A", the likelier
+            if (letter := token.strip()) in tuple(LETTERS):
+                letters[letter] = max(logprob, letters.get(letter, logprob))
+        return share_out(letters)
 
     async def answer(self, question: Question, ledger: Ledger) -> Reply:
         messages = await self._messages(question, f"{question.text}\n{FREE_ANSWER}", ledger)
@@ -85,21 +84,16 @@ class EndpointTeacher:
     async def _parts(self, video: str) -> list[Part]:
         """What is sent of a video; questions about one video stand together, and share it."""
         if video not in self._recent:
-            self._recent[video] = asyncio.create_task(asyncio.to_thread(self._frame_parts, video))
-            while len(self._recent) > 8:
+            self._recent[video] = asyncio.create_task(asyncio.to_thread(self._read, video))
+            while len(self._recent) > RECENT_VIDEOS:
                 del self._recent[next(iter(self._recent))]
         return await self._recent[video]
 
-    def _frame_parts(self, video: str) -> list[Part]:
+    def _read(self, video: str) -> list[Part]:
         frames = spread_frames(video, self.frames)
-        told = {
-            "type": "text",
-            "text": f"These are {len(frames)} frames of a video in their order, evenly spread over it.",
-        }
-        return [
-            told,
-            *({"type": "image_url", "image_url": {"url": _data_url(frame, self.longest_side)}} for frame in frames),
-        ]
+        title = f"These are {len(frames)} frames of a video in their order, evenly spread over it."
+        urls = [_data_url(frame, self.longest_side) for frame in frames]
+        return [{"type": "text", "text": title}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
 
 
 def spread_frames(video: str, count: int) -> np.ndarray:
@@ -125,16 +119,6 @@ def _data_url(frame: np.ndarray, longest_side: int) -> str:
     data = io.BytesIO()
     image.save(data, "JPEG", quality=90)
     return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
-
-
-def _of_letters(logprobs: Mapping[str, float]) -> dict[str, float]:
-    """Of tokens such as "A" and " A", the likelier."""
-    letters: dict[str, float] = {}
-    for token, logprob in logprobs.items():
-        letter = token.strip()
-        if letter in tuple(LETTERS):
-            letters[letter] = max(logprob, letters.get(letter, logprob))
-    return letters
 
 
 __all__ = ["EndpointTeacher", "spread_frames"]

@@ -16,8 +16,7 @@ from ..output import first_line
 from ..session import EncodedVideo, encode, find_device
 from ..training.models import load_model, load_processor
 from .engine import ItemFailed, Ledger
-from .replies import Reply
-from .video_teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
+from .video_steps import FREE_ANSWER, Question, Reply, Scoring, Verdict, read_letter, share_out
 
 LETTER_TOKENS = 16  # of a reply whose letter is read
 

@@ -1,8 +1,9 @@
 """QTS-VSCQ1: single-choice questions that a language model writes about captions (the paper's question synthesis)."""
 
+import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from ..data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text, explain
 from .endpoint import Endpoint
 from .engine import Item, ItemFailed, Ledger, Result
-from .replies import find_objects
+from .video_steps import strip_thoughts
 
 PROMPTS = 1  # raised when the words below change, so that no run mixes two of them
 
@@ -66,12 +67,14 @@ _SPEAKS_OF_TEXT = re.compile(
 _SPEAKS_OF_LETTERS = re.compile(r"\b(options?|choices?|answers?)\s+\(?[A-D]\b|\b[A-D]\)", re.I)
 _ALL_OF_THE_ABOVE = re.compile(r"\b(all|any|none|both) of (the above|these|them|the (options|answers))\b", re.I)
 _FEWEST_WORDS = 3  # of evidence
+_MOST_BROKEN = 1000  # objects that cannot be read, after which no more are looked for
+_DECODER = json.JSONDecoder(strict=False)
 
 
 class Draft(BaseModel):
     """A question as the language model writes it; we put its options in order."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": False})
 
     type: QuestionType
     question: Text
@@ -87,30 +90,13 @@ class Draft(BaseModel):
         return value.strip().lower() if isinstance(value, str) else value
 
 
-SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {
-        "questions": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "type": {"type": "string", "enum": list(QUESTION_TYPES)},
-                    "question": {"type": "string"},
-                    "answer": {"type": "string"},
-                    "distractors": {"type": "array", "items": {"type": "string"}, "minItems": 3, "maxItems": 3},
-                    "difficulty": {"type": "string", "enum": ["easy", "medium", "hard"]},
-                    "rationale": {"type": "string"},
-                    "evidence": {"type": "string"},
-                },
-                "required": list(Draft.model_fields),
-                "additionalProperties": False,
-            },
-        }
-    },
-    "required": ["questions"],
-    "additionalProperties": False,
-}
+class _Drafts(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    questions: list[Draft]
+
+
+SCHEMA: Mapping[str, Any] = _Drafts.model_json_schema()
 
 
 @dataclass(frozen=True)
@@ -140,15 +126,14 @@ class WriteQuestions:
 
     def settings(self) -> dict[str, Any]:
         """All that decides the questions beside the captions."""
-        chosen = self.endpoint.settings
-        teacher = {"model": chosen.model, "temperature": chosen.temperature, "extra_body": dict(chosen.extra_body)}
-        return {**teacher, "per_caption": self.per_caption, "rounds": self.rounds, "prompts": PROMPTS}
+        return {
+            **self.endpoint.settings.shown(),
+            "per_caption": self.per_caption,
+            "rounds": self.rounds,
+            "prompts": PROMPTS,
+        }
 
     async def __call__(self, item: Item, ledger: Ledger) -> Result:
-        """
-        Raises:
-            ItemFailed: no reply held a question.
-        """
         caption: Caption = item.record
         types = wanted_types(item, self.per_caption)
         messages = first_messages(caption.caption, types)
@@ -282,12 +267,42 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
+def find_objects(text: str, key: str) -> list[dict[str, Any]]:
+    """
+    The JSON objects in a list that a reply should hold as `{key: [...]}`.
+
+    Words and fences around it do no harm. Of a reply that is broken or that ends too early, the whole objects are read.
+
+    Returns:
+        what could be read, which may be nothing.
+    """
+    found: list[Any] = []
+    for entry in _whole_objects(strip_thoughts(text)):
+        inner = entry.get(key, entry)
+        found += inner if isinstance(inner, list) else [inner]
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def _whole_objects(text: str) -> Iterator[dict[str, Any]]:
+    """The outermost objects that can be read; where one is broken, those inside it."""
+    start = broken = 0
+    while (start := text.find("{", start)) >= 0 and broken < _MOST_BROKEN:
+        try:
+            entry, start = _DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            start += 1
+            broken += 1
+        else:
+            yield entry
+
+
 __all__ = [
     "PROMPTS",
     "SCHEMA",
     "Draft",
     "WriteQuestions",
     "find_fault",
+    "find_objects",
     "first_messages",
     "read_drafts",
     "to_choice",

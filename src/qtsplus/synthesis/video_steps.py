@@ -1,20 +1,93 @@
-"""QTS-VSCQ2 and QTS-VQA: what is asked about videos, and which of the questions and answers are kept."""
+"""QTS-VSCQ2 and QTS-VQA: what a video teacher is asked, and which questions and answers are kept."""
 
+import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
-from ..data.records import Answer, Choice
+from ..data.records import LETTERS, Answer, Choice
 from .engine import Item, Ledger, Result
-from .replies import strip_thoughts
-from .video_teachers import Question, Teacher
 
+Scoring = Literal["logprob", "letter"]
+
+FREE_ANSWER = "Answer in one or two short sentences."
+
+_THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.S)
+_LETTER = re.compile(
+    r"^\W*(?:the\s+)?(?:(?:correct|right|best)\s+)?(?:answer|option|choice)?\W*(?:is)?\W*([A-D])(?!\w)", re.I
+)
+_ONLY_LETTER = re.compile(r"(?<!\w)([A-D])(?!\w)")
 # Chinese and Japanese put no spaces between words: there a sign is as good as a word.
 _SIGNS = "\u3040-\u30ff\u3400-\u9fff"
 _WORD = re.compile(rf"[{_SIGNS}]|[^\W{_SIGNS}]+")
 _RUN = 4  # words that stand together
 _LEAST_NEW = 0.6  # of the runs of an answer
+
+
+@dataclass(frozen=True)
+class Question:
+    """
+    Args:
+        text: what is asked, with the options where there are any.
+        query: the question without its options.
+        video: a file, a folder of frames or an address; `None` to have it guessed.
+        fps: of a folder, the rate at which its frames were taken; of a file, frames to look at per second.
+        seed: of the sampling.
+    """
+
+    text: str
+    query: str
+    video: str | None
+    fps: float | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """
+    Args:
+        text: what a teacher said.
+        complete: it ended by itself, not at the most tokens that it may say.
+        logprobs: of the first token, by its text, where they were asked for.
+    """
+
+    text: str
+    complete: bool
+    logprobs: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """
+    Args:
+        letter: of the option that was chosen; `None` where none can be told.
+        shares: of the probability, by letter, where log-probabilities were scored.
+        said: the reply, where its letter was read.
+    """
+
+    letter: str | None
+    shares: Mapping[str, float]
+    said: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """As a line of a file has it."""
+        shares = {letter: round(share, 4) for letter, share in self.shares.items()}
+        return {"letter": self.letter, **({"shares": shares} if shares else {"said": self.said})}
+
+
+class Teacher(AbstractAsyncContextManager[Any], Protocol):
+    """Raises `ItemFailed` where a video cannot be read."""
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides what it says."""
+
+    async def choose(self, question: Question, ledger: Ledger) -> Verdict:
+        """The option that it holds for right."""
+
+    async def answer(self, question: Question, ledger: Ledger) -> Reply:
+        """What it answers in words."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +109,6 @@ class Screen:
     drop_guessable: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """All that decides the verdicts beside the questions."""
         return {**self.teacher.settings(), "drop_guessable": self.drop_guessable}
 
     async def __call__(self, item: Item, ledger: Ledger) -> Result:
@@ -50,9 +122,9 @@ class Screen:
         if seen.letter != choice.answer:
             return Result(dropped=[{**dropped, "reason": f"wrong: {seen.letter} for {choice.answer}"}])
         if self.drop_guessable:
-            guessed = await self.teacher.choose(replace(question, video=None), ledger)
-            if guessed.letter == choice.answer:
-                return Result(dropped=[{**dropped, "guessed": guessed.row(), "reason": "guessable"}])
+            guess = await self.teacher.choose(replace(question, video=None), ledger)
+            if guess.letter == choice.answer:
+                return Result(dropped=[{**dropped, "guessed": guess.row(), "reason": "guessable"}])
         return Result(kept=[choice.row()])
 
 
@@ -64,23 +136,15 @@ class WriteAnswers:
     Args:
         teacher: sees the videos. It is asked without the options.
         find: where a video lies, by its `vision_id`.
-        fewest_words, most_words: of an answer that is kept.
+        most_words: of an answer that is kept.
     """
 
     teacher: Teacher
     find: Callable[[str], str]
-    fewest_words: int = 1
     most_words: int = 80
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.fewest_words <= self.most_words:
-            raise ValueError(
-                f"Answers of {self.fewest_words} to {self.most_words} words: expected at least 1, in order."
-            )
-
     def settings(self) -> dict[str, Any]:
-        """All that decides the answers beside the questions."""
-        return {**self.teacher.settings(), "words": [self.fewest_words, self.most_words]}
+        return {**self.teacher.settings(), "most_words": self.most_words}
 
     async def __call__(self, item: Item, ledger: Ledger) -> Result:
         choice: Choice = item.record
@@ -91,23 +155,61 @@ class WriteAnswers:
         shared = choice.model_dump(
             include={"vision_id", "id", "fps", "question", "type", "difficulty"}, exclude_none=True
         )
-        reason = find_fault(text, self.fewest_words, self.most_words) if reply.complete else "cut off"
+        reason = find_fault(text, self.most_words) if reply.complete else "cut off"
         if reason is not None:
             return Result(dropped=[{**shared, "answer": text, "reason": reason}])
         return Result(kept=[Answer(**shared, answer=text).row()])
 
 
-def find_fault(text: str, fewest_words: int, most_words: int) -> str | None:
+def find_fault(text: str, most_words: int) -> str | None:
     """Why an answer is not kept: a kind of fault, a colon, and what is particular. `None` for a good one."""
     words = _WORD.findall(text.casefold())
-    if len(words) < fewest_words:
-        return f"too short: {len(words)} words"
-    if len(words) > most_words:
-        return f"too long: {len(words)} words"
+    if not 1 <= len(words) <= most_words:
+        return f"too {'long' if words else 'short'}: {len(words)} words"
     runs = [tuple(words[start : start + _RUN]) for start in range(len(words) - _RUN + 1)]
     if runs and len(set(runs)) < _LEAST_NEW * len(runs):
         return "repeats itself"
     return None
 
 
-__all__ = ["Screen", "WriteAnswers", "find_fault"]
+def strip_thoughts(text: str) -> str:
+    """A reply without what its model thought aloud."""
+    return _THOUGHT.sub("", text).strip()
+
+
+def read_letter(text: str) -> str | None:
+    """The one letter that a reply names: at its start ("(b) red", "The answer is B."), or the only one anywhere."""
+    text = strip_thoughts(text)
+    if match := _LETTER.match(text):
+        # "a" before a word is an article: "A dog" names no option, "A. dog" does.
+        is_article = match[1] in "aA" and re.match(r"\s+\w", text[match.end() :])
+        if not is_article:
+            return match[1].upper()
+    letters = set(_ONLY_LETTER.findall(text)) - ({"A"} if re.search(r"\bA\s+[a-z]", text) else set())
+    return letters.pop() if len(letters) == 1 else None
+
+
+def share_out(logprobs: Mapping[str, float]) -> Verdict:
+    """The verdict of log-probabilities by letter; letters that are missing have none."""
+    if not logprobs:
+        return Verdict(None, {})
+    most = max(logprobs.values())
+    weights = {letter: math.exp(logprobs[letter] - most) if letter in logprobs else 0.0 for letter in LETTERS}
+    shares = {letter: weight / sum(weights.values()) for letter, weight in weights.items()}
+    return Verdict(max(LETTERS, key=shares.__getitem__), shares)
+
+
+__all__ = [
+    "FREE_ANSWER",
+    "Question",
+    "Reply",
+    "Scoring",
+    "Screen",
+    "Teacher",
+    "Verdict",
+    "WriteAnswers",
+    "find_fault",
+    "read_letter",
+    "share_out",
+    "strip_thoughts",
+]
