@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import wraps
 from pathlib import Path
@@ -16,7 +16,7 @@ from ..output import check_folder
 from .console import console, fail, one_line_errors, require_text, resumable, wrote
 from .data import MediaRoot, filled_path
 from .models import check_model_options, check_selection, load_model
-from .options import Device, Dtype, Revision, Selection
+from .options import Dtype
 
 if TYPE_CHECKING:
     from ..synthesis.endpoint import Endpoint
@@ -29,149 +29,103 @@ class Scoring(str, Enum):
     letter = "letter"
 
 
-_Captions = Annotated[
-    Path,
-    typer.Argument(
-        help="Captions: JSONL or Parquet with vision_id and caption, or a folder of texts beside videos.",
-        parser=filled_path,
-        metavar="CAPTIONS",
-    ),
-]
-_Questions = Annotated[
-    Path,
-    typer.Argument(
-        help="Single-choice questions: JSONL or Parquet with options.", parser=filled_path, metavar="QUESTIONS"
-    ),
-]
-_Shards = Annotated[
-    Path,
-    typer.Argument(help="The --out of the shards, which holds their folders.", parser=filled_path, metavar="DIR"),
-]
-_Out = Annotated[
-    Path,
-    typer.Option(help="The folder for the set, what was dropped, and the journal.", parser=filled_path, metavar="DIR"),
-]
-_Frames = Annotated[
-    int | None, typer.Option(help="How many frames an endpoint is sent. Without it, 16.", min=1, max=4096)
-]
-_PriceIn = Annotated[float | None, typer.Option(help="Price of a million tokens that the teacher reads.", min=0)]
-_PriceOut = Annotated[float | None, typer.Option(help="Price of a million tokens that the teacher writes.", min=0)]
+def _option(help: str, *names: str, **bounds: int) -> Any:
+    return field(default=None, metadata={"option": typer.Option(*names, help=help, **bounds)})
 
 
 @dataclass(frozen=True)
 class _Run:
-    """How much is made, where, and at which price; options of every command."""
+    """How much is made, and at which price."""
 
-    shard: Annotated[
-        str | None,
-        typer.Option(help="Only this part, such as 2/8 for the second of eight machines; then `data merge`."),
-    ] = None
-    limit: Annotated[
-        int | None, typer.Option(help="Only the first items, to see what they cost.", min=1, max=2**40)
-    ] = None
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try again what failed in an earlier run.")] = (
-        False
-    )
-    price_in: _PriceIn = None
-    price_out: _PriceOut = None
+    shard: str | None = _option("Only this part, such as 2/8 for the second of eight machines; then `data merge`.")
+    limit: int | None = _option("Only the first items, to see what they cost.", min=1, max=2**40)
+    retry_failed: bool | None = _option("Try again what failed in an earlier run.", "--retry-failed")
+    price_in: float | None = _option("Price of a million tokens that the teacher reads.", min=0)
+    price_out: float | None = _option("Price of a million tokens that the teacher writes.", min=0)
 
     def settings(self) -> dict[str, Any]:
         """As `engine.run` takes them."""
         from ..synthesis.engine import Shard
 
-        price = _price(self.price_in, self.price_out)
         shard = None if self.shard is None else Shard.parse(self.shard)
-        return {"shard": shard, "limit": self.limit, "retry_failed": self.retry_failed, "price": price}
+        price = _price(self.price_in, self.price_out)
+        return {"shard": shard, "limit": self.limit, "retry_failed": bool(self.retry_failed), "price": price}
 
 
 @dataclass(frozen=True)
 class _Server:
-    """A teacher behind an endpoint; options of every command."""
+    """A teacher behind an endpoint."""
 
-    endpoint: Annotated[
-        str | None, typer.Option(help="An OpenAI-compatible API, such as http://localhost:8000/v1.")
-    ] = None
-    teacher: Annotated[str | None, typer.Option(help="The teacher's name at the endpoint.")] = None
-    api_key_env: Annotated[
-        str | None, typer.Option(help="The environment variable with the API key. Without it, OPENAI_API_KEY if set.")
-    ] = None
-    timeout: Annotated[float | None, typer.Option(help="Seconds until a reply must be whole. Without it, 300.")] = None
-    extra_body: Annotated[
-        str | None,
-        typer.Option(
-            help='JSON for every request, such as \'{"temperature": 0.2, "chat_template_kwargs": {"enable_thinking": '
-            "false}}'."
-        ),
-    ] = None
-    concurrency: Annotated[
-        int | None,
-        typer.Option(help="How many items are worked on at a time. Without it, 64.", min=1, max=4096),
-    ] = None
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            help="Spread the requests over the machines of a Ray cluster: its address, auto for the one that this "
-            "machine belongs to, or local for one of this machine alone."
-        ),
-    ] = None
+    endpoint: str | None = _option("An OpenAI-compatible API, such as http://localhost:8000/v1.")
+    teacher: str | None = _option("The teacher's name at the endpoint.")
+    api_key_env: str | None = _option("The environment variable with the API key; OPENAI_API_KEY without it.")
+    timeout: float | None = _option("Seconds until a reply must be whole; 300 without it.")
+    extra_body: str | None = _option("JSON for every request, such as '{\"temperature\": 0.2}'.")
+    concurrency: int | None = _option("How many items are worked on at a time; 64 without it.", min=1, max=4096)
+    ray: str | None = _option("Spread the requests over a Ray cluster: its address, auto, or local for a new one.")
+
+
+@dataclass(frozen=True)
+class _VideoServer(_Server):
+    """A video teacher behind an endpoint."""
+
+    frames: int | None = _option("How many frames of a video it is sent; 16 without it.", min=1, max=4096)
 
 
 @dataclass(frozen=True)
 class _Local:
     """A video teacher that runs here."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(help="A teacher that runs here, in place of an endpoint: a folder or Hub id, QTSplus or stock."),
-    ] = None
-    revision: Revision = None
-    selection: Selection = None
-    device: Device = None
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights. Without it, auto.")] = None
-    batch_size: Annotated[
-        int | None,
-        typer.Option(help="How many questions it reads at a time. Without it, 16.", min=1, max=4096),
-    ] = None
-    fps: Annotated[
-        float | None,
-        typer.Option(
-            help="For records without a rate. For a file: how many frames to look at per second. For a folder: how "
-            "many frames it has per second."
-        ),
-    ] = None
+    model: str | None = _option("A teacher that runs here, in place of an endpoint: a folder or Hub id.")
+    revision: str | None = _option("A commit, branch or tag of a QTSplus model on the Hub.")
+    selection: str | None = _option("Choose tokens in another way than a QTSplus model's own, such as all.")
+    device: str | None = _option("Where to run, such as cuda or cpu. Without it, a GPU if there is one.")
+    dtype: Dtype | None = _option("Of its weights; auto without it.")
+    batch_size: int | None = _option("How many questions it reads at a time; 16 without it.", min=1, max=4096)
+    fps: float | None = _option("For records without a rate: frames that a folder has, or to read of a file, a second.")
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of the dataclasses among its parameters as options of its own, for typer."""
+    """The command as typer takes it: the fields of the dataclasses among its parameters are options of their own."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if kind in (_Run, _Server, _Local)}
-    own = [
-        parameter.replace(annotation=hints[name])
-        for name, parameter in inspect.signature(command).parameters.items()
-        if name not in groups
+    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    own = inspect.signature(command).parameters.values()
+    parameters = [
+        parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in own
+        if parameter.name not in groups
     ]
-    shared = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for group in groups.values()
-        for field in fields(group)
-    ]
+    for group in groups.values():
+        for option in fields(group):
+            kind = Annotated[option.type, option.metadata["option"]]
+            parameters.append(
+                inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            )
 
     @wraps(command)
-    def run(**options: Any) -> None:
-        filled = {
-            name: group(**{field.name: options.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{option.name: values.pop(option.name) for option in fields(group)})
         with _one_line():
             # Before a teacher is loaded, which takes minutes.
-            check_folder(options["out"])
-            filled["run"].settings()
-            command(**options, **filled)
+            check_folder(values["out"])
+            values["run"].settings()
+            command(**values)
 
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + shared
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _argument(name: str, help: str) -> Any:
+    return typer.Argument(help=help, parser=filled_path, metavar=name)
+
+
+_Captions = Annotated[
+    Path, _argument("CAPTIONS", "JSONL or Parquet with vision_id and caption, or a folder of texts beside videos.")
+]
+_Questions = Annotated[Path, _argument("QUESTIONS", "Single-choice questions: JSONL or Parquet with options.")]
+_Out = Annotated[Path, typer.Option(help="The folder for the set and the journal.", parser=filled_path, metavar="DIR")]
 
 
 @_with_options
@@ -195,11 +149,10 @@ def vscq1(
 def vscq2(
     questions: _Questions,
     out: _Out,
-    server: _Server,
+    server: _VideoServer,
     local: _Local,
     run: _Run,
     media_root: MediaRoot = None,
-    frames: _Frames = None,
     scoring: Annotated[
         Scoring | None,
         typer.Option(
@@ -215,31 +168,33 @@ def vscq2(
     from ..synthesis.video_steps import Screen
 
     find = _finder(questions, media_root)
-    teacher = _video_teacher(server, local, frames, scoring, max_tokens=64)
+    teacher = _video_teacher(server, local, scoring, max_tokens=64)
     step = Screen(teacher, find, drop_guessable)
-    _make("vscq2", lambda: _choices(questions), step, teacher, out, server, run, local)
+    _make("vscq2", lambda: _choices(questions), step, teacher, out, server, run)
 
 
 @_with_options
 def vqa(
     questions: _Questions,
     out: _Out,
-    server: _Server,
+    server: _VideoServer,
     local: _Local,
     run: _Run,
     media_root: MediaRoot = None,
-    frames: _Frames = None,
 ) -> None:
     """Make QTS-VQA: a video teacher's answers in words to the questions that were kept."""
     from ..synthesis.video_steps import WriteAnswers
 
     find = _finder(questions, media_root)
-    teacher = _video_teacher(server, local, frames, Scoring.letter, max_tokens=128)
-    step = WriteAnswers(teacher, find)
-    _make("vqa", lambda: _choices(questions), step, teacher, out, server, run, local)
+    teacher = _video_teacher(server, local, Scoring.letter, max_tokens=128)
+    _make("vqa", lambda: _choices(questions), WriteAnswers(teacher, find), teacher, out, server, run)
 
 
-def merge(out: _Shards, price_in: _PriceIn = None, price_out: _PriceOut = None) -> None:
+def merge(
+    out: Annotated[Path, _argument("DIR", "The --out of the shards, which holds their folders.")],
+    price_in: Annotated[float | None, typer.Option(help="Price of a million tokens that were read.", min=0)] = None,
+    price_out: Annotated[float | None, typer.Option(help="Price of a million tokens written.", min=0)] = None,
+) -> None:
     """Put the shards of several machines together, in the order of the input."""
     with _one_line():
         from ..synthesis.engine import merge as merge_shards
@@ -267,29 +222,16 @@ def _one_line() -> Iterator[None]:
 
 
 def _make(
-    name: str,
-    read: Callable[[], Iterator[Any]],
-    step: Any,
-    teacher: Any,
-    out: Path,
-    server: _Server,
-    run: _Run,
-    local: _Local | None = None,
+    name: str, read: Callable[[], Iterator[Any]], step: Any, teacher: Any, out: Path, server: _Server, run: _Run
 ) -> None:
     from ..synthesis.engine import Job
     from ..synthesis.engine import run as run_job
     from ..synthesis.ray_runner import RayRunner
 
-    is_local = local is not None and local.model is not None
-    kept = run_job(
-        Job(name, read, step, teacher, step.settings()),
-        out,
-        concurrency=2 * teacher.batch_size if is_local else server.concurrency or 64,
-        progress=True,
-        runner=None if server.ray is None else RayRunner(server.ray),
-        **run.settings(),
-    )
-    _report(kept)
+    job = Job(name, read, step, teacher, step.settings())
+    together = server.concurrency or (64 if server.endpoint else 2 * teacher.batch_size)
+    runner = None if server.ray is None else RayRunner(server.ray)
+    _report(run_job(job, out, concurrency=together, progress=True, runner=runner, **run.settings()))
 
 
 def _report(kept: Path) -> None:
@@ -319,49 +261,37 @@ def _open(server: _Server, temperature: float = 0.0) -> "Endpoint":
         fail("no teacher: give --endpoint URL and --teacher NAME")
     from ..synthesis.endpoint import Endpoint, EndpointSettings, read_key
 
-    settings = EndpointSettings(
-        server.endpoint,
-        server.teacher,
-        read_key(server.api_key_env),
-        timeout=300.0 if server.timeout is None else server.timeout,
-        temperature=temperature,
-        extra_body=_json_object(server.extra_body),
-    )
-    return Endpoint(settings)
+    timeout = 300.0 if server.timeout is None else server.timeout
+    key, extra = read_key(server.api_key_env), _json_object(server.extra_body)
+    return Endpoint(EndpointSettings(server.endpoint, server.teacher, key, timeout, temperature, extra))
 
 
 def _json_object(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
     try:
-        value = json.loads(text)
+        value = json.loads(text or "{}") if text != "" else None
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f"--extra-body is {text[:80]!r}; expected a JSON object.")
+        raise ValueError(f"--extra-body is {(text or '')[:80]!r}; expected a JSON object.")
     return value
 
 
-def _video_teacher(
-    server: _Server, local: _Local, frames: int | None, scoring: Scoring | None, max_tokens: int
-) -> "Teacher":
+def _video_teacher(server: _VideoServer, local: _Local, scoring: Scoring | None, max_tokens: int) -> "Teacher":
     if local.model is not None:
         _refuse(server, "--model is a teacher that runs here")
-        if frames is not None:
-            fail("--frames has no effect here: --model is a teacher that runs here; leave it out")
         return _local_teacher(local.model, local, scoring, max_tokens)
     _refuse(local, "it is about a teacher that runs here, with --model")
     from ..synthesis.endpoint_teacher import EndpointTeacher
 
     chosen = (scoring or Scoring.letter).value
-    return EndpointTeacher(_open(server), frames or 16, scoring=chosen, max_tokens=max_tokens)
+    return EndpointTeacher(_open(server), server.frames or 16, scoring=chosen, max_tokens=max_tokens)
 
 
 def _refuse(options: _Server | _Local, reason: str) -> None:
     """Ends the command for an option that would have no effect."""
-    for field in fields(options):
-        if getattr(options, field.name) is not None:
-            fail(f"--{field.name.replace('_', '-')} has no effect here: {reason}; leave it out")
+    for option in fields(options):
+        if getattr(options, option.name) is not None:
+            fail(f"--{option.name.replace('_', '-')} has no effect here: {reason}; leave it out")
 
 
 def _local_teacher(model: str, local: _Local, scoring: Scoring | None, max_tokens: int) -> "Teacher":
@@ -374,14 +304,12 @@ def _local_teacher(model: str, local: _Local, scoring: Scoring | None, max_token
     dtype = (local.dtype or Dtype.auto).value
     if model_type(model).endswith(OURS):
         loaded, processor = load_model(model, local.revision, local.device, dtype)
+    elif local.revision is not None or local.selection is not None:
+        fail("--revision and --selection are about a QTSplus model; this one is stock, and reads all tokens")
     else:
-        if local.revision is not None or local.selection is not None:
-            fail("--revision and --selection are about a QTSplus model; this one is stock, and reads all tokens")
         loaded, processor = load_stock(model, local.device, dtype)
-    chosen = (scoring or Scoring.logprob).value
-    return LocalTeacher(
-        loaded, processor, model, local.batch_size or 16, chosen, max_tokens, local.selection, local.fps
-    )
+    chosen, batch_size = (scoring or Scoring.logprob).value, local.batch_size or 16
+    return LocalTeacher(loaded, processor, model, batch_size, chosen, max_tokens, local.selection, local.fps)
 
 
 def _choices(path: Path) -> Iterator[Any]:

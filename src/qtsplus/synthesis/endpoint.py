@@ -31,11 +31,11 @@ class EndpointSettings:
         url: of the API, such as `http://localhost:8000/v1`.
         model: its name there.
         key: of the API; never printed, logged or written.
-        timeout: seconds until an answer must be whole.
-        attempts: how often a request is sent at most.
-        backoff: seconds; about what is waited before the second attempt, and twice as long each time after it.
+        timeout: seconds until a reply must be whole.
         temperature: of the sampling.
         extra_body: further fields of each request, such as `{"chat_template_kwargs": {"enable_thinking": False}}`.
+        attempts: how often a request is sent at most.
+        backoff: seconds; about what is waited before the second attempt, and twice as long each time after it.
 
     Raises:
         ValueError: a value out of range, or an address that is none or that holds a password.
@@ -45,10 +45,10 @@ class EndpointSettings:
     model: str
     key: str = field(default=NO_KEY, repr=False)
     timeout: float = 300.0
-    attempts: int = 6
-    backoff: float = 1.0
     temperature: float = 0.0
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+    attempts: int = 6
+    backoff: float = 1.0
 
     def __post_init__(self) -> None:
         try:
