@@ -189,7 +189,7 @@ def test_broken_conversations_are_named(turns, message, tmp_path):
 @pytest.mark.parametrize("text", ['[{"a": 1}', '[{"a": 1} {"a": 2}]', "[nonsense]", '[{"a": 1}] {}', '[{"a": 1}, '])
 def test_a_broken_array_ends_the_reading(text, tmp_path):
     (tmp_path / "set.json").write_text(text)
-    with pytest.raises(ValueError, match=r"set\.json (is no JSON array|goes on behind)"):
+    with pytest.raises(ValueError, match=r"set\.json is no JSON array"):
         list(iter_rows(tmp_path / "set.json"))
     (tmp_path / "set.jsonl").write_text(text)
     assert all(row.record is None for row in iter_rows(tmp_path / "set.jsonl")), "lines hold no arrays"
@@ -232,7 +232,7 @@ def test_without_datasets_a_table_says_what_to_install(tmp_path, monkeypatch):
         write_records(tmp_path / "set.parquet", [Caption(vision_id="v", caption="C.")])
 
 
-@pytest.mark.parametrize("name", ["set.jsonl", "set.json", "set.parquet"])
+@pytest.mark.parametrize("name", ["set.jsonl", "set.parquet"])
 def test_readers_hold_no_more_of_a_longer_file(name, tmp_path):
     if name.endswith("parquet"):
         pytest.importorskip("datasets")

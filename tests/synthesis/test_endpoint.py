@@ -38,7 +38,7 @@ def test_a_reply_with_its_costs(tmp_path):
     with scripted_server(tmp_path, answer="Hi there.") as (url, log):
         (reply,) = chat(url, ledger=ledger)
     assert (reply.text, reply.complete) == ("Hi there.", True)
-    assert (ledger.requests, ledger.prompt_tokens, ledger.completion_tokens, ledger.reasons) == (1, 1, 2, [])
+    assert ledger.costs == {"requests": 1, "prompt_tokens": 1, "completion_tokens": 2} and ledger.reasons == []
     assert [(one["authorized"], one["seed"]) for one in logged(log)] == [(True, 7)]
 
 
@@ -59,7 +59,7 @@ def test_what_passes_is_tried_again_and_written_down(tmp_path, behaviour, said):
     with scripted_server(tmp_path, rules=rules, answer="At last.") as (url, log):
         (reply,) = chat(url, ledger=ledger)
     assert reply.text == "At last."
-    assert ledger.requests == 3
+    assert ledger.costs["requests"] == 3
     assert [said in reason for reason in ledger.reasons] == [True, True]
 
 

@@ -78,8 +78,8 @@ def test_every_step_speaks_with_transformers_serve(tmp_path, tiny_published, tin
                     await WriteQuestions(endpoint, rounds=2, max_tokens=24)(Item(0, "0", caption), ledger)
 
         asyncio.run(write())
-        assert ledger.requests == (2 if endpoint.takes_schema else 3)
-        assert ledger.prompt_tokens > 100 and ledger.completion_tokens > 0
+        assert ledger.costs["requests"] == (2 if endpoint.takes_schema else 3)
+        assert ledger.costs["prompt_tokens"] > 100 and ledger.costs["completion_tokens"] > 0
         assert sum("holds no JSON object" in reason for reason in ledger.reasons) == 2
 
         teacher = EndpointTeacher(Endpoint(settings), frames=2, max_tokens=12)

@@ -1,6 +1,6 @@
 """Sets on disk: reads and writes records as JSONL, JSON, Parquet, LLaVA-Video conversations, or captions beside videos.
 
-Readers stream: what they hold does not grow with the file.
+Readers stream: what they hold does not grow with the file, but for a JSON array, which is read whole.
 """
 
 import json
@@ -9,15 +9,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 from ..output import whole_file
 from ..settings import show
 from . import parquet
 from .media import VIDEO_SUFFIXES, find_media, is_frame_folder
 from .records import Caption, Record, VideoRecord, media_name, parse_record, to_video_record
-
-LARGEST_ITEM = 2**26  # characters of one item of a JSON array
 
 _PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:image|video)>")
 
@@ -71,15 +69,15 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
         return
     if not os.path.exists(path):
         raise ValueError(f"There is no file {str(path)!r}; expected a set of records, such as JSONL or Parquet.")
-    found: Iterable[tuple[int, Any, str | None]]
+    items: Iterable[Any] | None = None
     if path.suffix == ".parquet":
-        found = ((number, row, None) for number, row in enumerate(parquet.read(path), start=1))
-    elif path.suffix == ".json" and _holds_array(path):
-        found = ((number, item, None) for number, item in enumerate(_iter_array(path), start=1))
+        items = parquet.read(path)
+    elif path.suffix == ".json":
+        items = _read_array(path)
+    if items is None:
+        yield from _iter_lines(path)
     else:
-        found = _iter_lines(path)
-    for number, content, problem in found:
-        yield Row(number, content, problem) if problem else _parse(number, content)
+        yield from (_parse(number, item) for number, item in enumerate(items, start=1))
 
 
 def _parse(number: int, content: Any) -> Row:
@@ -92,12 +90,7 @@ def _parse(number: int, content: Any) -> Row:
 
 
 def iter_records(path: str | os.PathLike) -> Iterator[Record]:
-    """
-    Every record of a set in order, see [`iter_rows`].
-
-    Raises:
-        ValueError: the first row that is not a record, with its number.
-    """
+    """Every record of a set in order, see [`iter_rows`]; the first row that is none raises a `ValueError`."""
     for row in iter_rows(path):
         if row.record is None:
             raise ValueError(f"Row {row.number} of {path} is not a record: {row.problem}")
@@ -169,58 +162,29 @@ def locate(row: Row, root: Path) -> str | None:
     return None if name is None else find_media(name, root, source if isinstance(source, str) else None)
 
 
-def _iter_lines(path: Path) -> Iterator[tuple[int, Any, str | None]]:
+def _iter_lines(path: Path) -> Iterator[Row]:
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line.decode("utf-8")), None
+                content = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
-                yield number, None, f"it is no JSON: {error}."
+                yield Row(number, problem=f"it is no JSON: {error}.")
+            else:
+                yield _parse(number, content)
 
 
-def _holds_array(path: Path) -> bool:
-    with open(path, "rb") as file:
-        while block := file.read(4096):
-            if block.strip():
-                return block.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    return False
-
-
-def _iter_array(path: Path) -> Iterator[Any]:
-    """The items of a JSON array, read piece by piece."""
-    decoder = json.JSONDecoder()
+def _read_array(path: Path) -> list[Any] | None:
+    """The items of a JSON array, which is read whole; `None` where the file begins otherwise."""
     with open(path, encoding="utf-8-sig") as file:
-        text = file.read(2**16).lstrip()[1:].lstrip()
-        while not text.startswith("]"):
-            text, item = _next_item(file, text, decoder, path)
-            yield item
-        if (text[1:] + file.read(2**10)).strip():
-            raise ValueError(f"{path} goes on behind its JSON array; expected one array of records.")
-
-
-def _next_item(file: IO[str], text: str, decoder: json.JSONDecoder, path: Path) -> tuple[str, Any]:
-    """An item that is there whole, and the text behind it and its comma."""
-    more = 2**16
-    while True:
         try:
-            item, end = decoder.raw_decode(text)
-            rest = text[end:].lstrip()
-            if rest.startswith(","):
-                rest = rest[1:].lstrip()
-                if rest and not rest.startswith("]"):
-                    return rest, item
-            elif rest.startswith("]"):
-                return rest, item
-            reason = "expected a comma or the array's end behind an item"
+            if not file.read(2**16).lstrip().startswith("["):
+                return None
+            file.seek(0)
+            return json.load(file)
         except (ValueError, RecursionError) as error:
-            reason = str(error)
-        block = file.read(more)
-        if not block or len(text) > LARGEST_ITEM:
-            raise ValueError(f"{path} is no JSON array of records: {reason}.")
-        text += block
-        more *= 2  # an item is parsed again from its start: few times, however long it is
+            raise ValueError(f"{path} is no JSON array of records: {error}.") from None
 
 
 def _iter_folder(folder: Path) -> Iterator[Row]:
@@ -303,15 +267,3 @@ def write_records(path: str | os.PathLike, records: Iterable[Record]) -> int:
             file.write((separator if count > 1 else "") + json.dumps(record.row(), ensure_ascii=False))
         file.write(end if count or begin else "")
     return count
-
-
-__all__ = [
-    "Row",
-    "iter_captions",
-    "iter_records",
-    "iter_rows",
-    "locate",
-    "media_folder",
-    "read_records",
-    "write_records",
-]

@@ -166,16 +166,14 @@ class VideoRecord:
         kind: free label of the question's kind.
         source: whose loss it counts to, one of [`SOURCES`].
         options: the options, for evaluation.
-        earlier: turns of the same conversation before this one, as (question, answer); the video stands in the first,
-            and every answer is supervised. Many questions about a video then cost one pass over it.
+        earlier: turns of the same conversation before this one, as (question, answer), supervised too. The video stands
+            in the first; many questions about a video then cost one pass over it.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
-        teacher_video: the same video at full size, read with the same `fps`. Attention distillation then takes the
-            teacher's attention to it, summed onto the tokens of `video`, which may be too small for the teacher.
+        teacher_video: the same video at full size, whose attention is distilled where `video` is too small for it.
         id: of the record in its set.
 
     Raises:
-        ValueError: a value of another type, an empty video or question, an unknown source, an `fps` that is not above
-            0, or a `teacher_video` without a video.
+        ValueError: a value of another type or out of range, an empty text, a `teacher_video` without a video.
     """
 
     video: Text | None
@@ -218,30 +216,17 @@ def parse_record(row: Mapping[str, Any]) -> Record:
     Raises:
         ValueError: keys or values that no record has, in one line.
     """
-    kind = record_kind(row)
+    if not isinstance(row, Mapping):
+        raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")
+    kind: type[Record] = VideoRecord
+    if "vision_id" in row:
+        kind = Caption if "caption" in row else Choice if "options" in row else Answer
+    elif missing := [name for name in ("video", "question", "answer") if name not in row]:
+        raise ValueError(f"it lacks {', '.join(missing)}.")
     try:
         return _ADAPTERS[kind].validate_python(row)
     except ValidationError as error:
         raise ValueError(explain(error)) from None
-
-
-def record_kind(row: Mapping[str, Any]) -> type[Record]:
-    """
-    Which record a row means to be.
-
-    Raises:
-        ValueError: no object, or neither `vision_id` nor `video`.
-    """
-    if not isinstance(row, Mapping):
-        raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")
-    if "vision_id" in row:
-        if "caption" in row:
-            return Caption
-        return Choice if "options" in row else Answer
-    missing = [name for name in ("video", "question", "answer") if name not in row]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}.")
-    return VideoRecord
 
 
 def explain(error: ValidationError) -> str:
@@ -270,15 +255,7 @@ def _explain(problem: Any) -> str:
 
 
 def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
-    """
-    The record as the model reads it.
-
-    Args:
-        video: where its media lies; as the record names it when absent.
-
-    Raises:
-        ValueError: a caption, which asks nothing.
-    """
+    """The record as the model reads it, with the place of its media; a caption asks nothing: a `ValueError`."""
     if isinstance(record, VideoRecord):
         return replace(record, video=video or record.video)
     if isinstance(record, Caption):
@@ -313,29 +290,3 @@ def break_special_tokens(text: str) -> str:
 def media_name(record: Record) -> str | None:
     """The video that a record is about, as the record names it."""
     return record.video if isinstance(record, VideoRecord) else record.vision_id
-
-
-__all__ = [
-    "DIFFICULTIES",
-    "INSTRUCTION",
-    "LETTERS",
-    "QUESTION_TYPES",
-    "SOURCES",
-    "SPECIAL_TOKEN",
-    "Answer",
-    "Caption",
-    "Choice",
-    "Difficulty",
-    "Letter",
-    "QuestionType",
-    "Record",
-    "VideoRecord",
-    "VisionRecord",
-    "all_texts",
-    "break_special_tokens",
-    "explain",
-    "media_name",
-    "parse_record",
-    "record_kind",
-    "to_video_record",
-]

@@ -20,7 +20,6 @@ from ..output import check_folder, whole_file
 from ..results import Journal, read_json, write_json
 
 JOURNAL = "journal.jsonl"
-EARLIER_JOURNAL = "journal.sqlite"
 SHARD = "shard-{}-of-{}"
 COSTS = ("requests", "prompt_tokens", "completion_tokens")
 
@@ -39,25 +38,21 @@ class Ledger:
     What one item has cost so far.
 
     Args:
-        requests: that were sent, also those that failed.
-        prompt_tokens, completion_tokens: as the teacher counts them.
+        costs: requests that were sent, also those that failed, and tokens as the teacher counts them: [`COSTS`].
         reasons: why something had to be asked again, one sentence each.
         tell: is called with every cost as it comes up.
     """
 
-    requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    costs: Counter[str] = field(default_factory=Counter)
     reasons: list[str] = field(default_factory=list)
-    tell: Callable[[Counter[str]], None] | None = None
+    tell: Callable[[Mapping[str, int]], None] | None = None
 
     def spend(self, requests: int = 0, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
         """Adds a cost."""
-        self.requests += requests
-        self.prompt_tokens += prompt_tokens
-        self.completion_tokens += completion_tokens
+        costs = dict(zip(COSTS, (requests, prompt_tokens, completion_tokens), strict=True))
+        self.costs.update(costs)
         if self.tell is not None:
-            self.tell(Counter(requests=requests, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens))
+            self.tell(costs)
 
 
 @dataclass(frozen=True)
@@ -98,27 +93,9 @@ class Result:
     dropped: list[dict[str, Any]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """
-    A finished item.
-
-    Args:
-        position, id: the item's.
-        failed: nothing came of it; the reasons say why.
-        kept, dropped: the rows that came of it.
-        reasons: why something had to be asked again.
-    """
-
-    position: int
-    id: str
-    failed: bool
-    kept: list[dict[str, Any]]
-    dropped: list[dict[str, Any]]
-    reasons: list[str]
-
-
 Step = Callable[[Item, Ledger], Awaitable[Result]]
+# A finished item as the journal has it: id, failed, kept, dropped, reasons.
+Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -152,12 +129,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """
-        Reads such as "2/8".
-
-        Raises:
-            ValueError: anything else.
-        """
+        """Reads such as "2/8"; raises a `ValueError` for anything else."""
         index, slash, count = text.partition("/")
         if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
             raise ValueError(f"The shard is {text!r}; expected such as 2/8, the second of eight.")
@@ -167,9 +139,6 @@ class Shard:
         """Of its items in an input of `items`, and only the first `limit` of them."""
         part = range((self.index - 1) * items // self.count, self.index * items // self.count)
         return part if limit is None else part[:limit]
-
-    def folder(self, out: Path) -> Path:
-        return out if self.count == 1 else out / SHARD.format(self.index, self.count)
 
 
 def run(
@@ -194,10 +163,9 @@ def run(
     Args:
         out: the folder; each shard has one of its own inside.
         concurrency: items at a time.
-        shard: takes a part of the items, for [`merge`].
-        limit: only the first items, of the shard where there is one.
+        shard, limit: take a part of the items, for [`merge`]; and only the first ones.
         retry_failed: try again what failed in an earlier run.
-        price: of the teacher's tokens, for what is told and for the summary.
+        price: of the teacher's tokens.
         progress: show a bar on standard error.
         runner: where the work is done, such as [`~qtsplus.synthesis.ray_runner.RayRunner`]; here when absent.
 
@@ -213,9 +181,9 @@ def run(
     for name, value in (("concurrency", concurrency), ("limit", limit)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: expected at least 1.")
-    folder = shard.folder(check_folder(out))
+    folder = check_folder(out) if shard.count == 1 else check_folder(out) / SHARD.format(shard.index, shard.count)
     if not (folder / JOURNAL).exists():
-        _refuse_files(folder, [*_files(job.name), EARLIER_JOURNAL])
+        _refuse_files(folder, job.name)
     items, digest = _measure(job.read())
     if not items:
         raise ValueError("The input holds no record.")
@@ -252,7 +220,7 @@ def merge(out: Path, price: Price | None = None) -> Path:
     settings = _shared(journals[0])
     summary = read_json(out / "summary.json") or {}
     if any(summary.get(name) != value for name, value in settings.items()):
-        _refuse_files(out, _files(settings["step"]))
+        _refuse_files(out, settings["step"])
     return write_sets(out, settings["step"], journals, price)
 
 
@@ -260,10 +228,10 @@ def _files(name: str) -> list[str]:
     return [f"{name}.jsonl", "dropped.jsonl", "failed.jsonl", "summary.json"]
 
 
-def _refuse_files(folder: Path, names: Sequence[str]) -> None:
-    for name in names:
-        if (folder / name).exists():
-            raise ValueError(f"{folder / name} is there already, and not from this run: choose another folder.")
+def _refuse_files(folder: Path, name: str) -> None:
+    for path in (folder / file for file in _files(name)):
+        if path.exists():
+            raise ValueError(f"{path} is there already, and not from this run: choose another folder.")
 
 
 def write_sets(folder: Path, name: str, journals: Sequence[Journal], price: Price | None) -> Path:
@@ -299,7 +267,7 @@ def _write_failed(path: Path, journals: Sequence[Journal]) -> list[str]:
     return [entry["reasons"][-1] for entry in entries]
 
 
-def _entries(journals: Sequence[Journal], skip_failed: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+def _entries(journals: Sequence[Journal], skip_failed: bool = False) -> Iterator[tuple[int, Entry]]:
     """All finished items by position, one at a time."""
     for journal in journals:
         for position in sorted(key for key in journal.done if isinstance(key, int)):
@@ -341,7 +309,7 @@ def run_here(job: Job, items: Iterator[Item], concurrency: int, recorder: "Recor
 
     async def run_all() -> None:
         async with job.teacher:
-            await finish_all(job.step, items, concurrency, lambda entry, _: recorder.record(entry), recorder.spend)
+            await finish_all(job.step, items, concurrency, recorder.record, recorder.spend)
 
     asyncio.run(run_all())
 
@@ -350,14 +318,14 @@ async def finish_all(
     step: Step,
     items: Iterator[Item],
     concurrency: int,
-    record: Callable[[Entry, Ledger], None],
-    spend: Callable[[Counter[str]], None] | None = None,
+    record: Callable[[int, Entry, Ledger], None],
+    spend: Callable[[Mapping[str, int]], None] | None = None,
 ) -> None:
     """
     Workers take items from one iterator, so that no more than `concurrency` of them are in memory.
 
     Args:
-        record: is called with each finished item, and with what it cost.
+        record: is called with the position of each finished item, what came of it, and what it cost.
         spend: is called with each cost as it comes up.
     """
 
@@ -368,7 +336,8 @@ async def finish_all(
                 result = await step(item, ledger)
             except ItemFailed:
                 failed = True
-            record(Entry(item.position, item.id, failed, result.kept, result.dropped, ledger.reasons), ledger)
+            entry = {"id": item.id, "failed": failed, **vars(result), "reasons": ledger.reasons}
+            record(item.position, entry, ledger)
 
     workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
     try:
@@ -380,14 +349,7 @@ async def finish_all(
 
 
 class Recorder:
-    """
-    Writes costs and finished items into a journal, and shows on a bar how far a run is, where that is a terminal.
-
-    Args:
-        items: that the run has in all.
-        finished: that it has finished before.
-        concurrency: when one item after another fails, so many decide whether the run is stopped.
-    """
+    """Writes costs and finished items into a journal, and shows on a bar how far a run is, where that is a terminal."""
 
     def __init__(
         self, journal: Journal, items: int, finished: int, concurrency: int, price: Price | None, progress: bool
@@ -416,19 +378,14 @@ class Recorder:
         self.costs.update(costs)
         self.journal.add("costs", self.costs)
 
-    def record(self, entry: Entry) -> None:
-        """
-        Notes a finished item.
-
-        Raises:
-            RunFailed: one item after another fails.
-        """
-        self.journal.add(entry.position, {name: value for name, value in vars(entry).items() if name != "position"})
+    def record(self, position: int, entry: Entry, ledger: Ledger) -> None:
+        """Notes a finished item; raises [`RunFailed`] where one item after another fails."""
+        self.journal.add(position, entry)
         self.bar.update(self.task, advance=1, cost=self._cost())
-        self.failed_in_a_row = self.failed_in_a_row + 1 if entry.failed else 0
+        self.failed_in_a_row = self.failed_in_a_row + 1 if entry["failed"] else 0
         if self.failed_in_a_row >= self.patience:
             raise RunFailed(
-                f"The last {self.failed_in_a_row} items failed, the last one because {entry.reasons[-1]} Mend that, "
+                f"The last {self.failed_in_a_row} items failed, the last one because {entry['reasons'][-1]} Mend that, "
                 "and run the same command with --retry-failed."
             )
 
@@ -479,24 +436,3 @@ def _check_shards(journals: Sequence[Journal]) -> None:
             raise ValueError(
                 f"{journal.path.parent} has finished {finished} of {items} items: run that shard to its end first."
             )
-
-
-__all__ = [
-    "Entry",
-    "Item",
-    "ItemFailed",
-    "Job",
-    "Ledger",
-    "Price",
-    "Recorder",
-    "Result",
-    "RunFailed",
-    "Runner",
-    "Shard",
-    "Step",
-    "finish_all",
-    "merge",
-    "run",
-    "run_here",
-    "write_sets",
-]

@@ -294,17 +294,3 @@ def _whole_objects(text: str) -> Iterator[dict[str, Any]]:
             broken += 1
         else:
             yield entry
-
-
-__all__ = [
-    "PROMPTS",
-    "SCHEMA",
-    "Draft",
-    "WriteQuestions",
-    "find_fault",
-    "find_objects",
-    "first_messages",
-    "read_drafts",
-    "to_choice",
-    "wanted_types",
-]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from .engine import COSTS, Entry, Item, Job, Ledger, Recorder, finish_all
+from .engine import Entry, Item, Job, Ledger, Recorder, finish_all
 
 if TYPE_CHECKING:
     import pyarrow
@@ -56,9 +56,9 @@ class RayRunner:
                 "10.0.0.1:6379, auto or local."
             ) from error
         try:
-            for entry, ledger in _finished(job, itertools.chain([first], items), concurrency):
-                recorder.spend({name: getattr(ledger, name) for name in COSTS})
-                recorder.record(entry)
+            for position, entry, ledger in _finished(job, itertools.chain([first], items), concurrency):
+                recorder.spend(ledger.costs)
+                recorder.record(position, entry, ledger)
         finally:
             ray.shutdown()
 
@@ -71,7 +71,7 @@ def _knock(address: str) -> None:
             pass
 
 
-def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[tuple[Entry, Ledger]]:
+def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[tuple[int, Entry, Ledger]]:
     """The entries of items as their blocks are finished, with what they cost."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext, from_arrow_refs
@@ -109,10 +109,10 @@ class _Worker:
         self.loop.run_until_complete(teacher.__aenter__())
 
     def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
-        found: list[tuple[Entry, Ledger] | ValueError] = []
+        found: list[tuple[int, Entry, Ledger] | ValueError] = []
 
-        def record(entry: Entry, ledger: Ledger) -> None:
-            found.append((entry, ledger))
+        def record(*finished: Any) -> None:
+            found.append(finished)
 
         try:
             self.loop.run_until_complete(finish_all(self.step, _from_table(block), self.concurrency, record))

@@ -197,19 +197,3 @@ def share_out(logprobs: Mapping[str, float]) -> Verdict:
     weights = {letter: math.exp(logprobs[letter] - most) if letter in logprobs else 0.0 for letter in LETTERS}
     shares = {letter: weight / sum(weights.values()) for letter, weight in weights.items()}
     return Verdict(max(LETTERS, key=shares.__getitem__), shares)
-
-
-__all__ = [
-    "FREE_ANSWER",
-    "Question",
-    "Reply",
-    "Scoring",
-    "Screen",
-    "Teacher",
-    "Verdict",
-    "WriteAnswers",
-    "find_fault",
-    "read_letter",
-    "share_out",
-    "strip_thoughts",
-]
