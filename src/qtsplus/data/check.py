@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -14,7 +14,17 @@ from typing import Any
 
 from .formats import Row, iter_records, iter_rows, locate, media_folder, printable
 from .media import media_key, media_problem
-from .records import LETTERS, SPECIAL_TOKEN, Answer, Caption, Choice, Record, VideoRecord, all_texts, media_name
+from .records import (
+    LETTERS,
+    SPECIAL_TOKEN,
+    Answer,
+    Caption,
+    Record,
+    VideoRecord,
+    all_texts,
+    media_name,
+    to_video_record,
+)
 
 ROWS_AT_ONCE = 256
 # A letter may stand for the answer this much more or less often than the others, where chance does not explain it.
@@ -29,10 +39,8 @@ class BadRow:
     A row that should not be trained on.
 
     Args:
-        row: its number, see [`Row`].
-        id: its own, or its video.
-        check: one of "schema", "media", "duplicate", "leak", "special token", "overlap".
-        reason: what is wrong, in words.
+        row, id: its number, see [`Row`], and its own id or its video.
+        check, reason: "schema", "media", "duplicate", "leak", "special token" or "overlap", and what is wrong in words.
     """
 
     row: int
@@ -129,11 +137,6 @@ def _media_problem(place: str) -> str | None:
     return media_problem(place)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# One row
-# --------------------------------------------------------------------------------------------------------------------
-
-
 class _Seen:
     """The number of the first row with a text, by the text's digest: a large set's texts are not held."""
 
@@ -142,7 +145,7 @@ class _Seen:
 
     def first(self, number: int, *texts: str | None) -> int | None:
         """The earlier row with the same texts, but for case and spaces."""
-        normal = "\x00".join(_normal(text or "") for text in texts)
+        normal = "\x00".join(" ".join((text or "").casefold().split()) for text in texts)
         return earlier if (earlier := self.rows.setdefault(_digest(normal), number)) != number else None
 
 
@@ -158,11 +161,8 @@ def _reasons(record: Record, row: Row, seen: _Seen) -> Iterator[tuple[str, str |
     same = "caption" if isinstance(record, Caption) else "question"
     yield "duplicate", None if earlier is None else f"row {earlier} has the same {same} about the same video."
     yield "leak", _leak(record)
-    token = SPECIAL_TOKEN.search("\n".join(all_texts(record)))
-    yield (
-        "special token",
-        None if token is None else f"{token[0]!r} in its text is a special token; it is read as text.",
-    )
+    if token := SPECIAL_TOKEN.search("\n".join(all_texts(record))):
+        yield "special token", f"{token[0]!r} in its text is a special token; it is read as text."
 
 
 def _texts(record: Record) -> Iterator[str | None]:
@@ -178,31 +178,21 @@ def _texts(record: Record) -> Iterator[str | None]:
 
 def _leak(record: Record) -> str | None:
     """Why the question gives its answer away; `None` where it does not."""
-    if isinstance(record, Choice):
-        right = record.answer_text
-        return _leak_of_option(record.question, right, [text for text in record.options.values() if text != right])
-    if isinstance(record, VideoRecord) and record.options is not None:
-        return _leak_of_option(record.query or record.question, *_options(record))
-    if isinstance(record, (Answer, VideoRecord)):
-        if isinstance(record, Answer) and record.answer.strip().rstrip(".") in LETTERS:
-            return f"its answer is the letter {record.answer.strip()}, and it has no options."
-        if len(_words(record.answer)) >= LONG_ANSWER and _holds(record.question, record.answer):
-            return "its question holds its answer."
-    return None
-
-
-def _options(record: VideoRecord) -> tuple[str, list[str]]:
-    """The right option, and the wrong ones."""
-    options = list(record.options or ())
-    place = LETTERS.find(record.answer) if len(record.answer) == 1 else -1
-    right = options[place] if 0 <= place < len(options) else record.answer
-    return right, [text for text in options if text != right]
-
-
-def _leak_of_option(question: str, right: str, wrong: Sequence[str]) -> str | None:
-    # A question may name all that it lets choose from: "Is it red or blue?"
-    if _holds(question, right) and not any(_holds(question, text) for text in wrong):
-        return f"its question holds the right option, {right!r}, and no wrong one."
+    if isinstance(record, Caption):
+        return None
+    asked = to_video_record(record)
+    if asked.options is not None:
+        place = LETTERS.find(asked.answer) if len(asked.answer) == 1 else -1
+        right = asked.options[place] if 0 <= place < len(asked.options) else asked.answer
+        question, wrong = asked.query or asked.question, [text for text in asked.options if text != right]
+        # A question may name all that it lets choose from: "Is it red or blue?"
+        if _holds(question, right) and not any(_holds(question, text) for text in wrong):
+            return f"its question holds the right option, {right!r}, and no wrong one."
+        return None
+    if isinstance(record, Answer) and record.answer.strip().rstrip(".") in LETTERS:
+        return f"its answer is the letter {record.answer.strip()}, and it has no options."
+    if len(_words(asked.answer)) >= LONG_ANSWER and _holds(asked.question, asked.answer):
+        return "its question holds its answer."
     return None
 
 
@@ -216,21 +206,12 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.casefold())
 
 
-def _normal(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The whole set
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def _letter(record: Record | None) -> Iterable[str]:
+def _letter(record: Record | None) -> list[str]:
     """The letter that is right, of an item with four options."""
-    if isinstance(record, Choice):
-        return [record.answer]
-    four = isinstance(record, VideoRecord) and record.options is not None and len(record.options) == len(LETTERS)
-    return [record.answer] if four and isinstance(record, VideoRecord) and record.answer in tuple(LETTERS) else []
+    asked = None if record is None or isinstance(record, Caption) else to_video_record(record)
+    if asked is None or len(asked.options or ()) != len(LETTERS) or asked.answer not in tuple(LETTERS):
+        return []
+    return [asked.answer]
 
 
 def _unbalanced(letters: dict[str, int]) -> str | None:

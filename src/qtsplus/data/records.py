@@ -4,7 +4,7 @@ Every reader, writer and check of `qtsplus data` works on these, and so do `qtsp
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import PurePosixPath
@@ -270,16 +270,13 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
     return VideoRecord(question=record.question, answer=record.answer, **shared)  # type: ignore[arg-type]
 
 
-def all_texts(record: Record) -> Iterator[str]:
+def all_texts(record: Record) -> list[str]:
     """Every text of a record that a model may read."""
     if isinstance(record, Caption):
-        yield record.caption
-        return
-    yield from (record.question, record.answer)
-    if isinstance(record, Choice):
-        yield from record.options.values()
-    elif isinstance(record, VideoRecord):
-        yield from (record.query or "", *(record.options or ()), *chain.from_iterable(record.earlier))
+        return [record.caption]
+    asked = to_video_record(record)
+    earlier = chain.from_iterable(asked.earlier)
+    return [asked.question, asked.answer, asked.query or "", *(asked.options or ()), *earlier]
 
 
 def break_special_tokens(text: str) -> str:

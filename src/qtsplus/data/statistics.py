@@ -10,10 +10,9 @@ from typing import Any
 from ..output import markdown_table
 from .formats import iter_records, printable
 from .media import media_key
-from .records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Answer, Caption, Choice, Record, VideoRecord, media_name
+from .records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Caption, Record, VideoRecord, media_name, to_video_record
 
-_NAMES: dict[type, str] = {Caption: "caption", Choice: "single choice", Answer: "free answer"}
-_SOURCES = {"mcq": "single choice", "vqa": "free answer", "caption": "caption"}
+_KINDS = {"mcq": "single choice", "vqa": "free answer", "caption": "caption"}
 NOT_SAID = "not said"
 
 
@@ -103,29 +102,26 @@ def count_set(paths: Iterable[str | os.PathLike]) -> Statistics:
 
 
 def _count(result: Statistics, record: Record) -> None:
-    kind = _SOURCES[record.source] if isinstance(record, VideoRecord) else _NAMES[type(record)]
-    result.kinds[kind] += 1
     if isinstance(record, Caption):
+        result.kinds["caption"] += 1
         _count_words(result, "caption", record.caption)
         return
-    if isinstance(record, VideoRecord):
-        result.types[record.kind or NOT_SAID] += 1
-        options = record.options or ()
-        question = record.query or record.question
-    else:
-        result.types[record.type or NOT_SAID] += 1
+    asked = to_video_record(record)
+    kind = _KINDS[asked.source]
+    result.kinds[kind] += 1
+    result.types[asked.kind or NOT_SAID] += 1
+    if not isinstance(record, VideoRecord):
         result.difficulties[record.difficulty or NOT_SAID] += 1
-        options = tuple(map(record.options.__getitem__, LETTERS)) if isinstance(record, Choice) else ()
-        question = record.question
-    _count_words(result, "question", question)
-    place = LETTERS.find(record.answer) if len(record.answer) == 1 else -1
+    _count_words(result, "question", asked.query or asked.question)
+    options = asked.options or ()
+    place = LETTERS.find(asked.answer) if len(asked.answer) == 1 else -1
     if kind == "single choice" and 0 <= place < len(options):
-        result.letters[record.answer] += 1
+        result.letters[asked.answer] += 1
         result.longest_is_right += all(len(text) < len(options[place]) for text in options if text != options[place])
         for text in options:
             _count_words(result, "option", text)
     else:
-        _count_words(result, kind if kind == "caption" else "answer", record.answer)
+        _count_words(result, kind if kind == "caption" else "answer", asked.answer)
 
 
 def _count_words(result: Statistics, name: str, text: str) -> None:

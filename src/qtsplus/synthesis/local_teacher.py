@@ -1,10 +1,8 @@
 """A video teacher in this process: a model of this package, or a stock one, asked in batches."""
 
 import asyncio
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,12 +19,8 @@ from .video_steps import FREE_ANSWER, Question, Reply, Scoring, Verdict, read_le
 LETTER_TOKENS = 16  # of a reply whose letter is read
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A question with what is to be done: score the letters, or write up to so many tokens."""
-
-    record: VideoRecord
-    max_tokens: int | None
+# A question, and up to how many tokens are written; `None` has the letters scored.
+_Asked = tuple[VideoRecord, int | None]
 
 
 @dataclass(frozen=True)
@@ -42,12 +36,8 @@ class _Told:
 
 def load_stock(weights: str, device: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
     """
-    A model without a selector as one that keeps all tokens, which gives its logits and its answers to the bit.
-
-    Args:
-        weights: a folder or a Hub id.
-        device: such as `"cuda"`; a GPU where there is one when absent.
-        dtype: of the weights; `"auto"` is bfloat16 on a GPU and float32 elsewhere.
+    A model without a selector, in a folder or on the Hub, as one that keeps all tokens: its logits and answers to the
+    bit. `"auto"` is bfloat16 on a GPU and float32 elsewhere.
 
     Raises:
         ValueError: no such model, or one of an unknown backbone.
@@ -106,9 +96,7 @@ class LocalTeacher:
         self.turn = asyncio.Lock()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.encoded.clear()
 
     async def choose(self, question: Question, ledger: Ledger) -> Verdict:
@@ -122,7 +110,7 @@ class LocalTeacher:
 
     async def _ask(self, question: Question, text: str, max_tokens: int | None, ledger: Ledger) -> _Told:
         record = VideoRecord(question.video, text, "", query=question.query, fps=question.fps or self.fps)
-        told = await self._in_batch(_Asked(record, max_tokens))
+        told = await self._in_batch((record, max_tokens))
         ledger.spend(1, told.prompt_tokens, told.completion_tokens)
         if told.problem is not None:
             ledger.reasons.append(told.problem)
@@ -144,20 +132,18 @@ class LocalTeacher:
 
     @torch.inference_mode()
     def _tell(self, batch: Sequence[_Asked]) -> list[_Told]:
+        problems = self._encode([record for record, _ in batch])
         told: dict[int, _Told] = {}
-        problems = self._encode([asked.record for asked in batch])
         together: dict[tuple[bool, int | None], list[int]] = {}
-        for index, asked in enumerate(batch):
-            video = asked.record.video
-            if video in problems:
-                told[index] = _Told({}, Reply("", False), 0, 0, problems[video])
+        for index, (record, max_tokens) in enumerate(batch):
+            if record.video in problems:
+                told[index] = _Told({}, Reply("", False), 0, 0, problems[record.video])
             else:
-                together.setdefault((video is None, asked.max_tokens), []).append(index)
+                together.setdefault((record.video is None, max_tokens), []).append(index)
         for (_, max_tokens), indices in together.items():
-            ask: Callable[[Sequence[VideoRecord]], list[_Told]] = self._score
-            if max_tokens is not None:
-                ask = functools.partial(self._write, max_tokens=max_tokens)
-            told.update(zip(indices, ask([batch[index].record for index in indices]), strict=True))
+            records = [batch[index][0] for index in indices]
+            answers = self._score(records) if max_tokens is None else self._write(records, max_tokens)
+            told.update(zip(indices, answers, strict=True))
         return [told[index] for index in range(len(batch))]
 
     def _encode(self, records: Sequence[VideoRecord]) -> dict[str | None, str]:
