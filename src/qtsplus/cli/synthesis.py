@@ -215,7 +215,7 @@ def _one_line() -> Iterator[None]:
             raise typer.Exit(1) from None
         except ImportError as error:
             package = (error.name or "").partition(".")[0]
-            extra = {"openai": "data", "tenacity": "data", "ray": "ray"}.get(package)
+            extra = {"openai": "data", "ray": "ray"}.get(package)
             if extra is None:
                 raise
             fail(f"the package {package} is not installed: pip install 'qtsplus[{extra}]'")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -12,7 +13,6 @@ from urllib.parse import urlsplit
 
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 from pydantic import BaseModel, Field
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from ..data.records import break_special_tokens
 from .engine import ItemFailed, Ledger
@@ -20,6 +20,7 @@ from .video_steps import Reply
 
 NO_KEY = "none"  # what servers without keys are sent
 MOST_PATIENCE = 300.0  # seconds that one answer may ask to wait
+LONGEST_BACKOFF = 60.0  # seconds
 LARGEST_REPLY = 2**20  # bytes
 LONGEST_TIMEOUT = 86_400.0  # seconds
 
@@ -184,27 +185,16 @@ class Endpoint:
             return reply
 
     async def _patiently(self, request: Mapping[str, Any], ledger: Ledger) -> Reply:
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(self.settings.attempts),
-            wait=self._wait,
-            retry=retry_if_exception_type(_Again),
-            reraise=True,
-        )
-        try:
-            async for attempt in retrying:
-                with attempt:
-                    return await self._send(request, ledger)
-        except _Again as error:
-            if error.everyone:
-                raise ValueError(f"The endpoint {self.settings.url} takes no request: {error}") from None
-            raise ItemFailed from None
-        raise AssertionError("tenacity ends with a reply or an error")
-
-    def _wait(self, state: RetryCallState) -> float:
-        assert state.outcome is not None
-        error = state.outcome.exception()
-        asked = error.wait if isinstance(error, _Again) else 0.0
-        return max(asked, wait_random_exponential(multiplier=self.settings.backoff, max=60)(state))
+        for attempt in range(1, self.settings.attempts + 1):
+            try:
+                return await self._send(request, ledger)
+            except _Again as error:
+                if attempt == self.settings.attempts and error.everyone:
+                    raise ValueError(f"The endpoint {self.settings.url} takes no request: {error}") from None
+                wait = max(error.wait, random.uniform(0, min(self.settings.backoff * 2**attempt, LONGEST_BACKOFF)))
+            if attempt < self.settings.attempts:
+                await asyncio.sleep(wait)
+        raise ItemFailed
 
     async def _send(self, request: Mapping[str, Any], ledger: Ledger) -> Reply:
         while (pause := self.not_before - asyncio.get_running_loop().time()) > 0:

@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 from ..output import check_folder, whole_file
 from ..results import Journal, read_json, write_json
@@ -355,10 +355,7 @@ class Recorder:
         self, journal: Journal, items: int, finished: int, concurrency: int, price: Price | None, progress: bool
     ):
         console = Console(stderr=True)
-        columns = (
-            *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-            *(TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[cost]}")),
-        )
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[cost]}"))
         self.journal, self.price = journal, price
         self.costs = Counter(_total_costs([journal]))
         self.failed_in_a_row, self.patience = 0, max(20, 2 * concurrency)
