@@ -43,16 +43,16 @@ class Journal:
         self.done = _Entries(path)
         wanted = None if settings is None else json.loads(json.dumps(settings))
         found = self._read() if path.exists() else None
-        self.settings: dict[str, Any] = found if wanted is None else wanted
+        if wanted is None and found is None:
+            raise ValueError(f"{path} holds a run that never began: begin it first.")
+        self.settings: dict[str, Any] = wanted or found or {}
         if found is not None and (wanted is None or found == wanted):
             return
-        if wanted is None:
-            raise ValueError(f"{path} holds a run that never began: begin it first.")
         if found is not None and not begin_anew:
-            raise ValueError(f"The run in {path.parent} {_difference(found, wanted)}.")
+            raise ValueError(f"The run in {path.parent} {_difference(found, self.settings)}.")
         self.done.places.clear()
         with whole_file(path) as file:
-            file.write(json.dumps(wanted) + "\n")
+            file.write(json.dumps(self.settings) + "\n")
 
     def _read(self) -> dict[str, Any] | None:
         """The settings, with the places of the entries noted; `None` where the file ends before them."""

@@ -136,11 +136,11 @@ def convert(
     path: SetFile,
     out: Annotated[
         Path,
-        typer.Argument(help="A name that ends in .jsonl, .json or .parquet.", parser=filled_path, metavar="OUT"),
+        typer.Argument(help="A name that ends in .jsonl or .json.", parser=filled_path, metavar="OUT"),
     ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a set in another format."""
+    """Write a set of any format as JSONL or JSON."""
     with one_line_errors():
         from ..data.formats import iter_records, write_records
 

@@ -24,13 +24,16 @@ if TYPE_CHECKING:
     from ..synthesis.video_steps import Teacher
 
 
+_ONLY_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+
+
 class Scoring(str, Enum):
     logprob = "logprob"
     letter = "letter"
 
 
-def _option(help: str, *names: str, **bounds: int) -> Any:
-    return field(default=None, metadata={"option": typer.Option(*names, help=help, **bounds)})
+def _option(help: str, *names: str, min: int | None = None, max: int | None = None) -> Any:
+    return field(default=None, metadata={"option": typer.Option(*names, help=help, min=min, max=max)})
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,10 @@ class _Local:
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer takes it: the fields of the dataclasses among its parameters are options of their own."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     own = inspect.signature(command).parameters.values()
     parameters = [
-        parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        parameter.replace(annotation=hints[parameter.name], kind=_ONLY_BY_NAME)
         for parameter in own
         if parameter.name not in groups
     ]
@@ -283,8 +286,8 @@ def _video_teacher(server: _VideoServer, local: _Local, scoring: Scoring | None,
     _refuse(local, "it is about a teacher that runs here, with --model")
     from ..synthesis.endpoint_teacher import EndpointTeacher
 
-    chosen = (scoring or Scoring.letter).value
-    return EndpointTeacher(_open(server), server.frames or 16, scoring=chosen, max_tokens=max_tokens)
+    chosen = scoring or Scoring.letter
+    return EndpointTeacher(_open(server), server.frames or 16, scoring=chosen.value, max_tokens=max_tokens)
 
 
 def _refuse(options: _Server | _Local, reason: str) -> None:
@@ -308,8 +311,8 @@ def _local_teacher(model: str, local: _Local, scoring: Scoring | None, max_token
         fail("--revision and --selection are about a QTSplus model; this one is stock, and reads all tokens")
     else:
         loaded, processor = load_stock(model, local.device, dtype)
-    chosen, batch_size = (scoring or Scoring.logprob).value, local.batch_size or 16
-    return LocalTeacher(loaded, processor, model, batch_size, chosen, max_tokens, local.selection, local.fps)
+    chosen, batch_size = scoring or Scoring.logprob, local.batch_size or 16
+    return LocalTeacher(loaded, processor, model, batch_size, chosen.value, max_tokens, local.selection, local.fps)
 
 
 def _choices(path: Path) -> Iterator[Any]:

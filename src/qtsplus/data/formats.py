@@ -1,4 +1,4 @@
-"""Sets on disk: reads and writes records as JSONL, JSON, Parquet, LLaVA-Video conversations, or captions beside videos.
+"""Sets on disk: records as JSONL, JSON, Parquet, LLaVA-Video conversations, or captions beside videos.
 
 Readers stream: what they hold does not grow with the file, but for a JSON array, which is read whole.
 """
@@ -13,9 +13,10 @@ from typing import Any
 
 from ..output import whole_file
 from ..settings import show
-from . import parquet
 from .media import VIDEO_SUFFIXES, find_media, is_frame_folder
 from .records import Caption, Record, VideoRecord, media_name, parse_record, to_video_record
+
+ROWS_AT_ONCE = 1000  # of a table
 
 _PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:image|video)>")
 
@@ -61,7 +62,6 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
 
     Raises:
         ValueError: no such file, a table that cannot be read, or a JSON array that is broken.
-        ImportError: Parquet without the package that reads it.
     """
     path = Path(path)
     if os.path.isdir(path):
@@ -71,7 +71,7 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
         raise ValueError(f"There is no file {str(path)!r}; expected a set of records, such as JSONL or Parquet.")
     items: Iterable[Any] | None = None
     if path.suffix == ".parquet":
-        items = parquet.read(path)
+        items = _read_table(path)
     elif path.suffix == ".json":
         items = _read_array(path)
     if items is None:
@@ -187,6 +187,28 @@ def _read_array(path: Path) -> list[Any] | None:
             raise ValueError(f"{path} is no JSON array of records: {error}.") from None
 
 
+def _read_table(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file, batch by batch."""
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ImportError("Parquet needs the package pyarrow: pip install 'qtsplus[parquet]'.") from error
+    try:
+        with ParquetFile(path) as table:
+            for batch in table.iter_batches(ROWS_AT_ONCE):
+                yield from map(_without_nulls, batch.to_pylist())
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row as JSONL has it: a null says nothing, but as `video`, where it says that there is none."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None or name == "video"}
+
+
 def _iter_folder(folder: Path) -> Iterator[Row]:
     """Videos, or folders of frames, with the captions beside them."""
     number = 0
@@ -244,21 +266,17 @@ def write_records(path: str | os.PathLike, records: Iterable[Record]) -> int:
     Writes a set, which appears whole or not at all.
 
     Args:
-        path: a name that ends in .jsonl, .json (one array) or .parquet (one kind of record).
+        path: a name that ends in .jsonl or .json (one array).
 
     Returns:
         how many were written.
 
     Raises:
-        ValueError: another ending; for a table no record, or two kinds of record.
-        ImportError: Parquet without the package that writes it.
+        ValueError: another ending.
     """
     path = Path(path)
-    if path.suffix == ".parquet":
-        with whole_file(path, "wb") as file:
-            return parquet.write(file, records)
     if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; expected .jsonl, .json or .parquet.")
+        raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; expected .jsonl or .json.")
     separator, (begin, end) = (",\n", ("[\n", "\n]\n")) if path.suffix == ".json" else ("\n", ("", "\n"))
     with whole_file(path) as file:
         count = 0

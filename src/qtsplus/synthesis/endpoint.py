@@ -6,8 +6,6 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
-from time import time
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -245,12 +243,12 @@ class Endpoint:
                 "address, the model's name and the API key."
             )
         if status == 429:
-            wait = min(_retry_after(error.response.headers), MOST_PATIENCE)
+            wait = _retry_after(error.response.headers)
             loop = asyncio.get_running_loop()
             self.not_before = max(self.not_before, loop.time() + wait)
             return self._again(ledger, said, wait, everyone=True)
         if status in (408, 409) or status >= 500:
-            return self._again(ledger, said, min(_retry_after(error.response.headers), MOST_PATIENCE))
+            return self._again(ledger, said, _retry_after(error.response.headers))
         ledger.reasons.append(said)
         return _Refused()
 
@@ -322,17 +320,10 @@ class _Completion(BaseModel):
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """The seconds that a `Retry-After` header asks to wait, given as such or as a date."""
-    value = headers.get("retry-after", "").strip()
-    if not value:
-        return 0.0
+    """The seconds that a `Retry-After` header asks to wait; a date asks for none."""
     try:
-        return max(0.0, float(value))
+        return min(max(0.0, float(headers.get("retry-after", "0"))), MOST_PATIENCE)
     except ValueError:
-        pass
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time())
-    except (ValueError, OverflowError):
         return 0.0
 
 
