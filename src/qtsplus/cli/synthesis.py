@@ -33,7 +33,7 @@ class Scoring(str, Enum):
 
 
 def _option(help: str, *names: str, min: int | None = None, max: int | None = None) -> Any:
-    return field(default=None, metadata={"option": typer.Option(*names, help=help, min=min, max=max)})
+    return field(default=None, metadata={"option": typer.Option(None, *names, help=help, min=min, max=max)})
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,9 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         for parameter in own
         if parameter.name not in groups
     ]
-    for group in groups.values():
-        for option in fields(group):
-            kind = Annotated[option.type, option.metadata["option"]]
-            parameters.append(
-                inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-            )
+    for option in (option for group in groups.values() for option in fields(group)):
+        default = option.metadata["option"]
+        parameters.append(inspect.Parameter(option.name, _ONLY_BY_NAME, default=default, annotation=option.type))
 
     @wraps(command)
     def run(**values: Any) -> None:
