@@ -51,22 +51,13 @@ class BadRow:
 
 @dataclass
 class Checked:
-    """
-    What a set's check has found.
+    """What a set's check has found."""
 
-    Args:
-        rows: how many rows it has.
-        bad: those that should not be trained on, in order; one may stand there for several reasons.
-        letters: how often each letter is the right answer.
-        unbalanced: why the letters tell something about the answer; `None` where they do not.
-        videos: how many videos were decoded.
-    """
-
-    rows: int = 0
-    bad: list[BadRow] = field(default_factory=list)
-    letters: dict[str, int] = field(default_factory=dict)
-    unbalanced: str | None = None
-    videos: int = 0
+    rows: int = 0  # how many it has
+    bad: list[BadRow] = field(default_factory=list)  # in order; a row may stand there for several reasons
+    letters: dict[str, int] = field(default_factory=dict)  # how often each is the right answer
+    unbalanced: str | None = None  # why the letters tell something about the answer
+    videos: int = 0  # how many were looked at
 
     @property
     def good(self) -> bool:

@@ -23,19 +23,11 @@ _PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:imag
 
 @dataclass(frozen=True)
 class Row:
-    """
-    What stands at one place of a file.
+    """What stands at one place of a file: a record, or a problem."""
 
-    Args:
-        number: the place, from 1: a line of JSONL, an item of a JSON array, a row of a table, a file of a folder.
-        content: by key, as the file has it; `None` where that cannot be read.
-        problem: why it cannot be read, or is no record.
-        record: the record that it is; `None` where there is a problem.
-    """
-
-    number: int
-    content: Any = None
-    problem: str | None = None
+    number: int  # from 1: a line of JSONL, an item of a JSON array, a row of a table, a file of a folder
+    content: Any = None  # by key, as the file has it; `None` where that cannot be read
+    problem: str | None = None  # why it cannot be read, or is no record
     record: Record | None = None
 
     @property

@@ -16,14 +16,8 @@ VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
 
 def find_media(name: str, root: str | os.PathLike, source: str | None = None) -> str:
     """
-    Where a video lies: `root/name`, the same with a video's suffix, or either under the `source` that it is from.
-
-    Args:
-        name: as a record has it: a file, a folder of frames, a file without its suffix, or an address.
-        source: a folder of the root, which LLaVA-Video's rows name as their `data_source`.
-
-    Returns:
-        its path, or `root/name` where there is nothing.
+    Where a video lies, which a record names as a file, with its suffix or without, a folder of frames, or an address:
+    under the root, or under the folder of it that LLaVA-Video's rows name as their source. Else `root/name`.
     """
     plain = os.path.join(root, name)
     if "://" in name or os.path.exists(plain):
@@ -48,13 +42,10 @@ def is_frame_folder(path: str) -> bool:
 
 def media_problem(path: str) -> str | None:
     """
-    Why a model could not read a video; `None` for a good one.
+    Why a model could not read a file, an address or a folder of frames; `None` for a good one.
 
     Of a file a frame is decoded and every packet is read, which tells whether the end is there; of a folder the first
     and the last frame are decoded.
-
-    Args:
-        path: a file, a folder of frames, or an address.
     """
     from ..video_qtsplus import image_paths, load_frames, open_video
 

@@ -18,29 +18,16 @@ NOT_SAID = "not said"
 
 @dataclass
 class Statistics:
-    """
-    What a set holds.
+    """What a set holds."""
 
-    Args:
-        files: how many records each file has.
-        kinds: how many records are captions, single-choice items and free answers.
-        videos: how many videos they are about.
-        types: how many questions there are of each type.
-        difficulties: and of each difficulty.
-        letters: how often each letter is the right answer.
-        longest_is_right: in how many single-choice items the right option is longer than the others, of which chance
-            makes a quarter.
-        words: by text (question, option, answer, caption) how many texts have how many words.
-    """
-
-    files: dict[str, int] = field(default_factory=dict)
-    kinds: Counter[str] = field(default_factory=Counter)
+    files: dict[str, int] = field(default_factory=dict)  # records of each
+    kinds: Counter[str] = field(default_factory=Counter)  # captions, single-choice items and free answers
     videos: int = 0
-    types: Counter[str] = field(default_factory=Counter)
+    types: Counter[str] = field(default_factory=Counter)  # of questions
     difficulties: Counter[str] = field(default_factory=Counter)
-    letters: Counter[str] = field(default_factory=Counter)
-    longest_is_right: int = 0
-    words: dict[str, Counter[int]] = field(default_factory=dict)
+    letters: Counter[str] = field(default_factory=Counter)  # how often each is the right answer
+    longest_is_right: int = 0  # single-choice items whose right option is longer than the others; by chance a quarter
+    words: dict[str, Counter[int]] = field(default_factory=dict)  # by kind of text, how many have how many words
 
     @property
     def records(self) -> int:

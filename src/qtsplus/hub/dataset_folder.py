@@ -31,12 +31,7 @@ _SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "
 
 
 def set_files(folder: str | os.PathLike) -> list[Path]:
-    """
-    The files of records in a folder.
-
-    Raises:
-        ValueError: no such folder, or none in it.
-    """
+    """The files of records in a folder; a `ValueError` where there is none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; expected one with the files of a set.")
@@ -60,9 +55,7 @@ def write_card(
     Args:
         folder: with the set's files; each file is a split where it is called after one, such as train.jsonl.
         name: the set's; the folder's when absent.
-        license: as the Hub names it, such as "cc-by-4.0"; the card says that none is known when absent.
-        language: of the texts.
-        sources: the datasets that it was made of, as the Hub names them.
+        license, sources: as the Hub names licences and datasets.
         overwrite: replace a card that stands there.
 
     Returns:

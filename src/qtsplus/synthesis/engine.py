@@ -34,18 +34,11 @@ class RunFailed(Exception):
 
 @dataclass
 class Ledger:
-    """
-    What one item has cost so far.
+    """What one item has cost so far."""
 
-    Args:
-        costs: requests that were sent, also those that failed, and tokens as the teacher counts them: [`COSTS`].
-        reasons: why something had to be asked again, one sentence each.
-        tell: is called with every cost as it comes up.
-    """
-
-    costs: Counter[str] = field(default_factory=Counter)
-    reasons: list[str] = field(default_factory=list)
-    tell: Callable[[Mapping[str, int]], None] | None = None
+    costs: Counter[str] = field(default_factory=Counter)  # by the names of [`COSTS`]
+    reasons: list[str] = field(default_factory=list)  # why something had to be asked again, one sentence each
+    tell: Callable[[Mapping[str, int]], None] | None = None  # is called with every cost as it comes up
 
     def spend(self, requests: int = 0, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
         """Adds a cost."""
@@ -68,15 +61,10 @@ class Price:
 
 @dataclass(frozen=True)
 class Item:
-    """
-    Args:
-        position: in the input.
-        id: decides all that is drawn for it.
-        record: what the input says.
-    """
+    """What the input says at one place."""
 
     position: int
-    id: str
+    id: str  # decides all that is drawn for it
     record: Any
 
     @property
@@ -100,20 +88,13 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """
-    Args:
-        name: of the set that is made, such as "vscq1"; its rows are written to `<name>.jsonl`.
-        read: begins to read the input's records.
-        step: what is done with each item; raises [`ItemFailed`].
-        teacher: what the step asks; entered before the first item and left after the last.
-        settings: all that decides the rows beside the input. A run goes on only with the same.
-    """
+    """A set that is to be made."""
 
-    name: str
-    read: Callable[[], Iterable[Any]]
-    step: Step
-    teacher: contextlib.AbstractAsyncContextManager[Any]
-    settings: Mapping[str, Any]
+    name: str  # such as "vscq1"; its rows are written to `<name>.jsonl`
+    read: Callable[[], Iterable[Any]]  # begins to read the input's records
+    step: Step  # what is done with each item; raises [`ItemFailed`]
+    teacher: contextlib.AbstractAsyncContextManager[Any]  # entered before the first item and left after the last
+    settings: Mapping[str, Any]  # all that decides the rows beside the input; a run goes on only with the same
 
 
 # Does a job's step with the items, so many at a time, and has costs and finished items recorded as they come.
@@ -200,17 +181,10 @@ def run(
 
 def merge(out: Path, price: Price | None = None) -> Path:
     """
-    Puts the shards of a run together, as if one machine had made them.
-
-    Args:
-        out: the folder with the folders of the shards.
-
-    Returns:
-        the file of the kept rows.
+    Puts the shards in a folder together, as if one machine had made them; see [`run`].
 
     Raises:
         ValueError: there is no shard; one is missing, unfinished, or of another run; the folder holds another set.
-        RunFailed: every item failed.
     """
     journals = [Journal(path) for path in out.glob(f"shard-*/{JOURNAL}")]
     if not journals:
@@ -322,11 +296,8 @@ async def finish_all(
     spend: Callable[[Mapping[str, int]], None] | None = None,
 ) -> None:
     """
-    Workers take items from one iterator, so that no more than `concurrency` of them are in memory.
-
-    Args:
-        record: is called with the position of each finished item, what came of it, and what it cost.
-        spend: is called with each cost as it comes up.
+    Workers take items from one iterator, so that no more than `concurrency` of them are in memory. `record` is called
+    with each finished item, `spend` with each cost as it comes up.
     """
 
     async def work() -> None:

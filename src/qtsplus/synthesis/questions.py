@@ -101,37 +101,23 @@ SCHEMA: Mapping[str, Any] = _Drafts.model_json_schema()
 
 @dataclass(frozen=True)
 class WriteQuestions:
-    """
-    The step from a [`Caption`] to [`Choice`]s.
+    """The step from a [`Caption`] to [`Choice`]s."""
 
-    Args:
-        endpoint: of the language model.
-        per_caption: questions of each caption.
-        rounds: how often a reply may be asked for: the first, and those that mend it.
-        max_tokens: of a reply.
-    """
-
-    endpoint: Endpoint
+    endpoint: Endpoint  # of the language model
     per_caption: int = 3
-    rounds: int = 3
-    max_tokens: int = 2048
+    rounds: int = 3  # how often a reply may be asked for: the first, and those that mend it
+    max_tokens: int = 2048  # of a reply
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_caption <= len(QUESTION_TYPES):
             raise ValueError(
                 f"per_caption is {self.per_caption}; expected 1 to {len(QUESTION_TYPES)}, one of each type."
             )
-        if self.rounds < 1 or self.max_tokens < 1:
-            raise ValueError(f"rounds is {self.rounds} and max_tokens {self.max_tokens}; expected at least 1.")
 
     def settings(self) -> dict[str, Any]:
         """All that decides the questions beside the captions."""
-        return {
-            **self.endpoint.settings.shown(),
-            "per_caption": self.per_caption,
-            "rounds": self.rounds,
-            "prompts": PROMPTS,
-        }
+        shown = {"per_caption": self.per_caption, "rounds": self.rounds, "prompts": PROMPTS}
+        return {**self.endpoint.settings.shown(), **shown}
 
     async def __call__(self, item: Item, ledger: Ledger) -> Result:
         caption: Caption = item.record
@@ -148,11 +134,8 @@ class WriteQuestions:
                 break
             ledger.reasons.append(f"Reply {number + 1} could not be used: {'; '.join(problems)}.")
             mend = _MEND.format(problems="\n".join(f"- {problem}" for problem in problems), count=len(types))
-            messages = [
-                *first_messages(caption.caption, types),
-                {"role": "assistant", "content": reply.text},
-                {"role": "user", "content": mend},
-            ]
+            answered = [{"role": "assistant", "content": reply.text}, {"role": "user", "content": mend}]
+            messages = [*first_messages(caption.caption, types), *answered]
         if not good and not bad:
             raise ItemFailed
         first = item.position * self.per_caption
@@ -184,10 +167,8 @@ def read_drafts(
     text: str, caption: str, wanted: int
 ) -> tuple[list[Draft], list[tuple[dict[str, Any], str]], list[str]]:
     """
-    A reply's questions.
-
-    Returns:
-        those that can be used; the others, each with why; and all that is wrong, for the language model to mend.
+    Of a reply, the questions that can be used; the others, each with why; and all that is wrong, for the language model
+    to mend.
     """
     found = find_objects(text, "questions")
     if not found:
@@ -238,11 +219,8 @@ def find_fault(draft: Draft, caption: str) -> str | None:
 
 def to_choice(draft: Draft, item: Item, number: int, place: int) -> Choice:
     """
-    A draft with its options in order, shuffled: of four questions in a row, each letter is right once.
-
-    Args:
-        number: of the question among its caption's.
-        place: of the question in the set.
+    A draft with its options shuffled: of four questions in a row, each letter is right once. `number` counts the
+    questions of its caption, `place` those of the set.
     """
     caption: Caption = item.record
     letters = random.Random(place // len(LETTERS)).sample(LETTERS, len(LETTERS))
@@ -269,12 +247,8 @@ def _plain(text: str) -> str:
 
 def find_objects(text: str, key: str) -> list[dict[str, Any]]:
     """
-    The JSON objects in a list that a reply should hold as `{key: [...]}`.
-
-    Words and fences around it do no harm. Of a reply that is broken or that ends too early, the whole objects are read.
-
-    Returns:
-        what could be read, which may be nothing.
+    The JSON objects in a list that a reply should hold as `{key: [...]}`, as far as they can be read: words and fences
+    around it do no harm, and of a reply that is broken or ends too early, the whole objects are read.
     """
     found: list[Any] = []
     for entry in _whole_objects(strip_thoughts(text)):

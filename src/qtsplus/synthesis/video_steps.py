@@ -28,48 +28,31 @@ _LEAST_NEW = 0.6  # of the runs of an answer
 
 @dataclass(frozen=True)
 class Question:
-    """
-    Args:
-        text: what is asked, with the options where there are any.
-        query: the question without its options.
-        video: a file, a folder of frames or an address; `None` to have it guessed.
-        fps: of a folder, the rate at which its frames were taken; of a file, frames to look at per second.
-        seed: of the sampling.
-    """
+    """What a video teacher is asked."""
 
-    text: str
-    query: str
-    video: str | None
-    fps: float | None
+    text: str  # with the options where there are any
+    query: str  # without them
+    video: str | None  # a file, a folder of frames or an address; `None` to have it guessed
+    fps: float | None  # of a folder, the rate at which its frames were taken; of a file, frames to look at per second
     seed: int
 
 
 @dataclass(frozen=True)
 class Reply:
-    """
-    Args:
-        text: what a teacher said.
-        complete: it ended by itself, not at the most tokens that it may say.
-        logprobs: of the first token, by its text, where they were asked for.
-    """
+    """What a teacher said."""
 
     text: str
-    complete: bool
-    logprobs: Mapping[str, float] = field(default_factory=dict)
+    complete: bool  # it ended by itself, not at the most tokens that it may say
+    logprobs: Mapping[str, float] = field(default_factory=dict)  # of the first token, by its text
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """
-    Args:
-        letter: of the option that was chosen; `None` where none can be told.
-        shares: of the probability, by letter, where log-probabilities were scored.
-        said: the reply, where its letter was read.
-    """
+    """The option that a teacher chose."""
 
-    letter: str | None
-    shares: Mapping[str, float]
-    said: str = ""
+    letter: str | None  # `None` where none can be told
+    shares: Mapping[str, float]  # of the probability, by letter, where log-probabilities were scored
+    said: str = ""  # the reply, where its letter was read
 
     def row(self) -> dict[str, Any]:
         """As a line of a file has it."""
