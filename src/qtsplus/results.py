@@ -25,14 +25,11 @@ class Journal:
     each entry.
 
     A line is on disk when [`add`] returns, and outlives the process. A last line that was cut off counts as missing.
+    `done` has the entries by key, which are read when they are asked for; a later one replaces an earlier one.
 
     Args:
-        path: the file.
         settings: what the entries depend on; those of the file when absent.
         begin_anew: throw away a run with other settings, where it would be refused.
-
-    Attributes:
-        done: the entries by key. They stay on disk until they are asked for; a later one replaces an earlier one.
 
     Raises:
         ValueError: another file, or a run that began with other settings.
@@ -77,12 +74,7 @@ class Journal:
         return settings
 
     def add(self, key: Key, value: Any) -> None:
-        """
-        Keeps an entry, on disk before this returns.
-
-        Raises:
-            OSError: it cannot be written; what was kept before stays.
-        """
+        """Keeps an entry, on disk before this returns; where it cannot be written, what was kept before stays."""
         line = json.dumps({"key": key, "value": value}).encode() + b"\n"
         with self.path.open("ab", buffering=0) as file:
             written = file.write(line)

@@ -107,7 +107,7 @@ def test_options_are_balanced_and_shuffled():
     for position in range(300):
         item = Item(position, f"c{position}", Caption(vision_id="v", caption=CAPTION, fps=2.0))
         made += [to_choice(Draft(**GOOD), item, number, 3 * position + number) for number in range(3)]
-    assert all(isinstance(choice, Choice) and choice.answer_text == "a red coat" for choice in made)
+    assert all(isinstance(choice, Choice) and choice.options[choice.answer] == "a red coat" for choice in made)
     assert Counter(choice.answer for choice in made) == dict.fromkeys(LETTERS, 225)
     assert len({tuple(choice.options.values()) for choice in made}) == 24  # every order there is
     # Of the letter before, nothing can be told but that four in a row differ.

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,22 +25,19 @@ def filled_path(text: str) -> Path:
     return Path(text)
 
 
+def path_argument(name: str, help: str) -> Any:
+    return typer.Argument(help=help, parser=filled_path, metavar=name)
+
+
+def path_option(name: str, help: str) -> Any:
+    return typer.Option(help=help, parser=filled_path, metavar=name)
+
+
 SetFile = Annotated[
-    Path,
-    typer.Argument(
-        help="A set: JSONL, JSON or Parquet, or a folder of videos with their captions beside them.",
-        show_default=False,
-        parser=filled_path,
-        metavar="SET",
-    ),
+    Path, path_argument("SET", "JSONL, JSON or Parquet, or a folder of videos with their captions beside them.")
 ]
 MediaRoot = Annotated[
-    Path | None,
-    typer.Option(
-        help="The folder in which videos are looked for. Without it, the folder of the set.",
-        parser=filled_path,
-        metavar="DIR",
-    ),
+    Path | None, path_option("DIR", "The folder in which videos are looked for. Without it, the folder of the set.")
 ]
 
 
@@ -49,12 +46,7 @@ def check(
     path: SetFile,
     media_root: MediaRoot = None,
     against: Annotated[
-        Path | None,
-        typer.Option(
-            help="Another set, such as the test set, that must not share a video with this one.",
-            parser=filled_path,
-            metavar="SET",
-        ),
+        Path | None, path_option("SET", "Another set, such as the test set, that must not share a video with this one.")
     ] = None,
     media: Annotated[
         bool, typer.Option("--media/--no-media", help="Look for every video, and decode a frame of it.")
@@ -100,9 +92,7 @@ def _print_check(found: "Checked") -> None:
 
 @data_app.command()
 def stats(
-    path: Annotated[
-        Path, typer.Argument(help="A set, or a folder with the files of one.", parser=filled_path, metavar="SET")
-    ],
+    path: Annotated[Path, path_argument("SET", "A set, or a folder with the files of one.")],
     card: Annotated[bool, typer.Option("--card", help="Write README.md into the folder, for the Hub.")] = False,
     name: Annotated[str | None, typer.Option(help="For the card: what the set is called.")] = None,
     license: Annotated[str | None, typer.Option(help="For the card: the licence, such as cc-by-4.0.")] = None,
@@ -134,10 +124,7 @@ def stats(
 @data_app.command()
 def convert(
     path: SetFile,
-    out: Annotated[
-        Path,
-        typer.Argument(help="A name that ends in .jsonl or .json.", parser=filled_path, metavar="OUT"),
-    ],
+    out: Annotated[Path, path_argument("OUT", "A name that ends in .jsonl or .json.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a set of any format as JSONL or JSON."""

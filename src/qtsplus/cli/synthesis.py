@@ -14,7 +14,7 @@ import typer
 
 from ..output import check_folder
 from .console import console, fail, one_line_errors, require_text, resumable, wrote
-from .data import MediaRoot, filled_path
+from .data import MediaRoot, path_argument, path_option
 from .models import check_model_options, check_selection, load_model
 from .options import Dtype
 
@@ -117,15 +117,11 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _argument(name: str, help: str) -> Any:
-    return typer.Argument(help=help, parser=filled_path, metavar=name)
-
-
 _Captions = Annotated[
-    Path, _argument("CAPTIONS", "JSONL or Parquet with vision_id and caption, or a folder of texts beside videos.")
+    Path, path_argument("CAPTIONS", "JSONL or Parquet with vision_id and caption, or a folder of texts beside videos.")
 ]
-_Questions = Annotated[Path, _argument("QUESTIONS", "Single-choice questions: JSONL or Parquet with options.")]
-_Out = Annotated[Path, typer.Option(help="The folder for the set and the journal.", parser=filled_path, metavar="DIR")]
+_Questions = Annotated[Path, path_argument("QUESTIONS", "Single-choice questions: JSONL or Parquet with options.")]
+_Out = Annotated[Path, path_option("DIR", "The folder for the set and the journal.")]
 
 
 @_with_options
@@ -191,7 +187,7 @@ def vqa(
 
 
 def merge(
-    out: Annotated[Path, _argument("DIR", "The --out of the shards, which holds their folders.")],
+    out: Annotated[Path, path_argument("DIR", "The --out of the shards, which holds their folders.")],
     price_in: Annotated[float | None, typer.Option(help="Price of a million tokens that were read.", min=0)] = None,
     price_out: Annotated[float | None, typer.Option(help="Price of a million tokens written.", min=0)] = None,
 ) -> None:
@@ -262,17 +258,18 @@ def _open(server: _Server, temperature: float = 0.0) -> "Endpoint":
     from ..synthesis.endpoint import Endpoint, EndpointSettings, read_key
 
     timeout = 300.0 if server.timeout is None else server.timeout
-    key, extra = read_key(server.api_key_env), _json_object(server.extra_body)
+    extra = {} if server.extra_body is None else _json_object(server.extra_body)
+    key = read_key(server.api_key_env)
     return Endpoint(EndpointSettings(server.endpoint, server.teacher, key, timeout, temperature, extra))
 
 
-def _json_object(text: str | None) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text or "{}") if text != "" else None
+        value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f"--extra-body is {(text or '')[:80]!r}; expected a JSON object.")
+        raise ValueError(f"--extra-body is {text[:80]!r}; expected a JSON object.")
     return value
 
 

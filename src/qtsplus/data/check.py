@@ -35,17 +35,11 @@ LONG_ANSWER = 3  # words of a free answer that no question holds by chance
 
 @dataclass(frozen=True)
 class BadRow:
-    """
-    A row that should not be trained on.
+    """A row that should not be trained on."""
 
-    Args:
-        row, id: its number, see [`Row`], and its own id or its video.
-        check, reason: "schema", "media", "duplicate", "leak", "special token" or "overlap", and what is wrong in words.
-    """
-
-    row: int
-    id: str | None
-    check: str
+    row: int  # its number, see [`Row`]
+    id: str | None  # its own, or its video
+    check: str  # "schema", "media", "duplicate", "leak", "special token" or "overlap"
     reason: str
 
 
@@ -76,10 +70,9 @@ def check_set(
     media: bool = True,
 ) -> Checked:
     """
-    Checks a set.
+    Checks a set in any format of [`iter_rows`].
 
     Args:
-        path: in any format of [`iter_rows`].
         media_root: where its videos are looked for; beside the file, or in the folder, when absent.
         against: another set, with which it should share no video, such as the test set.
         media: look for every video, and decode a frame of it.
@@ -237,6 +230,3 @@ def _overlap(record: Record | None, others: dict[bytes, int], against: str | os.
     name = None if record is None or not others else media_name(record)
     row = None if name is None else others.get(_digest(media_key(name)))
     return None if row is None else f"row {row} of {Path(str(against)).name} is about the same video."
-
-
-__all__ = ["BadRow", "Checked", "check_set"]

@@ -92,10 +92,7 @@ def iter_records(path: str | os.PathLike) -> Iterator[Record]:
 def iter_captions(path: str | os.PathLike) -> Iterator[Caption]:
     """
     The captions of a set: [`Caption`] rows, the answers of questions of the kind "caption", and those of LLaVA-Video
-    conversations of one turn.
-
-    Raises:
-        ValueError: a row that is not a record, or no caption at all.
+    conversations of one turn. A `ValueError` for a row that is not a record, or where there is none.
     """
     found = False
     for record in iter_records(path):
@@ -114,14 +111,8 @@ def _tells_all(record: VideoRecord) -> bool:
 
 def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> list[VideoRecord]:
     """
-    What `qtsplus train` and `qtsplus eval` read of a set.
-
-    Args:
-        path: see [`iter_rows`].
-        media_root: where videos are looked for; beside the file when absent.
-
-    Raises:
-        ValueError: the first row that is no question with an answer, with its number.
+    What `qtsplus train` and `qtsplus eval` read of a file, with the places of its videos; the first row that is no
+    question with an answer raises a `ValueError`.
     """
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder; expected a file of questions with answers, such as JSONL or Parquet.")
@@ -254,18 +245,7 @@ def _from_llava(row: Mapping[str, Any]) -> VideoRecord:
 
 
 def write_records(path: str | os.PathLike, records: Iterable[Record]) -> int:
-    """
-    Writes a set, which appears whole or not at all.
-
-    Args:
-        path: a name that ends in .jsonl or .json (one array).
-
-    Returns:
-        how many were written.
-
-    Raises:
-        ValueError: another ending.
-    """
+    """Writes a set as .jsonl or .json (one array), whole or not at all; gives how many there were."""
     path = Path(path)
     if path.suffix not in (".jsonl", ".json"):
         raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; expected .jsonl or .json.")

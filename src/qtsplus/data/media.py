@@ -76,6 +76,3 @@ def _folder_problem(folder: str, frames: Sequence[str]) -> str | None:
     steps = [after - before for before, after in pairwise(numbers)]
     gap = next((place for place, step in enumerate(steps) if step > min(steps)), None)
     return None if gap is None else f"frames are missing in {folder!r} between {frames[gap]!r} and {frames[gap + 1]!r}."
-
-
-__all__ = ["UNREADABLE", "VIDEO_SUFFIXES", "find_media", "is_frame_folder", "media_key", "media_problem"]

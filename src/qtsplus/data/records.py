@@ -70,20 +70,13 @@ Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 
 
 class VisionRecord(BaseModel):
-    """
-    What captions, choices and answers share; further keys of a row are ignored.
-
-    Args:
-        vision_id: the video: a file or a folder of frames under the media root, with its suffix or without.
-        id: of the record in its set.
-        fps: of a folder, the rate at which its frames were taken; of a file, frames to look at per second.
-    """
+    """What captions, choices and answers share; further keys of a row are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
-    vision_id: VisionId
+    vision_id: VisionId  # a file or a folder of frames under the media root, with its suffix or without
     id: String | None = None
-    fps: Rate | None = None
+    fps: Rate | None = None  # of a folder, the rate of its frames; of a file, frames to look at per second
 
     def row(self) -> dict[str, Any]:
         """The record as a line of a file has it, without what it does not say."""
@@ -97,26 +90,15 @@ class Caption(VisionRecord):
 
 
 class Choice(VisionRecord):
-    """
-    A single-choice question about a video; a line of QTS-VSCQ1 and QTS-VSCQ2.
+    """A single-choice question about a video; a line of QTS-VSCQ1 and QTS-VSCQ2."""
 
-    Args:
-        question: without the options.
-        options: four different texts, by letter.
-        answer: the letter of the right one.
-        type: one of [`QUESTION_TYPES`].
-        difficulty: one of [`DIFFICULTIES`].
-        rationale: why the answer is right.
-        evidence: the words of the caption that show it.
-    """
-
-    question: Text
-    options: dict[Letter, Text]
+    question: Text  # without the options
+    options: dict[Letter, Text]  # four different texts
     answer: Letter
     type: QuestionType | None = None
     difficulty: Difficulty | None = None
-    rationale: String | None = None
-    evidence: String | None = None
+    rationale: String | None = None  # why the answer is right
+    evidence: String | None = None  # the words of the caption that show it
 
     @model_validator(mode="after")
     def _check_options(self) -> "Choice":
@@ -126,11 +108,6 @@ class Choice(VisionRecord):
             raise ValueError("options holds the same text twice; expected four different ones")
         return self
 
-    @property
-    def answer_text(self) -> str:
-        """The right option in words."""
-        return self.options[self.answer]
-
     def prompt(self) -> str:
         """The question with its options, a line each, and how to answer."""
         listed = (f"{letter}. {self.options[letter]}" for letter in get_args(Letter))
@@ -138,18 +115,11 @@ class Choice(VisionRecord):
 
 
 class Answer(VisionRecord):
-    """
-    A question about a video with a free answer; a line of QTS-VQA.
-
-    Args:
-        question: what is asked.
-        answer: in words. The reference calls it `prediction`, which is read too.
-        type, difficulty: of the [`Choice`] that the question comes from.
-    """
+    """A question about a video with a free answer; a line of QTS-VQA."""
 
     question: Text
-    answer: Text = Field(validation_alias=AliasChoices("answer", "prediction"))
-    type: QuestionType | None = None
+    answer: Text = Field(validation_alias=AliasChoices("answer", "prediction"))  # as the reference calls it
+    type: QuestionType | None = None  # of the [`Choice`] that the question comes from
     difficulty: Difficulty | None = None
 
 
@@ -158,34 +128,21 @@ class VideoRecord:
     """
     One question about one video as the model reads it: what `qtsplus train` and `qtsplus eval` work on.
 
-    Args:
-        video: a file, an address or a folder of frames; `None` for text alone.
-        question: the user's text, with the options where there are any.
-        answer: what the assistant says; the only part that is supervised, with the token that ends it.
-        query: the text to select by, such as the question without its options; `None` selects by `question`.
-        kind: free label of the question's kind.
-        source: whose loss it counts to, one of [`SOURCES`].
-        options: the options, for evaluation.
-        earlier: turns of the same conversation before this one, as (question, answer), supervised too. The video stands
-            in the first; many questions about a video then cost one pass over it.
-        fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
-        teacher_video: the same video at full size, whose attention is distilled where `video` is too small for it.
-        id: of the record in its set.
-
     Raises:
         ValueError: a value of another type or out of range, an empty text, a `teacher_video` without a video.
     """
 
-    video: Text | None
-    question: Text
-    answer: String
-    query: Text | None = None
-    kind: String = ""
-    source: Literal["mcq", "vqa", "caption"] = "vqa"
-    options: tuple[String, ...] | None = None
+    video: Text | None  # a file, an address or a folder of frames; `None` for text alone
+    question: Text  # the user's text, with the options where there are any
+    answer: String  # what the assistant says; the only part that is supervised, with the token that ends it
+    query: Text | None = None  # the text to select by, such as the question without its options
+    kind: String = ""  # free label of the question's kind
+    source: Literal["mcq", "vqa", "caption"] = "vqa"  # whose loss it counts to
+    options: tuple[String, ...] | None = None  # for evaluation
+    # Turns of the conversation before this one, supervised too: many questions about a video cost one pass over it.
     earlier: tuple[tuple[String, String], ...] = ()
-    fps: Rate | None = None
-    teacher_video: Text | None = None
+    fps: Rate | None = None  # of a file, frames to look at per second; of a folder, the rate of its frames
+    teacher_video: Text | None = None  # the same video at full size, where `video` is too small for a teacher
     id: String | None = None
 
     @model_validator(mode="after")

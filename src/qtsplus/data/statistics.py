@@ -126,6 +126,3 @@ def _ordered(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, int]:
     """What is known first and in its order, then the rest."""
     names = [*(name for name in known if name in counts), *sorted(set(counts) - set(known))]
     return {name: counts[name] for name in names}
-
-
-__all__ = ["NOT_SAID", "Statistics", "count_set"]

@@ -45,21 +45,17 @@ def write_card(
     folder: str | os.PathLike,
     name: str | None = None,
     license: str | None = None,
-    language: str = "en",
     sources: Sequence[str] = (),
     overwrite: bool = False,
 ) -> tuple[Path, Statistics]:
     """
-    Writes the card of a set into its folder.
+    Writes the card of a set into its folder, and gives its path and what was counted. A file is a split where it is
+    called after one, such as train.jsonl.
 
     Args:
-        folder: with the set's files; each file is a split where it is called after one, such as train.jsonl.
         name: the set's; the folder's when absent.
         license, sources: as the Hub names licences and datasets.
         overwrite: replace a card that stands there.
-
-    Returns:
-        the card's path, and what was counted.
 
     Raises:
         ValueError: no set in the folder, a row that is not a record, or a licence that the Hub does not know.
@@ -73,7 +69,7 @@ def write_card(
     if license is not None and license not in LICENSES.split():
         raise ValueError(f"The Hub knows no licence {license!r}; expected one such as cc-by-4.0, mit or other.")
     statistics = count_set(files)
-    data = _card_data(statistics, name or folder.name, license, language, sources, files)
+    data = _card_data(statistics, name or folder.name, license, sources, files)
     lines = [f"# {data.pretty_name}", "", *statistics.lines(), _USE]
     with whole_file(path) as file:
         file.write(str(DatasetCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n")))
@@ -88,14 +84,14 @@ with `qtsplus train`."""
 
 
 def _card_data(
-    statistics: Statistics, name: str, license: str | None, language: str, sources: Sequence[str], files: Sequence[Path]
+    statistics: Statistics, name: str, license: str | None, sources: Sequence[str], files: Sequence[Path]
 ) -> DatasetCardData:
     size = next((text for limit, text in _SIZES.items() if statistics.records < limit), "n>10M")
     asked = "single choice" in statistics.kinds or "free answer" in statistics.kinds
     return DatasetCardData(
         pretty_name=name,
         license=license,
-        language=[language],
+        language=["en"],
         source_datasets=list(sources) or None,
         task_categories=["video-text-to-text"] if asked else ["video-to-text"],
         size_categories=[size],
@@ -117,11 +113,8 @@ def _configs(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 def published_files(folder: str | os.PathLike) -> dict[str, int]:
     """
-    The files of a set's folder that are uploaded, with their sizes in bytes: its records, its card and its licence.
-
-    Raises:
-        ValueError: no set in the folder, a card that is missing or that the Hub cannot read, or an access token of this
-            machine in one of the files.
+    The files of a set's folder that are uploaded, with their sizes in bytes: its records, its card and its licence. A
+    `ValueError` without a set, without a card that the Hub can read, or with this machine's access token in a file.
     """
     files = set_files(folder)
     card = Path(folder) / CARD

@@ -26,28 +26,20 @@ LONGEST_TIMEOUT = 86_400.0  # seconds
 @dataclass(frozen=True)
 class EndpointSettings:
     """
-    Args:
-        url: of the API, such as `http://localhost:8000/v1`.
-        model: its name there.
-        key: of the API; never printed, logged or written.
-        timeout: seconds until a reply must be whole.
-        temperature: of the sampling.
-        extra_body: further fields of each request, such as `{"chat_template_kwargs": {"enable_thinking": False}}`.
-        attempts: how often a request is sent at most.
-        backoff: seconds; about what is waited before the second attempt, and twice as long each time after it.
+    A model behind an API.
 
     Raises:
         ValueError: a value out of range, or an address that is none or that holds a password.
     """
 
-    url: str
-    model: str
-    key: str = field(default=NO_KEY, repr=False)
-    timeout: float = 300.0
+    url: str  # such as `http://localhost:8000/v1`
+    model: str  # its name there
+    key: str = field(default=NO_KEY, repr=False)  # never printed, logged or written
+    timeout: float = 300.0  # seconds until a reply must be whole
     temperature: float = 0.0
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    attempts: int = 6
-    backoff: float = 1.0
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # further fields of each request
+    attempts: int = 6  # how often a request is sent at most
+    backoff: float = 1.0  # seconds; about what is waited before the second attempt, then twice as long each time
 
     def __post_init__(self) -> None:
         try:
@@ -81,13 +73,8 @@ class EndpointSettings:
 
 def read_key(variable: str | None = None) -> str:
     """
-    The key of an API from the environment; that of servers without keys where `OPENAI_API_KEY` is not set.
-
-    Args:
-        variable: another variable, which has to be set.
-
-    Raises:
-        ValueError: it is not set, or holds what is too short to be kept out of all that is written.
+    The key of an API from the environment; that of servers without keys where `OPENAI_API_KEY` is not set. Another
+    variable has to be set, and to hold what is long enough to be kept out of all that is written: else a `ValueError`.
     """
     name = variable or "OPENAI_API_KEY"
     key = os.environ.get(name, "").strip()
@@ -325,6 +312,3 @@ def _retry_after(headers: Mapping[str, str]) -> float:
         return min(max(0.0, float(headers.get("retry-after", "0"))), MOST_PATIENCE)
     except ValueError:
         return 0.0
-
-
-__all__ = ["NO_KEY", "Endpoint", "EndpointSettings", "read_key"]

@@ -25,20 +25,13 @@ Part = dict[str, Any]
 
 @dataclass
 class EndpointTeacher:
-    """
-    Args:
-        endpoint: of a model that sees.
-        frames: how many are sent, evenly spread over the video.
-        longest_side: of a frame in pixels; larger ones are made smaller.
-        scoring: of options: by the "logprob" of their letters as the first token, or by the "letter" that is said.
-        max_tokens: of an answer in words, and of a reply whose letter is read.
-    """
+    """A [`Teacher`] that is sent frames."""
 
-    endpoint: Endpoint
-    frames: int = 16
-    longest_side: int = 640
-    scoring: Scoring = "letter"
-    max_tokens: int = 128
+    endpoint: Endpoint  # of a model that sees
+    frames: int = 16  # evenly spread over the video
+    longest_side: int = 640  # of a frame in pixels; larger ones are made smaller
+    scoring: Scoring = "letter"  # of options: by the log-probability of their letters, or by the letter that is said
+    max_tokens: int = 128  # of an answer in words, and of a reply whose letter is read
     _recent: dict[str, asyncio.Task[list[Part]]] = field(default_factory=dict, repr=False)
 
     def settings(self) -> dict[str, Any]:
@@ -119,6 +112,3 @@ def _data_url(frame: np.ndarray, longest_side: int) -> str:
     data = io.BytesIO()
     image.save(data, "JPEG", quality=90)
     return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
-
-
-__all__ = ["EndpointTeacher", "spread_frames"]

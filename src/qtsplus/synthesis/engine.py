@@ -21,6 +21,7 @@ from ..results import Journal, read_json, write_json
 
 JOURNAL = "journal.jsonl"
 SHARD = "shard-{}-of-{}"
+COSTS_KEY = "costs"  # of a journal, beside the positions of its items
 COSTS = ("requests", "prompt_tokens", "completion_tokens")
 
 
@@ -75,10 +76,10 @@ class Item:
 
 @dataclass
 class Result:
-    """The rows that came of an item: those that go on, and those that are kept apart, each with its `reason`."""
+    """The rows that came of an item."""
 
     kept: list[dict[str, Any]] = field(default_factory=list)
-    dropped: list[dict[str, Any]] = field(default_factory=list)
+    dropped: list[dict[str, Any]] = field(default_factory=list)  # each with its `reason`
 
 
 Step = Callable[[Item, Ledger], Awaitable[Result]]
@@ -143,10 +144,8 @@ def run(
 
     Args:
         out: the folder; each shard has one of its own inside.
-        concurrency: items at a time.
         shard, limit: take a part of the items, for [`merge`]; and only the first ones.
         retry_failed: try again what failed in an earlier run.
-        price: of the teacher's tokens.
         progress: show a bar on standard error.
         runner: where the work is done, such as [`~qtsplus.synthesis.ray_runner.RayRunner`]; here when absent.
 
@@ -159,9 +158,8 @@ def run(
         RunFailed: one item after another fails, every item failed, or the disk is full.
     """
     shard = shard or Shard()
-    for name, value in (("concurrency", concurrency), ("limit", limit)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}: expected at least 1.")
+    if concurrency < 1 or (limit is not None and limit < 1):
+        raise ValueError(f"concurrency={concurrency}, limit={limit}: expected at least 1.")
     folder = check_folder(out) if shard.count == 1 else check_folder(out) / SHARD.format(shard.index, shard.count)
     if not (folder / JOURNAL).exists():
         _refuse_files(folder, job.name)
@@ -172,7 +170,9 @@ def run(
     positions = shard.positions(items, limit)
     with _only_process(folder), _room_on_disk(folder):
         journal = Journal(folder / JOURNAL, settings, begin_anew=False)
-        finished = {position for position, _ in _entries([journal], skip_failed=retry_failed)}
+        finished = set(journal.done) - {COSTS_KEY}
+        if retry_failed:
+            finished -= {position for position, entry in _entries([journal]) if entry["failed"]}
         unfinished = (item for item in _mine(job, positions) if item.position not in finished)
         with Recorder(journal, len(positions), len(finished), concurrency, price, progress) as recorder:
             (runner or run_here)(job, unfinished, concurrency, recorder)
@@ -241,21 +241,16 @@ def _write_failed(path: Path, journals: Sequence[Journal]) -> list[str]:
     return [entry["reasons"][-1] for entry in entries]
 
 
-def _entries(journals: Sequence[Journal], skip_failed: bool = False) -> Iterator[tuple[int, Entry]]:
+def _entries(journals: Sequence[Journal]) -> Iterator[tuple[int, Entry]]:
     """All finished items by position, one at a time."""
     for journal in journals:
         for position in sorted(key for key in journal.done if isinstance(key, int)):
-            entry = journal.done[position]
-            if not (skip_failed and entry["failed"]):
-                yield position, entry
+            yield position, journal.done[position]
 
 
 def _total_costs(journals: Sequence[Journal]) -> dict[str, int]:
-    costs = dict.fromkeys(COSTS, 0)
-    for journal in journals:
-        for name, value in journal.done.get("costs", {}).items():
-            costs[name] += value
-    return costs
+    costs = [journal.done.get(COSTS_KEY, {}) for journal in journals]
+    return {name: sum(cost.get(name, 0) for cost in costs) for name in COSTS}
 
 
 def _shared(journal: Journal) -> dict[str, Any]:
@@ -344,7 +339,7 @@ class Recorder:
     def spend(self, costs: Mapping[str, int]) -> None:
         """Notes a cost, also of an item that is never finished."""
         self.costs.update(costs)
-        self.journal.add("costs", self.costs)
+        self.journal.add(COSTS_KEY, self.costs)
 
     def record(self, position: int, entry: Entry, ledger: Ledger) -> None:
         """Notes a finished item; raises [`RunFailed`] where one item after another fails."""
@@ -399,7 +394,7 @@ def _check_shards(journals: Sequence[Journal]) -> None:
     if len(shards) != shards[0].count:
         raise ValueError(f"{folder.parent} holds a shard twice: remove one of its folders.")
     for journal, shard in zip(journals, shards, strict=True):
-        items, finished = len(shard.positions(settings["items"])), sum(1 for _ in _entries([journal]))
+        items, finished = len(shard.positions(settings["items"])), len(set(journal.done) - {COSTS_KEY})
         if finished != items:
             raise ValueError(
                 f"{journal.path.parent} has finished {finished} of {items} items: run that shard to its end first."

@@ -51,18 +51,15 @@ def load_stock(weights: str, device: str | None = None, dtype: str = "auto") -> 
 
 class LocalTeacher:
     """
+    A [`Teacher`] in this process.
+
     Args:
-        model, processor: as `qtsplus.session.load` gives them.
-        name: of the model, for the settings.
+        model, processor: as `qtsplus.session.load` gives them; `name` stands for them in the settings.
         batch_size: questions at a time.
         scoring: of options: by the "logprob" of their letters as the first token, or by the "letter" that is said.
         max_tokens: of an answer in words.
-        selection: how visual tokens are chosen, as in `QTSplusConfig`; the model's own way when absent.
-        fps: for questions without one: of a folder, the rate at which its frames were taken; of a file, frames to look
-            at per second.
-
-    Raises:
-        ValueError: an `fps` that is not above 0; `logprob` with a tokenizer that has no token for a letter.
+        selection: another way to choose visual tokens than the model's own.
+        fps: for questions without one.
     """
 
     def __init__(
@@ -217,6 +214,3 @@ class LocalTeacher:
 
 def _pad(rows: list[torch.Tensor], value: int, side: str) -> torch.Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
-
-
-__all__ = ["LocalTeacher", "load_stock"]

@@ -115,7 +115,6 @@ class WriteQuestions:
             )
 
     def settings(self) -> dict[str, Any]:
-        """All that decides the questions beside the captions."""
         shown = {"per_caption": self.per_caption, "rounds": self.rounds, "prompts": PROMPTS}
         return {**self.endpoint.settings.shown(), **shown}
 

@@ -24,16 +24,9 @@ class RayRunner:
 
     The workers share the concurrency. Finished items come back when all of their block are finished; those of a block
     that was under way when this process was killed are asked again, and what they cost is not counted.
-
-    Args:
-        address: of the cluster; "auto" for the one that this machine belongs to, "local" for a new one here.
-
-    Raises:
-        ImportError: Ray is not installed.
-        ValueError: there is no cluster at the address; what the step raises.
     """
 
-    address: str
+    address: str  # "auto" for the cluster that this machine belongs to, "local" for a new one here
 
     def __post_init__(self) -> None:
         import ray.data  # noqa: F401
@@ -44,11 +37,10 @@ class RayRunner:
         first = next(items, None)
         if first is None:  # nothing is left to do
             return
-        # What workers print stays in Ray's logs on their machines.
-        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         try:
             _knock(self.address)
-            ray.init(address=self.address, **settings)
+            # What workers print stays in Ray's logs on their machines.
+            ray.init(address=self.address, log_to_driver=False, logging_level="error")
         except (OSError, ValueError, RuntimeError) as error:
             place = self.address.rpartition("@")[2]  # without a password
             raise ValueError(
@@ -109,17 +101,14 @@ class _Worker:
         self.loop.run_until_complete(teacher.__aenter__())
 
     def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
-        found: list[tuple[int, Entry, Ledger] | ValueError] = []
-
-        def record(*finished: Any) -> None:
-            found.append(finished)
-
+        rows: list[tuple[int, Entry, Ledger] | ValueError] = []
+        work = finish_all(self.step, _from_table(block), self.concurrency, lambda *finished: rows.append(finished))
         try:
-            self.loop.run_until_complete(finish_all(self.step, _from_table(block), self.concurrency, record))
+            self.loop.run_until_complete(work)
         except ValueError as error:
             # Raised here, it would come with Ray's traces, and without what the block has finished.
-            found.append(ValueError(str(error)))
-        return _to_table(found)
+            rows.append(ValueError(str(error)))
+        return _to_table(rows)
 
 
 def _to_table(rows: Iterable[Any]) -> "pyarrow.Table":
@@ -130,6 +119,3 @@ def _to_table(rows: Iterable[Any]) -> "pyarrow.Table":
 
 def _from_table(table: "pyarrow.Table") -> Iterator[Any]:
     return (pickle.loads(row) for row in table["row"].to_pylist())
-
-
-__all__ = ["RayRunner"]
