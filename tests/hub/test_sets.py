@@ -108,7 +108,7 @@ def test_the_splits_of_a_card_are_those_that_datasets_loads(folder, tmp_path):
         (["{set}", "--license", "mit"], "give --card too"),
         (["{set}", "--card", "--name", ""], "--name is empty"),
         (["{set}", "--card", "--license", "cc-by-5.0"], "The Hub knows no licence 'cc-by-5.0'"),
-        ([""], "the path is empty"),
+        ([""], "is empty"),
         (["{bad}"], "Row 1 of"),
         (["{nothing}"], "nothing.jsonl holds no record"),
     ],
@@ -188,7 +188,7 @@ def test_convert_writes_another_format(folder, tmp_path):
     result = CliRunner().invoke(app, ["data", "convert", str(source), str(target)])
     assert result.exit_code == 0 and "(2 records)" in result.stdout, result.output
     assert json.loads(target.read_text())[0] == RECORDS[0].row()
-    for out, message in ((target, "is there already"), (folder, "is a folder"), ("", "the path is empty")):
+    for out, message in ((target, "is there already"), (folder, "is a folder"), ("", "is empty")):
         result = CliRunner().invoke(app, ["data", "convert", str(source), str(out)])
         assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
     assert CliRunner().invoke(app, ["data", "convert", str(source), str(target), "--overwrite"]).exit_code == 0

@@ -145,9 +145,9 @@ THERE = [*VQA, *SERVER]
         ([*VSCQ1, "--api-key-env", "TYPO_KEY"], "TYPO_KEY is not set"),
         ([*VSCQ1, "--api-key-env", ""], "--api-key-env is empty"),
         ([*VSCQ1, "--ray", ""], "--ray is empty"),
-        ([*VSCQ1, "--out", ""], "the path is empty"),
+        ([*VSCQ1, "--out", ""], "is empty"),
         ([*VSCQ1, "--out", "captions.jsonl"], "is a file; expected a folder"),
-        (["vscq1", "", *SERVER], "the path is empty"),
+        (["vscq1", "", *SERVER], "is empty"),
         (["vscq1", "missing.jsonl", *SERVER], "There is no file"),
         (["vscq2", "captions.jsonl", *SERVER], "is no single-choice question"),
         ([*HERE], "nowhere"),
@@ -167,9 +167,9 @@ THERE = [*VQA, *SERVER]
         ([*THERE, "--batch-size", "4"], "--batch-size has no effect here"),
         ([*THERE, "--revision", "main"], "--revision has no effect here"),
         ([*THERE, "--media-root", "nowhere"], "no folder"),
-        ([*THERE, "--media-root", ""], "the path is empty"),
+        ([*THERE, "--media-root", ""], "is empty"),
         (["merge", "."], "There is no shard"),
-        (["merge", ""], "the path is empty"),
+        (["merge", ""], "is empty"),
     ],
 )
 def test_bad_command_lines(tmp_path, monkeypatch, arguments, message):

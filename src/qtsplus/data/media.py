@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 UNREADABLE = (ValueError, OSError, Image.DecompressionBombError)  # what reading a bad video raises
-OTHER_IMAGES = (".gif", ".tif", ".tiff", ".heic", ".avif", ".jp2")  # which no folder of frames is read from
+OTHER_IMAGES = (".gif", ".tif", ".tiff", ".heic", ".avif", ".jp2")  # of which some are not read as frames
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
 
 
@@ -61,14 +61,10 @@ def media_problem(path: str) -> str | None:
 
 
 def _folder_problem(folder: str, frames: Sequence[str]) -> str | None:
-    """What of a folder is read and should not be, or is not read and should be."""
-    names = sorted(os.listdir(folder))
-    other = next((name for name in names if name.lower().endswith(OTHER_IMAGES)), None)
-    if other is not None:
-        return f"{other!r} in {folder!r} is an image of a kind that is not read as a frame."
-    hidden = next((name for name in frames if name.startswith(".")), None)
-    if hidden is not None:
-        return f"the hidden file {hidden!r} in {folder!r} is read as a frame."
+    """What of a folder is not read, or is not there."""
+    others = sorted(name for name in set(os.listdir(folder)) - set(frames) if name.lower().endswith(OTHER_IMAGES))
+    if others:
+        return f"{others[0]!r} in {folder!r} is an image of a kind that is not read as a frame."
     counted = [re.fullmatch(r"(\D*)(\d+)(\D*)", name) for name in frames]
     numbers = [int(match[2]) for match in counted if match is not None]
     if len(numbers) < len(frames) or len({(match[1], match[3]) for match in counted if match is not None}) > 1:
