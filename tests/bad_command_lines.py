@@ -212,10 +212,85 @@ def data_lines() -> list[list[str]]:
         ),
         *(["data", "check", "{records}", *more] for more in (["--media-root", "{video}"], ["extra"], ["--json=1"])),
         *(["data", "convert", "{records}", out] for out in ("{out}.csv", "{video}", "/dev/null/x.jsonl", "\x00")),
-        *(["data", "convert", "{records}", "{out}.jsonl", "--layout", name] for name in ("", "csv", "reference")),
+        *(["data", "check", path] for path in ("", " ", "\n")),
+        *(["data", "check", "{records}", name, ""] for name in ("--media-root", "--against")),
+        *(
+            ["data", "check", "{records}", "--against", path]
+            for path in ("{empty}", "{text}", "{garbage}", "\x00", LONG)
+        ),
+        ["data", "check", "{records}", "--no-media", "--media-root", "{empty_folder}"],
+        *(["data", "check", path, "--no-media"] for path in ("{empty}", "{empty_folder}")),
+        *(["data", "stats", path] for path in ("", " ")),
+        *(["data", "convert", "{records}", out] for out in ("", " ", "{empty_folder}", "{out}", "{records}", LONG)),
+        ["data", "convert", "{records}", "{out}.jsonl", "--layout", "llava"],
         ["data", "check"],
         ["data", "convert", "{records}"],
     ]
+
+
+def synthesis_lines() -> list[list[str]]:
+    server = ["--endpoint", "http://127.0.0.1:9/v1", "--teacher", "m"]
+    addresses = (
+        *(
+            "",
+            " ",
+            "localhost:8000",
+            "ftp://x/v1",
+            "http://",
+            "http://:80",
+            "http://x:99999/v1",
+            "http://x:-1/v1",
+            "://",
+        ),
+        *(
+            "http://x:0/v1",
+            "http://x y/v1",
+            "http://[::1/v1",
+            "http://user:word@x/v1",
+            "http://x/v1?key=1",
+            "http://\x00",
+        ),
+        *("http://user:word@x:99999/v1", "http://ü/v1", "file:///etc/passwd", LONG),
+    )
+    lines = [["data", "merge", path] for path in ("", "{missing}", "{empty_folder}", "{records}", "\x00", LONG)]
+    for name, source in (("vscq1", "{captions}"), ("vscq2", "{choices}"), ("vqa", "{choices}")):
+        make = ["data", name, source, "--out", "{out}"]
+        both = [*make, *server]
+        lines += [
+            *([*make, f"--endpoint={address}", "--teacher", "m"] for address in addresses),
+            *(["data", name, path, "--out", "{out}", *server] for path in ("", " ", "{missing}", "{empty}", "{text}")),
+            *(["data", name, source, f"--out={out}", *server] for out in ("", " ", "{text}", "{text}/x", "\x00", LONG)),
+            *each_value(both, "--timeout", ("0", "-1", "nan", "inf", "1e12", *NO_NUMBERS)),
+            *each_value(both, "--concurrency", (*NO_COUNTS, "4097", "1000000000000")),
+            *each_value(both, "--limit", (*NO_COUNTS, "99999999999999999999")),
+            *each_value(both, "--shard", ("", "1", "0/2", "3/2", "1/0", "a/b", "1/2/3", "-1/2", LONG)),
+            *each_value(both, "--extra-body", ("", "3", "[]", "{{", "null", "[" * 5000, '"x"', "NaN")),
+            *each_value(both, "--api-key-env", ("", " ", "NO_SUCH_KEY", "a=b", LONG)),
+            *each_value(both, "--price-in", ("1", "-1", "nan", *NO_NUMBERS)),
+            *each_value(both, "--ray", ("", " ")),
+            [*make, "--teacher", "m"],
+            [*make, "--endpoint", "http://127.0.0.1:9/v1"],
+            [*make, "--endpoint", "http://127.0.0.1:9/v1", "--teacher="],
+            [*both, "--requests-per-minute", "5"],
+        ]
+        if name == "vscq1":
+            lines += each_value(both, "--per-caption", ("0", "10", "-1", *NO_NUMBERS))
+            continue
+        here = [*make, "--model", "{model}"]
+        local = (["--fps", "2"], ["--device", "cpu"], ["--dtype", "auto"], ["--batch-size", "2"], ["--revision", "x"])
+        lines += [
+            *([*both, *more] for more in (*local, ["--selection", "all"], ["--fps", "-1", "--device", "tpu"])),
+            *([*here, *more] for more in (server[:2], server[2:], ["--timeout", "3"], ["--ray", "auto"])),
+            *([*here, *more] for more in (["--frames", "3"], ["--concurrency", "3"], ["--api-key-env", "HOME"])),
+            *each_value(both, "--frames", (*NO_COUNTS, "1000000000")),
+            *each_value(both, "--media-root", ("", " ", "{missing}", "{text}")),
+            *each_value(here, "--fps", NO_RATES),
+            *each_value(here, "--batch-size", (*NO_COUNTS, "1000000000")),
+            *each_value(here, "--selection", SELECTIONS),
+            *each_value(here, "--device", NO_DEVICES),
+            [*here, "--revision", "main"],
+        ]
+    return lines
 
 
 # What no field of a record may hold, by the field.
@@ -477,6 +552,7 @@ def command_lines() -> list[list[str]]:
         publish_lines,
         split_lines,
         data_lines,
+        synthesis_lines,
         train_lines,
         override_lines,
     )

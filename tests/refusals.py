@@ -32,6 +32,9 @@ def make_corpus(folder: Path, video: Path, published: Path) -> dict[str, str]:
     _write_models(folder, published)
     record = {"video": str(video), "question": "What?", "answer": "red", "kind": "colour"}
     write("records", json.dumps(record).encode())
+    write("captions", b'{"vision_id": "v", "caption": "A dog runs."}')
+    options = {"A": "red", "B": "blue", "C": "green", "D": "grey"}
+    write("choices", json.dumps({"vision_id": "v", "question": "What?", "options": options, "answer": "A"}).encode())
     names = [path.name for path in folder.iterdir()]
     paths = {name: str(folder / name) for name in (*names, "missing", "out", "recipe")}
     write("recipe", RECIPE.format(**paths).encode())

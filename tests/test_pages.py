@@ -1,10 +1,13 @@
 """What the pages show runs as pasted, in a folder where `make demo` ran, and what they point to exists."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
+from qtsplus.cli import app
 from qtsplus.demo import run_demo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -12,6 +15,7 @@ OWN = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "note
 PAGES = [*OWN, *sorted((ROOT / "docs").glob("*.md"))]
 RUN_AS_PASTED = ("README.md", "long_videos.md", "notebook.md", "recipes.md", "training.md")
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BEGUN_BY_THE_FIRST = {"recipes.md"}  # pages whose other snippets go on where the first one ends
 OPTIONAL = {"from trl": "trl", "torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 
@@ -47,7 +51,32 @@ def test_snippets_run(prelude, snippet, after_demo, monkeypatch, capsys):
     assert capsys.readouterr().out, "a snippet shows what it got"
 
 
+def command_lines():
+    """Every `qtsplus` command line of a block of code; a synopsis, with brackets or dots, is none."""
+    for page in PAGES:
+        blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+        for block in (text for language, text in blocks if language in ("", "bash", "console", "sh")):
+            for name, value in re.findall(r'^(\w+)="([^"\n]*)"$', block, re.MULTILINE):
+                block = block.replace(f"${name}", value)
+            for line in block.replace("\\\n", " ").splitlines():
+                if re.match(r"\s*(\w+=\S+ )*qtsplus ", line) and not re.search(r"\[|\.\.\.|\|", line):
+                    yield pytest.param(line, id=f"{page.name}: {' '.join(line.split())[:70]}")
+
+
+@pytest.mark.parametrize("line", list(command_lines()))
+def test_commands_are_what_the_command_line_takes(line):
+    words = shlex.split(line[line.index("qtsplus ") :], comments=True)[1:]
+    command = typer.main.get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    values, rest, _ = command.make_parser(command.context_class(command)).parse_args(words)
+    assert not rest, f"{rest} is more than the command takes"
+    missing = [name.name for name in command.params if name.required and values.get(name.name) is None]
+    assert not missing or "--help" in words, f"the command needs {missing}"
+
+
 def test_there_are_snippets():
+    assert len(list(command_lines())) > 20
     assert {parameters.id.split(":")[0] for parameters in snippets()} == set(RUN_AS_PASTED)
 
 

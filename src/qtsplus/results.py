@@ -1,77 +1,125 @@
-"""What a long measurement leaves on disk: finished parts while it runs, one JSON file at its end."""
+"""What a long run leaves on disk: finished parts while it runs, one JSON file at its end."""
 
+import errno
 import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import __version__
+from .output import whole_file
+
+Key = str | int
 
 
 class Journal:
     """
-    Finished measurements of a benchmark, a JSON line each, so that an interrupted run goes on where it stopped.
+    What a run has finished, so that an interrupted one goes on where it stopped: a JSON line of settings, then one for
+    each entry.
+
+    A line is on disk when [`add`] returns, and outlives the process. A last line that was cut off counts as missing.
+    `done` has the entries by key, which are read when they are asked for; a later one replaces an earlier one.
 
     Args:
-        path: the file; hidden, and gone once the benchmark is finished.
-        settings: what the measurements depend on. Lines of a run with other settings are thrown away.
+        settings: what the entries depend on; those of the file when absent.
+        begin_anew: throw away a run with other settings, where it would be refused.
+
+    Raises:
+        ValueError: another file, or a run that began with other settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]):
+    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None, begin_anew: bool = True):
         self.path = path
-        self.done: dict[str, Any] = {}
-        settings = json.loads(json.dumps(settings))
-        lines = _read_lines(path)
-        if lines and lines[0] == settings:
-            self.done = {line["key"]: line["value"] for line in lines[1:]}
-        whole = "".join(json.dumps(line) + "\n" for line in [settings, *self._entries()])
-        # Written anew where an interruption cut the last line. Else left alone: another process may be adding to it.
-        if not path.exists() or path.read_text() != whole:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(whole)
+        self.done = _Entries(path)
+        wanted = None if settings is None else json.loads(json.dumps(settings))
+        found = self._read() if path.exists() else None
+        if wanted is None and found is None:
+            raise ValueError(f"{path} holds a run that never began: begin it first.")
+        self.settings: dict[str, Any] = wanted or found or {}
+        if found is not None and (wanted is None or found == wanted):
+            return
+        if found is not None and not begin_anew:
+            raise ValueError(f"The run in {path.parent} {_difference(found, self.settings)}.")
+        self.done.places.clear()
+        with whole_file(path) as file:
+            file.write(json.dumps(self.settings) + "\n")
 
-    def _entries(self) -> list[dict[str, Any]]:
-        return [{"key": key, "value": value} for key, value in self.done.items()]
+    def _read(self) -> dict[str, Any] | None:
+        """The settings, with the places of the entries noted; `None` where the file ends before them."""
+        settings, end = None, 0
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    entry = json.loads(line)
+                    if settings is None:
+                        settings = dict(entry)
+                    else:
+                        self.done.places[entry["key"]] = end
+                except (ValueError, TypeError, KeyError) as error:
+                    raise ValueError(f"{self.path} is no journal of a run: choose another folder.") from error
+                end += len(line)
+        if end < self.path.stat().st_size:  # else another process may be adding to it
+            if settings is None:
+                raise ValueError(f"{self.path} is no journal of a run: choose another folder.")
+            os.truncate(self.path, end)
+        return settings
 
-    def add(self, key: str, value: Any) -> None:
-        """Keeps a measurement, on disk before this returns."""
-        self.done[key] = value
-        with self.path.open("a") as file:
-            file.write(json.dumps({"key": key, "value": value}) + "\n")
+    def add(self, key: Key, value: Any) -> None:
+        """Keeps an entry, on disk before this returns; where it cannot be written, what was kept before stays."""
+        line = json.dumps({"key": key, "value": value}).encode() + b"\n"
+        with self.path.open("ab", buffering=0) as file:
+            written = file.write(line)
+            place = file.tell() - written
+            if written < len(line):
+                os.truncate(self.path, place)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self.done.places[key] = place
 
     def finish(self, target: Path, document: dict[str, Any]) -> Path:
-        """Writes the whole result, or nothing, and forgets the measurements."""
+        """Writes the whole result, or nothing, and forgets the entries."""
         write_json(target, document)
         self.path.unlink()
         return target
 
 
-def _read_lines(path: Path) -> list[Any]:
-    lines: list[Any] = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                lines.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return lines
+class _Entries(Mapping[Key, Any]):
+    """The values of a journal, read when they are asked for."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.places: dict[Key, int] = {}
+
+    def __getitem__(self, key: Key) -> Any:
+        with self.path.open("rb") as file:
+            file.seek(self.places[key])
+            return json.loads(file.readline())["value"]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
+    differing = [f"{name}={found.get(name)}, not {wanted.get(name)}" for name in names]
+    return f"was begun with {' and with '.join(differing)}: go on with the same settings, or choose another folder"
 
 
 def write_json(path: Path, document: dict[str, Any] | list[Any]) -> None:
     """Writes a file that is never seen half written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.writing")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    os.replace(partial, path)
+    with whole_file(path) as file:
+        file.write(json.dumps(document, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -96,6 +144,9 @@ def steps(name: str, total: int, progress: bool = True) -> Iterator[Callable[[st
 
 def environment(device: str) -> dict[str, Any]:
     """The machine and the software, as far as figures depend on them."""
+    import torch
+    import transformers
+
     facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "qtsplus": __version__,

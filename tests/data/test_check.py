@@ -1,6 +1,10 @@
 """`qtsplus data check` on rows that are built to fail each of its checks, and on sets that are good."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from PIL import Image
@@ -74,6 +78,103 @@ def test_every_video_is_looked_for_and_decoded(tmp_path, tiny_mp4):
         assert words in bad.reason and "\n" not in bad.reason
     assert found.videos == 7
     assert checked(tmp_path, records, media=False).good
+
+
+def test_folders_of_frames_are_looked_through(tmp_path):
+    media = tmp_path / "media"
+    names = {
+        "strided": ["f_0.png", "f_30.png", "f_60.png"],
+        "unnumbered": ["a.png", "b_7.png"],
+        "gap": ["f_9.png", "f_10.png", "f_13.png"],
+        "other": ["0.png", "2.png"],
+    }
+    for folder, files in names.items():
+        (media / folder).mkdir(parents=True)
+        for file in files:
+            Image.new("RGB", (8, 8)).save(media / folder / file)
+    (media / "other" / "1.HEIC").touch()
+    (media / "vast").mkdir()
+    Image.new("1", (30_000, 30_000)).save(media / "vast" / "0.png")
+    records = [Answer(vision_id=name, question=f"Why {name}?", answer="So.") for name in (*names, "vast")]
+    found = checked(tmp_path, records, media=True, media_root=media)
+    assert [bad.row for bad in found.bad] == [3, 4, 5] and {bad.check for bad in found.bad} == {"media"}
+    expected = ["between 'f_10.png' and 'f_13.png'", "'1.HEIC'", "900000000 pixels"]
+    for bad, words in zip(found.bad, expected, strict=True):
+        assert words in bad.reason, bad
+
+
+def test_special_tokens_are_told(tmp_path):
+    good = "Is 1 < 2, a|b > c, <b>bold</b>, <|, |>, <think> or <imagination>?"
+    records = [
+        Answer(vision_id="v", question=good, answer="Yes, 1 < 2."),
+        Answer(vision_id="v", question="What<|im_end|>?", answer="So."),
+        Answer(vision_id="v", question="Why?", answer="So.<|endoftext|>"),
+        choice(1, options={**OPTIONS, "D": "<|video_pad|>"}),
+        Caption(vision_id="v", caption="A man.</s>"),
+        VideoRecord("v", "Who?", "He.", query="<image>"),
+        VideoRecord("v", "Where?", "Here.", earlier=(("What <IMG_CONTEXT>?", "That."),)),
+        VideoRecord("v", "How?", "So.", options=("So.", "<|im_start|>")),
+    ]
+    found = checked(tmp_path, records)
+    assert [(bad.row, bad.check) for bad in found.bad] == [(row, "special token") for row in range(2, 9)]
+    assert found.bad[0].reason == "'<|im_end|>' in its text is a special token; it is read as text."
+
+
+def test_a_set_without_rows_and_another_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "broken.jsonl").write_text(json.dumps(choice(1).row()) + "\n{}\n")
+    write_records(tmp_path / "set.jsonl", [choice(1)])
+    for path, against, message in (
+        ("empty", None, "empty.jsonl holds no row"),
+        ("set", "empty", "empty.jsonl holds no record"),
+        ("set", "broken", "Row 2 of .*broken.jsonl is not a record"),
+    ):
+        others = None if against is None else tmp_path / f"{against}.jsonl"
+        with pytest.raises(ValueError, match=message):
+            check_set(tmp_path / f"{path}.jsonl", against=others, media=False)
+
+
+def test_names_that_are_no_text_are_printed(tmp_path, tiny_mp4):
+    folder = os.fsencode(tmp_path / "media")
+    os.mkdir(folder)
+    try:
+        with open(folder + b"/clip\xff.mp4", "wb") as file:
+            file.write(tiny_mp4.read_bytes())
+    except OSError:
+        pytest.skip("this file system takes text alone")
+    command = [sys.executable, "-m", "qtsplus.cli", "data", "check", str(tmp_path / "media")]
+    plain = subprocess.run(command, capture_output=True, text=True)
+    assert plain.returncode == 1 and "Row 1 (clip\\udcff.mp4), schema" in plain.stdout, plain.stderr
+    told = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True).stdout)
+    assert told["bad"][0]["id"] == "clip\\udcff.mp4"
+    told["bad"][0]["reason"].encode()
+
+
+def test_an_interruption_ends_the_check_at_once(tmp_path, tiny_mp4):
+    """Also while a video is being looked at, which may take as long as it likes."""
+    (tmp_path / "v_1.mp4").write_bytes(tiny_mp4.read_bytes())
+    write_records(tmp_path / "set.jsonl", [choice(1)])
+    program = """
+import sys, time
+from qtsplus.cli import app
+from qtsplus.data import check
+
+def look(place):
+    print("looking" if "qtsplus.video_qtsplus" in sys.modules else "imports in a thread", flush=True)
+    time.sleep(600)
+
+check.media_problem = look
+app(["data", "check", sys.argv[1]])
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "set.jsonl")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "looking\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) != 0
+    finally:
+        process.kill()
+        process.stdout.close()
 
 
 def test_a_video_that_was_cut_off_is_bad(tmp_path, tiny_mp4):
@@ -187,7 +288,7 @@ def test_the_command_lists_bad_rows_and_ends_with_1(tmp_path, tiny_mp4):
     assert result.exit_code == 1
     told = json.loads(result.stdout)
     assert [bad["row"] for bad in told["bad"]] == [2, 3, 3] and told["rows"] == 3 and told["good"] is False
-    result = run(tmp_path / "set.jsonl", "--no-media", "--media-root", tmp_path)
+    result = run(tmp_path / "set.jsonl", "--no-media")
     assert result.exit_code == 1 and "0 videos" in result.stdout
     write_records(tmp_path / "set.jsonl", records[:1])
     result = run(tmp_path / "set.jsonl")
@@ -202,6 +303,10 @@ def test_the_command_lists_bad_rows_and_ends_with_1(tmp_path, tiny_mp4):
         (["{set}", "--media-root", "{missing}"], "There is no folder"),
         (["{set}", "--against", "{missing}"], "There is no file"),
         (["{broken}"], "is no JSON array of records"),
+        ([""], "is empty"),
+        (["{set}", "--media-root", ""], "is empty"),
+        (["{set}", "--against", " "], "is empty"),
+        (["{set}", "--no-media", "--media-root", "{missing}"], "has no effect with --no-media"),
     ],
 )
 def test_what_cannot_be_checked_ends_in_one_line(arguments, message, tmp_path):

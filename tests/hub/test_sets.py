@@ -5,7 +5,6 @@ import json
 import huggingface_hub.constants
 import pytest
 from huggingface_hub import DatasetCard
-from PIL import Image
 from typer.testing import CliRunner
 
 from loopback import loopback_hub
@@ -84,9 +83,9 @@ def test_a_card_says_what_the_set_holds_and_how_the_hub_loads_it(folder):
         {"config_name": "vscq2", "data_files": splits},
     ]
     assert "# QTS set" in card.text and "4 records about 2 videos" in card.text
-    assert "| causal | 2 |" in card.text and "| B | 1 (33.3%) |" in card.text and "sk-secret" not in card.content
-    with Image.open(folder / "statistics.png") as image:
-        assert image.width > image.height
+    assert (
+        "| causal | 2 | 50.0% |" in card.text and "| B | 1 | 33.3% |" in card.text and "sk-secret" not in card.content
+    )
     result = stats(folder, "--card")
     assert result.exit_code == 2 and "is there already; give --overwrite" in result.stderr
     assert stats(folder, "--card", "--overwrite").exit_code == 0
@@ -108,6 +107,8 @@ def test_the_splits_of_a_card_are_those_that_datasets_loads(folder, tmp_path):
         (["{empty}"], "holds no set; expected files that end in .jsonl, .json, .parquet"),
         (["{set}", "--license", "mit"], "give --card too"),
         (["{set}", "--card", "--name", ""], "--name is empty"),
+        (["{set}", "--card", "--license", "cc-by-5.0"], "The Hub knows no licence 'cc-by-5.0'"),
+        ([""], "is empty"),
         (["{bad}"], "Row 1 of"),
         (["{nothing}"], "nothing.jsonl holds no record"),
     ],
@@ -139,7 +140,7 @@ def test_a_set_is_published_with_its_card_and_without_its_journal(hub, folder):
     name = f"datasets/{REPOSITORY}"
     assert list(hub.repositories) == [name] and hub.private[name] and hub.commits == 1
     files = hub.repositories[name]
-    assert set(files) == {"README.md", "statistics.png", "vqa.json", "vscq2-test.jsonl", "vscq2-train.jsonl"}
+    assert set(files) == {"README.md", "vqa.json", "vscq2-test.jsonl", "vscq2-train.jsonl"}
     for file, content in files.items():
         assert content == (folder / file).read_bytes()
     # Again with another row: one more commit, and what others put there stays.
@@ -183,10 +184,11 @@ def test_publish_refuses_what_is_about_a_model(folder):
 
 
 def test_convert_writes_another_format(folder, tmp_path):
-    source, target = folder / "vscq2-train.jsonl", tmp_path / "llava.json"
-    result = CliRunner().invoke(app, ["data", "convert", str(source), str(target), "--layout", "llava"])
-    assert result.exit_code == 0 and "(2 records)" in result.stdout, result.output
-    first = json.loads(target.read_text())[0]
-    assert first["video"] == "v_1.mp4" and first["conversations"][1] == {"from": "gpt", "value": "B"}
+    source, target = folder / "vscq2-train.jsonl", tmp_path / "set.json"
     result = CliRunner().invoke(app, ["data", "convert", str(source), str(target)])
-    assert result.exit_code == 2 and "give --overwrite" in result.stderr
+    assert result.exit_code == 0 and "(2 records)" in result.stdout, result.output
+    assert json.loads(target.read_text())[0] == RECORDS[0].row()
+    for out, message in ((target, "is there already"), (folder, "is a folder"), ("", "is empty")):
+        result = CliRunner().invoke(app, ["data", "convert", str(source), str(out)])
+        assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+    assert CliRunner().invoke(app, ["data", "convert", str(source), str(target), "--overwrite"]).exit_code == 0

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.data.formats import read_records, write_records
-from qtsplus.data.records import SOURCES, Answer, Caption, Choice, VideoRecord
+from qtsplus.data.records import SOURCES, Answer, Caption, Choice
 from qtsplus.training import VideoQACollator, VideoQADataset
 
 RECIPE = Path(__file__).resolve().parents[2] / "benchmarks" / "recipes" / "qtsplus-tiny-sets.yaml"
@@ -84,9 +84,12 @@ def test_the_papers_stage_trains_on_both_sets_and_is_evaluated(sets, tmp_path):
 
 
 def test_tables_and_conversations_train_too(sets, tmp_path):
-    pytest.importorskip("datasets")
-    write_records(sets / "vqa.parquet", [Answer(vision_id="v_1", question="What is shown?", answer="A red circle.")])
-    write_records(sets / "llava.json", [VideoRecord("v_1.mp4", "Where?", "Left.", earlier=(("What?", "A."),))], "llava")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    row = Answer(vision_id="v_1", question="What is shown?", answer="A red circle.").row()
+    parquet.write_table(pyarrow.Table.from_pylist([row]), sets / "vqa.parquet")
+    said = zip(("human", "gpt") * 2, ("<image>\nWhat?", "A.", "Where?", "Left."), strict=True)
+    turns = [{"from": speaker, "value": text} for speaker, text in said]
+    (sets / "llava.json").write_text(json.dumps([{"video": "v_1.mp4", "conversations": turns}]))
     result = train(sets, tmp_path / "run", ["vqa.parquet", "llava.json"], "training.max_steps=2")
     assert result.exit_code == 0, result.output
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())

@@ -6,8 +6,8 @@ from .asking import ask, demo
 from .data import data_app
 from .evaluating import eval_app
 from .hub import convert, publish, split
-from .making import merge, vqa, vscq1, vscq2
 from .studies import analysis, needle
+from .synthesis import merge, vqa, vscq1, vscq2
 from .training import calibrate, train
 
 app = typer.Typer(

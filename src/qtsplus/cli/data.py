@@ -2,26 +2,42 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from .console import console, fail, one_line_errors, require_text, wrote
-from .options import AsJson, MediaRoot, Overwrite
+from ..output import check_output
+from .console import fail, one_line_errors, require_text, wrote
+from .options import AsJson
 
 if TYPE_CHECKING:
     from ..data.check import Checked
 
 data_app = typer.Typer(help="Make, check and describe training data.", no_args_is_help=True)
 
+
+def filled_path(text: str) -> Path:
+    """A path as it was typed; an empty one, such as a script's unset variable, is not the current folder."""
+    if not text.strip():
+        fail("the path is empty; name a file or folder (. is this folder)")
+    return Path(text)
+
+
+def path_argument(name: str, help: str) -> Any:
+    return typer.Argument(help=help, parser=filled_path, metavar=name)
+
+
+def path_option(name: str, help: str) -> Any:
+    return typer.Option(help=help, parser=filled_path, metavar=name)
+
+
 SetFile = Annotated[
-    Path,
-    typer.Argument(
-        help="A set: JSONL, JSON or Parquet, or a folder of videos with their captions beside them.",
-        show_default=False,
-    ),
+    Path, path_argument("SET", "JSONL, JSON or Parquet, or a folder of videos with their captions beside them.")
+]
+MediaRoot = Annotated[
+    Path | None, path_option("DIR", "The folder in which videos are looked for. Without it, the folder of the set.")
 ]
 
 
@@ -30,7 +46,7 @@ def check(
     path: SetFile,
     media_root: MediaRoot = None,
     against: Annotated[
-        Path | None, typer.Option(help="Another set, such as the test set, that must not share a video with this one.")
+        Path | None, path_option("SET", "Another set, such as the test set, that must not share a video with this one.")
     ] = None,
     media: Annotated[
         bool, typer.Option("--media/--no-media", help="Look for every video, and decode a frame of it.")
@@ -41,12 +57,20 @@ def check(
     Check a set, and list every bad row.
 
     Looks for rows that are no records, videos that are missing or broken, doubles, questions that give their answer
-    away, letters that are right too often, and videos of another set. Ends with 1 where anything is wrong.
+    away, special tokens, letters that are right too often, and videos of another set. Ends with 1 where anything is
+    wrong, and with 2 where nothing could be checked.
     """
-    with one_line_errors():
-        from ..data.check import check_set
+    if media_root is not None and not media:
+        fail("--media-root has no effect with --no-media; leave one of them out")
+    # Nothing is written that could be left half done: Ctrl-C ends the process, whatever its threads do.
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with one_line_errors():
+            from ..data.check import check_set
 
-        found = check_set(path, media_root, against, media)
+            found = check_set(path, media_root, against, media)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
@@ -68,10 +92,8 @@ def _print_check(found: "Checked") -> None:
 
 @data_app.command()
 def stats(
-    path: Annotated[Path, typer.Argument(help="A set, or a folder with the files of one.", show_default=False)],
-    card: Annotated[
-        bool, typer.Option("--card", help="Write README.md and statistics.png into the folder, for the Hub.")
-    ] = False,
+    path: Annotated[Path, path_argument("SET", "A set, or a folder with the files of one.")],
+    card: Annotated[bool, typer.Option("--card", help="Write README.md into the folder, for the Hub.")] = False,
     name: Annotated[str | None, typer.Option(help="For the card: what the set is called.")] = None,
     license: Annotated[str | None, typer.Option(help="For the card: the licence, such as cc-by-4.0.")] = None,
     source: Annotated[
@@ -88,65 +110,26 @@ def stats(
         fail(f"{path} is not a folder; a card stands in the folder of a set's files")
     with one_line_errors():
         from ..data.statistics import count_set
-        from ..hub import dataset
+        from ..hub import dataset_folder
 
         if card:
-            written, found = dataset.write_card(path, name, license, sources=source or (), overwrite=overwrite)
+            written, counted = dataset_folder.write_card(path, name, license, sources=source or (), overwrite=overwrite)
         else:
-            found = count_set(dataset.set_files(path) if os.path.isdir(path) else [path])
-    if as_json:
-        print(json.dumps(found.as_dict()))
-        return
-    _print_statistics(found.as_dict())
-    if card:
+            counted = count_set(dataset_folder.set_files(path) if os.path.isdir(path) else [path])
+    print(json.dumps(counted.as_dict()) if as_json else "\n".join(counted.lines()).rstrip())
+    if card and not as_json:
         wrote(written)
-
-
-def _print_statistics(told: dict[str, Any]) -> None:
-    for title, counts in (
-        ("file", told["files"]),
-        ("records", told["kinds"]),
-        ("type", told["types"]),
-        ("difficulty", told["difficulties"]),
-        ("right answer", told["letters"]),
-    ):
-        if counts:
-            table = Table(title, "number", "share")
-            total = sum(counts.values())
-            for key, count in counts.items():
-                table.add_row(key, f"{count:,}", f"{count / total:.1%}")
-            console.print(table)
-    table = Table("text", "number", "mean words", "median", "95th percentile", "most")
-    for text, row in told["words"].items():
-        cells = (row["median"], row["p95"], row["most"])
-        table.add_row(text, f"{row['texts']:,}", f"{row['mean']:.1f}", *map(str, cells))
-    console.print(table)
-    choices = sum(told["letters"].values())
-    if choices:
-        share = told["longest_is_right"] / choices
-        console.print(f"The right option is the longest in {share:.1%} of the items; by chance in 25%.")
-    console.print(f"{told['records']:,} records about {told['videos']:,} videos.", highlight=False)
 
 
 @data_app.command()
 def convert(
     path: SetFile,
-    out: Annotated[
-        Path,
-        typer.Argument(
-            help="A name that ends in .jsonl, .json or .parquet, or a folder for captions.", show_default=False
-        ),
-    ],
-    layout: Annotated[
-        str, typer.Option(help="The rows: qtsplus, reference (that of the paper's code) or llava (LLaVA-Video).")
-    ] = "qtsplus",
-    overwrite: Overwrite = False,
+    out: Annotated[Path, path_argument("OUT", "A name that ends in .jsonl or .json.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a set in another format."""
-    if os.path.isfile(out) and not overwrite:
-        fail(f"{out} is there already; give --overwrite to replace it")
+    """Write a set of any format as JSONL or JSON."""
     with one_line_errors():
         from ..data.formats import iter_records, write_records
 
-        count = write_records(out, iter_records(path), layout)
+        count = write_records(check_output(out, overwrite), iter_records(path))
     wrote(f"{out} ({count} records)")

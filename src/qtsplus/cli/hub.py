@@ -157,11 +157,11 @@ def _publish_dataset(
     if repo is None:
         fail("nothing to do: give --repo ORG/NAME to upload")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
-        from ..hub import dataset
+        from ..hub import dataset_folder
         from ..hub import publish as publishing
 
         publishing.check_repository(repo)
-        for name in dataset.published_files(folder):
+        for name in dataset_folder.published_files(folder):
             (Path(scratch) / name).symlink_to(Path(folder, name).resolve())
         if dry_run:
             _print_files(Path(scratch), f"the dataset {_target(repo, private)}")

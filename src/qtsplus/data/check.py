@@ -5,16 +5,26 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .formats import Row, iter_rows, locate, media_folder
+from .formats import Row, iter_records, iter_rows, locate, media_folder, printable
 from .media import media_key, media_problem
-from .records import LETTERS, Answer, Caption, Choice, Record, VideoRecord, media_name
+from .records import (
+    LETTERS,
+    SPECIAL_TOKEN,
+    Answer,
+    Caption,
+    Record,
+    VideoRecord,
+    all_texts,
+    media_name,
+    to_video_record,
+)
 
 ROWS_AT_ONCE = 256
 # A letter may stand for the answer this much more or less often than the others, where chance does not explain it.
@@ -25,40 +35,23 @@ LONG_ANSWER = 3  # words of a free answer that no question holds by chance
 
 @dataclass(frozen=True)
 class BadRow:
-    """
-    A row that should not be trained on.
+    """A row that should not be trained on."""
 
-    Args:
-        row: its number, see [`Row`].
-        id: its own, or its video.
-        check: one of "schema", "media", "duplicate", "leak", "overlap".
-        reason: what is wrong, in words.
-    """
-
-    row: int
-    id: str | None
-    check: str
+    row: int  # its number, see [`Row`]
+    id: str | None  # its own, or its video
+    check: str  # "schema", "media", "duplicate", "leak", "special token" or "overlap"
     reason: str
 
 
 @dataclass
 class Checked:
-    """
-    What a set's check has found.
+    """What a set's check has found."""
 
-    Args:
-        rows: how many rows it has.
-        bad: those that should not be trained on, in order; one may stand there for several reasons.
-        letters: how often each letter is the right answer.
-        unbalanced: why the letters tell something about the answer; `None` where they do not.
-        videos: how many videos were decoded.
-    """
-
-    rows: int = 0
-    bad: list[BadRow] = field(default_factory=list)
-    letters: dict[str, int] = field(default_factory=dict)
-    unbalanced: str | None = None
-    videos: int = 0
+    rows: int = 0  # how many it has
+    bad: list[BadRow] = field(default_factory=list)  # in order; a row may stand there for several reasons
+    letters: dict[str, int] = field(default_factory=dict)  # how often each is the right answer
+    unbalanced: str | None = None  # why the letters tell something about the answer
+    videos: int = 0  # how many were looked at
 
     @property
     def good(self) -> bool:
@@ -77,55 +70,55 @@ def check_set(
     media: bool = True,
 ) -> Checked:
     """
-    Checks a set.
+    Checks a set in any format of [`iter_rows`].
 
     Args:
-        path: in any format of [`iter_rows`].
         media_root: where its videos are looked for; beside the file, or in the folder, when absent.
         against: another set, with which it should share no video, such as the test set.
         media: look for every video, and decode a frame of it.
 
     Raises:
-        ValueError: a file that is not there or cannot be read at all.
+        ValueError: a file that is not there, cannot be read at all, or holds no row; another set that holds no record,
+            or a row that is none.
     """
     root = media_folder(path, media_root)
     if media and not root.is_dir():
         raise ValueError(f"There is no folder {str(root)!r}; expected the media root, where the videos lie.")
     others = {} if against is None else _videos(against)
-    found, seen, answers = Checked(), _Seen(), Counter[str]()
+    result, seen, answers = Checked(), _Seen(), Counter[str]()
     videos: dict[str, str | None] = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for rows in _batches(iter_rows(path), ROWS_AT_ONCE):
-            places = [locate(row, root) if media else None for row in rows]
+    if media:
+        from .. import video_qtsplus  # noqa: F401, an import in a thread could not be interrupted
+    rows = iter_rows(path)
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        while batch := list(islice(rows, ROWS_AT_ONCE)):
+            places = [locate(row, root) if media else None for row in batch]
             new = [place for place in dict.fromkeys(places) if place is not None and place not in videos]
             videos.update(zip(new, pool.map(_media_problem, new), strict=True))
-            for row, place in zip(rows, places, strict=True):
-                found.rows += 1
+            for row, place in zip(batch, places, strict=True):
+                result.rows += 1
                 reasons = [("schema", row.problem)] if row.record is None else list(_reasons(row.record, row, seen))
                 reasons.append(("media", None if place is None else videos[place]))
                 reasons.append(("overlap", _overlap(row.record, others, against)))
-                found.bad += [BadRow(row.number, row.id, check, reason) for check, reason in reasons if reason]
+                result.bad += [
+                    BadRow(row.number, row.id, check, printable(reason)) for check, reason in reasons if reason
+                ]
                 answers.update(_letter(row.record))
-    found.videos = len(videos)
-    found.letters = {letter: answers[letter] for letter in LETTERS} if answers else {}
-    found.unbalanced = _unbalanced(found.letters)
-    return found
-
-
-def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
-    while batch := list(islice(rows, size)):
-        yield batch
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    if not result.rows:
+        raise ValueError(f"{path} holds no row; expected one or more to check.")
+    result.videos = len(videos)
+    result.letters = {letter: answers[letter] for letter in LETTERS} if answers else {}
+    result.unbalanced = _unbalanced(result.letters)
+    return result
 
 
 def _media_problem(place: str) -> str | None:
     if "://" not in place and not os.path.exists(place):
         return f"there is no video at {place!r}."
     return media_problem(place)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# One row
-# --------------------------------------------------------------------------------------------------------------------
 
 
 class _Seen:
@@ -136,7 +129,7 @@ class _Seen:
 
     def first(self, number: int, *texts: str | None) -> int | None:
         """The earlier row with the same texts, but for case and spaces."""
-        normal = "\x00".join(_normal(text or "") for text in texts)
+        normal = "\x00".join(" ".join((text or "").casefold().split()) for text in texts)
         return earlier if (earlier := self.rows.setdefault(_digest(normal), number)) != number else None
 
 
@@ -152,6 +145,8 @@ def _reasons(record: Record, row: Row, seen: _Seen) -> Iterator[tuple[str, str |
     same = "caption" if isinstance(record, Caption) else "question"
     yield "duplicate", None if earlier is None else f"row {earlier} has the same {same} about the same video."
     yield "leak", _leak(record)
+    if token := SPECIAL_TOKEN.search("\n".join(all_texts(record))):
+        yield "special token", f"{token[0]!r} in its text is a special token; it is read as text."
 
 
 def _texts(record: Record) -> Iterator[str | None]:
@@ -167,31 +162,21 @@ def _texts(record: Record) -> Iterator[str | None]:
 
 def _leak(record: Record) -> str | None:
     """Why the question gives its answer away; `None` where it does not."""
-    if isinstance(record, Choice):
-        right = record.answer_text
-        return _leak_of_option(record.question, right, [text for text in record.options.values() if text != right])
-    if isinstance(record, VideoRecord) and record.options is not None:
-        return _leak_of_option(record.query or record.question, *_options(record))
-    if isinstance(record, (Answer, VideoRecord)):
-        if isinstance(record, Answer) and record.answer.strip().rstrip(".") in LETTERS:
-            return f"its answer is the letter {record.answer.strip()}, and it has no options."
-        if len(_words(record.answer)) >= LONG_ANSWER and _holds(record.question, record.answer):
-            return "its question holds its answer."
-    return None
-
-
-def _options(record: VideoRecord) -> tuple[str, list[str]]:
-    """The right option, and the wrong ones."""
-    options = list(record.options or ())
-    place = LETTERS.find(record.answer) if len(record.answer) == 1 else -1
-    right = options[place] if 0 <= place < len(options) else record.answer
-    return right, [text for text in options if text != right]
-
-
-def _leak_of_option(question: str, right: str, wrong: Sequence[str]) -> str | None:
-    # A question may name all that it lets choose from: "Is it red or blue?"
-    if _holds(question, right) and not any(_holds(question, text) for text in wrong):
-        return f"its question holds the right option, {right!r}, and no wrong one."
+    if isinstance(record, Caption):
+        return None
+    asked = to_video_record(record)
+    if asked.options is not None:
+        place = LETTERS.find(asked.answer) if len(asked.answer) == 1 else -1
+        right = asked.options[place] if 0 <= place < len(asked.options) else asked.answer
+        question, wrong = asked.query or asked.question, [text for text in asked.options if text != right]
+        # A question may name all that it lets choose from: "Is it red or blue?"
+        if _holds(question, right) and not any(_holds(question, text) for text in wrong):
+            return f"its question holds the right option, {right!r}, and no wrong one."
+        return None
+    if isinstance(record, Answer) and record.answer.strip().rstrip(".") in LETTERS:
+        return f"its answer is the letter {record.answer.strip()}, and it has no options."
+    if len(_words(asked.answer)) >= LONG_ANSWER and _holds(asked.question, asked.answer):
+        return "its question holds its answer."
     return None
 
 
@@ -205,21 +190,12 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.casefold())
 
 
-def _normal(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The whole set
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def _letter(record: Record | None) -> Iterable[str]:
+def _letter(record: Record | None) -> list[str]:
     """The letter that is right, of an item with four options."""
-    if isinstance(record, Choice):
-        return [record.answer]
-    four = isinstance(record, VideoRecord) and record.options is not None and len(record.options) == len(LETTERS)
-    return [record.answer] if four and isinstance(record, VideoRecord) and record.answer in tuple(LETTERS) else []
+    asked = None if record is None or isinstance(record, Caption) else to_video_record(record)
+    if asked is None or len(asked.options or ()) != len(LETTERS) or asked.answer not in tuple(LETTERS):
+        return []
+    return [asked.answer]
 
 
 def _unbalanced(letters: dict[str, int]) -> str | None:
@@ -238,19 +214,19 @@ def _unbalanced(letters: dict[str, int]) -> str | None:
 
 
 def _videos(path: str | os.PathLike) -> dict[bytes, int]:
-    """By a video's digest the first row of a set that is about it."""
-    found: dict[bytes, int] = {}
-    for row in iter_rows(path):
-        name = None if row.record is None else media_name(row.record)
+    """By a video's digest the first record of a set that is about it."""
+    videos: dict[bytes, int] = {}
+    number = 0
+    for number, record in enumerate(iter_records(path), start=1):
+        name = media_name(record)
         if name is not None:
-            found.setdefault(_digest(media_key(name)), row.number)
-    return found
+            videos.setdefault(_digest(media_key(name)), number)
+    if not number:
+        raise ValueError(f"{path} holds no record; expected another set, which should share no video with this one.")
+    return videos
 
 
 def _overlap(record: Record | None, others: dict[bytes, int], against: str | os.PathLike | None) -> str | None:
     name = None if record is None or not others else media_name(record)
     row = None if name is None else others.get(_digest(media_key(name)))
     return None if row is None else f"row {row} of {Path(str(against)).name} is about the same video."
-
-
-__all__ = ["BadRow", "Checked", "check_set"]

@@ -1,43 +1,33 @@
-"""Sets on disk: reads and writes records as JSONL, JSON, Parquet, LLaVA-Video conversations, or captions beside videos.
+"""Sets on disk: records as JSONL, JSON, Parquet, LLaVA-Video conversations, or captions beside videos.
 
-Readers stream: what they hold does not grow with the file.
+Readers stream: what they hold does not grow with the file, but for a JSON array, which is read whole.
 """
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
+from ..output import whole_file
 from ..settings import show
-from . import parquet
 from .media import VIDEO_SUFFIXES, find_media, is_frame_folder
-from .records import Answer, Caption, Choice, Record, VideoRecord, media_name, parse_record, to_video_record
+from .records import Caption, Record, VideoRecord, media_name, parse_record, to_video_record
 
-LARGEST_ITEM = 2**26  # characters of one item of a JSON array
-DESCRIBE = "Describe the video."
+ROWS_AT_ONCE = 1000  # of a table
 
 _PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:image|video)>")
 
 
 @dataclass(frozen=True)
 class Row:
-    """
-    What stands at one place of a file.
+    """What stands at one place of a file: a record, or a problem."""
 
-    Args:
-        number: the place, from 1: a line of JSONL, an item of a JSON array, a row of a table, a file of a folder.
-        content: by key, as the file has it; `None` where that cannot be read.
-        problem: why it cannot be read, or is no record.
-        record: the record that it is; `None` where there is a problem.
-    """
-
-    number: int
-    content: Any = None
-    problem: str | None = None
+    number: int  # from 1: a line of JSONL, an item of a JSON array, a row of a table, a file of a folder
+    content: Any = None  # by key, as the file has it; `None` where that cannot be read
+    problem: str | None = None  # why it cannot be read, or is no record
     record: Record | None = None
 
     @property
@@ -45,12 +35,13 @@ class Row:
         """The record's own id, or its video, as far as they can be read."""
         content = self.content if isinstance(self.content, Mapping) else {}
         named = (content.get(name) for name in ("id", "vision_id", "video"))
-        return next((str(name) for name in named if name is not None), None)
+        name = next((str(name) for name in named if name is not None), None)
+        return None if name is None else printable(name)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Reading
-# --------------------------------------------------------------------------------------------------------------------
+def printable(text: str) -> str:
+    """The text with what UTF-8 has no place for written out: the name of a file may be any bytes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
@@ -63,7 +54,6 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
 
     Raises:
         ValueError: no such file, a table that cannot be read, or a JSON array that is broken.
-        ImportError: Parquet without the package that reads it.
     """
     path = Path(path)
     if os.path.isdir(path):
@@ -71,15 +61,15 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
         return
     if not os.path.exists(path):
         raise ValueError(f"There is no file {str(path)!r}; expected a set of records, such as JSONL or Parquet.")
-    found: Iterable[tuple[int, Any, str | None]]
+    items: Iterable[Any] | None = None
     if path.suffix == ".parquet":
-        found = ((number, row, None) for number, row in enumerate(parquet.read(path), start=1))
-    elif path.suffix == ".json" and _holds_array(path):
-        found = ((number, item, None) for number, item in enumerate(_iter_array(path), start=1))
+        items = _read_table(path)
+    elif path.suffix == ".json":
+        items = _read_array(path)
+    if items is None:
+        yield from _iter_lines(path)
     else:
-        found = _iter_lines(path)
-    for number, content, problem in found:
-        yield Row(number, content, problem) if problem else _parse(number, content)
+        yield from (_parse(number, item) for number, item in enumerate(items, start=1))
 
 
 def _parse(number: int, content: Any) -> Row:
@@ -92,12 +82,7 @@ def _parse(number: int, content: Any) -> Row:
 
 
 def iter_records(path: str | os.PathLike) -> Iterator[Record]:
-    """
-    Every record of a set in order, see [`iter_rows`].
-
-    Raises:
-        ValueError: the first row that is not a record, with its number.
-    """
+    """Every record of a set in order, see [`iter_rows`]; the first row that is none raises a `ValueError`."""
     for row in iter_rows(path):
         if row.record is None:
             raise ValueError(f"Row {row.number} of {path} is not a record: {row.problem}")
@@ -107,10 +92,7 @@ def iter_records(path: str | os.PathLike) -> Iterator[Record]:
 def iter_captions(path: str | os.PathLike) -> Iterator[Caption]:
     """
     The captions of a set: [`Caption`] rows, the answers of questions of the kind "caption", and those of LLaVA-Video
-    conversations of one turn.
-
-    Raises:
-        ValueError: a row that is not a record, or no caption at all.
+    conversations of one turn. A `ValueError` for a row that is not a record, or where there is none.
     """
     found = False
     for record in iter_records(path):
@@ -129,14 +111,8 @@ def _tells_all(record: VideoRecord) -> bool:
 
 def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> list[VideoRecord]:
     """
-    What `qtsplus train` and `qtsplus eval` read of a set.
-
-    Args:
-        path: see [`iter_rows`].
-        media_root: where videos are looked for; beside the file when absent.
-
-    Raises:
-        ValueError: the first row that is no question with an answer, with its number.
+    What `qtsplus train` and `qtsplus eval` read of a file, with the places of its videos; the first row that is no
+    question with an answer raises a `ValueError`.
     """
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder; expected a file of questions with answers, such as JSONL or Parquet.")
@@ -169,58 +145,51 @@ def locate(row: Row, root: Path) -> str | None:
     return None if name is None else find_media(name, root, source if isinstance(source, str) else None)
 
 
-def _iter_lines(path: Path) -> Iterator[tuple[int, Any, str | None]]:
+def _iter_lines(path: Path) -> Iterator[Row]:
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line.decode("utf-8")), None
+                content = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
-                yield number, None, f"it is no JSON: {error}."
+                yield Row(number, problem=f"it is no JSON: {error}.")
+            else:
+                yield _parse(number, content)
 
 
-def _holds_array(path: Path) -> bool:
-    with open(path, "rb") as file:
-        while block := file.read(4096):
-            if block.strip():
-                return block.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    return False
-
-
-def _iter_array(path: Path) -> Iterator[Any]:
-    """The items of a JSON array, read piece by piece."""
-    decoder = json.JSONDecoder()
+def _read_array(path: Path) -> list[Any] | None:
+    """The items of a JSON array, which is read whole; `None` where the file begins otherwise."""
     with open(path, encoding="utf-8-sig") as file:
-        text = file.read(2**16).lstrip()[1:].lstrip()
-        while not text.startswith("]"):
-            text, item = _next_item(file, text, decoder, path)
-            yield item
-        if (text[1:] + file.read(2**10)).strip():
-            raise ValueError(f"{path} goes on behind its JSON array; expected one array of records.")
-
-
-def _next_item(file: IO[str], text: str, decoder: json.JSONDecoder, path: Path) -> tuple[str, Any]:
-    """An item that is there whole, and the text behind it and its comma."""
-    more = 2**16
-    while True:
         try:
-            item, end = decoder.raw_decode(text)
-            rest = text[end:].lstrip()
-            if rest.startswith(","):
-                rest = rest[1:].lstrip()
-                if rest and not rest.startswith("]"):
-                    return rest, item
-            elif rest.startswith("]"):
-                return rest, item
-            reason = "expected a comma or the array's end behind an item"
+            if not file.read(2**16).lstrip().startswith("["):
+                return None
+            file.seek(0)
+            return json.load(file)
         except (ValueError, RecursionError) as error:
-            reason = str(error)
-        block = file.read(more)
-        if not block or len(text) > LARGEST_ITEM:
-            raise ValueError(f"{path} is no JSON array of records: {reason}.")
-        text += block
-        more *= 2  # an item is parsed again from its start: few times, however long it is
+            raise ValueError(f"{path} is no JSON array of records: {error}.") from None
+
+
+def _read_table(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file, batch by batch."""
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ImportError("Parquet needs the package pyarrow: pip install 'qtsplus[parquet]'.") from error
+    try:
+        with ParquetFile(path) as table:
+            for batch in table.iter_batches(ROWS_AT_ONCE):
+                yield from map(_without_nulls, batch.to_pylist())
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row as JSONL has it: a null says nothing, but as `video`, where it says that there is none."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None or name == "video"}
 
 
 def _iter_folder(folder: Path) -> Iterator[Row]:
@@ -275,124 +244,16 @@ def _from_llava(row: Mapping[str, Any]) -> VideoRecord:
     return record
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Writing
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def write_records(path: str | os.PathLike, records: Iterable[Record], layout: str = "qtsplus") -> int:
-    """
-    Writes a set, which appears whole or not at all.
-
-    Args:
-        path: a name that ends in .jsonl, .json (one array) or .parquet (one kind of record); or, for captions, a
-            folder, which gets each as a .txt beside its video.
-        layout: of the rows, one of [`LAYOUTS`]: our own, the reference's, or LLaVA-Video's. The last two hold less.
-
-    Returns:
-        how many were written.
-
-    Raises:
-        ValueError: another ending, an unknown layout, or a record that the layout has no place for.
-        ImportError: Parquet without the package that writes it.
-    """
+def write_records(path: str | os.PathLike, records: Iterable[Record]) -> int:
+    """Writes a set as .jsonl or .json (one array), whole or not at all; gives how many there were."""
     path = Path(path)
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}.")
-    if path.suffix == ".parquet":
-        if layout != "qtsplus":
-            raise ValueError(f"{path} is a table, which has our own columns; expected .jsonl or .json for {layout}.")
-        with _whole(path) as part:
-            return parquet.write(part, records)
-    if path.suffix in (".jsonl", ".json"):
-        with _whole(path) as part, open(part, "w", encoding="utf-8", newline="\n") as file:
-            return _write_rows(file, map(LAYOUTS[layout], records), array=path.suffix == ".json")
-    if path.suffix and not path.is_dir():
-        raise ValueError(f"{path} ends in {path.suffix}; expected .jsonl, .json, .parquet, or a folder for captions.")
-    return _write_folder(path, records)
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` when all is there."""
-    part = path.with_name(path.name + ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield part
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _write_rows(file: IO[str], rows: Iterable[dict[str, Any]], array: bool) -> int:
-    count = 0
-    file.write("[\n" if array else "")
-    for row in rows:
-        file.write(",\n" if array and count else "")
-        file.write(json.dumps(row, ensure_ascii=False) + ("" if array else "\n"))
-        count += 1
-    file.write("\n]\n" if array else "")
+    if path.suffix not in (".jsonl", ".json"):
+        raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; expected .jsonl or .json.")
+    separator, (begin, end) = (",\n", ("[\n", "\n]\n")) if path.suffix == ".json" else ("\n", ("", "\n"))
+    with whole_file(path) as file:
+        count = 0
+        file.write(begin)
+        for count, record in enumerate(records, start=1):
+            file.write((separator if count > 1 else "") + json.dumps(record.row(), ensure_ascii=False))
+        file.write(end if count or begin else "")
     return count
-
-
-def _write_folder(folder: Path, records: Iterable[Record]) -> int:
-    count = 0
-    for record in records:
-        if not isinstance(record, Caption):
-            raise ValueError(f"A folder holds captions beside their videos; got {_describe(record)}.")
-        name = record.vision_id
-        stem = name[: -len(Path(name).suffix)] if name.lower().endswith(VIDEO_SUFFIXES) else name
-        with _whole(folder / f"{stem}.txt") as part:
-            part.write_text(record.caption, encoding="utf-8", newline="")
-        count += 1
-    return count
-
-
-def _reference_row(record: Record) -> dict[str, Any]:
-    if isinstance(record, Choice):
-        names = ("vision_id", "question", "options", "answer", "difficulty", "rationale", "evidence")
-        return {name: value for name, value in record.row().items() if name in names}
-    if isinstance(record, Answer):
-        return {"vision_id": record.vision_id, "question": record.question, "prediction": record.answer}
-    raise ValueError(
-        f"The reference has single-choice items and free answers; it has no place for {_describe(record)}."
-    )
-
-
-def _llava_row(record: Record) -> dict[str, Any]:
-    if isinstance(record, Caption):
-        asked = VideoRecord(record.vision_id, DESCRIBE, record.caption, id=record.id)
-    else:
-        asked = to_video_record(record)
-    turns = [*asked.earlier, (asked.question, asked.answer)]
-    if asked.video is None or any(_PLACEHOLDER.search(question) for question, _ in turns):
-        raise ValueError(f"A conversation is about one video, for which <image> stands; got {_describe(record)}.")
-    said = []
-    for number, (question, answer) in enumerate(turns):
-        said.append({"from": "human", "value": question if number else f"<image>\n{question}"})
-        said.append({"from": "gpt", "value": answer})
-    return {**({} if asked.id is None else {"id": asked.id}), "video": asked.video, "conversations": said}
-
-
-def _describe(record: Record) -> str:
-    names = {Caption: "a caption", Choice: "a single-choice item", Answer: "a free answer", VideoRecord: "a question"}
-    return f"{names[type(record)]} about {media_name(record)!r}"
-
-
-LAYOUTS: dict[str, Callable[[Record], dict[str, Any]]] = {
-    "qtsplus": lambda record: record.row(),
-    "reference": _reference_row,
-    "llava": _llava_row,
-}
-
-__all__ = [
-    "LAYOUTS",
-    "Row",
-    "iter_captions",
-    "iter_records",
-    "iter_rows",
-    "locate",
-    "media_folder",
-    "read_records",
-    "write_records",
-]

@@ -3,8 +3,10 @@
 Every reader, writer and check of `qtsplus data` works on these, and so do `qtsplus train` and `qtsplus eval`.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, get_args
 
@@ -36,6 +38,8 @@ QUESTION_TYPES: tuple[str, ...] = get_args(QuestionType)
 DIFFICULTIES: tuple[str, ...] = get_args(Difficulty)
 
 INSTRUCTION = "Answer with the letter."
+# What tokenizers of the backbones read as one token of the prompt's own.
+SPECIAL_TOKEN = re.compile(r"<(\|[^<>|\s]{1,40}\||/?(?:s|img|image|video|IMG_CONTEXT)|｜[^<>｜]{1,40}｜)>")
 
 
 def _encodable(text: str) -> str:
@@ -66,20 +70,13 @@ Rate = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 
 
 class VisionRecord(BaseModel):
-    """
-    What captions, choices and answers share; further keys of a row are ignored.
-
-    Args:
-        vision_id: the video: a file or a folder of frames under the media root, with its suffix or without.
-        id: of the record in its set.
-        fps: of a folder, the rate at which its frames were taken; of a file, frames to look at per second.
-    """
+    """What captions, choices and answers share; further keys of a row are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
-    vision_id: VisionId
+    vision_id: VisionId  # a file or a folder of frames under the media root, with its suffix or without
     id: String | None = None
-    fps: Rate | None = None
+    fps: Rate | None = None  # of a folder, the rate of its frames; of a file, frames to look at per second
 
     def row(self) -> dict[str, Any]:
         """The record as a line of a file has it, without what it does not say."""
@@ -93,26 +90,15 @@ class Caption(VisionRecord):
 
 
 class Choice(VisionRecord):
-    """
-    A single-choice question about a video; a line of QTS-VSCQ1 and QTS-VSCQ2.
+    """A single-choice question about a video; a line of QTS-VSCQ1 and QTS-VSCQ2."""
 
-    Args:
-        question: without the options.
-        options: four different texts, by letter.
-        answer: the letter of the right one.
-        type: one of [`QUESTION_TYPES`].
-        difficulty: one of [`DIFFICULTIES`].
-        rationale: why the answer is right.
-        evidence: the words of the caption that show it.
-    """
-
-    question: Text
-    options: dict[Letter, Text]
+    question: Text  # without the options
+    options: dict[Letter, Text]  # four different texts
     answer: Letter
     type: QuestionType | None = None
     difficulty: Difficulty | None = None
-    rationale: String | None = None
-    evidence: String | None = None
+    rationale: String | None = None  # why the answer is right
+    evidence: String | None = None  # the words of the caption that show it
 
     @model_validator(mode="after")
     def _check_options(self) -> "Choice":
@@ -122,11 +108,6 @@ class Choice(VisionRecord):
             raise ValueError("options holds the same text twice; expected four different ones")
         return self
 
-    @property
-    def answer_text(self) -> str:
-        """The right option in words."""
-        return self.options[self.answer]
-
     def prompt(self) -> str:
         """The question with its options, a line each, and how to answer."""
         listed = (f"{letter}. {self.options[letter]}" for letter in get_args(Letter))
@@ -134,18 +115,11 @@ class Choice(VisionRecord):
 
 
 class Answer(VisionRecord):
-    """
-    A question about a video with a free answer; a line of QTS-VQA.
-
-    Args:
-        question: what is asked.
-        answer: in words. The reference calls it `prediction`, which is read too.
-        type, difficulty: of the [`Choice`] that the question comes from.
-    """
+    """A question about a video with a free answer; a line of QTS-VQA."""
 
     question: Text
-    answer: Text = Field(validation_alias=AliasChoices("answer", "prediction"))
-    type: QuestionType | None = None
+    answer: Text = Field(validation_alias=AliasChoices("answer", "prediction"))  # as the reference calls it
+    type: QuestionType | None = None  # of the [`Choice`] that the question comes from
     difficulty: Difficulty | None = None
 
 
@@ -154,36 +128,21 @@ class VideoRecord:
     """
     One question about one video as the model reads it: what `qtsplus train` and `qtsplus eval` work on.
 
-    Args:
-        video: a file, an address or a folder of frames; `None` for text alone.
-        question: the user's text, with the options where there are any.
-        answer: what the assistant says; the only part that is supervised, with the token that ends it.
-        query: the text to select by, such as the question without its options; `None` selects by `question`.
-        kind: free label of the question's kind.
-        source: whose loss it counts to, one of [`SOURCES`].
-        options: the options, for evaluation.
-        earlier: turns of the same conversation before this one, as (question, answer); the video stands in the first,
-            and every answer is supervised. Many questions about a video then cost one pass over it.
-        fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
-        teacher_video: the same video at full size, read with the same `fps`. Attention distillation then takes the
-            teacher's attention to it, summed onto the tokens of `video`, which may be too small for the teacher.
-        id: of the record in its set.
-
     Raises:
-        ValueError: a value of another type, an empty video or question, an unknown source, an `fps` that is not above
-            0, or a `teacher_video` without a video.
+        ValueError: a value of another type or out of range, an empty text, a `teacher_video` without a video.
     """
 
-    video: Text | None
-    question: Text
-    answer: String
-    query: Text | None = None
-    kind: String = ""
-    source: Literal["mcq", "vqa", "caption"] = "vqa"
-    options: tuple[String, ...] | None = None
+    video: Text | None  # a file, an address or a folder of frames; `None` for text alone
+    question: Text  # the user's text, with the options where there are any
+    answer: String  # what the assistant says; the only part that is supervised, with the token that ends it
+    query: Text | None = None  # the text to select by, such as the question without its options
+    kind: String = ""  # free label of the question's kind
+    source: Literal["mcq", "vqa", "caption"] = "vqa"  # whose loss it counts to
+    options: tuple[String, ...] | None = None  # for evaluation
+    # Turns of the conversation before this one, supervised too: many questions about a video cost one pass over it.
     earlier: tuple[tuple[String, String], ...] = ()
-    fps: Rate | None = None
-    teacher_video: Text | None = None
+    fps: Rate | None = None  # of a file, frames to look at per second; of a folder, the rate of its frames
+    teacher_video: Text | None = None  # the same video at full size, where `video` is too small for a teacher
     id: String | None = None
 
     @model_validator(mode="after")
@@ -214,30 +173,17 @@ def parse_record(row: Mapping[str, Any]) -> Record:
     Raises:
         ValueError: keys or values that no record has, in one line.
     """
-    kind = record_kind(row)
+    if not isinstance(row, Mapping):
+        raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")
+    kind: type[Record] = VideoRecord
+    if "vision_id" in row:
+        kind = Caption if "caption" in row else Choice if "options" in row else Answer
+    elif missing := [name for name in ("video", "question", "answer") if name not in row]:
+        raise ValueError(f"it lacks {', '.join(missing)}.")
     try:
         return _ADAPTERS[kind].validate_python(row)
     except ValidationError as error:
         raise ValueError(explain(error)) from None
-
-
-def record_kind(row: Mapping[str, Any]) -> type[Record]:
-    """
-    Which record a row means to be.
-
-    Raises:
-        ValueError: no object, or neither `vision_id` nor `video`.
-    """
-    if not isinstance(row, Mapping):
-        raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")
-    if "vision_id" in row:
-        if "caption" in row:
-            return Caption
-        return Choice if "options" in row else Answer
-    missing = [name for name in ("video", "question", "answer") if name not in row]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}.")
-    return VideoRecord
 
 
 def explain(error: ValidationError) -> str:
@@ -266,15 +212,7 @@ def _explain(problem: Any) -> str:
 
 
 def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
-    """
-    The record as the model reads it.
-
-    Args:
-        video: where its media lies; as the record names it when absent.
-
-    Raises:
-        ValueError: a caption, which asks nothing.
-    """
+    """The record as the model reads it, with the place of its media; a caption asks nothing: a `ValueError`."""
     if isinstance(record, VideoRecord):
         return replace(record, video=video or record.video)
     if isinstance(record, Caption):
@@ -289,29 +227,20 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
     return VideoRecord(question=record.question, answer=record.answer, **shared)  # type: ignore[arg-type]
 
 
+def all_texts(record: Record) -> list[str]:
+    """Every text of a record that a model may read."""
+    if isinstance(record, Caption):
+        return [record.caption]
+    asked = to_video_record(record)
+    earlier = chain.from_iterable(asked.earlier)
+    return [asked.question, asked.answer, asked.query or "", *(asked.options or ()), *earlier]
+
+
+def break_special_tokens(text: str) -> str:
+    """The text with a space in each special token, so that no tokenizer takes it for one."""
+    return SPECIAL_TOKEN.sub(lambda token: f"< {token[1]}>", text)
+
+
 def media_name(record: Record) -> str | None:
     """The video that a record is about, as the record names it."""
     return record.video if isinstance(record, VideoRecord) else record.vision_id
-
-
-__all__ = [
-    "DIFFICULTIES",
-    "INSTRUCTION",
-    "LETTERS",
-    "QUESTION_TYPES",
-    "SOURCES",
-    "Answer",
-    "Caption",
-    "Choice",
-    "Difficulty",
-    "Letter",
-    "QuestionType",
-    "Record",
-    "VideoRecord",
-    "VisionRecord",
-    "explain",
-    "media_name",
-    "parse_record",
-    "record_kind",
-    "to_video_record",
-]

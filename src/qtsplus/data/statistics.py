@@ -1,4 +1,4 @@
-"""`qtsplus data stats`: what a set holds, counted in one pass, and drawn."""
+"""`qtsplus data stats`: what a set holds, counted in one pass."""
 
 import os
 from collections import Counter
@@ -7,52 +7,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .formats import iter_records
+from ..output import markdown_table
+from .formats import iter_records, printable
 from .media import media_key
-from .records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Answer, Caption, Choice, Record, VideoRecord, media_name
+from .records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Caption, Record, VideoRecord, media_name, to_video_record
 
-_NAMES: dict[type, str] = {Caption: "caption", Choice: "single choice", Answer: "free answer"}
-_SOURCES = {"mcq": "single choice", "vqa": "free answer", "caption": "caption"}
+_KINDS = {"mcq": "single choice", "vqa": "free answer", "caption": "caption"}
 NOT_SAID = "not said"
 
 
 @dataclass
 class Statistics:
-    """
-    What a set holds.
+    """What a set holds."""
 
-    Args:
-        files: how many records each file has.
-        kinds: how many records are captions, single-choice items and free answers.
-        videos: how many videos they are about.
-        types: how many questions there are of each type.
-        difficulties: and of each difficulty.
-        letters: how often each letter is the right answer.
-        longest_is_right: in how many single-choice items the right option is longer than the others, of which chance
-            makes a quarter.
-        words: by text (question, option, answer, caption) how many texts have how many words.
-    """
-
-    files: dict[str, int] = field(default_factory=dict)
-    kinds: Counter[str] = field(default_factory=Counter)
+    files: dict[str, int] = field(default_factory=dict)  # records of each
+    kinds: Counter[str] = field(default_factory=Counter)  # captions, single-choice items and free answers
     videos: int = 0
-    types: Counter[str] = field(default_factory=Counter)
+    types: Counter[str] = field(default_factory=Counter)  # of questions
     difficulties: Counter[str] = field(default_factory=Counter)
-    letters: Counter[str] = field(default_factory=Counter)
-    longest_is_right: int = 0
-    words: dict[str, Counter[int]] = field(default_factory=dict)
+    letters: Counter[str] = field(default_factory=Counter)  # how often each is the right answer
+    longest_is_right: int = 0  # single-choice items whose right option is longer than the others; by chance a quarter
+    words: dict[str, Counter[int]] = field(default_factory=dict)  # by kind of text, how many have how many words
 
     @property
     def records(self) -> int:
         """How many there are."""
         return sum(self.files.values())
 
-    def lengths(self) -> dict[str, dict[str, float]]:
-        """By text its number, and its words: mean, median, 95th percentile and most."""
-        return {name: _spread(counts) for name, counts in self.words.items()}
-
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As JSON has it; of words the mean, the median, the 95th percentile and the most."""
         return {
             "records": self.records,
             "videos": self.videos,
@@ -62,8 +45,26 @@ class Statistics:
             "difficulties": _ordered(self.difficulties, DIFFICULTIES),
             "letters": _ordered(self.letters, LETTERS),
             "longest_is_right": self.longest_is_right,
-            "words": self.lengths(),
+            "words": {name: _spread(counts) for name, counts in self.words.items()},
         }
+
+    def lines(self) -> list[str]:
+        """As Markdown has it."""
+        told = self.as_dict()
+        lines = [f"{self.records:,} records about {self.videos:,} videos.", ""]
+        titles = {"file": "files", "records": "kinds", "type": "types", "difficulty": "difficulties"}
+        for title, name in {**titles, "right answer": "letters"}.items():
+            rows = [(key, f"{count:,}", f"{count / sum(told[name].values()):.1%}") for key, count in told[name].items()]
+            lines += [*markdown_table((title, "number", "share"), rows), ""] if rows else []
+        if self.letters:
+            share = self.longest_is_right / self.letters.total()
+            lines += [f"The right option is the longest in {share:.1%} of the items; by chance in 25%.", ""]
+        header = ("text", "number", "mean words", "median", "95th percentile", "most")
+        cells = [
+            (name, f"{row['texts']:,}", f"{row['mean']:.1f}", *(str(row[key]) for key in ("median", "p95", "most")))
+            for name, row in told["words"].items()
+        ]
+        return [*lines, *markdown_table(header, cells), ""]
 
 
 def count_set(paths: Iterable[str | os.PathLike]) -> Statistics:
@@ -73,96 +74,55 @@ def count_set(paths: Iterable[str | os.PathLike]) -> Statistics:
     Raises:
         ValueError: a file that is not there, a row that is not a record, or no record at all.
     """
-    found, videos = Statistics(), set()
+    result, videos = Statistics(), set()
     for path in paths:
-        count = 0
+        file = printable(Path(path).name)
+        result.files.setdefault(file, 0)
         for record in iter_records(path):
-            count += 1
-            _count(found, record)
-            name = media_name(record)
-            if name is not None:
-                videos.add(media_key(name))
-        found.files[Path(path).name] = found.files.get(Path(path).name, 0) + count
-    if not found.records:
-        raise ValueError(f"{', '.join(found.files) or 'The set'} holds no record; expected one or more.")
-    found.videos = len(videos)
-    return found
+            result.files[file] += 1
+            _count(result, record)
+            videos.add(media_name(record))
+    if not result.records:
+        raise ValueError(f"{', '.join(result.files) or 'The set'} holds no record; expected one or more.")
+    result.videos = len({media_key(name) for name in videos if name is not None})
+    return result
 
 
-def _count(found: Statistics, record: Record) -> None:
-    kind = _SOURCES[record.source] if isinstance(record, VideoRecord) else _NAMES[type(record)]
-    found.kinds[kind] += 1
+def _count(result: Statistics, record: Record) -> None:
     if isinstance(record, Caption):
-        _count_words(found, "caption", record.caption)
+        result.kinds["caption"] += 1
+        _count_words(result, "caption", record.caption)
         return
-    if isinstance(record, VideoRecord):
-        found.types[record.kind or NOT_SAID] += 1
-        options = record.options or ()
-        question = record.query or record.question
-    else:
-        found.types[record.type or NOT_SAID] += 1
-        found.difficulties[record.difficulty or NOT_SAID] += 1
-        options = tuple(record.options.values()) if isinstance(record, Choice) else ()
-        question = record.question
-    _count_words(found, "question", question)
-    if kind == "single choice" and len(record.answer) == 1 and 0 <= LETTERS.find(record.answer) < len(options):
-        found.letters[record.answer] += 1
-        right = record.options[record.answer] if isinstance(record, Choice) else options[LETTERS.find(record.answer)]
-        found.longest_is_right += all(len(text) < len(right) for text in options if text != right)
+    asked = to_video_record(record)
+    kind = _KINDS[asked.source]
+    result.kinds[kind] += 1
+    result.types[asked.kind or NOT_SAID] += 1
+    if not isinstance(record, VideoRecord):
+        result.difficulties[record.difficulty or NOT_SAID] += 1
+    _count_words(result, "question", asked.query or asked.question)
+    options = asked.options or ()
+    place = LETTERS.find(asked.answer) if len(asked.answer) == 1 else -1
+    if kind == "single choice" and 0 <= place < len(options):
+        result.letters[asked.answer] += 1
+        result.longest_is_right += all(len(text) < len(options[place]) for text in options if text != options[place])
         for text in options:
-            _count_words(found, "option", text)
+            _count_words(result, "option", text)
     else:
-        _count_words(found, kind if kind == "caption" else "answer", record.answer)
+        _count_words(result, kind if kind == "caption" else "answer", asked.answer)
 
 
-def _count_words(found: Statistics, name: str, text: str) -> None:
-    found.words.setdefault(name, Counter())[len(text.split())] += 1
+def _count_words(result: Statistics, name: str, text: str) -> None:
+    result.words.setdefault(name, Counter())[len(text.split())] += 1
 
 
 def _spread(counts: Counter[int]) -> dict[str, float]:
-    total = counts.total()
-
-    def percentile(share: float) -> int:
-        passed = 0
-        for words in sorted(counts):
-            passed += counts[words]
-            if passed >= share * total:
-                break
-        return words
-
-    mean = sum(words * count for words, count in counts.items()) / total
-    return {"texts": total, "mean": mean, "median": percentile(0.5), "p95": percentile(0.95), "most": max(counts)}
+    lengths = sorted(counts.elements())
+    median, p95 = (lengths[max(0, -(-share * len(lengths) // 100) - 1)] for share in (50, 95))
+    mean = sum(lengths) / len(lengths)
+    return {"texts": len(lengths), "mean": mean, "median": median, "p95": p95, "most": lengths[-1]}
 
 
 def _ordered(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, int]:
     """What is known first and in its order, then the rest."""
     names = [*(name for name in known if name in counts), *sorted(set(counts) - set(known))]
     return {name: counts[name] for name in names}
-
-
-def draw_statistics(found: Statistics, path: Path) -> None:
-    """Types, difficulties, right letters and lengths as bars, a panel each for what the set has: a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    told = found.as_dict()
-    bars = {"type": told["types"], "difficulty": told["difficulties"], "right answer": told["letters"]}
-    panels = {name: counts for name, counts in bars.items() if set(counts) - {NOT_SAID}}
-    figure = Figure(figsize=(3.2 * (len(panels) + 1), 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    *places, last = figure.subplots(1, len(panels) + 1, squeeze=False)[0]
-    for axes, (name, counts) in zip(places, panels.items(), strict=True):
-        axes.barh(list(counts)[::-1], list(counts.values())[::-1], color="#0b6e99")
-        axes.set_xlabel(f"records by {name}")
-    for name, words in found.words.items():
-        lengths = sorted(words)
-        last.plot(lengths, [words[length] for length in lengths], label=name)
-    last.set_xlabel("words")
-    last.set_ylabel("texts")
-    last.legend(frameon=False)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-
-
-__all__ = ["NOT_SAID", "Statistics", "count_set", "draw_statistics"]

@@ -1,8 +1,9 @@
 """QTS-VSCQ1: single-choice questions that a language model writes about captions (the paper's question synthesis)."""
 
+import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from ..data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text, explain
 from .endpoint import Endpoint
-from .engine import Item, ItemFailed, Result
-from .journal import Ledger
-from .replies import find_objects
+from .engine import Item, ItemFailed, Ledger, Result
+from .video_steps import strip_thoughts
 
 PROMPTS = 1  # raised when the words below change, so that no run mixes two of them
 
@@ -67,12 +67,14 @@ _SPEAKS_OF_TEXT = re.compile(
 _SPEAKS_OF_LETTERS = re.compile(r"\b(options?|choices?|answers?)\s+\(?[A-D]\b|\b[A-D]\)", re.I)
 _ALL_OF_THE_ABOVE = re.compile(r"\b(all|any|none|both) of (the above|these|them|the (options|answers))\b", re.I)
 _FEWEST_WORDS = 3  # of evidence
+_MOST_BROKEN = 1000  # objects that cannot be read, after which no more are looked for
+_DECODER = json.JSONDecoder(strict=False)
 
 
 class Draft(BaseModel):
     """A question as the language model writes it; we put its options in order."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": False})
 
     type: QuestionType
     question: Text
@@ -88,68 +90,35 @@ class Draft(BaseModel):
         return value.strip().lower() if isinstance(value, str) else value
 
 
-SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {
-        "questions": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "type": {"type": "string", "enum": list(QUESTION_TYPES)},
-                    "question": {"type": "string"},
-                    "answer": {"type": "string"},
-                    "distractors": {"type": "array", "items": {"type": "string"}, "minItems": 3, "maxItems": 3},
-                    "difficulty": {"type": "string", "enum": ["easy", "medium", "hard"]},
-                    "rationale": {"type": "string"},
-                    "evidence": {"type": "string"},
-                },
-                "required": list(Draft.model_fields),
-                "additionalProperties": False,
-            },
-        }
-    },
-    "required": ["questions"],
-    "additionalProperties": False,
-}
+class _Drafts(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    questions: list[Draft]
+
+
+SCHEMA: Mapping[str, Any] = _Drafts.model_json_schema()
 
 
 @dataclass(frozen=True)
 class WriteQuestions:
-    """
-    The step from a [`Caption`] to [`Choice`]s.
+    """The step from a [`Caption`] to [`Choice`]s."""
 
-    Args:
-        endpoint: of the language model.
-        per_caption: questions of each caption.
-        rounds: how often a reply may be asked for: the first, and those that mend it.
-        max_tokens: of a reply.
-    """
-
-    endpoint: Endpoint
+    endpoint: Endpoint  # of the language model
     per_caption: int = 3
-    rounds: int = 3
-    max_tokens: int = 2048
+    rounds: int = 3  # how often a reply may be asked for: the first, and those that mend it
+    max_tokens: int = 2048  # of a reply
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_caption <= len(QUESTION_TYPES):
             raise ValueError(
                 f"per_caption is {self.per_caption}; expected 1 to {len(QUESTION_TYPES)}, one of each type."
             )
-        if self.rounds < 1 or self.max_tokens < 1:
-            raise ValueError(f"rounds is {self.rounds} and max_tokens {self.max_tokens}; expected at least 1.")
 
     def settings(self) -> dict[str, Any]:
-        """All that decides the questions beside the captions."""
-        chosen = self.endpoint.settings
-        teacher = {"model": chosen.model, "temperature": chosen.temperature, "extra_body": dict(chosen.extra_body)}
-        return {**teacher, "per_caption": self.per_caption, "rounds": self.rounds, "prompts": PROMPTS}
+        shown = {"per_caption": self.per_caption, "rounds": self.rounds, "prompts": PROMPTS}
+        return {**self.endpoint.settings.shown(), **shown}
 
     async def __call__(self, item: Item, ledger: Ledger) -> Result:
-        """
-        Raises:
-            ItemFailed: no reply held a question.
-        """
         caption: Caption = item.record
         types = wanted_types(item, self.per_caption)
         messages = first_messages(caption.caption, types)
@@ -164,11 +133,8 @@ class WriteQuestions:
                 break
             ledger.reasons.append(f"Reply {number + 1} could not be used: {'; '.join(problems)}.")
             mend = _MEND.format(problems="\n".join(f"- {problem}" for problem in problems), count=len(types))
-            messages = [
-                *first_messages(caption.caption, types),
-                {"role": "assistant", "content": reply.text},
-                {"role": "user", "content": mend},
-            ]
+            answered = [{"role": "assistant", "content": reply.text}, {"role": "user", "content": mend}]
+            messages = [*first_messages(caption.caption, types), *answered]
         if not good and not bad:
             raise ItemFailed
         first = item.position * self.per_caption
@@ -200,10 +166,8 @@ def read_drafts(
     text: str, caption: str, wanted: int
 ) -> tuple[list[Draft], list[tuple[dict[str, Any], str]], list[str]]:
     """
-    A reply's questions.
-
-    Returns:
-        those that can be used; the others, each with why; and all that is wrong, for the language model to mend.
+    Of a reply, the questions that can be used; the others, each with why; and all that is wrong, for the language model
+    to mend.
     """
     found = find_objects(text, "questions")
     if not found:
@@ -254,11 +218,8 @@ def find_fault(draft: Draft, caption: str) -> str | None:
 
 def to_choice(draft: Draft, item: Item, number: int, place: int) -> Choice:
     """
-    A draft with its options in order, shuffled: of four questions in a row, each letter is right once.
-
-    Args:
-        number: of the question among its caption's.
-        place: of the question in the set.
+    A draft with its options shuffled: of four questions in a row, each letter is right once. `number` counts the
+    questions of its caption, `place` those of the set.
     """
     caption: Caption = item.record
     letters = random.Random(place // len(LETTERS)).sample(LETTERS, len(LETTERS))
@@ -283,14 +244,26 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-__all__ = [
-    "PROMPTS",
-    "SCHEMA",
-    "Draft",
-    "WriteQuestions",
-    "find_fault",
-    "first_messages",
-    "read_drafts",
-    "to_choice",
-    "wanted_types",
-]
+def find_objects(text: str, key: str) -> list[dict[str, Any]]:
+    """
+    The JSON objects in a list that a reply should hold as `{key: [...]}`, as far as they can be read: words and fences
+    around it do no harm, and of a reply that is broken or ends too early, the whole objects are read.
+    """
+    found: list[Any] = []
+    for entry in _whole_objects(strip_thoughts(text)):
+        inner = entry.get(key, entry)
+        found += inner if isinstance(inner, list) else [inner]
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def _whole_objects(text: str) -> Iterator[dict[str, Any]]:
+    """The outermost objects that can be read; where one is broken, those inside it."""
+    start = broken = 0
+    while (start := text.find("{", start)) >= 0 and broken < _MOST_BROKEN:
+        try:
+            entry, start = _DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            start += 1
+            broken += 1
+        else:
+            yield entry

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 
 from openai import AsyncOpenAI
 
-from making_run import captions, questions_job
-from qtsplus.making.engine import Item, run
-from qtsplus.making.questions import SCHEMA, first_messages, wanted_types
+from qtsplus.synthesis.engine import Item, run
+from qtsplus.synthesis.questions import SCHEMA, first_messages, wanted_types
 from scripted_server import scripted_server
+from synthesis_run import captions, questions_job
 
 FORM = {"type": "json_schema", "json_schema": {"name": "reply", "schema": SCHEMA, "strict": True}}
 

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from qtsplus.data.records import Caption
-from qtsplus.making.endpoint import Endpoint, EndpointSettings, read_key
-from qtsplus.making.engine import Job, run
-from qtsplus.making.questions import WriteQuestions
+from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings, read_key
+from qtsplus.synthesis.engine import Job, run
+from qtsplus.synthesis.questions import WriteQuestions
 
 
 def captions(count):

@@ -15,13 +15,11 @@ import pytest
 
 from qtsplus.data.records import Caption, Choice
 from qtsplus.hub.convert import convert
-from qtsplus.making.answering import WriteAnswers
-from qtsplus.making.endpoint import Endpoint, EndpointSettings
-from qtsplus.making.endpoint_teacher import EndpointTeacher
-from qtsplus.making.engine import Item, ItemFailed, Job, run
-from qtsplus.making.journal import Ledger
-from qtsplus.making.questions import WriteQuestions
-from qtsplus.making.screening import Screen
+from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings
+from qtsplus.synthesis.endpoint_teacher import EndpointTeacher
+from qtsplus.synthesis.engine import Item, ItemFailed, Job, Ledger, RunFailed, run
+from qtsplus.synthesis.questions import WriteQuestions
+from qtsplus.synthesis.video_steps import Screen, WriteAnswers
 
 pytestmark = pytest.mark.slow
 
@@ -80,8 +78,8 @@ def test_every_step_speaks_with_transformers_serve(tmp_path, tiny_published, tin
                     await WriteQuestions(endpoint, rounds=2, max_tokens=24)(Item(0, "0", caption), ledger)
 
         asyncio.run(write())
-        assert ledger.requests == (2 if endpoint.takes_schema else 3)
-        assert ledger.prompt_tokens > 100 and ledger.completion_tokens > 0
+        assert ledger.costs["requests"] == (2 if endpoint.takes_schema else 3)
+        assert ledger.costs["prompt_tokens"] > 100 and ledger.costs["completion_tokens"] > 0
         assert sum("holds no JSON object" in reason for reason in ledger.reasons) == 2
 
         teacher = EndpointTeacher(Endpoint(settings), frames=2, max_tokens=12)
@@ -93,7 +91,8 @@ def test_every_step_speaks_with_transformers_serve(tmp_path, tiny_published, tin
 
         scored = EndpointTeacher(Endpoint(settings), frames=2, scoring="logprob")
         screen = Screen(scored, lambda name: str(tiny_mp4))
-        run(Job("vscq2", lambda: choices(1), screen, scored, screen.settings()), tmp_path / "scored")
+        with pytest.raises(RunFailed, match="All 1 items failed"):
+            run(Job("vscq2", lambda: choices(1), screen, scored, screen.settings()), tmp_path / "scored")
         (failed,) = map(json.loads, (tmp_path / "scored" / "failed.jsonl").read_text().splitlines())
         assert any("logprobs" in reason or "log-probabilities" in reason for reason in failed["reasons"])
 

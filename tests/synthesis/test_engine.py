@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import random
-import sqlite3
+import resource
 import subprocess
 import sys
 import time
@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from making_run import captions
 from qtsplus.data.records import Caption
-from qtsplus.making.engine import ItemFailed, Job, Result, Shard, merge, run
-from qtsplus.making.journal import JOURNAL, Journal
-from qtsplus.making.progress import Price
+from qtsplus.results import Journal
+from qtsplus.synthesis.engine import JOURNAL, ItemFailed, Job, Price, Result, RunFailed, Shard, merge, run
 from scripted_server import KEY, scripted_server
+from synthesis_run import captions
 
 HERE = Path(__file__).parent
 FILES = ("vscq1.jsonl", "dropped.jsonl", "failed.jsonl")
@@ -37,9 +36,7 @@ class Counting:
         self.most_together = max(self.most_together, self.together)
         await asyncio.sleep(item.seed % 3 / 1000)  # so that they end in another order
         self.together -= 1
-        ledger.requests += 1
-        ledger.prompt_tokens += 10
-        ledger.completion_tokens += 2
+        ledger.spend(1, 10, 2)
         if item.position == self.raising:
             raise RuntimeError("a fault")
         if item.position in self.failing:
@@ -88,8 +85,7 @@ def test_a_fault_stops_the_run_and_loses_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="a fault"):
         run(job(step), tmp_path / "a", concurrency=4)
     assert not (tmp_path / "a" / "set.jsonl").exists()
-    with contextlib.closing(Journal(tmp_path / "a")) as journal:
-        finished = {entry.position for entry in journal.entries()}
+    finished = set(Journal(tmp_path / "a" / JOURNAL).done) - {"costs"}
     assert finished
     again = Counting()
     run(job(again), tmp_path / "a", concurrency=4)
@@ -115,7 +111,7 @@ def test_failed_items_are_tried_again_when_asked(tmp_path):
 
 def test_a_run_that_only_fails_is_stopped(tmp_path):
     step = Counting(failing=range(1000))
-    with pytest.raises(ValueError, match="The last 20 items failed, the last one because It was to fail."):
+    with pytest.raises(RunFailed, match="The last 20 items failed, the last one because It was to fail."):
         run(job(step, 1000), tmp_path, concurrency=4)
     assert len(step.calls) < 40
 
@@ -149,6 +145,70 @@ def test_a_file_that_is_no_journal(tmp_path):
     (tmp_path / JOURNAL).write_text("no database " * 100)
     with pytest.raises(ValueError, match="is no journal"):
         run(job(Counting()), tmp_path)
+
+
+def test_files_that_no_run_has_made_are_left_alone(tmp_path):
+    (tmp_path / "set.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="set.jsonl is there already, and not from this run"):
+        run(job(Counting()), tmp_path)
+    for index in (1, 2):
+        run(job(Counting()), tmp_path, shard=Shard(index, 2))
+    with pytest.raises(ValueError, match="set.jsonl is there already, and not from this run"):
+        merge(tmp_path)
+    assert (tmp_path / "set.jsonl").read_text() == "mine"
+    (tmp_path / "set.jsonl").unlink()
+    merge(tmp_path)
+    assert merge(tmp_path).exists(), "what a merge has made, a merge replaces"
+
+
+def test_of_items_that_all_fail_no_set_is_made(tmp_path):
+    with pytest.raises(RunFailed, match="All 3 items failed, because It was to fail. No set was written"):
+        run(job(Counting(failing=range(3)), 3), tmp_path)
+    assert not (tmp_path / "set.jsonl").exists() and not (tmp_path / "summary.json").exists()
+    assert len((tmp_path / "failed.jsonl").read_text().splitlines()) == 3
+    run(job(Counting(), 3), tmp_path, retry_failed=True)
+    assert numbers(tmp_path / "set.jsonl") == [0, 1, 2]
+
+
+def test_requests_of_items_that_were_cut_off_are_counted(tmp_path):
+    class CutOff(Counting):
+        async def __call__(self, item, ledger):
+            if item.position == 5:
+                ledger.spend(2, 7, 0)
+                raise RuntimeError("killed")
+            return await super().__call__(item, ledger)
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run(job(CutOff(), 10), tmp_path, concurrency=1)
+    run(job(Counting(), 10), tmp_path, concurrency=1)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["requests"], summary["prompt_tokens"], summary["completion_tokens"]) == (12, 107, 20)
+
+
+def test_a_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # no file may grow beyond it
+    try:
+        with pytest.raises(RunFailed, match="cannot be written .* Nothing that was finished is lost: make room"):
+            run(job(Counting()), tmp_path, concurrency=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    before, again = finished(tmp_path), Counting()
+    assert before
+    run(job(again), tmp_path)
+    assert set(again.calls) == set(range(60)) - before
+
+
+@pytest.mark.parametrize("place", ["file", "file/folder", "locked/folder"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir(mode=0o500)
+    if place.startswith("locked") and os.access(tmp_path / "locked", os.W_OK):
+        pytest.skip("this user may write everywhere")
+    step = Counting()
+    with pytest.raises(ValueError, match="is a file; expected a folder|cannot be written"):
+        run(job(step), tmp_path / place)
+    assert step.calls == []
 
 
 def test_bad_numbers(tmp_path):
@@ -235,27 +295,29 @@ def test_few_items_are_in_memory(tmp_path):
 
 
 def start(url, folder, items, concurrency=16):
-    command = [sys.executable, str(HERE / "making_run.py"), url, str(folder), str(items), str(concurrency)]
+    command = [sys.executable, str(HERE / "synthesis_run.py"), url, str(folder), str(items), str(concurrency)]
     return subprocess.Popen(command, env={**os.environ, "PLANTED_KEY": KEY})
 
 
 def finished(folder):
+    """The positions of the items that a run has finished so far."""
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{folder / JOURNAL}?mode=ro", uri=True)) as database:
-            return database.execute("SELECT COUNT(*) FROM items").fetchone()[0]
-    except sqlite3.OperationalError:  # not there yet
-        return 0
+        lines = (folder / JOURNAL).read_text().splitlines()[1:]
+    except FileNotFoundError:
+        return set()
+    keys = (json.loads(line)["key"] for line in lines if line.endswith("}"))
+    return {key for key in keys if isinstance(key, int)}
 
 
 def kill_and_go_on(url, folder, items, points, concurrency=16):
     """Starts a run, kills it at each of the points (in finished items), and then lets it end."""
     for point in points:
         process = start(url, folder, items, concurrency)
-        while finished(folder) < point and process.poll() is None:
+        while len(finished(folder)) < point and process.poll() is None:
             time.sleep(0.002)
         process.kill()
         process.wait()
-        assert finished(folder) >= point
+        assert len(finished(folder)) >= point
     assert start(url, folder, items, concurrency).wait() == 0
 
 
@@ -279,6 +341,9 @@ def check_killed(tmp_path, items, kills, seed):
     good = [json.loads(line)["text"] for line in log.read_text().splitlines() if '"behaviour": "good"' in line]
     # Only what was under way at a kill, or answered and not yet written, is asked again.
     assert len(good) - len(set(good)) <= kills * 16
+    summary = json.loads((tmp_path / "killed" / "summary.json").read_text())
+    # A request that was on its way at a kill may have been counted and never have come.
+    assert len(log.read_text().splitlines()) <= summary["requests"] <= len(log.read_text().splitlines()) + kills * 16
     planted = [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert planted == []
 

@@ -12,7 +12,7 @@ from qtsplus.cli import app
 from qtsplus.data.formats import iter_records
 from qtsplus.data.records import Answer, Choice
 from qtsplus.hub.convert import convert
-from qtsplus.making.local_teacher import load_stock
+from qtsplus.synthesis.local_teacher import load_stock
 from scripted_server import KEY, scripted_server
 
 
@@ -94,12 +94,39 @@ def test_a_stock_teacher_reads_all_tokens(tmp_path, tiny_published, tiny_mp4):
 
 def test_the_packages_of_endpoints_are_named(tmp_path, monkeypatch):
     for module in ("questions", "endpoint"):
-        monkeypatch.delitem(sys.modules, f"qtsplus.making.{module}", raising=False)
+        monkeypatch.delitem(sys.modules, f"qtsplus.synthesis.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "openai", None)
     arguments = ["captions.jsonl", "--out", "out", "--endpoint", "http://x/v1", "--teacher", "m"]
     result = CliRunner().invoke(app, ["data", "vscq1", *arguments])
     assert result.exit_code == 2
     assert result.stderr == "qtsplus: the package openai is not installed: pip install 'qtsplus[data]'\n"
+
+
+def test_a_run_of_which_nothing_comes_ends_with_1_and_its_reasons(tmp_path):
+    (tmp_path / "captions.jsonl").write_text('{"vision_id": "v", "caption": "A dog runs."}\n')
+    with scripted_server(tmp_path, rules=[{"contains": "A dog", "then": ["400"]}]) as (url, log):
+        arguments = [
+            "vscq1",
+            tmp_path / "captions.jsonl",
+            "--out",
+            tmp_path / "out",
+            "--endpoint",
+            url,
+            "--teacher",
+            "m",
+        ]
+        result = CliRunner().invoke(app, ["data", *map(str, arguments)])
+    assert result.exit_code == 1 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("qtsplus: All 1 items failed, because The server answered 400") and "--retry-failed" in line
+    assert not (tmp_path / "out" / "vscq1.jsonl").exists()
+
+
+SERVER = ["--endpoint", "http://127.0.0.1:9/v1", "--teacher", "m"]
+VSCQ1 = ["vscq1", "captions.jsonl", *SERVER]
+VQA = ["vqa", "questions.jsonl"]
+HERE = [*VQA, "--model", "nowhere"]
+THERE = [*VQA, *SERVER]
 
 
 @pytest.mark.parametrize(
@@ -108,33 +135,59 @@ def test_the_packages_of_endpoints_are_named(tmp_path, monkeypatch):
         (["vscq1", "captions.jsonl"], "no teacher: give --endpoint URL and --teacher NAME"),
         (["vscq1", "captions.jsonl", "--endpoint", "", "--teacher", "m"], "--endpoint is empty"),
         (["vscq1", "captions.jsonl", "--endpoint", "ftp://x", "--teacher", "m"], "no http(s) address"),
-        (["vscq1", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--per-caption", "10"], "1 to 9"),
+        (["vscq1", "captions.jsonl", "--endpoint", "http://x:99999/v1", "--teacher", "m"], "no http(s) address"),
+        ([*VSCQ1, "--per-caption", "10"], "1 to 9"),
+        ([*VSCQ1, "--extra-body", "3"], "JSON object"),
+        ([*VSCQ1, "--shard", "3/2"], "such as 2/8"),
+        ([*VSCQ1, "--price-in", "3"], "both --price-in"),
+        ([*VSCQ1, "--timeout", "0"], "timeout is 0"),
+        ([*VSCQ1, "--timeout", "1e12"], "timeout is 1e+12"),
+        ([*VSCQ1, "--api-key-env", "TYPO_KEY"], "TYPO_KEY is not set"),
+        ([*VSCQ1, "--api-key-env", ""], "--api-key-env is empty"),
+        ([*VSCQ1, "--ray", ""], "--ray is empty"),
+        ([*VSCQ1, "--out", ""], "is empty"),
+        ([*VSCQ1, "--out", "captions.jsonl"], "is a file; expected a folder"),
+        (["vscq1", "", *SERVER], "is empty"),
+        (["vscq1", "missing.jsonl", *SERVER], "There is no file"),
+        (["vscq2", "captions.jsonl", *SERVER], "is no single-choice question"),
+        ([*HERE], "nowhere"),
+        ([*HERE, "--shard", "3/2"], "such as 2/8"),
+        ([*HERE, "--out", "captions.jsonl"], "is a file; expected a folder"),
+        ([*HERE, "--endpoint", "http://x/v1"], "--endpoint has no effect here: --model"),
+        ([*HERE, "--timeout", "3"], "--timeout has no effect here: --model"),
+        ([*HERE, "--concurrency", "3"], "--concurrency has no effect here: --model"),
+        ([*HERE, "--ray", "auto"], "--ray has no effect here: --model"),
+        ([*HERE, "--frames", "3"], "--frames has no effect here: --model"),
+        ([*VQA, "--model", ".", "--revision", "main"], "--revision is about a repository on the Hub"),
+        ([*VQA, "--model", ""], "--model is empty"),
         (
-            ["vscq1", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--extra-body", "3"],
-            "JSON object",
+            [*THERE, "--fps", "-1", "--device", "tpu"],
+            "--device has no effect here: it is about",
         ),
-        (["vscq1", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--shard", "3/2"], "such as 2/8"),
-        (
-            ["vscq1", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--price-in", "3"],
-            "both --price-in",
-        ),
-        (["vscq1", "missing.jsonl", "--endpoint", "http://x/v1", "--teacher", "m"], "There is no file"),
-        (["vscq2", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m"], "is no single-choice question"),
-        (["vscq2", "captions.jsonl", "--model", "x", "--endpoint", "http://x/v1"], "leave out --endpoint"),
-        (["vscq2", "captions.jsonl", "--model", "nowhere"], "nowhere"),
-        (
-            ["vqa", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--media-root", "nowhere"],
-            "no folder",
-        ),
-        (["vqa", "captions.jsonl", "--endpoint", "http://x/v1", "--teacher", "m", "--most-words", "0"], "1 to 0 words"),
+        ([*THERE, "--batch-size", "4"], "--batch-size has no effect here"),
+        ([*THERE, "--revision", "main"], "--revision has no effect here"),
+        ([*THERE, "--media-root", "nowhere"], "no folder"),
+        ([*THERE, "--media-root", ""], "is empty"),
         (["merge", "."], "There is no shard"),
+        (["merge", ""], "is empty"),
     ],
 )
 def test_bad_command_lines(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "captions.jsonl").write_text('{"vision_id": "v", "caption": "A dog runs."}\n')
-    out = [] if arguments[0] == "merge" else ["--out", "out"]
+    options = {"A": "red", "B": "blue", "C": "green", "D": "grey"}
+    question = {"vision_id": "v", "question": "What?", "options": options, "answer": "A"}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(question))
+    out = [] if arguments[0] == "merge" or "--out" in arguments else ["--out", "out"]
     result = CliRunner().invoke(app, ["data", *arguments, *out])
     assert result.exit_code == 2, result.exception
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out" / "journal.jsonl").exists()
+
+
+@pytest.mark.parametrize("option", ["--concurrency=1000000000", "--frames=1000000000", "--limit=0", "--batch-size=0"])
+def test_absurd_numbers_are_refused(tmp_path, option):
+    result = CliRunner().invoke(app, ["data", *THERE, "--out", str(tmp_path / "out"), option])
+    assert result.exit_code == 2 and "should be" in " ".join(result.stderr.split()), result.stderr
+    assert not (tmp_path / "out").exists()

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from .engine import Item, Job, Record, finish_all
-from .journal import Entry
+from .engine import Entry, Item, Job, Ledger, Recorder, finish_all
 
 if TYPE_CHECKING:
     import pyarrow
@@ -21,43 +20,37 @@ BLOCK = 4  # items that a worker is given at a time, for each that it works on a
 @dataclass(frozen=True)
 class RayRunner:
     """
-    The [`~qtsplus.making.engine.Runner`] of a Ray cluster, with one worker on each of its machines.
+    The [`~qtsplus.synthesis.engine.Runner`] of a Ray cluster, with one worker on each of its machines.
 
     The workers share the concurrency. Finished items come back when all of their block are finished; those of a block
-    that was under way when this process was killed are asked again.
-
-    Args:
-        address: of the cluster; "auto" for the one that this machine belongs to, "local" for a new one here.
-
-    Raises:
-        ImportError: Ray is not installed.
-        ValueError: there is no cluster at the address; what the step raises.
+    that was under way when this process was killed are asked again, and what they cost is not counted.
     """
 
-    address: str
+    address: str  # "auto" for the cluster that this machine belongs to, "local" for a new one here
 
     def __post_init__(self) -> None:
         import ray.data  # noqa: F401
 
-    def __call__(self, job: Job, items: Iterator[Item], concurrency: int, record: Record) -> None:
+    def __call__(self, job: Job, items: Iterator[Item], concurrency: int, recorder: Recorder) -> None:
         import ray
 
         first = next(items, None)
         if first is None:  # nothing is left to do
             return
-        # What workers print stays in Ray's logs on their machines.
-        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         try:
             _knock(self.address)
-            ray.init(address=self.address, **settings)
+            # What workers print stays in Ray's logs on their machines.
+            ray.init(address=self.address, log_to_driver=False, logging_level="error")
         except (OSError, ValueError, RuntimeError) as error:
+            place = self.address.rpartition("@")[2]  # without a password
             raise ValueError(
-                f"--ray is {self.address!r}, and no Ray cluster answers there; expected an address such as "
+                f"--ray is {place!r}, and no Ray cluster answers there; expected an address such as "
                 "10.0.0.1:6379, auto or local."
             ) from error
         try:
-            for entry in _finished(job, itertools.chain([first], items), concurrency):
-                record(entry)
+            for position, entry, ledger in _finished(job, itertools.chain([first], items), concurrency):
+                recorder.spend(ledger.costs)
+                recorder.record(position, entry, ledger)
         finally:
             ray.shutdown()
 
@@ -70,8 +63,8 @@ def _knock(address: str) -> None:
             pass
 
 
-def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[Entry]:
-    """The entries of items as their blocks are finished."""
+def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[tuple[int, Entry, Ledger]]:
+    """The entries of items as their blocks are finished, with what they cost."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext, from_arrow_refs
 
@@ -108,13 +101,14 @@ class _Worker:
         self.loop.run_until_complete(teacher.__aenter__())
 
     def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
-        found: list[Entry | ValueError] = []
+        rows: list[tuple[int, Entry, Ledger] | ValueError] = []
+        work = finish_all(self.step, _from_table(block), self.concurrency, lambda *finished: rows.append(finished))
         try:
-            self.loop.run_until_complete(finish_all(self.step, _from_table(block), self.concurrency, found.append))
+            self.loop.run_until_complete(work)
         except ValueError as error:
             # Raised here, it would come with Ray's traces, and without what the block has finished.
-            found.append(ValueError(str(error)))
-        return _to_table(found)
+            rows.append(ValueError(str(error)))
+        return _to_table(rows)
 
 
 def _to_table(rows: Iterable[Any]) -> "pyarrow.Table":
@@ -125,6 +119,3 @@ def _to_table(rows: Iterable[Any]) -> "pyarrow.Table":
 
 def _from_table(table: "pyarrow.Table") -> Iterator[Any]:
     return (pickle.loads(row) for row in table["row"].to_pylist())
-
-
-__all__ = ["RayRunner"]

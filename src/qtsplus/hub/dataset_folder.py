@@ -8,24 +8,30 @@ from typing import Any
 from huggingface_hub import DatasetCard, DatasetCardData, get_token
 from yaml import YAMLError
 
-from ..data.statistics import Statistics, count_set, draw_statistics
+from ..data.statistics import Statistics, count_set
+from ..output import whole_file
 
 CARD = "README.md"
-PLOT = "statistics.png"
 TABLES = (".jsonl", ".json", ".parquet")
 # What belongs to a set; journals, keys and media stay where they are.
-PUBLISHED = (CARD, "LICENSE", "LICENSE.md", PLOT)
+PUBLISHED = (CARD, "LICENSE", "LICENSE.md")
+# As the front matter of a card names them.
+LICENSES = """
+afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
+bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
+cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0
+cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0 cdla-sharing-1.0
+creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
+fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl
+lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by
+ofl-1.1 openmdw-1.0 openrail openrail++ osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib
+"""
 SPLITS = ("train", "validation", "test")
 _SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M", 10_000_000: "1M<n<10M"}
 
 
 def set_files(folder: str | os.PathLike) -> list[Path]:
-    """
-    The files of records in a folder.
-
-    Raises:
-        ValueError: no such folder, or none in it.
-    """
+    """The files of records in a folder; a `ValueError` where there is none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; expected one with the files of a set.")
@@ -39,26 +45,20 @@ def write_card(
     folder: str | os.PathLike,
     name: str | None = None,
     license: str | None = None,
-    language: str = "en",
     sources: Sequence[str] = (),
     overwrite: bool = False,
 ) -> tuple[Path, Statistics]:
     """
-    Writes the card of a set into its folder, with a picture of what it counts.
+    Writes the card of a set into its folder, and gives its path and what was counted. A file is a split where it is
+    called after one, such as train.jsonl.
 
     Args:
-        folder: with the set's files; each file is a split where it is called after one, such as train.jsonl.
         name: the set's; the folder's when absent.
-        license: as the Hub names it, such as "cc-by-4.0"; the card says that none is known when absent.
-        language: of the texts.
-        sources: the datasets that it was made of, as the Hub names them.
+        license, sources: as the Hub names licences and datasets.
         overwrite: replace a card that stands there.
 
-    Returns:
-        the card's path, and what was counted.
-
     Raises:
-        ValueError: no set in the folder, or a row that is not a record.
+        ValueError: no set in the folder, a row that is not a record, or a licence that the Hub does not know.
         FileExistsError: there is a card.
     """
     folder = Path(folder).resolve()
@@ -66,23 +66,32 @@ def write_card(
     path = folder / CARD
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} is there already; give --overwrite to replace it.")
-    found = count_set(files)
-    draw_statistics(found, folder / PLOT)
-    data = _card_data(found, name or folder.name, license, language, sources, files)
-    card = DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{_card_text(found, data.pretty_name or '')}")
-    path.write_text(str(card), encoding="utf-8")
-    return path, found
+    if license is not None and license not in LICENSES.split():
+        raise ValueError(f"The Hub knows no licence {license!r}; expected one such as cc-by-4.0, mit or other.")
+    statistics = count_set(files)
+    data = _card_data(statistics, name or folder.name, license, sources, files)
+    lines = [f"# {data.pretty_name}", "", *statistics.lines(), _USE]
+    with whole_file(path) as file:
+        file.write(str(DatasetCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n")))
+    return path, statistics
+
+
+_USE = """## How to use it
+
+Each row names its video by `vision_id`, a file or a folder of frames under a media root of your own; the videos
+themselves are not in this repository. Check a copy with `qtsplus data check FILE --media-root DIR`, and train on it
+with `qtsplus train`."""
 
 
 def _card_data(
-    found: Statistics, name: str, license: str | None, language: str, sources: Sequence[str], files: Sequence[Path]
+    statistics: Statistics, name: str, license: str | None, sources: Sequence[str], files: Sequence[Path]
 ) -> DatasetCardData:
-    size = next((text for limit, text in _SIZES.items() if found.records < limit), "n>10M")
-    asked = "single choice" in found.kinds or "free answer" in found.kinds
+    size = next((text for limit, text in _SIZES.items() if statistics.records < limit), "n>10M")
+    asked = "single choice" in statistics.kinds or "free answer" in statistics.kinds
     return DatasetCardData(
         pretty_name=name,
         license=license,
-        language=[language],
+        language=["en"],
         source_datasets=list(sources) or None,
         task_categories=["video-text-to-text"] if asked else ["video-to-text"],
         size_categories=[size],
@@ -102,55 +111,10 @@ def _configs(files: Sequence[Path]) -> list[dict[str, Any]]:
     return [{"config_name": name, "data_files": entries} for name, entries in configs.items()]
 
 
-def _card_text(found: Statistics, name: str) -> str:
-    told = found.as_dict()
-    lines = [f"# {name}", "", f"{found.records:,} records about {found.videos:,} videos.", ""]
-    lines += _table(("file", "records"), told["files"].items())
-    lines += ["## What is in it", "", *_table(("records", "number"), told["kinds"].items())]
-    for title, counts in (("type", told["types"]), ("difficulty", told["difficulties"])):
-        if counts:
-            lines += _table((title, "questions"), counts.items())
-    choices = sum(told["letters"].values())
-    if choices:
-        shares = {letter: f"{count:,} ({count / choices:.1%})" for letter, count in told["letters"].items()}
-        share = f"{told['longest_is_right'] / choices:.1%}"
-        lines += _table(("right answer", "items"), shares.items())
-        lines += [f"The right option is the longest one in {share} of the items; by chance it would be in 25%.", ""]
-    words = {
-        text: (f"{row['texts']:,}", f"{row['mean']:.1f}", row["median"], row["p95"], row["most"])
-        for text, row in told["words"].items()
-    }
-    header = ("text", "number", "mean words", "median", "95th percentile", "most")
-    lines += _table(header, ((text, *row) for text, row in words.items()))
-    lines += [f"![Types, difficulties, right answers and lengths]({PLOT})", "", *_USE]
-    return "\n".join(lines)
-
-
-_USE = (
-    "## How to use it",
-    "",
-    "Each row names its video by `vision_id`, a file or a folder of frames under a media root of your own; the videos "
-    "themselves are not in this repository. Check a copy with `qtsplus data check FILE --media-root DIR`, and train on "
-    "it with `qtsplus train`.",
-    "",
-)
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for row in rows:
-        cells = (f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return [*lines, ""]
-
-
 def published_files(folder: str | os.PathLike) -> dict[str, int]:
     """
-    The files of a set's folder that are uploaded, with their sizes in bytes: its records, its card and its licence.
-
-    Raises:
-        ValueError: no set in the folder, a card that is missing or that the Hub cannot read, or an access token of this
-            machine in one of the files.
+    The files of a set's folder that are uploaded, with their sizes in bytes: its records, its card and its licence. A
+    `ValueError` without a set, without a card that the Hub can read, or with this machine's access token in a file.
     """
     files = set_files(folder)
     card = Path(folder) / CARD
@@ -170,7 +134,7 @@ def published_files(folder: str | os.PathLike) -> dict[str, int]:
 def _refuse_token(files: Iterable[Path]) -> None:
     token = get_token()
     for path in files:
-        if token and path.suffix not in (".parquet", ".png"):
+        if token and path.suffix != ".parquet":
             with open(path, encoding="utf-8", errors="replace") as lines:
                 if any(token in line for line in lines):
                     raise ValueError(f"{path} holds this machine's access token; take it out before it is published.")

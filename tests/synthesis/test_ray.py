@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from making_run import questions_job
 from qtsplus.cli import app
-from qtsplus.making.engine import run
-from qtsplus.making.ray_runner import RayRunner
+from qtsplus.synthesis.engine import run
+from qtsplus.synthesis.ray_runner import RayRunner
 from scripted_server import KEY, scripted_server
+from synthesis_run import questions_job
 
 FILES = ("vscq1.jsonl", "dropped.jsonl", "failed.jsonl", "summary.json")
 TROUBLE = ("429", "malformed", "500", "truncated", "options", "elsewhere")
@@ -86,6 +86,7 @@ def test_a_wrong_key_ends_the_run_in_one_line(tmp_path, ray_logs):
 
 
 def test_an_address_without_a_cluster_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANTED_KEY", KEY)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(data=None))
     monkeypatch.setitem(sys.modules, "ray.data", SimpleNamespace())
     with socket.socket() as free:
@@ -99,7 +100,6 @@ def test_an_address_without_a_cluster_is_refused_at_once(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--ray", "local"], "the package ray is not installed: pip install 'qtsplus[ray]'"),
-        (["--ray", "local", "--requests-per-minute", "60"], "bound the requests by --concurrency"),
         (["--ray", ""], "--ray"),
     ],
 )

@@ -1,33 +1,26 @@
 """A video teacher in this process: a model of this package, or a stock one, asked in batches."""
 
 import asyncio
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from ..data.media import UNREADABLE
 from ..data.records import LETTERS, VideoRecord
-from ..evaluation.exact_match import model_inputs
-from ..session import encode, find_device
-from ..training.features import prompt_inputs
+from ..output import first_line
+from ..session import EncodedVideo, encode, find_device
 from ..training.models import load_model, load_processor
-from .engine import ItemFailed
-from .journal import Ledger
-from .replies import Reply
-from .teachers import FREE_ANSWER, Question, Scoring, Verdict, read_letter, share_out
+from .engine import ItemFailed, Ledger
+from .video_steps import FREE_ANSWER, Question, Reply, Scoring, Verdict, read_letter, share_out
 
 LETTER_TOKENS = 16  # of a reply whose letter is read
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A question with what is to be done: score the letters, or write up to so many tokens."""
-
-    record: VideoRecord
-    max_tokens: int | None
+# A question, and up to how many tokens are written; `None` has the letters scored.
+_Asked = tuple[VideoRecord, int | None]
 
 
 @dataclass(frozen=True)
@@ -43,12 +36,8 @@ class _Told:
 
 def load_stock(weights: str, device: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
     """
-    A model without a selector as one that keeps all tokens, which gives its logits and its answers to the bit.
-
-    Args:
-        weights: a folder or a Hub id.
-        device: such as `"cuda"`; a GPU where there is one when absent.
-        dtype: of the weights; `"auto"` is bfloat16 on a GPU and float32 elsewhere.
+    A model without a selector, in a folder or on the Hub, as one that keeps all tokens: its logits and answers to the
+    bit. `"auto"` is bfloat16 on a GPU and float32 elsewhere.
 
     Raises:
         ValueError: no such model, or one of an unknown backbone.
@@ -62,18 +51,15 @@ def load_stock(weights: str, device: str | None = None, dtype: str = "auto") -> 
 
 class LocalTeacher:
     """
+    A [`Teacher`] in this process.
+
     Args:
-        model, processor: as `qtsplus.session.load` gives them.
-        name: of the model, for the settings.
+        model, processor: as `qtsplus.session.load` gives them; `name` stands for them in the settings.
         batch_size: questions at a time.
         scoring: of options: by the "logprob" of their letters as the first token, or by the "letter" that is said.
         max_tokens: of an answer in words.
-        selection: how visual tokens are chosen, as in `QTSplusConfig`; the model's own way when absent.
-        fps: for questions without one: of a folder, the rate at which its frames were taken; of a file, frames to look
-            at per second.
-
-    Raises:
-        ValueError: an `fps` that is not above 0; `logprob` with a tokenizer that has no token for a letter.
+        selection: another way to choose visual tokens than the model's own.
+        fps: for questions without one.
     """
 
     def __init__(
@@ -96,7 +82,7 @@ class LocalTeacher:
         if scoring == "logprob" and any(len(tokens) != 1 for tokens in ids):
             raise ValueError(f"The tokenizer of {name} has no token for each of A, B, C and D: score by letter.")
         self.letter_ids = [tokens[0] for tokens in ids]
-        self.features: dict[str, dict[str, torch.Tensor]] = {}
+        self.encoded: dict[str, EncodedVideo] = {}
 
     def settings(self) -> dict[str, Any]:
         chosen = {"scoring": self.scoring, "max_tokens": self.max_tokens, "selection": self.selection}
@@ -107,10 +93,8 @@ class LocalTeacher:
         self.turn = asyncio.Lock()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.features.clear()
+    async def __aexit__(self, *error: object) -> None:
+        self.encoded.clear()
 
     async def choose(self, question: Question, ledger: Ledger) -> Verdict:
         if self.scoring == "logprob":
@@ -123,10 +107,8 @@ class LocalTeacher:
 
     async def _ask(self, question: Question, text: str, max_tokens: int | None, ledger: Ledger) -> _Told:
         record = VideoRecord(question.video, text, "", query=question.query, fps=question.fps or self.fps)
-        told = await self._in_batch(_Asked(record, max_tokens))
-        ledger.requests += 1
-        ledger.prompt_tokens += told.prompt_tokens
-        ledger.completion_tokens += told.completion_tokens
+        told = await self._in_batch((record, max_tokens))
+        ledger.spend(1, told.prompt_tokens, told.completion_tokens)
         if told.problem is not None:
             ledger.reasons.append(told.problem)
             raise ItemFailed
@@ -147,53 +129,66 @@ class LocalTeacher:
 
     @torch.inference_mode()
     def _tell(self, batch: Sequence[_Asked]) -> list[_Told]:
+        problems = self._encode([record for record, _ in batch])
         told: dict[int, _Told] = {}
-        problems = self._encode([asked.record for asked in batch])
         together: dict[tuple[bool, int | None], list[int]] = {}
-        for index, asked in enumerate(batch):
-            video = asked.record.video
-            if video in problems:
-                told[index] = _Told({}, Reply("", False), 0, 0, problems[video])
+        for index, (record, max_tokens) in enumerate(batch):
+            if record.video in problems:
+                told[index] = _Told({}, Reply("", False), 0, 0, problems[record.video])
             else:
-                together.setdefault((video is None, asked.max_tokens), []).append(index)
+                together.setdefault((record.video is None, max_tokens), []).append(index)
         for (_, max_tokens), indices in together.items():
-            ask: Callable[[Sequence[VideoRecord]], list[_Told]] = self._score
-            if max_tokens is not None:
-                ask = functools.partial(self._write, max_tokens=max_tokens)
-            told.update(zip(indices, ask([batch[index].record for index in indices]), strict=True))
+            records = [batch[index][0] for index in indices]
+            answers = self._score(records) if max_tokens is None else self._write(records, max_tokens)
+            told.update(zip(indices, answers, strict=True))
         return [told[index] for index in range(len(batch))]
 
     def _encode(self, records: Sequence[VideoRecord]) -> dict[str | None, str]:
         """Encodes the videos of a batch, those that the batch before had are there. Returns why some cannot be read."""
         rates = {record.video: record.fps for record in records if record.video is not None}
-        self.features = {video: found for video, found in self.features.items() if video in rates}
+        self.encoded = {video: encoded for video, encoded in self.encoded.items() if video in rates}
         problems: dict[str | None, str] = {}
         for video, fps in rates.items():
-            if video in self.features:
-                continue
-            try:
-                encoded = encode(self.model, self.processor, video, fps=fps)
-            except (ValueError, OSError) as error:
-                problems[video] = f"The video cannot be read: {error}"
-                continue
-            self.features[video] = {
-                "video_features": encoded.features,
-                "video_grid_thw": encoded.video_grid_thw,
-                "second_per_grid_ts": torch.as_tensor(encoded.second_per_grid_ts),
-            }
+            if video not in self.encoded:
+                try:
+                    self.encoded[video] = encode(self.model, self.processor, video, fps=fps)
+                except UNREADABLE as error:
+                    problems[video] = f"The video cannot be read: {first_line(error)}"
         return problems
 
     def _inputs(self, records: Sequence[VideoRecord]) -> dict[str, Any]:
-        if records[0].video is not None:
-            inputs = model_inputs(self.processor, records, self.features)
-        else:
-            messages = [[{"role": "user", "content": [{"type": "text", "text": one.question}]}] for one in records]
-            template = functools.partial(self.processor.apply_chat_template, tokenize=False, add_generation_prompt=True)
-            inputs = prompt_inputs(
-                self.processor, list(map(template, messages)), torch.zeros(0, 3, dtype=torch.long), []
-            )
-        device = self.model.device
-        return {name: value.to(device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+        """One prompt for each record, padded on the left; all that a record says is text."""
+        videos = [self.encoded[record.video] for record in records if record.video is not None]
+        prompts = [self._prompt(record) for record in records]
+        queries = [self._tokens(record.query or record.question, split=True) for record in records]
+        padding = self.processor.tokenizer.pad_token_id
+        inputs: dict[str, Any] = {
+            "input_ids": _pad(prompts, padding, "left"),
+            "attention_mask": _pad([torch.ones_like(ids) for ids in prompts], 0, "left"),
+            "query_input_ids": _pad(queries, padding, "right"),
+            "query_attention_mask": _pad([torch.ones_like(ids) for ids in queries], 0, "right"),
+        }
+        if videos:
+            inputs["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
+            inputs["second_per_grid_ts"] = torch.cat([torch.as_tensor(video.second_per_grid_ts) for video in videos])
+        inputs = {name: values.to(self.model.device) for name, values in inputs.items()}
+        return {**inputs, "video_features": [video.features for video in videos]} if videos else inputs
+
+    def _prompt(self, record: VideoRecord) -> torch.Tensor:
+        if record.video is not None:
+            video = self.encoded[record.video]
+            inputs = self.processor.question_inputs(record.question, video.video_grid_thw, [video.metadata])
+            return inputs["input_ids"][0]
+        blank = "\ue000"
+        messages = [{"role": "user", "content": [{"type": "text", "text": blank}]}]
+        template = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        before, after = map(self._tokens, template.split(blank))
+        return torch.cat([before, self._tokens(record.question, split=True), after])
+
+    def _tokens(self, text: str, split: bool = False) -> torch.Tensor:
+        """The tokens of a text `[S]`, with its special tokens split into plain ones where it is a record's."""
+        tokenizer = self.processor.tokenizer
+        return torch.tensor(tokenizer(text, add_special_tokens=False, split_special_tokens=split)["input_ids"])
 
     def _score(self, records: Sequence[VideoRecord]) -> list[_Told]:
         inputs = self._inputs(records)
@@ -217,4 +212,5 @@ class LocalTeacher:
         return told
 
 
-__all__ = ["LocalTeacher", "load_stock"]
+def _pad(rows: list[torch.Tensor], value: int, side: str) -> torch.Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)

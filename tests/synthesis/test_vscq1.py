@@ -5,12 +5,19 @@ from collections import Counter
 
 import pytest
 
-from making_run import captions, questions_job
 from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice
-from qtsplus.making.engine import Item, run
-from qtsplus.making.questions import Draft, find_fault, first_messages, read_drafts, to_choice, wanted_types
-from qtsplus.making.replies import find_objects
+from qtsplus.synthesis.engine import Item, run
+from qtsplus.synthesis.questions import (
+    Draft,
+    find_fault,
+    find_objects,
+    first_messages,
+    read_drafts,
+    to_choice,
+    wanted_types,
+)
 from scripted_server import KEY, scripted_server
+from synthesis_run import captions, questions_job
 
 CAPTION = "A brown dog runs over a wet field. Then it's resting near a tall tree.\nA man in a red coat calls it."
 GOOD = {
@@ -100,7 +107,7 @@ def test_options_are_balanced_and_shuffled():
     for position in range(300):
         item = Item(position, f"c{position}", Caption(vision_id="v", caption=CAPTION, fps=2.0))
         made += [to_choice(Draft(**GOOD), item, number, 3 * position + number) for number in range(3)]
-    assert all(isinstance(choice, Choice) and choice.answer_text == "a red coat" for choice in made)
+    assert all(isinstance(choice, Choice) and choice.options[choice.answer] == "a red coat" for choice in made)
     assert Counter(choice.answer for choice in made) == dict.fromkeys(LETTERS, 225)
     assert len({tuple(choice.options.values()) for choice in made}) == 24  # every order there is
     # Of the letter before, nothing can be told but that four in a row differ.

@@ -1,0 +1,331 @@
+"""`qtsplus data vscq1`, `vscq2`, `vqa` and `merge`: the paper's training sets, made with teacher models."""
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from ..output import check_folder
+from .console import console, fail, one_line_errors, require_text, resumable, wrote
+from .data import MediaRoot, path_argument, path_option
+from .models import check_model_options, check_selection, load_model
+from .options import Dtype
+
+if TYPE_CHECKING:
+    from ..synthesis.endpoint import Endpoint
+    from ..synthesis.engine import Price
+    from ..synthesis.video_steps import Teacher
+
+
+_ONLY_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+
+
+class Scoring(str, Enum):
+    logprob = "logprob"
+    letter = "letter"
+
+
+def _option(help: str, *names: str, min: int | None = None, max: int | None = None) -> Any:
+    return field(default=None, metadata={"option": typer.Option(None, *names, help=help, min=min, max=max)})
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How much is made, and at which price."""
+
+    shard: str | None = _option("Only this part, such as 2/8 for the second of eight machines; then `data merge`.")
+    limit: int | None = _option("Only the first items, to see what they cost.", min=1, max=2**40)
+    retry_failed: bool | None = _option("Try again what failed in an earlier run.", "--retry-failed")
+    price_in: float | None = _option("Price of a million tokens that the teacher reads.", min=0)
+    price_out: float | None = _option("Price of a million tokens that the teacher writes.", min=0)
+
+    def settings(self) -> dict[str, Any]:
+        """As `engine.run` takes them."""
+        from ..synthesis.engine import Shard
+
+        shard = None if self.shard is None else Shard.parse(self.shard)
+        price = _price(self.price_in, self.price_out)
+        return {"shard": shard, "limit": self.limit, "retry_failed": bool(self.retry_failed), "price": price}
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A teacher behind an endpoint."""
+
+    endpoint: str | None = _option("An OpenAI-compatible API, such as http://localhost:8000/v1.")
+    teacher: str | None = _option("The teacher's name at the endpoint.")
+    api_key_env: str | None = _option("The environment variable with the API key; OPENAI_API_KEY without it.")
+    timeout: float | None = _option("Seconds until a reply must be whole; 300 without it.")
+    extra_body: str | None = _option("JSON for every request, such as '{\"temperature\": 0.2}'.")
+    concurrency: int | None = _option("How many items are worked on at a time; 64 without it.", min=1, max=4096)
+    ray: str | None = _option("Spread the requests over a Ray cluster: its address, auto, or local for a new one.")
+
+
+@dataclass(frozen=True)
+class _VideoServer(_Server):
+    """A video teacher behind an endpoint."""
+
+    frames: int | None = _option("How many frames of a video it is sent; 16 without it.", min=1, max=4096)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A video teacher that runs here."""
+
+    model: str | None = _option("A teacher that runs here, in place of an endpoint: a folder or Hub id.")
+    revision: str | None = _option("A commit, branch or tag of a QTSplus model on the Hub.")
+    selection: str | None = _option("Choose tokens in another way than a QTSplus model's own, such as all.")
+    device: str | None = _option("Where to run, such as cuda or cpu. Without it, a GPU if there is one.")
+    dtype: Dtype | None = _option("Of its weights; auto without it.")
+    batch_size: int | None = _option("How many questions it reads at a time; 16 without it.", min=1, max=4096)
+    fps: float | None = _option("For records without a rate: frames that a folder has, or to read of a file, a second.")
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer takes it: the fields of the dataclasses among its parameters are options of their own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    own = inspect.signature(command).parameters.values()
+    parameters = [
+        parameter.replace(annotation=hints[parameter.name], kind=_ONLY_BY_NAME)
+        for parameter in own
+        if parameter.name not in groups
+    ]
+    for option in (option for group in groups.values() for option in fields(group)):
+        default = option.metadata["option"]
+        parameters.append(inspect.Parameter(option.name, _ONLY_BY_NAME, default=default, annotation=option.type))
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{option.name: values.pop(option.name) for option in fields(group)})
+        with _one_line():
+            # Before a teacher is loaded, which takes minutes.
+            check_folder(values["out"])
+            values["run"].settings()
+            command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+_Captions = Annotated[
+    Path, path_argument("CAPTIONS", "JSONL or Parquet with vision_id and caption, or a folder of texts beside videos.")
+]
+_Questions = Annotated[Path, path_argument("QUESTIONS", "Single-choice questions: JSONL or Parquet with options.")]
+_Out = Annotated[Path, path_option("DIR", "The folder for the set and the journal.")]
+
+
+@_with_options
+def vscq1(
+    captions: _Captions,
+    out: _Out,
+    server: _Server,
+    run: _Run,
+    per_caption: Annotated[int, typer.Option(help="Questions of each caption, each of another type.")] = 3,
+) -> None:
+    """Make QTS-VSCQ1: single-choice questions that a language model writes about captions."""
+    from ..data.formats import iter_captions
+    from ..synthesis.questions import WriteQuestions
+
+    endpoint = _open(server, temperature=0.7)
+    step = WriteQuestions(endpoint, per_caption)
+    _make("vscq1", lambda: iter_captions(captions), step, endpoint, out, server, run)
+
+
+@_with_options
+def vscq2(
+    questions: _Questions,
+    out: _Out,
+    server: _VideoServer,
+    local: _Local,
+    run: _Run,
+    media_root: MediaRoot = None,
+    scoring: Annotated[
+        Scoring | None,
+        typer.Option(
+            help="Choose by the log-probability of the letters, or by the letter that is said. Without it, logprob "
+            "for a teacher that runs here and letter for an endpoint."
+        ),
+    ] = None,
+    drop_guessable: Annotated[
+        bool, typer.Option("--drop-guessable", help="Also drop what the teacher answers right without the video.")
+    ] = False,
+) -> None:
+    """Make QTS-VSCQ2: keep the questions that a video teacher answers right. The others go to dropped.jsonl."""
+    from ..synthesis.video_steps import Screen
+
+    find = _finder(questions, media_root)
+    teacher = _video_teacher(server, local, scoring, max_tokens=64)
+    step = Screen(teacher, find, drop_guessable)
+    _make("vscq2", lambda: _choices(questions), step, teacher, out, server, run)
+
+
+@_with_options
+def vqa(
+    questions: _Questions,
+    out: _Out,
+    server: _VideoServer,
+    local: _Local,
+    run: _Run,
+    media_root: MediaRoot = None,
+) -> None:
+    """Make QTS-VQA: a video teacher's answers in words to the questions that were kept."""
+    from ..synthesis.video_steps import WriteAnswers
+
+    find = _finder(questions, media_root)
+    teacher = _video_teacher(server, local, Scoring.letter, max_tokens=128)
+    _make("vqa", lambda: _choices(questions), WriteAnswers(teacher, find), teacher, out, server, run)
+
+
+def merge(
+    out: Annotated[Path, path_argument("DIR", "The --out of the shards, which holds their folders.")],
+    price_in: Annotated[float | None, typer.Option(help="Price of a million tokens that were read.", min=0)] = None,
+    price_out: Annotated[float | None, typer.Option(help="Price of a million tokens written.", min=0)] = None,
+) -> None:
+    """Put the shards of several machines together, in the order of the input."""
+    with _one_line():
+        from ..synthesis.engine import merge as merge_shards
+
+        _report(merge_shards(out, _price(price_in, price_out)))
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Ends a command in one line: for bad input with exit code 2, for a run of which nothing came with 1."""
+    from ..synthesis.engine import RunFailed
+
+    with one_line_errors(), resumable():
+        try:
+            yield
+        except RunFailed as error:
+            typer.echo(f"qtsplus: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(1) from None
+        except ImportError as error:
+            package = (error.name or "").partition(".")[0]
+            extra = {"openai": "data", "ray": "ray"}.get(package)
+            if extra is None:
+                raise
+            fail(f"the package {package} is not installed: pip install 'qtsplus[{extra}]'")
+
+
+def _make(
+    name: str, read: Callable[[], Iterator[Any]], step: Any, teacher: Any, out: Path, server: _Server, run: _Run
+) -> None:
+    from ..synthesis.engine import Job
+    from ..synthesis.engine import run as run_job
+    from ..synthesis.ray_runner import RayRunner
+
+    job = Job(name, read, step, teacher, step.settings())
+    together = server.concurrency or (64 if server.endpoint else 2 * teacher.batch_size)
+    runner = None if server.ray is None else RayRunner(server.ray)
+    _report(run_job(job, out, concurrency=together, progress=True, runner=runner, **run.settings()))
+
+
+def _report(kept: Path) -> None:
+    summary = json.loads((kept.parent / "summary.json").read_text(encoding="utf-8"))
+    console.print(f"{summary['finished']} items: {summary['kept']} rows kept, {summary['dropped']} dropped.")
+    for reason, count in summary["dropped_because"].items():
+        console.print(f"  dropped, {reason}: {count}", markup=False, highlight=False)
+    if summary["failed"]:
+        console.print(f"{summary['failed']} items failed; failed.jsonl says why, and --retry-failed tries them again.")
+    tokens = f"{summary['prompt_tokens']:,} tokens read and {summary['completion_tokens']:,} written"
+    cost = f", cost {summary['cost']:,.2f}" if "cost" in summary else ""
+    console.print(f"{summary['requests']:,} requests, {tokens}{cost}.", highlight=False)
+    wrote(kept)
+
+
+def _price(price_in: float | None, price_out: float | None) -> "Price | None":
+    from ..synthesis.engine import Price
+
+    if (price_in is None) != (price_out is None):
+        fail("a cost needs both --price-in and --price-out")
+    return None if price_in is None or price_out is None else Price(price_in, price_out)
+
+
+def _open(server: _Server, temperature: float = 0.0) -> "Endpoint":
+    require_text(endpoint=server.endpoint, teacher=server.teacher, ray=server.ray, api_key_env=server.api_key_env)
+    if server.endpoint is None or server.teacher is None:
+        fail("no teacher: give --endpoint URL and --teacher NAME")
+    from ..synthesis.endpoint import Endpoint, EndpointSettings, read_key
+
+    timeout = 300.0 if server.timeout is None else server.timeout
+    extra = {} if server.extra_body is None else _json_object(server.extra_body)
+    key = read_key(server.api_key_env)
+    return Endpoint(EndpointSettings(server.endpoint, server.teacher, key, timeout, temperature, extra))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"--extra-body is {text[:80]!r}; expected a JSON object.")
+    return value
+
+
+def _video_teacher(server: _VideoServer, local: _Local, scoring: Scoring | None, max_tokens: int) -> "Teacher":
+    if local.model is not None:
+        _refuse(server, "--model is a teacher that runs here")
+        return _local_teacher(local.model, local, scoring, max_tokens)
+    _refuse(local, "it is about a teacher that runs here, with --model")
+    from ..synthesis.endpoint_teacher import EndpointTeacher
+
+    chosen = scoring or Scoring.letter
+    return EndpointTeacher(_open(server), server.frames or 16, scoring=chosen.value, max_tokens=max_tokens)
+
+
+def _refuse(options: _Server | _Local, reason: str) -> None:
+    """Ends the command for an option that would have no effect."""
+    for option in fields(options):
+        if getattr(options, option.name) is not None:
+            fail(f"--{option.name.replace('_', '-')} has no effect here: {reason}; leave it out")
+
+
+def _local_teacher(model: str, local: _Local, scoring: Scoring | None, max_tokens: int) -> "Teacher":
+    check_model_options(model, local.revision, local.device)
+    check_selection(local.selection)
+    from ..backbones import OURS
+    from ..synthesis.local_teacher import LocalTeacher, load_stock
+    from ..training.models import model_type
+
+    dtype = (local.dtype or Dtype.auto).value
+    if model_type(model).endswith(OURS):
+        loaded, processor = load_model(model, local.revision, local.device, dtype)
+    elif local.revision is not None or local.selection is not None:
+        fail("--revision and --selection are about a QTSplus model; this one is stock, and reads all tokens")
+    else:
+        loaded, processor = load_stock(model, local.device, dtype)
+    chosen, batch_size = scoring or Scoring.logprob, local.batch_size or 16
+    return LocalTeacher(loaded, processor, model, batch_size, chosen.value, max_tokens, local.selection, local.fps)
+
+
+def _choices(path: Path) -> Iterator[Any]:
+    from ..data.formats import iter_records
+    from ..data.records import Choice
+
+    for number, record in enumerate(iter_records(path), start=1):
+        if not isinstance(record, Choice):
+            raise ValueError(f"Row {number} of {path} is no single-choice question; expected what `vscq1` makes.")
+        yield record
+
+
+def _finder(path: Path, media_root: Path | None) -> Callable[[str], str]:
+    """Where a question's video lies; ends the command where the first row is no question."""
+    from ..data.formats import media_folder
+    from ..data.media import find_media
+
+    if media_root is not None and not media_root.is_dir():
+        raise ValueError(f"There is no folder {media_root}; expected the one that the videos lie in.")
+    root = media_folder(path, media_root)
+    next(_choices(path), None)
+    return lambda name: find_media(name, root)
