@@ -12,7 +12,7 @@ from ..data.formats import read_records
 from ..data.records import VideoRecord
 from ..settings import show
 from ..video_qtsplus import choose_frames, load_frames, read_video
-from .features import AttentionTargets, VideoFeatures, prompt_inputs
+from .features import AttentionTargets, VideoFeatures
 
 IGNORED = -100
 SAID = 3  # reasons for skipping that are said; a file has all
@@ -149,7 +149,7 @@ class VideoQADataset(Dataset):
             return SkippedRecord(skipped_name(record), str(error))
 
         prompt = inputs.pop("input_ids")[0]
-        answer = self.processor.tokenizer(record.answer, add_special_tokens=False)["input_ids"]
+        answer = self.processor.text_ids(record.answer)
         target = torch.tensor([*answer, self.end_of_turn])
         example: dict[str, Any] = {
             "input_ids": torch.cat([prompt, target]),
@@ -184,13 +184,11 @@ class VideoQADataset(Dataset):
             videos = {"videos": [record.video], **self.processor_kwargs}
             if record.fps is not None:
                 videos["fps"] = record.fps
-        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         stored = None if self.features is None or record.video is None else self.features.load(record.video, record.fps)
         if stored is not None:
-            query = None if record.query is None else [record.query]
-            times = stored["video_grid_thw"], stored["second_per_grid_ts"]
-            return {**prompt_inputs(self.processor, [text], *times, query), **stored}
-        return dict(self.processor(text=[text], query=record.query, return_tensors="pt", **videos))
+            videos = {name: stored[name] for name in ("video_grid_thw", "second_per_grid_ts")}
+        query = None if record.query is None else [record.query]
+        return {**self.processor.conversation_inputs([messages], query=query, **videos), **(stored or {})}
 
     def _earlier_answers(self, prompt: torch.Tensor) -> torch.Tensor:
         """Labels `[S]` of a prompt: its answers with the tokens that end them; the last header has no answer yet."""
