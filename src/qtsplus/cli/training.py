@@ -82,10 +82,12 @@ def calibrate(
     require_text(model=model, device=device)
     with one_line_errors():
         from ..evaluation import calibration
+        from ..output import check_output, whole_file
         from ..session import find_device
         from ..training.models import load_model, load_processor
         from ..training.recipe import load_recipe
 
+        check_output(out)
         questions = calibration.read_labelled(records, skip_kind or ())
         settings = None if recipe is None else load_recipe(recipe, ["training.use_cpu=true"])
         where = find_device(device)
@@ -100,8 +102,8 @@ def calibrate(
             heads=heads,
             processor_kwargs=None if settings is None else settings.data.processor_kwargs,
         )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
+        with whole_file(out) as file:
+            file.write(json.dumps(found.as_dict(), indent=2) + "\n")
         _print_calibration(found)
         wrote(out)
         configuration = calibration.write_attention(Path(model), found)
