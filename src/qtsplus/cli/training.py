@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,10 +44,19 @@ def train_by(
             lines = "\n  ".join(make_plan(stage).lines)
             console.print(f"{stage.name}: {lines}", soft_wrap=True, markup=False, highlight=False)
         return
-    bars = [] if sys.stderr.isatty() else ["training.disable_tqdm=true"]
-    with redirect_stdout(sys.stderr):  # metrics, which a Trainer prints
-        folder = run_stages(load_stages(recipe, [*bars, *overrides], trainer_class), resume)
+    with results_only():
+        folder = run_stages(load_stages(recipe, [*quiet(), *overrides], trainer_class), resume)
     wrote(folder)
+
+
+def quiet() -> list[str]:
+    """Overrides of a recipe that draw no bars into a pipe."""
+    return [] if sys.stderr.isatty() else ["training.disable_tqdm=true"]
+
+
+def results_only() -> AbstractContextManager[object]:
+    """Sends the metrics that a Trainer prints to standard error for as long as it lasts."""
+    return redirect_stdout(sys.stderr)
 
 
 def calibrate(

@@ -110,8 +110,9 @@ def encode_videos(
     state.wait_for_everyone()  # all have to share out the same list, before anybody shortens it
     mine = missing[state.process_index :: state.num_processes]
     decoded = DataLoader(_Decoded(mine, processor, dict(processor_kwargs or {})), batch_size=None, num_workers=workers)
-    quiet = not (mine and state.is_main_process)
-    bar = track(decoded, "Encoding videos", total=len(mine), disable=quiet, console=Console(stderr=True))
+    console = Console(stderr=True)
+    quiet = not (mine and state.is_main_process and console.is_terminal)
+    bar = track(decoded, "Encoding videos", total=len(mine), disable=quiet, console=console)
     device = next(weight.device for module in vision_modules(model).values() for weight in module.parameters())
     expected: int | None = None
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):

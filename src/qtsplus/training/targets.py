@@ -61,9 +61,9 @@ def note_targets(
     teacher = _Teacher(model, dataset, collator, choice, targets)
     state = PartialState()
     mine = range(state.process_index, len(dataset), state.num_processes)
-    bar = track(
-        mine, "Reading with all tokens", disable=not state.is_main_process, console=Console(stderr=True), transient=True
-    )
+    console = Console(stderr=True)
+    quiet = not (state.is_main_process and console.is_terminal)
+    bar = track(mine, "Reading with all tokens", disable=quiet, console=console, transient=True)
     with torch.autocast(teacher.device.type, autocast_dtype, enabled=autocast_dtype is not None):
         for index in bar:
             record, example = dataset.records[index], dataset[index]
