@@ -393,11 +393,6 @@ training.sft_loss: best | 5 | null | []
 training.muon_scale: 0 | -1 | x | true
 training.budget_probe: 1 | 0 | x | .nan
 training.retention_range: 5 | [] | [0.1] | [0.5, 0.1] | [0, 1] | [a, b] | [0.1, 2] | {{a: 1}} | [0.1, .nan]
-training.schedules: 5 | [] | text | {{tau_s: 5}} | {{tau_s: {{}}}} | {{tau_s: {{start: 1}}}}
-training.schedules: {{tau_s: {{start: a, end: 1}}}} | {{tau_s: {{start: 1, end: 0.1, shape: zigzag}}}}
-training.schedules: {{tau_s: {{start: 1, end: 0.1, begin: -1}}}} | {{tau_s: {{start: 1, end: 0.1, when: 5}}}}
-training.schedules: {{nothing: {{start: 1, end: 0.1}}}} | {{tau_s: {{start: 1, end: -1}}}}
-training.schedules: {{5: {{start: 1, end: 0}}}}
 training.distillation_weight: -1 | x | true
 training.distillation_temperature: 0 | -1 | x
 training.freeze_selector: yes | 1 | 'false' | null

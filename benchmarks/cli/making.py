@@ -115,7 +115,12 @@ def tiny(
     with one_line_errors(), resumable():
         from ..teaching.tiny import make_tiny
 
-        options: dict[str, Any] = {"share": share, "workers": workers, "overrides": [*quiet(), *(overrides or ())], "say": note}
+        options: dict[str, Any] = {
+            "share": share,
+            "workers": workers,
+            "overrides": [*quiet(), *(overrides or ())],
+            "say": note,
+        }
         with results_only():
             folder = make_tiny(Path(work), seed, **options)
     wrote(folder)

@@ -34,7 +34,7 @@ def test_the_library_knows_none_of_its_losses():
 
 def test_the_card_of_qtsplus_tiny_names_them():
     card = json.loads((hub_configs() / "qtsplus-tiny" / "card.json").read_text())
-    assert all(f"benchmarks/recipes/{name}" in card["recipe"] for name in ("qtsplus-tiny-base.yaml", "qtsplus-tiny.yaml"))
+    assert all(f"benchmarks/recipes/{name}.yaml" in card["recipe"] for name in ("qtsplus-tiny-base", "qtsplus-tiny"))
 
 
 def test_the_stages_of_the_base_are_those_that_were_measured():

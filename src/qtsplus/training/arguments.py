@@ -1,14 +1,13 @@
 """Arguments of [`QTSplusTrainer`]."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from ..settings import STRICT, build, show
-from .schedules import Schedule
+from ..settings import STRICT
 
 SFT_LOSSES = ("token_mean", "sum_of_sources")
 RELEVANCE_FROM = ("answer", "question")
@@ -86,11 +85,6 @@ class QTSplusTrainingArguments(TrainingArguments):
             every sample is also measured with so many times more and fewer tokens, without gradients, and its slope is
             the budget head's gradient. The gate's own hardly tells how many tokens a question needs.
 
-    > Schedules
-
-        schedules (`dict`, *optional*): by the name of a field of `qtsplus_config` the arguments of its [`Schedule`],
-            such as `{"tau_s": {"shape": "cosine", "start": 1.0, "end": 0.1}}`.
-
     > Distillation from a teacher's logits
 
         distillation_weight (`float`, defaults to 0): weight of the divergence from the teacher on the answer's tokens.
@@ -134,7 +128,6 @@ class QTSplusTrainingArguments(TrainingArguments):
     retention_range: list[float] | None = field(default=None)
     retention_share: float = field(default=0.5)
     budget_probe: float | None = field(default=None)
-    schedules: dict[str, Any] | None = field(default=None)
     distillation_weight: float = field(default=0.0)
     distillation_temperature: float = field(default=1.0)
     relevance_weight: float = field(default=0.0)
@@ -163,7 +156,6 @@ class QTSplusTrainingArguments(TrainingArguments):
                 "freeze_language_model and freeze_vision_model true, freeze_selector and freeze_scores false."
             )
         self._check_relevance()
-        self.parsed_schedules()
 
     def _check_relevance(self) -> None:
         if self.relevance_weight and (self.freeze_selector or self.freeze_scores):
@@ -188,23 +180,12 @@ class QTSplusTrainingArguments(TrainingArguments):
         if missing:
             raise ValueError(f"report_to names {missing[0]}, which is not installed or not known.")
 
-    def parsed_schedules(self) -> dict[str, Schedule]:
-        """`schedules`, checked, by the name of the field that each one moves."""
-        return {name: _schedule(name, arguments) for name, arguments in (self.schedules or {}).items()}
-
     def _check_ranges(self) -> None:
         for names, holds, expected in _RANGES:
             for name in names:
                 value = getattr(self, name)
                 if value is not None and not holds(value):
                     raise ValueError(f"{name}={value!r}: expected {expected}.")
-
-
-def _schedule(name: str, arguments: Any) -> Schedule:
-    if not isinstance(arguments, dict):
-        names = ", ".join(field.name for field in fields(Schedule))
-        raise ValueError(f"schedules.{name} is {show(arguments)}; expected a mapping with fields among {names}.")
-    return build(f"schedules.{name}.", Schedule, arguments)
 
 
 __all__ = ["RELEVANCE_FROM", "SFT_LOSSES", "QTSplusTrainingArguments"]

@@ -32,7 +32,6 @@ from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
-from .schedules import ScheduleCallback
 from .targets import require_kept_targets, require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
@@ -161,9 +160,6 @@ class QTSplusTrainer(Trainer):
         self._retention: float | None = None
         self.budget = Budget(self.selector, self.args, self.running)
         self.add_callback(_StepCallback(self))
-        schedules = self.args.parsed_schedules()
-        if schedules:
-            self.add_callback(ScheduleCallback(self.selector_config, schedules))
 
     # ----------------------------------------------------------------------------------------------------------------
     # The objective
