@@ -23,7 +23,6 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
             *("learning_rate", "language_model_learning_rate", "vision_learning_rate", "weight_decay", "max_grad_norm"),
             *(
                 "relevance_weight",
-                "distillation_weight",
                 "dual_learning_rate",
                 "dual_damping",
                 "warmup_steps",
@@ -38,7 +37,6 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("lora_dropout",), lambda value: 0 <= value < 1, "at least 0 and less than 1"),
     (("max_skipped", "retention_share"), lambda value: 0 <= value <= 1, "a share in [0, 1]"),
     (("budget_probe",), lambda value: value > 1, "a factor above 1"),
-    (("distillation_temperature",), lambda value: value > 0, "more than 0"),
     (("seed", "data_seed"), lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
     (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 to go by num_train_epochs"),
 )
@@ -85,11 +83,6 @@ class QTSplusTrainingArguments(TrainingArguments):
             every sample is also measured with so many times more and fewer tokens, without gradients, and its slope is
             the budget head's gradient. The gate's own hardly tells how many tokens a question needs.
 
-    > Distillation from a teacher's logits
-
-        distillation_weight (`float`, defaults to 0): weight of the divergence from the teacher on the answer's tokens.
-        distillation_temperature (`float`, defaults to 1): softens both distributions.
-
     > Distillation from a teacher's attention
 
         relevance_weight (`float`, defaults to 0): weight of the divergence between the selector's scores and what the
@@ -128,8 +121,6 @@ class QTSplusTrainingArguments(TrainingArguments):
     retention_range: list[float] | None = field(default=None)
     retention_share: float = field(default=0.5)
     budget_probe: float | None = field(default=None)
-    distillation_weight: float = field(default=0.0)
-    distillation_temperature: float = field(default=1.0)
     relevance_weight: float = field(default=0.0)
     relevance_layers: list[int] | None = field(default=None)
     relevance_heads: list[tuple[int, int]] | None = field(default=None)

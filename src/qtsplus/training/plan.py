@@ -45,7 +45,7 @@ def make_plan(recipe: Recipe) -> Plan:
     What a recipe takes, from its model on the meta device.
 
     Memory is that of weights, gradients, AdamW and what a step holds beside them; time is that of the matrix products.
-    Both are rough, and leave out a `teacher` of its own.
+    Both are rough, and leave out a `relevance_teacher` that is another model.
 
     Raises:
         ValueError: weights that are not there, or settings that do not fit the model.

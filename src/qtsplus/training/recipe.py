@@ -30,10 +30,10 @@ class ModelArguments:
         dtype: of the weights that are frozen; those that are trained are held in float32, which small learning rates
             need.
         attn_implementation: as for `from_pretrained`.
-        teacher: a folder or Hub id; for `distillation_weight`, the model itself with all visual tokens when absent.
-        relevance_teacher: the same for `relevance_weight`: a model of the same backbone with the same tokenizer and the
-            same visual tokens, with a selector or without. With `lm_attention` the model itself teaches, but reads
-            groups of frames through its first layers alone: for videos that are too long to be read whole.
+        relevance_teacher: for `relevance_weight`, a folder or Hub id with a model of the same backbone, tokenizer and
+            visual tokens, with a selector or without; the model itself with all visual tokens when absent. With
+            `lm_attention` the model itself teaches, but reads groups of frames through its first layers alone: for
+            videos that are too long to be read whole.
     """
 
     __pydantic_config__ = STRICT
@@ -45,13 +45,12 @@ class ModelArguments:
     initialise: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     attn_implementation: str | None = None
-    teacher: str | None = None
     relevance_teacher: str | None = None
 
     def __post_init__(self) -> None:
         if self.variant is None and self.weights is None:
             raise ValueError("variant and weights are both missing; expected at least one of them.")
-        _require_texts(self, "variant", "weights", "attn_implementation", "teacher", "relevance_teacher")
+        _require_texts(self, "variant", "weights", "attn_implementation", "relevance_teacher")
         if self.initialise is not None and self.initialise not in INITIALISATIONS:
             raise ValueError(f"initialise is {self.initialise!r}; expected one of {', '.join(INITIALISATIONS)}.")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -150,10 +149,6 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     model = load_model(args.variant, args.weights, args.selector, *loading)
     if args.initialise is not None:
         initialise_selector(model, args.initialise)
-    teacher = None
-    if args.teacher is not None:
-        teacher = AutoModelForImageTextToText.from_pretrained(args.teacher, dtype=args.dtype)
-
     relevance_teacher = _load_relevance_teacher(recipe, model, processor)
     features = None if data.features is None else _encode(recipe, model, processor, train + evaluation)
     train_dataset = dataset(train, features)
@@ -166,7 +161,6 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     trainer = trainer_class(
         model,
         training,
-        teacher=teacher,
         relevance_teacher="lm_attention" if args.relevance_teacher == "lm_attention" else relevance_teacher,
         train_dataset=train_dataset,
         eval_dataset=dataset(evaluation, features),
@@ -226,8 +220,6 @@ def _encode(recipe: Recipe, model: Any, processor: Any, records: list[VideoRecor
     data, training = recipe.data, recipe.training
     if not training.freeze_vision_model:
         raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
-    if recipe.model.teacher is not None:
-        raise ValueError("A teacher looks at the videos itself: leave out data.features, or model.teacher.")
     for module in vision_modules(model).values():
         module.to(training.device)
     return encode_videos(
