@@ -191,7 +191,7 @@ class QTSplusConfigMixin:
         selector = config_dict.get("qtsplus_config")
         if isinstance(selector, dict):
             config_dict = {**config_dict, "qtsplus_config": {**_BEFORE, **selector}}
-        return super().from_dict(config_dict, **kwargs)
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def __post_init__(self, **kwargs):
         given = self.qtsplus_config

@@ -167,7 +167,7 @@ class QTSplusTrainingArguments(TrainingArguments):
             raise ValueError("resume_from_checkpoint has no effect here: use --resume, or trainer.train's argument.")
         if self.load_best_model_at_end and self.eval_strategy == "no":
             raise ValueError("load_best_model_at_end needs evaluation: set eval_strategy, or leave it out.")
-        missing = sorted(set(self.report_to) - set(get_available_reporting_integrations()))
+        missing = sorted(set(self.report_to or ()) - set(get_available_reporting_integrations()))
         if missing:
             raise ValueError(f"report_to names {missing[0]}, which is not installed or not known.")
 

@@ -99,7 +99,7 @@ def load_model(
     """
     config = load_config(variant, weights, selector, language_model)
     if weights is not None:
-        _check_weights(weights, config.model_type)
+        check_weights(weights, config.model_type)
     loading: dict[str, Any] = {
         "dtype": dtype,
         **({"attn_implementation": attn_implementation} if attn_implementation else {}),
@@ -126,7 +126,8 @@ def load_model(
     return model
 
 
-def _check_weights(weights: str, expected: str) -> None:
+def check_weights(weights: str, expected: str) -> None:
+    """Raises `ValueError` for weights of another type of model, of an adapter, or that are cut off."""
     kind = model_type(weights)
     if kind.removesuffix(OURS) != expected.removesuffix(OURS):
         raise ValueError(
@@ -179,4 +180,4 @@ def model_type(weights: str) -> str:
         raise ValueError(f"There is no folder {weights}, and the Hub did not give it: {reason}") from error
 
 
-__all__ = ["load_config", "load_model", "load_processor", "model_type"]
+__all__ = ["check_weights", "load_config", "load_model", "load_processor", "model_type"]

@@ -144,7 +144,7 @@ def _step(recipe: Recipe, config: Any, model: Any, tokens: int) -> tuple[int, fl
     def forward(read: int) -> float:
         return 2 * read * (sizes["language_model"] + depth * width * read)
 
-    passes = 3 + training.gradient_checkpointing + (not training.freeze_language_model)
+    passes = 3 + bool(training.gradient_checkpointing) + (not training.freeze_language_model)
     flops = (passes + 2 * (training.budget_probe is not None)) * forward(length)
     if training.relevance_weight:
         held, flops = max(held, (prompt + tokens) * layer), flops + forward(prompt + tokens)

@@ -165,8 +165,7 @@ def load_stages(
             _apply(override, merged)
         merged = _merge(_variant_defaults(merged["model"].get("variant")), merged)
         if loaded:
-            start = {"weights": str(loaded[-1].output_dir), "initialise": None, "language_model": {}}
-            merged["model"] |= start
+            merged["model"] |= {"weights": str(loaded[-1].output_dir), "initialise": None, "language_model": {}}
         _name_folders(merged, "" if len(loaded) == len(stages) - 1 else name)
         loaded.append(_build(path, merged, name, trainer_class))
     return loaded

@@ -19,7 +19,7 @@ from .collator import VideoQACollator
 from .dataset import VideoQADataset, check_processor_kwargs
 from .features import AttentionTargets, VideoFeatures, encode_videos
 from .freezing import vision_modules
-from .models import load_config, load_model, load_processor
+from .models import check_weights, load_config, load_model, load_processor
 from .plan import make_plan
 from .recipe import Recipe
 from .targets import note_targets, require_same_backbone, require_same_tokens
@@ -136,12 +136,12 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     if not train:
         raise ValueError(f"{recipe.path}: data.train_files hold no record.")
     config = load_config(args.variant, args.weights, args.selector, args.language_model)
+    if args.weights is not None:
+        check_weights(args.weights, config.model_type)
     processor = load_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
 
-    def dataset(records: list[VideoRecord], features: VideoFeatures | None = None) -> VideoQADataset | None:
-        if not records:
-            return None
+    def dataset(records: list[VideoRecord], features: VideoFeatures | None = None) -> VideoQADataset:
         return trainer_class.dataset_class(records, processor, data.model_max_length, data.processor_kwargs, features)
 
     dataset(train).require_videos(training.max_skipped)
@@ -154,7 +154,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     train_dataset = dataset(train, features)
     collator = trainer_class.collator_class(processor)
     frozen = relevance_teacher is not None or (training.freeze_language_model and not training.lora_rank)
-    if features is not None and train_dataset is not None and training.relevance_weight and frozen:
+    if features is not None and training.relevance_weight and frozen:
         # Nothing of the teacher trains: it reads every example once.
         train_dataset.targets = _note(recipe, model, relevance_teacher, train_dataset, collator)
         relevance_teacher = None
@@ -163,7 +163,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         training,
         relevance_teacher="lm_attention" if args.relevance_teacher == "lm_attention" else relevance_teacher,
         train_dataset=train_dataset,
-        eval_dataset=dataset(evaluation, features),
+        eval_dataset=dataset(evaluation, features) if evaluation else None,
         data_collator=collator,
         processing_class=processor,
     )
