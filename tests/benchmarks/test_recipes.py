@@ -52,7 +52,8 @@ def test_the_stages_of_the_base_are_those_that_were_measured():
 
 
 def test_qtsplus_tiny_is_made_from_nothing_and_not_twice(tmp_path):
-    steps = ["--set", "training.max_steps=1", "--set", "training.per_device_train_batch_size=1"]
+    settings = ("training.max_steps=1", "training.per_device_train_batch_size=1", "training.save_strategy=no")
+    steps = [part for setting in settings for part in ("--set", setting)]
     command = ["tiny", "--work", str(tmp_path / "work"), "--seed", "3", "--share", "0.0001", *steps]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, (result.output, result.exception)
@@ -69,3 +70,9 @@ def test_qtsplus_tiny_is_made_from_nothing_and_not_twice(tmp_path):
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     other = CliRunner().invoke(app, [*command[:3], "--seed", "4", *command[5:]])
     assert other.exit_code == 2 and "first=300000, not 400000" in other.stderr
+
+
+def test_an_empty_base_is_not_the_working_folder():
+    for command in (["learned", "--test", "a"], ["attention", "--test", "a"], ["ablation", "a"]):
+        result = CliRunner().invoke(app, [*command, "--base", ""])
+        assert result.exit_code == 2 and "it is empty; expected a folder" in result.output

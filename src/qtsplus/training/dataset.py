@@ -1,6 +1,7 @@
 """The dataset that turns records of questions and answers about videos into a model's inputs."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,7 @@ class VideoQADataset(Dataset):
         features: VideoFeatures | None = None,
     ):
         self.records = list(records)
+        self.names = Counter(map(skipped_name, self.records))
         self.features = features
         self.targets: AttentionTargets | None = None
         self.processor = processor
@@ -145,7 +147,8 @@ class VideoQADataset(Dataset):
             inputs = self._process(record)
         except (ValueError, OSError) as error:
             if record.video is None or _is_readable(record.video):
-                raise  # not the file's fault: a wrong setting must not turn into an empty dataset
+                # Not the file's fault: a wrong setting must not turn into an empty dataset.
+                raise ValueError(f"The record of {skipped_name(record)} cannot be used: {error}") from error
             return SkippedRecord(skipped_name(record), str(error))
 
         prompt = inputs.pop("input_ids")[0]

@@ -51,7 +51,7 @@ def make_plan(recipe: Recipe) -> Plan:
         ValueError: weights that are not there, or settings that do not fit the model.
     """
     args, training, data = recipe.model, recipe.training, recipe.data
-    config = load_config(args.variant, args.weights, args.selector, args.language_model)
+    config = load_config(args.variant, args.weights, args.selector)
     model = _on_meta(recipe, config)
     counts, width = count_parameters(model), _BYTES[args.dtype]
     saved = width * (counts.total - counts.trainable) + 4 * counts.trainable

@@ -25,7 +25,6 @@ class ModelArguments:
         weights: a folder or Hub id with a QTSplus model, or with a stock model that gets a fresh selector; seeded
             random weights when absent.
         selector: fields of `qtsplus_config` to change.
-        language_model: fields of `text_config` to change, for random weights.
         initialise: sets a fresh selector's starting point, see [`initialise_selector`].
         dtype: of the weights that are frozen; those that are trained are held in float32, which small learning rates
             need.
@@ -41,7 +40,6 @@ class ModelArguments:
     variant: str | None = None
     weights: str | None = None
     selector: dict[str, Any] = field(default_factory=dict)
-    language_model: dict[str, Any] = field(default_factory=dict)
     initialise: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     attn_implementation: str | None = None
@@ -165,7 +163,7 @@ def load_stages(
             _apply(override, merged)
         merged = _merge(_variant_defaults(merged["model"].get("variant")), merged)
         if loaded:
-            merged["model"] |= {"weights": str(loaded[-1].output_dir), "initialise": None, "language_model": {}}
+            merged["model"] |= {"weights": str(loaded[-1].output_dir), "initialise": None}
         _name_folders(merged, "" if len(loaded) == len(stages) - 1 else name)
         loaded.append(_build(path, merged, name, trainer_class))
     return loaded

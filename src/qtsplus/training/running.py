@@ -135,7 +135,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     )
     if not train:
         raise ValueError(f"{recipe.path}: data.train_files hold no record.")
-    config = load_config(args.variant, args.weights, args.selector, args.language_model)
+    config = load_config(args.variant, args.weights, args.selector)
     if args.weights is not None:
         check_weights(args.weights, config.model_type)
     processor = load_processor(args.variant, args.weights, config)
@@ -145,7 +145,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         return trainer_class.dataset_class(records, processor, data.model_max_length, data.processor_kwargs, features)
 
     dataset(train).require_videos(training.max_skipped)
-    loading = args.dtype, args.attn_implementation, training.seed, args.language_model
+    loading = args.dtype, args.attn_implementation, training.seed
     model = load_model(args.variant, args.weights, args.selector, *loading)
     if args.initialise is not None:
         initialise_selector(model, args.initialise)

@@ -27,7 +27,7 @@ from .attention import (
 )
 from .budget import Budget, RunningMeans
 from .collator import VideoQACollator
-from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped, skipped_name
+from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
 from .distillation import answer_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
@@ -97,8 +97,7 @@ class QTSplusTrainer(Trainer):
     `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT
     alone.
 
-    A subclass adds losses in [`further_losses`](QTSplusTrainer.further_losses). A recipe is read and run by the classes
-    that its trainer names.
+    A subclass adds losses in [`further_losses`](QTSplusTrainer.further_losses).
 
     Args:
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
@@ -329,16 +328,18 @@ class QTSplusTrainer(Trainer):
         Raises:
             ValueError: more than `max_skipped` of the records.
         """
-        for record in skipped:
-            if record.name not in self.skipped and len(self.skipped) < SAID:
-                logger.warning(f"Skipped {record.name}: {record.reason}")
-            self.skipped[record.name] = record.reason
-        if not skipped or not isinstance(self.train_dataset, VideoQADataset):
+        new = {record.name: record.reason for record in skipped if record.name not in self.skipped}
+        for name, reason in list(new.items())[: max(0, SAID - len(self.skipped))]:
+            logger.warning(f"Skipped {name}: {reason}")
+        self.skipped.update(new)
+        if not new or not isinstance(self.train_dataset, VideoQADataset):
             return
-        self._write_skipped()
-        names = [skipped_name(record) for record in self.train_dataset.records]
-        count = sum(name in self.skipped for name in names)
-        check_skipped(count, len(names), self.args.max_skipped, list(self.skipped.values()))
+        count = sum(self.train_dataset.names[name] for name in self.skipped)
+        try:
+            check_skipped(count, len(self.train_dataset), self.args.max_skipped, list(self.skipped.values()))
+        except ValueError:
+            self._write_skipped()
+            raise
 
     def _write_skipped(self) -> None:
         path = Path(str(self.args.output_dir), SKIPPED_FILE)
