@@ -434,7 +434,6 @@ model.selector.n_max: -1 | 0 | 1.5 | x | [] | true | null
 model.dtype: float8 | int8 | '' | 5 | null | device | float64x | [float32]
 model.initialise: best | 5 | '' | [] | lm
 model.attn_implementation: fastest | 5 | '' | []
-model.teacher: /nonexistent | '' | 5 | [] | {video}
 data.train_files: [] | 5 | null | text | [5] | [null] | [/nonexistent] | [''] | {{a: b}} | [{empty_folder}]
 data.train_files: [{video}] | [{empty}]
 data.eval_files: 5 | text | [5] | [/nonexistent] | null
@@ -468,13 +467,6 @@ training.sft_loss: best | 5 | null | []
 training.muon_scale: 0 | -1 | x | true
 training.budget_probe: 1 | 0 | x | .nan
 training.retention_range: 5 | [] | [0.1] | [0.5, 0.1] | [0, 1] | [a, b] | [0.1, 2] | {{a: 1}} | [0.1, .nan]
-training.schedules: 5 | [] | text | {{tau_s: 5}} | {{tau_s: {{}}}} | {{tau_s: {{start: 1}}}}
-training.schedules: {{tau_s: {{start: a, end: 1}}}} | {{tau_s: {{start: 1, end: 0.1, shape: zigzag}}}}
-training.schedules: {{tau_s: {{start: 1, end: 0.1, begin: -1}}}} | {{tau_s: {{start: 1, end: 0.1, when: 5}}}}
-training.schedules: {{nothing: {{start: 1, end: 0.1}}}} | {{tau_s: {{start: 1, end: -1}}}}
-training.schedules: {{5: {{start: 1, end: 0}}}}
-training.distillation_weight: -1 | x | true
-training.distillation_temperature: 0 | -1 | x
 training.freeze_selector: yes | 1 | 'false' | null
 training.accelerator_config: 5 | {{nothing: 1}} | /nonexistent.json
 training.deepspeed: /nonexistent.json

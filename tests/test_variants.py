@@ -1,9 +1,11 @@
 """The published variants, counted on the meta device."""
 
+import json
+
 import pytest
 import torch
 
-from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.files import hub_configs, variants
 
 SELECTOR = {"qtsplus-3b": 129_557_249, "qtsplus-3b-ft": 129_557_249, "qtsplus-7b": 397_380_353}
@@ -38,6 +40,35 @@ def test_part_of_the_selector_never_has_a_gradient():
     selector = on_meta("qtsplus-3b").model.qtsplus
     frozen = count(selector) - count(selector, trainable=True)
     assert round(100 * frozen / count(selector), 1) == 29.6
+
+
+def test_a_new_selector_has_what_was_measured_best_and_an_older_folder_what_it_had(tmp_path):
+    """Saved configurations are explicit; those that do not say are older than the fields."""
+
+    def kind(config):
+        return config.qtsplus_config.gate, config.qtsplus_config.reduction, config.qtsplus_config.query_states
+
+    new = Qwen2_5_VLQTSplusConfig(qtsplus_config={"n_max": 5})
+    assert kind(new) == kind(Qwen2_5_VLQTSplusConfig()) == ("soft", "mean", "layer")
+    new.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["qtsplus_config"]["reduction"] == "mean" and content["qtsplus_config"]["query_states"] == "layer"
+    for name in ("reduction", "query_states"):
+        del content["qtsplus_config"][name]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert kind(Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path)) == ("soft", "max", "embeddings")
+    assert QTSplusConfig.from_pretrained(tmp_path).reduction == "max"
+    changed = Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path, qtsplus_config={"n_max": 7}).qtsplus_config
+    assert (changed.n_max, changed.reduction) == (7, "max")
+    del content["qtsplus_config"]  # a stock configuration gets a new selector
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert kind(Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path)) == kind(new)
+
+
+@pytest.mark.parametrize("name", variants())
+def test_every_variant_says_what_its_selector_is(name):
+    content = json.loads((hub_configs() / name / "config.json").read_text())["qtsplus_config"]
+    assert {"gate", "reduction", "query_states"} <= content.keys()
 
 
 @pytest.mark.parametrize("name", [name for name in variants() if name.startswith("qtsplus-")])

@@ -3,7 +3,7 @@
 import typer
 
 from .comparing import ablation, attention, learned
-from .making import haystack, tinyworld, train
+from .making import haystack, tiny, tinyworld, train
 from .measuring import efficiency, memory, scaling, speed, training_step
 
 app = typer.Typer(
@@ -16,6 +16,7 @@ app = typer.Typer(
 app.command()(tinyworld)
 app.command()(haystack)
 app.command()(train)
+app.command()(tiny)
 app.command()(learned)
 app.command()(attention)
 app.command()(ablation)

@@ -9,7 +9,7 @@ from qtsplus.cli.console import fail, note, one_line_errors, require_fraction, r
 from qtsplus.cli.models import check_model_options, load_model
 from qtsplus.cli.options import Device, Model, Overrides, Revision
 
-from .options import RESULTS, Results, typed
+from .options import RESULTS, Results, folder, typed
 
 _RECIPE = Path("benchmarks/recipes/qtsplus-tiny.yaml")
 _Test = Annotated[Path, typer.Option(help="Test questions, made by the command tinyworld.", show_default=False)]
@@ -19,7 +19,9 @@ def learned(
     base: Annotated[
         list[Path],
         typer.Option(
-            help="A trained model that reads all tokens. May be repeated, once for each seed.", show_default=False
+            help="A trained model that reads all tokens. May be repeated, once for each seed.",
+            show_default=False,
+            parser=folder,
         ),
     ],
     test: _Test,
@@ -67,6 +69,7 @@ def attention(
         typer.Option(
             help="A trained model that reads all tokens. May be repeated, for bases of one backbone.",
             show_default=False,
+            parser=folder,
         ),
     ],
     test: _Test,
@@ -108,6 +111,7 @@ def ablation(
             help="In the place of --model: a trained model that reads all tokens, from which a recipe trains the model "
             "and its variants.",
             show_default=False,
+            parser=folder,
         ),
     ] = None,
     recipe: Annotated[Path, typer.Option(help="With --base: the recipe.")] = _RECIPE,

@@ -1,13 +1,15 @@
-"""`tinyworld` and `haystack`: rendered videos, and questions about them. `train`: models that learn from them."""
+"""
+`tinyworld` and `haystack`: rendered videos, and questions about them. `train` and `tiny`: models that learn from them.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from qtsplus.cli.console import one_line_errors, wrote
+from qtsplus.cli.console import note, one_line_errors, require_text, resumable, wrote
 from qtsplus.cli.options import Overrides, RecipeFile
-from qtsplus.cli.training import DryRun, Resume, train_by
+from qtsplus.cli.training import DryRun, Resume, quiet, results_only, train_by
 
 
 def tinyworld(
@@ -99,3 +101,26 @@ def train(recipe: RecipeFile, dry_run: DryRun = False, resume: Resume = False, o
         from ..teaching.trainer import TinyWorldTrainer
 
         train_by(TinyWorldTrainer, recipe, dry_run, resume, overrides or ())
+
+
+def tiny(
+    work: Annotated[str, typer.Option(help="The folder for videos, features and models.", show_default=False)],
+    seed: Annotated[int, typer.Option(help="Of the videos, the weights and the order.", min=0, max=99)] = 0,
+    share: Annotated[float, typer.Option(help="Render this share of the videos, for a trial.", max=1)] = 1.0,
+    workers: Annotated[int, typer.Option(help="How many processes render.", min=1)] = 1,
+    overrides: Overrides = None,
+) -> None:
+    """Make a qtsplus-tiny from nothing: render its videos, train its base, then its selector."""
+    require_text(work=work)
+    with one_line_errors(), resumable():
+        from ..teaching.tiny import make_tiny
+
+        options: dict[str, Any] = {
+            "share": share,
+            "workers": workers,
+            "overrides": [*quiet(), *(overrides or ())],
+            "say": note,
+        }
+        with results_only():
+            folder = make_tiny(Path(work), seed, **options)
+    wrote(folder)

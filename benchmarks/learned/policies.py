@@ -20,7 +20,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "training.relevance_weight=0",
         "model.selector.gate=soft",
         "training.learning_rate=5.0e-4",  # at the recipe's 2e-3 its scores collapsed
-        "training.schedules={tau_s: {start: 1.0, end: 0.1}}",
     ),
     "no_teacher": ("training.relevance_weight=0",),
     "taught_gumbel": ("model.selector.gate=gumbel",),

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.progress import track
 
 from .clip import write_mp4
@@ -71,10 +72,15 @@ def split_seed(split: str, index: int) -> int:
 
 
 def split_world(
-    split: str, index: int, seconds: Sequence[int] = (8, 16), max_objects: int | None = None, crowd: bool = False
+    split: str,
+    index: int,
+    seconds: Sequence[int] = (8, 16),
+    max_objects: int | None = None,
+    crowd: bool = False,
+    first: int = 0,
 ) -> World:
-    """The `index`-th world of a split, sparse or crowded; its length is drawn from `seconds`."""
-    seed = split_seed(split, index)
+    """The `index`-th world of a split from `first` on, sparse or crowded; its length is drawn from `seconds`."""
+    seed = split_seed(split, first + index)
     length = int(np.random.default_rng([seed, 2]).choice(seconds))
     return _maker(crowd)(seed, length, _most_objects(max_objects, crowd))
 
@@ -122,6 +128,7 @@ def build_dataset(
     frame_size: int = FRAME_SIZE,
     ask: Mapping[str, int] | None = None,
     teacher_videos: str | os.PathLike | None = None,
+    first: int = 0,
 ) -> str:
     """
     Writes `size` worlds of a split as `<folder>/<split>/<index>.mp4` and their questions as `<folder>/<split>.jsonl`.
@@ -145,6 +152,7 @@ def build_dataset(
         ask: of crowds, by its kind how many questions to ask, where that is not as [`CROWD_PLAN`] has it.
         teacher_videos: a folder that holds the same videos with larger frames, which the records then name as their
             `teacher_video`, relative to `folder`.
+        first: the index of the first world in its split.
 
     Returns:
         The path of the JSONL file, which training reads. A record has the fields of [`Question`] and `id`, `video`
@@ -161,13 +169,13 @@ def build_dataset(
     made_with: dict[str, Any] = {"seconds": list(seconds), "max_objects": most, "crowd": crowd}
     if frame_size != FRAME_SIZE:
         made_with["frame_size"] = frame_size
-    make = functools.partial(split_world, split, seconds=tuple(seconds), max_objects=most, crowd=crowd)
-    _check_arguments(split, size, seconds, most, crowd, multiple_choice, workers)
+    make = functools.partial(split_world, split, seconds=tuple(seconds), max_objects=most, crowd=crowd, first=first)
+    _check_arguments(split, size, seconds, most, crowd, multiple_choice, workers, first)
     if frame_size not in FRAME_SIZES:
         raise ValueError(f"frame_size={frame_size!r}: expected one of {', '.join(map(str, FRAME_SIZES))}.")
     folder = os.fspath(folder)
     first_video = hashlib.sha256(draw_world(make(0)).tobytes()).hexdigest()
-    wanted = {**made_with, "first_video": first_video}
+    wanted = {**made_with, **({"first": first} if first else {}), "first_video": first_video}
     if teacher_videos is not None:
         _check_teacher_videos(teacher_videos, split, size, wanted)
     os.makedirs(os.path.join(folder, split), exist_ok=True)
@@ -178,7 +186,9 @@ def build_dataset(
         if workers > 1:
             pool = stack.enter_context(concurrent.futures.ProcessPoolExecutor(workers))
             done = pool.map(_write_video, jobs, chunksize=8)
-        worlds = list(track(done, "Rendering", total=size, disable=not progress))
+        console = Console(stderr=True)
+        bar = track(done, "Rendering", total=size, disable=not (progress and console.is_terminal), console=console)
+        worlds = list(bar)
     path = os.path.join(folder, f"{split}.jsonl")
     with open(path + ".part", "w", encoding="utf-8") as file:
         for index, world in enumerate(worlds):
@@ -195,7 +205,14 @@ def build_dataset(
 
 
 def _check_arguments(
-    split: str, size: int, seconds: Sequence[int], most: int, crowd: bool, multiple_choice: float, workers: int
+    split: str,
+    size: int,
+    seconds: Sequence[int],
+    most: int,
+    crowd: bool,
+    multiple_choice: float,
+    workers: int,
+    first: int,
 ) -> None:
     for name, value in (("size", size), ("workers", workers)):
         if value != int(value) or value < 1:
@@ -204,7 +221,7 @@ def _check_arguments(
         raise ValueError(f"multiple_choice={multiple_choice!r}: expected a share from 0 to 1.")
     if not seconds:
         raise ValueError("seconds is empty: expected one length or more.")
-    seed = split_seed(split, size - 1)
+    seed = split_seed(split, first + size - 1)
     for length in seconds:
         _maker(crowd)(seed, length, most)
 
@@ -224,7 +241,7 @@ def _check_videos(folder: str, wanted: dict[str, Any]) -> None:
         raise ValueError(
             f"{folder} holds videos, but no videos.json says how they were made: remove the folder or choose another."
         )
-    differing = _differing(found, wanted, ("seconds", "max_objects", "crowd", "frame_size"))
+    differing = _differing(found, wanted, ("seconds", "max_objects", "crowd", "frame_size", "first"))
     if differing:
         raise ValueError(
             f"{folder} holds videos that were made with {differing}: choose another folder, or remove that one to make "
@@ -241,7 +258,7 @@ def _check_teacher_videos(teacher_videos: str | os.PathLike, split: str, size: i
             f"teacher_videos: no {os.path.join(folder, 'videos.json')} says how videos were made; expected a folder in "
             f"which `python -m benchmarks tinyworld` made the split {split!r}."
         )
-    differing = _differing(found, wanted, ("seconds", "max_objects", "crowd"))
+    differing = _differing(found, wanted, ("seconds", "max_objects", "crowd", "first"))
     if differing:
         raise ValueError(
             f"teacher_videos: {folder} holds videos that were made with {differing}; expected the same videos with "

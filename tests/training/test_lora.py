@@ -18,7 +18,7 @@ SELECTOR = {"rho_min": 0.1, "rho_max": 0.9, "n_max": 10}
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
-    trainer = make_trainer(folder, lora_rank=2, schedules={"n_max": {"start": 8, "end": 5}})
+    trainer = make_trainer(folder, lora_rank=2, selector={"n_max": 5})
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
     trainer.save_model(folder / "adapter")
@@ -47,7 +47,7 @@ def test_adapters_and_selector_move_and_nothing_else(trained):
     assert active_selector(trainer.model).rho_history[1] > 0
     counts = count_parameters(trainer.model)
     assert counts.trainable < counts.named_trainable < counts.total
-    assert max(line["n"] for line in steps(trainer)) <= 8
+    assert max(line["n"] for line in steps(trainer)) <= 5
 
 
 def test_reloaded_and_merged_models_are_the_trained_one(trained, inputs):

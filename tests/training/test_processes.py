@@ -53,10 +53,9 @@ def test_two_processes_train_as_one_with_twice_the_batch(tmp_path, added):
 
 
 def test_killed_run_ends_like_an_uninterrupted_one(tmp_path):
-    """Shuffled data, a sampled gate, schedules, a dual variable and Adam: everything that has a state."""
+    """Shuffled data, a sampled gate, a dual variable and Adam: everything that has a state."""
     settings = {
         "selector": {"gate": "gumbel", "target_n": 3, "dropout": 0.1},
-        "schedules": {"tau_s": {"start": 1.0, "end": 0.3}, "n_max": {"start": 12, "end": 6, "shape": "cosine"}},
         "optim": "adamw_torch",
         "learning_rate": 0.01,
         "lr_scheduler_type": "cosine",

@@ -11,12 +11,11 @@ from qtsplus.training import QTSplusTrainingArguments
 from qtsplus.training.attention import (
     AttentionChoice,
     answer_attention,
-    own_teaching,
     relevance_divergences,
 )
-from qtsplus.training.distillation import own_logits
-from qtsplus.training.recipe import build_trainer, load_recipe
-from qtsplus.training.teachers import require_same_tokens
+from qtsplus.training.recipe import load_recipe
+from qtsplus.training.running import build_trainer
+from qtsplus.training.targets import require_same_tokens
 from tiny import tiny_model
 from training_examples import InOrder, collate, examples, make_trainer, steps
 
@@ -39,32 +38,6 @@ def passes_with_all_tokens(model, work) -> int:
     work()
     hook.remove()
     return sum(counted)
-
-
-def test_one_pass_gives_logits_and_attention(inputs):
-    model, labels = tiny_model().train(), inputs.pop("labels")
-    logits, attention = own_teaching(model, inputs, labels)
-    torch.testing.assert_close(logits, own_logits(model, inputs, labels), atol=0, rtol=0)
-    for mine, expected in zip(attention, answer_attention(model, inputs, labels), strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-6, rtol=1e-5)
-    assert model.training and not logits.requires_grad
-
-
-def test_a_model_that_teaches_itself_both_reads_everything_once(tmp_path):
-    weights = {"distillation_weight": 0.5, "relevance_weight": 2.0, "max_steps": 1}
-    both = make_trainer(tmp_path, **weights)
-    assert passes_with_all_tokens(both.model, both.train) == 1
-    plain, logits, attention = (
-        make_trainer(tmp_path, **{**weights, **more})
-        for more in (dict.fromkeys(list(weights)[:2], 0.0), {"relevance_weight": 0.0}, {"distillation_weight": 0.0})
-    )
-    for trainer in (plain, logits, attention):
-        trainer.train()
-    line = steps(both)[0]
-    assert line["loss_teacher"] == pytest.approx(steps(logits)[0]["loss_teacher"], rel=1e-5)
-    assert line["loss_relevance"] == pytest.approx(steps(attention)[0]["loss_relevance"], rel=1e-5)
-    added = 0.5 * line["loss_teacher"] + 2.0 * line["loss_relevance"]
-    assert line["loss"] == pytest.approx(steps(plain)[0]["loss"] + added, rel=1e-5)
 
 
 def deeper_model():

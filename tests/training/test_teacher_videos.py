@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.world.clip import render_clip
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus.training import targets
-from qtsplus.training.recipe import build_trainer, load_recipe
+from qtsplus.training.recipe import load_recipe
+from qtsplus.training.running import build_trainer
 from qtsplus.training.targets import sum_onto
 from training_examples import steps
 
@@ -204,12 +205,12 @@ def test_a_teachers_video_of_other_tokens_is_refused(recipe, sets, seconds, side
         build_trainer(recipe(f"data.train_files=[{sets}/small/other.jsonl]"))
 
 
-def test_a_question_without_a_place_to_look_from_teaches_nothing(recipe, sets):
+def test_a_question_of_special_tokens_is_text_to_look_from(recipe, sets):
     record = json.loads((sets / "small/train.jsonl").read_text().splitlines()[0])
     bare = {**record, "question": "<|vision_start|>", "earlier": [], "needles": []}
     (sets / "small/bare.jsonl").write_text(json.dumps(bare))
     changes = [f"data.train_files=[{sets}/small/bare.jsonl]", "training.relevance_from=question"]
-    assert not len(build_trainer(recipe(*changes)).train_dataset[0]["attention"])
+    assert build_trainer(recipe(*changes)).train_dataset[0]["attention"].sum() == pytest.approx(1)
 
 
 def test_teachers_videos_are_encoded_once(recipe, tmp_path, tiny_published):

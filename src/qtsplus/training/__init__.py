@@ -6,13 +6,11 @@ from ..hub.initialise import initialise_selector
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import VideoQADataset
-from .schedules import Schedule
 from .trainer import QTSplusTrainer
 
 __all__ = [
     "QTSplusTrainer",
     "QTSplusTrainingArguments",
-    "Schedule",
     "VideoQACollator",
     "VideoQADataset",
     "VideoRecord",

@@ -24,7 +24,7 @@ from ..mixin_qtsplus import choose
 from ..prompt_qtsplus import Layout, SelectionInputs, take_inputs
 from .arguments import QTSplusTrainingArguments
 from .dataset import IGNORED
-from .distillation import EVERYTHING, evaluating, own_logits
+from .distillation import EVERYTHING, evaluating
 from .lora import base_model
 
 NOTED_ATTENTION = "qtsplus_noted"
@@ -119,16 +119,6 @@ def _grouped_attention(model: nn.Module, inputs: Mapping[str, Any], labels: torc
     found = qtsplus.log_relevance or [torch.zeros(0, device=ids.device)] * len(ids)
     taught = [len(seen_from) > 0 for seen_from in looking]
     return [row[: len(row) * is_taught].softmax(0) for row, is_taught in zip(found, taught, strict=True)]
-
-
-@torch.no_grad()
-def own_teaching(
-    model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, choice: AttentionChoice = EVERY_LAYER
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """[`own_logits`] and [`answer_attention`] of one pass."""
-    with noting_attention(model, inputs, labels, choice) as rows:
-        logits = own_logits(model, inputs, labels)
-    return logits, [row.target() for row in rows]
 
 
 def relevance_divergences(log_relevance: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -402,6 +392,5 @@ __all__ = [
     "check_relevance",
     "noting",
     "noting_attention",
-    "own_teaching",
     "relevance_divergences",
 ]

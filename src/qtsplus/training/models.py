@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
@@ -22,43 +22,32 @@ def load_config(
     variant: str | None,
     weights: str | None,
     selector: Mapping[str, Any] | None = None,
-    language_model: Mapping[str, Any] | None = None,
 ) -> Any:
     """
     Args:
         variant: a folder of `hub_configs`, whose configuration comes first.
         weights: a folder or Hub id whose configuration is used without a variant.
         selector: fields of `qtsplus_config` to change.
-        language_model: fields of `text_config` to change, for random weights.
 
     Raises:
         ValueError: neither is given, an unknown variant, another kind of model, an unknown field or a value of another
-            type; changes of a language model that has weights.
+            type.
     """
     config = _read_config(variant, weights)
-    if language_model:
-        _change_language_model(config, weights, language_model)
     current: Any = config.qtsplus_config
     settings = {name: value for name, value in current.to_dict().items() if hasattr(QTSplusConfig, name)}
     unknown = sorted(str(name) for name in set(selector or {}) - set(settings))
     if unknown:
         raise ValueError(f"The selector has no field {', '.join(unknown)}.")
     check_types("selector.", QTSplusConfig, selector or {})
-    config.qtsplus_config = QTSplusConfig(**{**settings, **(selector or {})})
+    config.qtsplus_config = made = QTSplusConfig(**{**settings, **(selector or {})})
+    most = max(config.text_config.num_hidden_layers, settings["reencode_layers"])
+    for name in ("scoring_layers", "reencode_layers"):
+        if getattr(made, name) > most:
+            raise ValueError(
+                f"selector.{name} is {getattr(made, name)}; expected at most {most}, as the language model."
+            )
     return config
-
-
-def _change_language_model(config: Any, weights: str | None, fields: Mapping[str, Any]) -> None:
-    if weights is not None:
-        raise ValueError(f"{weights} holds a language model: leave its configuration (model.language_model) as it is.")
-    text = config.text_config
-    unknown = sorted(name for name in fields if not hasattr(text, name))
-    if unknown:
-        raise ValueError(f"The language model has no field {', '.join(unknown)}.")
-    try:
-        config.text_config = type(text)(**{**text.to_dict(), **fields})
-    except (StrictDataclassError, KeyError, TypeError) as error:
-        raise ValueError(f"model.language_model does not make a configuration: {error}.") from error
 
 
 def _read_config(variant: str | None, weights: str | None) -> Any:
@@ -80,20 +69,19 @@ def load_model(
     dtype: str = "float32",
     attn_implementation: str | None = None,
     seed: int = 0,
-    language_model: Mapping[str, Any] | None = None,
 ) -> Any:
     """
     Args:
-        variant, weights, selector, language_model: as for [`load_config`]. Without weights they are random.
+        variant, weights, selector: as for [`load_config`]. Without weights they are random.
         dtype, attn_implementation: as for `from_pretrained`.
         seed: of random weights, a fresh selector's too. The global random state is left as it was.
 
     Raises:
         ValueError: as for [`load_config`]; weights that are not there, cut off, or do not fit the configuration.
     """
-    config = load_config(variant, weights, selector, language_model)
+    config = load_config(variant, weights, selector)
     if weights is not None:
-        _check_weights(weights, config.model_type)
+        check_weights(weights, config.model_type)
     loading: dict[str, Any] = {
         "dtype": dtype,
         **({"attn_implementation": attn_implementation} if attn_implementation else {}),
@@ -120,7 +108,8 @@ def load_model(
     return model
 
 
-def _check_weights(weights: str, expected: str) -> None:
+def check_weights(weights: str, expected: str) -> None:
+    """Raises `ValueError` for weights of another type of model, of an adapter, or that are cut off."""
     kind = model_type(weights)
     if kind.removesuffix(OURS) != expected.removesuffix(OURS):
         raise ValueError(
@@ -173,4 +162,4 @@ def model_type(weights: str) -> str:
         raise ValueError(f"There is no folder {weights}, and the Hub did not give it: {reason}") from error
 
 
-__all__ = ["load_config", "load_model", "load_processor", "model_type"]
+__all__ = ["check_weights", "load_config", "load_model", "load_processor", "model_type"]

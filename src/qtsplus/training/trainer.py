@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
 
 from ..data.records import SOURCES
 from ..saving_qtsplus import model_card
@@ -22,22 +23,20 @@ from .attention import (
     AttentionChoice,
     answer_attention,
     check_relevance,
-    own_teaching,
     relevance_divergences,
 )
-from .budget import Budget
+from .budget import Budget, RunningMeans
 from .collator import VideoQACollator
-from .dataset import IGNORED, SkippedRecord, VideoQADataset
-from .distillation import answer_logits, divergence, own_logits, teacher_logits
+from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
+from .distillation import answer_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
-from .running_means import RunningMeans
-from .schedules import ScheduleCallback
-from .targets import require_kept_targets
-from .teachers import require_same_tokens
+from .targets import require_kept_targets, require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
 SKIPPED_FILE = "skipped_files.json"
+
+logger = logging.get_logger(__name__)
 
 _LOSSES = (
     "loss_lm",
@@ -45,7 +44,6 @@ _LOSSES = (
     "loss_t",
     "loss_m",
     "loss_s",
-    "loss_teacher",
     "loss_relevance",
 )
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
@@ -55,7 +53,6 @@ _FREEZING = (
     "freeze_language_model",
     "freeze_selector",
     "sft_loss",
-    "distillation_weight",
     "relevance_weight",
 )
 _SELECTOR = ("gate", "query_states", "reduction", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
@@ -79,13 +76,12 @@ class QTSplusTrainer(Trainer):
     Trains a QTSplus model on the paper's objective (Equation 5),
 
         L_SFT + lambda_t (rho M)^2 / n_max^2 + lambda_m rho M / n_max + lambda_s (rho - rho_bar)^2
-              + (alpha + damping) (rho M - target_n) + distillation_weight * KL(teacher || student)
-              + relevance_weight * KL(attention || softmax(log r))
+              + (alpha + damping) (rho M - target_n) + relevance_weight * KL(attention || softmax(log r))
 
     `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]). Every
-    term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT and the
-    first divergence over the supervised tokens, the others over the samples with visual tokens, the attention's over
-    those that have an answer too. So accumulation over N micro-batches, or N processes, gives the gradient of one big
+    term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT over the
+    supervised tokens, the others over the samples with visual tokens, the attention's over those that have an answer
+    too. So accumulation over N micro-batches, or N processes, gives the gradient of one big
     batch. Where `rho_prior` is `None`, rho_bar is the mean of rho over all earlier steps (the model's own loss includes
     the current batch, which no accumulation could), and the first step has no prior. `rho M` counts up to `n_max`, as
     the gate does.
@@ -96,20 +92,19 @@ class QTSplusTrainer(Trainer):
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_teacher`, `loss_relevance`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
+    `loss_s`, `loss_relevance`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
     (rho M), `kept_fraction` (n / M), `threshold`, `hard_over_soft` (n / (rho M)), `visual_tokens` (M), and the current
     `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT
     alone.
 
-    A subclass adds losses in [`further_losses`](QTSplusTrainer.further_losses). A recipe is read and run by the classes
-    that its trainer names.
+    A subclass adds losses in [`further_losses`](QTSplusTrainer.further_losses).
 
     Args:
         model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
         args: see [`QTSplusTrainingArguments`]; decides what is frozen, and puts adapters on the model.
-        teacher: for `distillation_weight`; without one the model itself teaches, with all visual tokens.
-        relevance_teacher: for `relevance_weight`, a QTSplus model with the same visual tokens; likewise. With
-            `"lm_attention"` the model itself teaches too, reading groups of frames through its first layers alone.
+        relevance_teacher: for `relevance_weight`, a QTSplus model with the same visual tokens; without one the model
+            itself teaches, with all visual tokens. With `"lm_attention"` the model itself teaches too, reading groups
+            of frames through its first layers alone.
         kwargs: as for [`Trainer`].
     """
 
@@ -126,7 +121,6 @@ class QTSplusTrainer(Trainer):
         model: nn.Module,
         args: QTSplusTrainingArguments,
         *,
-        teacher: nn.Module | None = None,
         relevance_teacher: nn.Module | str | None = None,
         **kwargs: Any,
     ):
@@ -148,10 +142,7 @@ class QTSplusTrainer(Trainer):
         if self.args.relevance_weight and not self._targets_are_kept:
             require_kept_targets(self.train_dataset)
         self.attention_choice = AttentionChoice.of(self.args, grouped)
-        self.teacher, self.relevance_teacher = (
-            None if given is None else given.to(self.args.device).eval().requires_grad_(False)
-            for given in (teacher, other)
-        )
+        self.relevance_teacher = None if other is None else other.to(self.args.device).eval().requires_grad_(False)
         self.about: dict[str, Any] = {}
         self.skipped: dict[str, str] = {}
         logged = self.loss_names + _BUDGET
@@ -160,9 +151,6 @@ class QTSplusTrainer(Trainer):
         self._retention: float | None = None
         self.budget = Budget(self.selector, self.args, self.running)
         self.add_callback(_StepCallback(self))
-        schedules = self.args.parsed_schedules()
-        if schedules:
-            self.add_callback(ScheduleCallback(self.selector_config, schedules))
 
     # ----------------------------------------------------------------------------------------------------------------
     # The objective
@@ -192,18 +180,14 @@ class QTSplusTrainer(Trainer):
         if model.training:
             inputs |= self._gaps()
         with self.further_losses(inputs, labels) as (inputs, losses_of):
-            outputs, logits, token_losses, rows = self._answer(model, inputs, labels)
+            outputs, token_losses, rows = self._answer(model, inputs, labels)
         token_source = sources[rows]
         weights = self._token_weights(counts[: len(SOURCES)])[token_source]
         loss = (weights * token_losses).sum()
         self._note_tokens(token_losses, token_source)
 
-        taught, targets = self._ask_teachers(inputs, labels, targets) if model.training else (None, None)
-        if taught is not None:
-            divergences = divergence(logits, taught, self.args.distillation_temperature)
-            loss = loss + self.args.distillation_weight * (weights * divergences).sum()
-            self.running[True].add("loss_teacher", divergences.sum(), len(divergences))
         if self.args.relevance_weight > 0 and model.training:
+            targets = self._ask_teacher(inputs, labels, targets)
             divergences = self._relevance_divergences(outputs.qtsplus, labels, targets)
             loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
             self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
@@ -261,11 +245,11 @@ class QTSplusTrainer(Trainer):
         return base_model(self.model).compact_labels(labels, input_ids, qtsplus.columns)
 
     def _answer(self, model, inputs: Mapping[str, Any], labels: torch.Tensor):
-        """The model's outputs, and of every supervised token its logits, its cross-entropy and its row."""
+        """The model's outputs, and of every supervised token its cross-entropy and its row."""
         outputs = model(**inputs, use_cache=False)
         labels = self._compact(labels, inputs["input_ids"], outputs.qtsplus)
         logits, targets, rows = answer_logits(outputs.logits, labels)
-        return outputs, logits, F.cross_entropy(logits, targets, reduction="none"), rows
+        return outputs, F.cross_entropy(logits, targets, reduction="none"), rows
 
     def _probe_budget(self, inputs, labels, qtsplus, weights, factor: float) -> torch.Tensor | float:
         """A term whose gradient in log rho is the supervised loss's slope, measured between fewer and more tokens."""
@@ -277,7 +261,7 @@ class QTSplusTrainer(Trainer):
         with torch.no_grad():
             for scale in (factor, 1 / factor):
                 retention = torch.where(with_vision, (rho * scale).clamp(max=1.0), 1.0).tolist()
-                _, _, token_losses, rows = self._answer(self.model, {**inputs, "retention": retention}, labels)
+                _, token_losses, rows = self._answer(self.model, {**inputs, "retention": retention}, labels)
                 measured.append(torch.zeros_like(rho).index_add(0, rows, weights * token_losses))
         slope = (measured[0] - measured[1]) / (2 * math.log(factor))
         return (slope * torch.where(with_vision, rho, 1.0).log()).sum()
@@ -288,22 +272,13 @@ class QTSplusTrainer(Trainer):
             tokens = tokens.sum().expand(len(tokens))
         return 1.0 / tokens.clamp(min=1)
 
-    def _ask_teachers(self, inputs, labels, targets):
-        """What the weights ask of teachers with all tokens: the answers' logits, and attention that is not kept yet."""
-        choice, taught = self.attention_choice, None
-        attend = self.args.relevance_weight > 0 and targets is None and not self._targets_are_kept
-        if self.args.distillation_weight > 0:
-            if self.teacher is not None:
-                taught = teacher_logits(self.teacher, inputs, labels)
-            elif attend and self.relevance_teacher is None and not choice.grouped:
-                return own_teaching(self.model, inputs, labels, choice)
-            else:
-                taught = own_logits(self.model, inputs, labels)
-        if attend:
-            if self.relevance_teacher is not None:
-                require_same_tokens(self.relevance_teacher, self.model, inputs.get("video_grid_thw"))
-            targets = answer_attention(self.relevance_teacher or self.model, inputs, labels, choice)
-        return taught, targets
+    def _ask_teacher(self, inputs, labels, targets):
+        """The attention with all tokens, where it is not kept."""
+        if targets is not None or self._targets_are_kept:
+            return targets
+        if self.relevance_teacher is not None:
+            require_same_tokens(self.relevance_teacher, self.model, inputs.get("video_grid_thw"))
+        return answer_attention(self.relevance_teacher or self.model, inputs, labels, self.attention_choice)
 
     @property
     def _targets_are_kept(self) -> bool:
@@ -347,7 +322,36 @@ class QTSplusTrainer(Trainer):
             running.add(f"loss_{source}", chosen.sum(), len(chosen))
 
     def _note_skipped(self, skipped: list[SkippedRecord] | tuple[()]) -> None:
-        self.skipped.update({record.name: record.reason for record in skipped})
+        """
+        Says the first ones.
+
+        Raises:
+            ValueError: more than `max_skipped` of the records.
+        """
+        new = {record.name: record.reason for record in skipped if record.name not in self.skipped}
+        for name, reason in list(new.items())[: max(0, SAID - len(self.skipped))]:
+            logger.warning(f"Skipped {name}: {reason}")
+        self.skipped.update(new)
+        if not new or not isinstance(self.train_dataset, VideoQADataset):
+            return
+        count = sum(self.train_dataset.names[name] for name in self.skipped)
+        try:
+            check_skipped(count, len(self.train_dataset), self.args.max_skipped, list(self.skipped.values()))
+        except ValueError:
+            self._write_skipped()
+            raise
+
+    def _write_skipped(self) -> None:
+        path = Path(str(self.args.output_dir), SKIPPED_FILE)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_json(path, self.skipped)
+
+    def save_state(self) -> None:
+        """As stock, with the list of what was skipped before it."""
+        self._gather_skipped()
+        if self.args.should_save:
+            self._write_skipped()
+        super().save_state()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As stock, with the means since the last line added to the lines of training and of evaluation."""
@@ -408,7 +412,7 @@ class QTSplusTrainer(Trainer):
         if self.args.should_save:
             state = {"alpha": self.budget.alpha, "excess": self.budget.excess, "skipped": skipped}
             _write_json(Path(output_dir, STATE_FILE), state)
-            _write_json(Path(str(self.args.output_dir), SKIPPED_FILE), skipped)
+            self._write_skipped()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
