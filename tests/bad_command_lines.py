@@ -186,16 +186,6 @@ def publish_lines() -> list[list[str]]:
     ]
 
 
-def split_lines() -> list[list[str]]:
-    models = tuple(model for model in NO_MODELS if model != "{no_tokenizer}")
-    return [
-        *(["split", model, "--out", "{out}"] for model in models),
-        *(["split", "{model}", "--out", out] for out in ("{video}", "{frames}", "{model}", "\x00")),
-        ["split"],
-        ["split", "{model}", "extra"],
-    ]
-
-
 def data_lines() -> list[list[str]]:
     return [
         ["data", "bigworld"],
@@ -475,7 +465,6 @@ def command_lines() -> list[list[str]]:
         study_lines,
         convert_lines,
         publish_lines,
-        split_lines,
         data_lines,
         train_lines,
         override_lines,

@@ -258,6 +258,16 @@ def test_the_demo_prints_what_is_true_beside_what_was_answered(tmp_path):
     assert len(told) == 2 and all(truth == answer for truth, answer in told)
 
 
+def test_the_demo_replaces_its_own_files_alone(tmp_path):
+    demo = ["demo", "--out", str(tmp_path / "demo")]
+    assert [CliRunner().invoke(app, demo).exit_code for _ in range(2)] == [0, 0]
+    for name in ("clip.mp4", "kept_tokens.png", "thesis.tex"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("mine")
+        assert_refused(CliRunner().invoke(app, ["demo", "--out", str(tmp_path / name)]), name, "another folder")
+        assert [path.read_text() for path in (tmp_path / name).iterdir()] == ["mine"]
+
+
 def test_eval_counts_matching_answers_from_real_videos(tmp_path):
     records = build_dataset(tmp_path, "test", 3, (8,), multiple_choice=0, progress=False, crowd=True)
     arguments = [

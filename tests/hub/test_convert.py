@@ -545,6 +545,8 @@ def test_an_earlier_run_is_replaced_and_other_files_are_not(stock_folder, tmp_pa
     convert(stock_folder, tmp_path / "ours", max_shard_size="100KB")
     convert(stock_folder, tmp_path / "ours")
     assert [path.name for path in (tmp_path / "ours").glob("model*.safetensors*")] == ["model.safetensors"]
+    for _ in range(2):
+        convert(tmp_path / "ours", tmp_path / "again")
     (tmp_path / "ours" / "notes.txt").write_text("mine")
     assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "notes.txt")
     assert run(stock_folder, "--out", tmp_path / "ours", "--overwrite").exit_code == 0

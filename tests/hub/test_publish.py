@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.files import hub_configs, variants
+from qtsplus.hub.folder import WRITTEN
 from qtsplus.hub.publish import AUTO_MAP, assemble, assemble_folder, build_variant, code_files
 
 
@@ -24,6 +25,7 @@ def test_a_folder_holds_all_that_a_hub_user_needs(tiny_published):
         *("README.md", "config.json", "generation_config.json", "model.safetensors", "processor_config.json"),
         *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
         *(path.name for path in code_files()),
+        WRITTEN,
     }
 
 
@@ -105,13 +107,23 @@ def test_weights_that_do_not_fit_are_not_published(tiny_published, tmp_path):
     assert not (tmp_path / "hub").exists()
 
 
-def test_an_earlier_assembly_is_replaced(built, tmp_path):
+def test_an_earlier_assembly_is_replaced(built, tiny_published, tmp_path):
+    assemble(build_variant("qtsplus-tiny", seed=1).model, built.processor, tmp_path / "hub", random_seed=1)
+    assemble_folder(tiny_published, tmp_path / "hub")
+    assert (tmp_path / "hub" / "README.md").read_text() == (tiny_published / "README.md").read_text().replace(
+        "org/qtsplus-tiny", "org/hub"
+    )
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "model-00001-of-00002.safetensors"])
+def test_what_was_changed_since_is_replaced_only_when_asked_to(built, tmp_path, name):
     folder = assemble(built.model, built.processor, tmp_path / "hub", variant="qtsplus-tiny")
-    (folder / "model-00001-of-00002.safetensors").touch()  # left by an earlier, sharded one
-    (folder / "config.json").write_text("{}")
-    assemble(built.model, built.processor, folder, variant="qtsplus-tiny")
-    assert not (folder / "model-00001-of-00002.safetensors").exists()
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen2_5_vl_qtsplus"
+    (folder / name).write_text("my words")
+    with pytest.raises(FileExistsError, match=name):
+        assemble(built.model, built.processor, folder, variant="qtsplus-tiny")
+    assert (folder / name).read_text() == "my words"
+    assemble(built.model, built.processor, folder, variant="qtsplus-tiny", overwrite=True)
+    assert not (folder / name).exists() or (folder / name).read_text() != "my words"
 
 
 def test_a_folder_with_other_files_is_refused_unless_asked_to(built, tmp_path):

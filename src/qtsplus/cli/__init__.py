@@ -5,7 +5,7 @@ import typer
 from .asking import ask, demo
 from .data import data_app
 from .evaluating import eval_app
-from .hub import convert, publish, split
+from .hub import convert, publish
 from .making import merge, vqa, vscq1, vscq2
 from .studies import analysis, needle
 from .training import calibrate, train
@@ -19,7 +19,6 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(ask)
 app.command()(convert)
-app.command()(split)
 app.command()(publish)
 app.command()(train)
 app.command()(calibrate)

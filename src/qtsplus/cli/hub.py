@@ -1,4 +1,4 @@
-"""`qtsplus convert`, `qtsplus split` and `qtsplus publish`: checkpoints and Hub repositories."""
+"""`qtsplus convert` and `qtsplus publish`: checkpoints and Hub repositories."""
 
 import re
 import tempfile
@@ -85,22 +85,6 @@ def convert(
             say=note,
         )
     wrote(folder)
-
-
-def split(
-    model: Annotated[Path, typer.Argument(help="A folder with a QTSplus model.", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="The folder to write. Without it, the model's name with -split behind.")
-    ] = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Write the vision head and the language model as checkpoints of their own, checked against the whole model."""
-    with one_line_errors():
-        from ..hub import split as splitting
-
-        parts = splitting.split(model, out, overwrite=overwrite, say=note)
-    for part in parts:
-        wrote(part)
 
 
 def publish(
@@ -194,7 +178,7 @@ def _target(repo: str, private: bool) -> str:
 
 
 def _print_files(folder: Path, target: str) -> None:
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("[!.]*"))}
     for name, size in sizes.items():
         print(f"{size:>15,}  {name}")
     print(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files, for {target}; nothing was uploaded")
