@@ -101,10 +101,10 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
         frames = frames_from_patches(seen["pixel_values_videos"], seen["video_grid_thw"][0].tolist(), **sizes)
         kept = [
             (
-                f"“{question.question}” {answer.answer}: {answer.kept_tokens} of {answer.visual_tokens} visual tokens kept",
-                answer.keep_map,
+                f"“{question.question}” {one.answer}: {one.kept_tokens} of {one.visual_tokens} visual tokens",
+                one.keep_map,
             )
-            for question, answer in zip(QUESTIONS, answers, strict=True)
+            for question, one in zip(QUESTIONS, answers, strict=True)
         ]
         draw_kept_tokens(frames, kept, float(seen["second_per_grid_ts"][0]), staging / "kept_tokens.png")
         say(f"Drew the kept tokens to {out / 'kept_tokens.png'}.")

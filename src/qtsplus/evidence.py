@@ -15,7 +15,7 @@ class Interval:
     """A stretch of a video that shows what the question asks for, as far as the selection can tell.
 
     Args:
-        start, end: seconds from the video's beginning.
+        start, end: seconds; from the first frame, or on a player's clock in an answer of `qtsplus.session`.
         weight: share of the sample's kept relevance that lies in it.
         video: which of the sample's videos, in prompt order.
         box: (left, top, right, bottom) of the region in the frame, as fractions of its width and height.

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
+from .decoding_qtsplus import shown_name
 from .encoding_qtsplus import Repeats
 from .evidence import Interval, evidence_intervals, keep_maps
 from .methods_qtsplus import Method
@@ -36,6 +37,7 @@ class EncodedVideo:
         second_per_grid_ts: `[1]`, seconds per temporal patch.
         metadata: `VideoMetadata`, with the indices of the frames that were looked at.
         seconds: what reading and encoding took.
+        start: when a player shows the first frame, in seconds.
         warnings: what is wrong with the file, such as an end that is missing; one sentence each.
         large: with two passes, the video at full size; features and grid are then those of the small one.
     """
@@ -46,6 +48,7 @@ class EncodedVideo:
     second_per_grid_ts: list[float]
     metadata: Any
     seconds: float
+    start: float = 0.0
     warnings: list[str] = field(default_factory=list)
     large: Large | None = None
 
@@ -230,12 +233,13 @@ def encode(
             features[filled : filled + len(encoded)] = encoded
             filled += len(encoded)
     return EncodedVideo(
-        video=str(video),
+        video=shown_name(str(video)),
         features=features,
         video_grid_thw=chunks.video_grid_thw,
         second_per_grid_ts=chunks.second_per_grid_ts,
         metadata=chunks.metadata,
         seconds=time.perf_counter() - started,
+        start=chunks.start,
         warnings=chunks.warnings,
         large=large,
     )
@@ -339,8 +343,11 @@ def ask(
         visual_tokens=keep_map.numel(),
         kept_tokens=len(kept_indices),
         rho=float(output.qtsplus.rho[0]) if second is None else second.rho,
-        # The last grid step is padded where the frames are odd in number.
-        evidence=[replace(interval, end=min(interval.end, seconds_of_video)) for interval in intervals],
+        evidence=[
+            # The last grid step is padded where the frames are odd in number.
+            replace(one, start=video.start + one.start, end=video.start + min(one.end, seconds_of_video))
+            for one in intervals
+        ],
         timings=timings,
         keep_map=keep_map,
         warnings=video.warnings,
