@@ -12,17 +12,22 @@ import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from rich.console import Console
 from rich.progress import track
-from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
 from .decoding_qtsplus import shown_name
 from .encoding_qtsplus import Repeats
 from .evidence import Interval, evidence_intervals, keep_maps
+from .hub.folder import reading
 from .methods_qtsplus import Method
+from .output import first_line
 from .two_passes import Large, TwoPasses, open_twice, second_pass, second_prompt
 
 T = TypeVar("T")
+
+_A_QUESTION: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]},
+]
 
 
 @dataclass(frozen=True)
@@ -109,26 +114,26 @@ def load(
 
     Raises:
         OSError: no such repository.
-        ValueError: no such folder; one without a QTSplus model or its processor, or with a broken file of weights; a
-            device that cannot be used.
+        ValueError: no such folder; one without a QTSplus model or its processor, or with a broken file; a device that
+            cannot be used; a revision of a folder.
     """
     device = find_device(device)
     _check_model(model, revision)
     try:
-        processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
-    except (OSError, ValueError) as error:
+        with reading(f"The processor of {str(model)!r}"):
+            processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
+            processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+    except ValueError as error:
         if missing := _missing_processor_files(Path(model)):
             raise ValueError(
                 f"The folder {str(model)!r} holds no processor; expected {' and '.join(missing)} beside the weights. "
                 "Save it there with `processor.save_pretrained`."
             ) from error
         raise
-    try:
+    with reading(f"The model {str(model)!r}"):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             model, trust_remote_code=True, dtype=dtype, revision=revision
         )
-    except SafetensorError as error:
-        raise ValueError(f"The weights of {str(model)!r} are broken or incomplete: {_first_line(error)}") from error
     return loaded.to(device).eval(), processor
 
 
@@ -143,7 +148,7 @@ def find_device(device: str | None) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"The device {device!r} cannot be used: {_first_line(error)}") from error
+        raise ValueError(f"The device {device!r} cannot be used: {first_line(error)}") from error
     if torch.device(device).type == "meta":
         raise ValueError("The device 'meta' holds no values and cannot answer; expected one such as 'cpu' or 'cuda'.")
     return device
@@ -152,6 +157,8 @@ def find_device(device: str | None) -> str:
 def _check_model(model: str | Path, revision: str | None) -> None:
     """Before anything is loaded: whether it can be a model, and one with a selector."""
     name = str(model)
+    if revision is not None and Path(model).is_dir():
+        raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
     if not name.strip():
         raise ValueError("The model's name is empty; expected a folder or a Hub id, such as ORG/NAME.")
     if not Path(model).is_dir():
@@ -173,10 +180,6 @@ def _missing_processor_files(folder: Path) -> list[str]:
     """What of a processor is not there, of a folder that exists."""
     either = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
     return [names[0] for names in either if folder.is_dir() and not any((folder / name).is_file() for name in names)]
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def encode(
@@ -239,7 +242,7 @@ def encode(
         second_per_grid_ts=chunks.second_per_grid_ts,
         metadata=chunks.metadata,
         seconds=time.perf_counter() - started,
-        start=chunks.start,
+        start=getattr(chunks, "start", 0.0),  # a model brings its own code, which may be older
         warnings=chunks.warnings,
         large=large,
     )
@@ -279,18 +282,17 @@ def ask(
         question: the text; special tokens in it, such as `<|im_end|>`, are text too.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
-        max_visual_tokens: most visual tokens to keep.
+        max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
         selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
             `Candidates` and a count to indices (`methods_qtsplus.py`).
         two_passes: as for [`encode`], of a video that was not encoded before.
         max_new_tokens: longest answer.
 
     Raises:
-        ValueError: an empty question, a video that cannot be read, a folder without `fps`, `fps` for a video that was
-            encoded before, a retention out of its range.
+        ValueError: a question that is empty or longer than the model's positions, a video that cannot be read, a folder
+            without `fps`, `fps` for a video that was encoded before, a retention out of its range.
     """
-    if not question.strip():
-        raise ValueError("The question is empty; expected some text.")
+    _check_question(model, processor, question)
     timings: dict[str, float] = {}
     if not isinstance(video, EncodedVideo):
         video = encode(model, processor, video, fps=fps, two_passes=two_passes)
@@ -352,6 +354,15 @@ def ask(
         keep_map=keep_map,
         warnings=video.warnings,
     )
+
+
+def _check_question(model: Any, processor: Any, question: str) -> None:
+    if not question.strip():
+        raise ValueError("The question is empty; expected some text.")
+    tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
+    most = model.config.get_text_config().max_position_embeddings
+    if tokens >= most:
+        raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
 
 
 def small_prompt(processor: Any, video: EncodedVideo, question: str) -> dict[str, Any]:

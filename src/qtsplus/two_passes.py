@@ -12,7 +12,7 @@ import torch
 
 from .encoding_qtsplus import Repeats
 from .layout_qtsplus import lay_out, splice
-from .methods_qtsplus import Method
+from .methods_qtsplus import Method, check_budget
 from .mixin_qtsplus import choose
 from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, take_inputs
 from .selector_qtsplus import kept_count
@@ -140,7 +140,7 @@ class SecondPass:
         places: `[k]` ascending, which of the whole video's tokens these are.
         num_tokens: of the whole video.
         retention: of the tokens that were encoded, so that as many are kept as of the whole video.
-        rho: the fraction of the whole video's tokens that the first pass aimed at.
+        rho: the fraction of the whole video's tokens that the first pass aimed at, as far as they were encoded.
     """
 
     features: torch.Tensor
@@ -229,6 +229,7 @@ def second_pass(
         ValueError: more tokens are asked for than the second pass may encode.
     """
     device, config, num_tokens = model.device, model.config.qtsplus_config, math.prod(large.tiles.grid)
+    check_budget(selection or config.selection, [retention], 1, max_visual_tokens)
     most = min(config.n_max, max_visual_tokens or num_tokens)
     everything = (selection or config.selection) == "all"
     share = 1.0 if everything else retention
@@ -236,7 +237,7 @@ def second_pass(
     if wanted > large.count:
         raise ValueError(
             f"{wanted} of the video's {num_tokens} tokens are asked for, and the second pass encodes {large.count}: "
-            "raise TwoPasses(tokens=), keep fewer, or read the video in one pass."
+            "keep fewer, read the video in one pass, or raise TwoPasses(tokens=)."
         )
     with torch.no_grad():
         chosen = model.model.compress(
@@ -253,7 +254,8 @@ def second_pass(
     best = large.tiles.best(large.tiles.mass(weights.reshape(grid)), large.count)
     features, places = encode_tiles(model, large, best, small["video_features"][0].device)
 
-    rho = float(chosen.rho[0])
+    # What the model predicts may be more than a second pass encodes.
+    rho = min(float(chosen.rho[0]), max(large.count, 1) / num_tokens)
     wanted = kept_count(rho, num_tokens, most)
     return SecondPass(features, places, num_tokens, min(wanted / len(features), 1.0), rho)
 

@@ -3,6 +3,8 @@
 import filecmp
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -120,6 +122,16 @@ def test_the_selector_starts_as_an_identity_or_from_the_language_model(stock_fol
     initialise_selector(plain, "language_model")  # the same method, on a model that is whole
     for (name, mine), theirs in zip(copied.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
+
+
+def test_converting_says_what_it_does_and_nothing_else(tiny_published, tmp_path):
+    """In a process of its own, in which Transformers has not yet warned of anything."""
+    convert(tiny_published, tmp_path / "stock")
+    command = [sys.executable, "-m", "qtsplus.cli", "convert", tmp_path / "stock", "--out", tmp_path / "ours"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout == f"Wrote {tmp_path / 'ours'}\n"
+    first_words = [line.split()[0] for line in result.stderr.splitlines()]
+    assert first_words == ["No", "The", "Frames"], result.stderr
 
 
 def test_the_selector_depends_on_the_seed_alone(stock_folder, tmp_path):
@@ -496,6 +508,8 @@ def test_a_broken_source_is_refused_in_one_line(spoil, words, reference_folder, 
         (["--init", "zeros"], ["'zeros'", "identity, lm"]),
         (["--set", "n_max=3"], ["--set"]),
         (["--set", "n_max"], ["name=value"]),
+        (["--seed", "0"], ["--seed", "new selector"]),
+        (["--revision", "main"], ["--revision", "is a folder"]),
     ],
 )
 def test_an_argument_without_a_meaning_is_refused(arguments, words, tmp_path):

@@ -26,7 +26,9 @@ def ask(
     model: Model = None,
     revision: Revision = None,
     retention: Retention = None,
-    max_visual_tokens: Annotated[int | None, typer.Option(help="Keep at most this many visual tokens.")] = None,
+    max_visual_tokens: Annotated[
+        int | None, typer.Option(help="Keep at most this many visual tokens, also where --retention is more.")
+    ] = None,
     selection: Selection = None,
     fps: Annotated[
         float | None,
@@ -110,8 +112,6 @@ def _check_question(video: str, question: str, fps: float | None) -> None:
 
 
 def _check_budget(retention: float | None, max_visual_tokens: int | None, max_new_tokens: int) -> None:
-    if retention is not None and max_visual_tokens is not None:
-        fail("--retention and --max-visual-tokens exclude each other")
     require_fraction(retention)
     if max_visual_tokens is not None and max_visual_tokens < 1:
         fail(f"--max-visual-tokens is {max_visual_tokens}; expected at least 1")
@@ -139,7 +139,7 @@ def _print_answer(answer: "Answer") -> None:
         span = f"{interval.start:.1f} to {interval.end:.1f} s, {_place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
-    stages = [stage for stage in ("load", "encode", "first_token", "generate") if stage in answer.timings]
+    stages = [name for name in ("load", "encode", "second_pass", "first_token", "generate") if name in answer.timings]
     timings = ", ".join(f"{stage.replace('_', ' ')} {answer.timings[stage]:.2f} s" for stage in stages)
     table.add_row("time", timings)
     console.print(table)

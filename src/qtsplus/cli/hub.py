@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .console import console, fail, note, notes, one_line_errors, require_seeds, require_text, wrote
+from .console import console, fail, note, notes, one_line_errors, require_seeds, wrote
 from .options import Overwrite
 
 
@@ -57,13 +57,13 @@ def convert(
     revision: Annotated[
         str | None, typer.Option(help="The commit, branch or tag of the source, if it is on the Hub.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of a new selector.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="The seed of a new selector; 0 when absent.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="The largest size of one file of weights.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
-    require_text(variant=variant, init=init, selection=selection, processor=processor, revision=revision)
-    require_seeds(seed)
+    if seed is not None:
+        require_seeds(seed)
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard_size, re.ASCII | re.IGNORECASE):
         fail(f"--max-shard-size is {max_shard_size!r}; expected a size such as 5GB")
     with one_line_errors():
@@ -115,6 +115,8 @@ def publish(
         fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
     if repo is None and (private or dry_run):
         fail(f"{'--private' if private else '--dry-run'} is about an upload: give --repo ORG/NAME")
+    if overwrite and to is None:
+        fail("--overwrite is about a folder: give --to DIR")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
         from ..hub import publish as publishing
 

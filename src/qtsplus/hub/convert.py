@@ -24,12 +24,12 @@ from . import reference
 from .card import card_data, matching_variant
 from .checkpoint import MAX_SHARD_SIZE, StoredTensor, in_memory, read_checkpoint, write_checkpoint
 from .files import hub_configs, require_variant
-from .folder import read_json, whole_folder
+from .folder import read_json, reading, whole_folder
 from .initialise import initialise_selector
 from .names import PUBLISHED, REFERENCE, naming_of
 from .publish import write_repository
 from .reference import convert_reference_config, convert_reference_weights, rename_reference_key
-from .saved import load_config, load_generation_config, load_processor, reading, refuse_adapter
+from .saved import load_config, load_generation_config, load_processor, refuse_adapter
 from .weights import EMBEDDINGS, HEAD, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
 
 _INIT_METHODS = {"identity": "identity", "lm": "language_model"}  # by what --init calls them
@@ -71,7 +71,7 @@ def convert(
     vision_config: str | Path | None = None,
     processor: str | Path | None = None,
     revision: str | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     overwrite: bool = False,
     progress: bool = False,
@@ -94,7 +94,7 @@ def convert(
         vision_config: for a reference checkpoint, which lacks it: a JSON file, or a folder with a config.json.
         processor: a folder or Hub id to take the processor from, where the source has none.
         revision: of the source on the Hub.
-        seed: of the fresh selector. The global random state is left as it was.
+        seed: for a stock model: of the fresh selector, 0 when absent. The global random state is left as it was.
         max_shard_size: as for `save_pretrained`.
         overwrite: write also into a folder that holds other files.
         progress: show a bar on standard error.
@@ -116,7 +116,7 @@ def convert(
         raise ValueError(f"{out} is the source itself; choose another folder to write to.")
     refuse_adapter(folder)
     model_type = read_json(folder / "config.json").get("model_type")
-    fresh_only = {"variant": variant, "init": initialise, "set": selector}
+    fresh_only = {"variant": variant, "init": initialise, "set": selector, "seed": seed}
     if model_type not in _STOCK:
         _refuse(fresh_only, f"starts a new selector, and {folder} is of type {model_type!r}")
     if model_type != reference.MODEL_TYPE:
@@ -125,7 +125,7 @@ def convert(
         )
 
     if model_type in _STOCK:
-        made = _from_base(folder, str(source), variant, initialise or "identity", selector or {}, seed, say)
+        made = _from_base(folder, str(source), variant, initialise or "identity", selector or {}, seed or 0, say)
     elif model_type == reference.MODEL_TYPE:
         made = _from_reference(folder, None if vision_config is None else Path(vision_config), say)
     elif model_type in model_types():
@@ -285,7 +285,8 @@ def _fresh_selector(
     available = config.text_config.num_hidden_layers
     # As small as a model with this selector can be: the layers to start from, and nothing of size.
     depth = min(layers, available)
-    small_text = {"num_hidden_layers": depth, "intermediate_size": 8, "vocab_size": 8, "pad_token_id": None}
+    small_text = {"num_hidden_layers": depth, "intermediate_size": 8, "vocab_size": 8}
+    small_text |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     small_vision = {
         **{"depth": 1, "num_hidden_layers": 1, "hidden_size": 16, "num_heads": 2, "num_attention_heads": 2},
         **{"intermediate_size": 8, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]},
@@ -334,6 +335,7 @@ def _write_weights(
 
 def _source_folder(source: str | Path, revision: str | None) -> Path:
     if Path(source).is_dir():
+        _refuse({"revision": revision}, f"is about a repository on the Hub, and {source} is a folder")
         return Path(source)
     if Path(source).exists():
         raise ValueError(f"{source} is a file; expected the folder that it stands in, with its config.json.")

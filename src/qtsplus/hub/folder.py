@@ -5,9 +5,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from filelock import FileLock, Timeout
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 
 from ..output import check_folder
 
@@ -20,6 +24,12 @@ _REPLACED = (
     *("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json"),
 )
+
+
+# What Transformers and its parsers raise for a file that is there, but not what its name says.
+_SPEAKING = (OSError, ValueError, StrictDataclassError)
+_BROKEN = (*_SPEAKING, TypeError, LookupError, AttributeError, RuntimeError)
+_BROKEN += (UnpicklingError, SafetensorError, TemplateError)
 
 
 @contextmanager
@@ -72,6 +82,16 @@ def _sole_writer(folder: Path) -> Iterator[None]:
         with suppress(PermissionError):
             Path(lock.lock_file).unlink()
         lock.release()
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Raises one `ValueError` that names the file, whatever reading it raises."""
+    try:
+        yield
+    except _BROKEN as error:
+        kind = "" if isinstance(error, _SPEAKING) else f"{type(error).__name__}: "
+        raise ValueError(f"{what} cannot be used: {kind}{' '.join(str(error).split())}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -141,4 +161,4 @@ def _others(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-__all__ = ["WRITTEN", "read_json", "remove_from_json", "update_json", "whole_folder"]
+__all__ = ["WRITTEN", "read_json", "reading", "remove_from_json", "update_json", "whole_folder"]

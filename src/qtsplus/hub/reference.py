@@ -10,9 +10,8 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTe
 from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from .checkpoint import StoredTensor
 from .files import hub_configs
-from .folder import read_json
+from .folder import read_json, reading
 from .names import REFERENCE
-from .saved import reading
 
 MODEL_TYPE = "qts_plus_qwen2_5_vl_causal_lm"
 

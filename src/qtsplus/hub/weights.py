@@ -9,8 +9,8 @@ import torch
 
 from ..backbones import backbone_of
 from .checkpoint import StoredTensor, read_checkpoint
+from .folder import reading
 from .names import Naming, naming_of
-from .saved import reading
 
 SELECTOR, RHO_HISTORY = "model.qtsplus.", "model.qtsplus.rho_history"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
