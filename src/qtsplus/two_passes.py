@@ -337,6 +337,3 @@ def _chunks_of_steps(large: Large, steps: Sequence[int]) -> Iterator[tuple[list[
         count = -(-len(chunk) // per_step)
         yield left[:count], *chunks.preprocess(stack_frames(chunk))
         left = left[count:]
-
-
-__all__ = ["Large", "SecondPass", "Tiles", "TwoPasses", "encode_tiles", "open_twice", "second_pass", "second_prompt"]

@@ -21,7 +21,7 @@ from qtsplus.hub.files import hub_configs
 from qtsplus.hub.initialise import initialise_selector
 from qtsplus.hub.names import OLD, REFERENCE
 from qtsplus.hub.reference import find_vision_config
-from qtsplus.hub.weights import check_weights, on_meta
+from qtsplus.hub.weights import SELECTOR, check_weights, on_meta
 from reference import GOLDEN, load, meta
 from tiny import batch, prompt, stock_twin, tiny_model, token_types
 
@@ -231,12 +231,12 @@ def test_published_layouts(variant, changes):
     assert config.text_config.rope_parameters["mrope_section"] == rope["mrope_section"]
     state = on_meta(Qwen2_5_VLQTSplusConfig(**content)).state_dict()
     stored = {
-        OLD.theirs(name): StoredTensor("BF16", tuple(tensor.shape), lambda: iter(()))
+        OLD.theirs(name): StoredTensor(torch.bfloat16, tuple(tensor.shape), tensor.clone)
         for name, tensor in state.items()
         if ".qtsplus." not in name and not (content["tie_word_embeddings"] and name == "lm_head.weight")
     }
     assert ("lm_head.weight" in stored) == (variant == "qtsplus-7b") and "model.layers.0.mlp.up_proj.weight" in stored
-    assert len(check_weights(stored, OLD, config, "a folder", without_selector=True)) == len(stored)
+    assert len(check_weights(stored, OLD, config, "a folder", without=SELECTOR)) == len(stored)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_a_published_vision_tower_is_known_by_its_shapes(variant, name, tmp_path
     with torch.device("meta"):
         visual = type(on_meta(config).model.visual)(config.vision_config)
     stored = {
-        REFERENCE.theirs(f"model.visual.{key}"): StoredTensor("BF16", tuple(tensor.shape), lambda: iter(()))
+        REFERENCE.theirs(f"model.visual.{key}"): StoredTensor(torch.bfloat16, tuple(tensor.shape), tensor.clone)
         for key, tensor in visual.state_dict().items()
     }
     vision, origin = find_vision_config(tmp_path, {}, stored, None)
@@ -418,8 +418,8 @@ def test_every_key_that_is_missing_unexpected_or_misshapen_is_listed(reference_f
     rewrite(reference_folder, spoil)
     result = run(reference_folder, "--out", tmp_path / "ours")
     assert_refused(result, *lost, "4 missing", "2 unexpected: extra, model.rotary.inv_freq", "2 misshapen")
-    assert "model.norm.weight (F32 [3], expected [64])" in result.stderr
-    assert "model.layers.0.input_layernorm.weight (I64 [64], expected [64])" in result.stderr
+    assert "model.norm.weight (torch.float32 [3], expected [64])" in result.stderr
+    assert "model.layers.0.input_layernorm.weight (torch.int64 [64], expected [64])" in result.stderr
     assert not (tmp_path / "ours").exists()
 
 

@@ -202,8 +202,8 @@ def _from_base(
 
     stored = read_checkpoint(folder)
     naming = naming_of(stored)
-    tensors = check_weights(stored, naming, config, folder, without_selector=True)
-    config.dtype = tensors[EMBEDDINGS].torch_dtype
+    tensors = check_weights(stored, naming, config, folder, without=SELECTOR)
+    config.dtype = tensors[EMBEDDINGS].dtype
     tensors.update(_fresh_selector(config, tensors, _INIT_METHODS[initialise], seed))
     say(f"The selector is new: start {initialise}, seed {seed}.")
     if by_attention:
@@ -232,8 +232,8 @@ def _from_reference(folder: Path, vision_config: Path | None, say: Callable[[str
         say(f"The head is {'tied' if stated['tie_word_embeddings'] else 'its own'}, as the weights say.")
     with reading(folder / "config.json"):
         config = convert_reference_config(stated, vision)
-    tensors = check_weights(stored, REFERENCE, config, folder, without=(RHO_HISTORY,))
-    config.dtype = tensors[EMBEDDINGS].torch_dtype
+    tensors = check_weights(stored, REFERENCE, config, folder, without=RHO_HISTORY)
+    config.dtype = tensors[EMBEDDINGS].dtype
     tensors[RHO_HISTORY] = in_memory(torch.zeros(2, dtype=torch.int64))
     known = matching_variant(config)
     about = {**card_data(known, "license", "license_name", "license_link", "base_model"), "weights": _CONVERTED}
@@ -279,40 +279,23 @@ def _fresh_selector(
     config: Any, tensors: Mapping[str, StoredTensor], initialise: str, seed: int
 ) -> dict[str, StoredTensor]:
     """A new selector's tensors in the dtype of the embeddings, started from the language model's where asked to."""
-    settings = config.to_dict()
-    selector_config = config.qtsplus_config
-    layers = max(selector_config.scoring_layers, selector_config.reencode_layers)
-    available = config.text_config.num_hidden_layers
-    # As small as a model with this selector can be: the layers to start from, and nothing of size.
-    depth = min(layers, available)
-    small_text = {"num_hidden_layers": depth, "intermediate_size": 8, "vocab_size": 8}
-    small_text |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    small_vision = {
-        **{"depth": 1, "num_hidden_layers": 1, "hidden_size": 16, "num_heads": 2, "num_attention_heads": 2},
-        **{"intermediate_size": 8, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]},
-    }
-    small_vision = {name: value for name, value in small_vision.items() if name in settings["vision_config"]}
-    settings["qtsplus_config"] |= {"attention_layer": None, "attention_heads": None}  # of layers that are not here
-    settings["text_config"] = {**settings["text_config"], **small_text, "layer_types": ["full_attention"] * depth}
-    settings["vision_config"] = {**settings["vision_config"], **small_vision}
-    settings.update(image_token_id=6, video_token_id=7)
-    dtype = tensors[EMBEDDINGS].torch_dtype
+    model = on_meta(config)
+    selector, layers = model.model.qtsplus, model.model.language_model.layers
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        backbone = backbone_of(config.model_type)
-        model: Any = backbone.model(backbone.config(**settings))
+        selector.to_empty(device="cpu").apply(model._init_weights)
     if initialise == "language_model":
-        parts = {
-            name: model.get_parameter(name) for name, _ in model.named_parameters() if ".language_model.layers." in name
-        }
-        with torch.no_grad():
-            for name, parameter in parts.items():
-                if ".mlp." not in name:
-                    parameter.copy_(tensors[name].load())
+        for index, layer in enumerate(layers[: max(len(selector.scoring_layers), len(selector.reencode_layers))]):
+            prefix = f"model.language_model.layers.{index}."
+            weights = {
+                name: tensors[prefix + name].load() for name in layer.state_dict() if not name.startswith("mlp.")
+            }
+            layer.load_state_dict(weights, strict=False, assign=True)
     initialise_selector(model, initialise)
-    selector = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(SELECTOR)}
+    dtype = tensors[EMBEDDINGS].dtype
     return {
-        name: in_memory(tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in selector.items()
+        SELECTOR + name: in_memory(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        for name, tensor in selector.state_dict().items()
     }
 
 

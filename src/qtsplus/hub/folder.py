@@ -159,6 +159,3 @@ def _others(folder: Path) -> list[str]:
     if (folder / WRITTEN).is_file():
         return sorted(_files(folder).keys() - _unchanged(folder))
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-
-
-__all__ = ["WRITTEN", "read_json", "reading", "remove_from_json", "update_json", "whole_folder"]

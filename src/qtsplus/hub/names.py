@@ -100,6 +100,3 @@ def _replace(name: str, rules: tuple[tuple[str, str], ...]) -> str:
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-__all__ = ["HEADLESS", "NEW", "OLD", "OUTER", "PUBLISHED", "REFERENCE", "Naming", "naming_of"]

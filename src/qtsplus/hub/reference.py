@@ -165,12 +165,3 @@ def _known_vision_config(folder: Path, weights: Mapping[str, StoredTensor]) -> t
         f"{folder} carries no configuration of its vision tower, none lies beside it (vision/config.json), and its "
         f"shapes are not those of {' or '.join(_KNOWN_VISION)}: give one with --vision-config."
     )
-
-
-__all__ = [
-    "MODEL_TYPE",
-    "convert_reference_config",
-    "convert_reference_weights",
-    "find_vision_config",
-    "rename_reference_key",
-]

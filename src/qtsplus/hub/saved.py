@@ -58,6 +58,3 @@ def load_processor(folder: str | Path, config: Any) -> Any:
     if isinstance(config, backbone.config):  # and not a stock one, which does not say
         processor.follow(config)
     return processor
-
-
-__all__ = ["load_config", "load_generation_config", "load_processor", "refuse_adapter"]

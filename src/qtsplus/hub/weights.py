@@ -38,26 +38,22 @@ def check_weights(
     naming: Naming,
     config: Any,
     folder: Path,
-    without: tuple[str, ...] = (),
-    without_selector: bool = False,
+    without: str | None = None,
 ) -> dict[str, StoredTensor]:
     """
     What was stored, under our names and in the model's order, if it is exactly what the model needs.
 
     Args:
         stored: by the names of `naming`. A head beside tied embeddings is dropped where the two are equal.
-        without, without_selector: weights that are not expected.
+        without: how the names begin, in our model, of weights that are not expected.
 
     Raises:
         ValueError: weights are missing, unexpected or of another shape; each is listed by its stored name.
     """
     with reading(Path(folder, "config.json")):
         model = on_meta(config)
-    expected = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if name not in without and not (without_selector and name.startswith(SELECTOR))
-    }
+    needed = model.state_dict().items()
+    expected = {name: tensor for name, tensor in needed if without is None or not name.startswith(without)}
     found: dict[str, StoredTensor] = {}
     sources: dict[str, str] = {}
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # as Qwen3.5's heads for several tokens at a time
@@ -76,25 +72,20 @@ def check_weights(
                 "tie_word_embeddings to false in its config.json, or remove the head."
             )
 
-    missing = [naming.theirs(name) for name in expected if name not in found]
-    unexpected = sorted(sources[name] for name in found if name not in expected)
-    misshapen = [
-        f"{sources[name]} ({tensor.dtype} {list(tensor.shape)}, expected {list(expected[name].shape)})"
-        for name, tensor in found.items()
-        if name in expected
-        and (
-            tensor.shape != tuple(expected[name].shape)
-            or tensor.torch_dtype.is_floating_point != expected[name].is_floating_point()
-        )
-    ]
-    problems = [
-        f"{len(names)} {kind}: {', '.join(names)}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
-        if names
-    ]
+    wrong = {
+        "missing": [naming.theirs(name) for name in expected if name not in found],
+        "unexpected": sorted(sources[name] for name in found if name not in expected),
+        "misshapen": [
+            f"{sources[name]} ({tensor.dtype} {list(tensor.shape)}, expected {list(expected[name].shape)})"
+            for name, tensor in found.items()
+            if name in expected and not _fits(tensor, expected[name])
+        ],
+    }
+    problems = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in wrong.items() if names]
     if problems:
         raise ValueError(f"The weights in {folder} do not fit their configuration. {'; '.join(problems)}.")
     return {name: found[name] for name in expected}
 
 
-__all__ = ["EMBEDDINGS", "HEAD", "RHO_HISTORY", "SELECTOR", "check_weights", "on_meta", "read_weights"]
+def _fits(tensor: StoredTensor, expected: torch.Tensor) -> bool:
+    return tensor.shape == expected.shape and tensor.dtype.is_floating_point == expected.is_floating_point()
