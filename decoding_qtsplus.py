@@ -4,20 +4,25 @@ import base64
 import http.client
 import io
 import itertools
+import os
 import re
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from transformers.utils import logging
+from transformers.video_utils import VideoMetadata
 
 try:  # optional: who gives frames needs no decoder
     import av
 except ImportError:
     av = None  # type: ignore[assignment]
+
+logger = logging.get_logger(__name__)
 
 # From (number of frames, frames per second) to the indices of the frames to read.
 FrameChoice = Callable[[int, float], np.ndarray]
@@ -30,68 +35,118 @@ ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
 
 
 @dataclass
-class Stream:
+class VideoFile:
+    """
+    A video file that was opened: what it is, and how to read it.
+
+    Args:
+        name: what messages call it.
+        metadata: of the whole video, with the `frames_indices` that were chosen.
+        shape: number of chosen frames, height and width.
+        decode: begins to read the chosen frames, `[H, W, 3]` uint8 RGB each, upright.
+        start: when a player shows the first frame, in seconds.
+        warnings: what is wrong with the file, one sentence each.
+    """
+
+    name: str
+    metadata: VideoMetadata
+    shape: tuple[int, int, int]
+    decode: Frames
+    start: float
+    warnings: list[str]
+
+
+@dataclass
+class _Stream:
     """
     What is in a video file.
 
     Args:
-        total: number of frames.
-        fps: mean frames per second.
+        total, fps: number of frames, and their mean rate per second.
         times: whether the frames have timestamps.
-        first: the timestamp of the first frame, in seconds.
-        start: when a player shows the first frame, in seconds.
-        warnings: what is wrong with the file, each the end of a sentence about it.
+        first, start: the timestamp of the first frame, and when a player shows it, in seconds.
+        missing: what of the file is not there.
     """
 
     total: int
     fps: float
+    missing: str | None
     times: bool = False
     first: float = 0.0
     start: float = 0.0
-    warnings: list[str] = field(default_factory=list)
 
 
-def open_stream(source: str | io.BytesIO, name: str, choose: FrameChoice) -> tuple[Stream, np.ndarray, Frames]:
+def open_video(path: str, choose: FrameChoice) -> VideoFile:
     """
-    Opens a video file: what is in it, the chosen indices, and what begins to read those frames, `[H, W, 3]` uint8 RGB
-    each, upright.
+    Opens a video file, or the one at an `http(s)` address.
+
+    A variable frame rate is read as its mean rate: frame `i` is what the video shows at `i / fps` seconds, so times
+    computed from the metadata hold for every file. Of a file that was cut off, what is there is read; the log and
+    `warnings` say how much that is.
 
     Args:
-        source: its path, or its bytes.
-        name: what errors call it.
+        path: the file.
         choose: from (number of frames, frames per second) to the indices of the frames to read.
 
     Raises:
-        ValueError: it cannot be decoded, has no video stream or no frame.
+        ValueError: the file is missing, cannot be decoded, has no video stream or no frame; an address that does not
+            answer, or with a file of more than 1 GiB.
         ImportError: PyAV is not installed.
     """
     if av is None:
         raise ImportError("Reading a video needs PyAV (`pip install av`).")
+    name, source = shown_name(path), _find(path)
     try:
         stream = _scan(source, name)
     except av.error.FFmpegError as error:
-        raise undecodable(name, error) from error
+        raise _undecodable(name, error) from error
     indices = choose(stream.total, stream.fps)
+    # A quarter of a frame later, since containers round timestamps.
+    instants = (np.asarray(indices) + 0.25) / stream.fps
 
     def decode() -> Iterator[np.ndarray]:
         try:
-            yield from _decode(source, stream, _instants(indices, stream.fps))
+            yield from _decode(source, stream, instants)
         except av.error.FFmpegError as error:
-            raise undecodable(name, error) from error
+            raise _undecodable(name, error) from error
 
-    return stream, indices, decode
+    first = next(decode(), None)
+    if first is None:
+        raise _undecodable(name, "no frame could be decoded")
+    metadata = VideoMetadata(
+        total_num_frames=stream.total,
+        fps=stream.fps,
+        duration=stream.total / stream.fps,
+        height=first.shape[0],
+        width=first.shape[1],
+        video_backend="pyav",
+        frames_indices=[int(index) for index in indices],
+    )
+    warnings = [] if stream.missing is None else [f"The video {name!r} is incomplete: {stream.missing}."]
+    for warning in warnings:
+        logger.warning(warning)
+    return VideoFile(name, metadata, (len(indices), *first.shape[:2]), decode, stream.start, warnings)
 
 
-def undecodable(name: str, reason: object) -> ValueError:
+def _find(path: str) -> str | io.BytesIO:
+    if is_address(path):
+        return download(path)
+    path = path.removeprefix("file://")
+    if os.path.isfile(path):
+        return path
+    raise ValueError(f"There is no video at {path!r}; expected a video file, a folder of frames or an http(s) address.")
+
+
+def _undecodable(name: str, reason: object) -> ValueError:
     """The error about a file that is no video, or a broken one."""
     return ValueError(f"Cannot decode {name!r} as a video: {reason}. Expected a complete file with a video stream.")
 
 
-def _scan(source: str | io.BytesIO, name: str) -> Stream:
+def _scan(source: str | io.BytesIO, name: str) -> _Stream:
     """Reads the packets, without decoding: containers may state no frame count, and a wrong mean rate."""
     with _container(source) as container:
         if not container.streams.video:
-            raise undecodable(name, "it has no video stream")
+            raise _undecodable(name, "it has no video stream")
         stream = container.streams.video[0]
         stated, stated_fps = stream.frames, stream.average_rate or stream.guessed_rate
         packets = [(p.pts, p.is_discard, p.is_corrupt) for p in container.demux(stream) if p.size]
@@ -99,10 +154,10 @@ def _scan(source: str | io.BytesIO, name: str) -> Stream:
         whole = len(packets) - damaged
         times = [time for time, discard, corrupt in packets if not (discard or corrupt)]
         if (stream.time_base or 1) >= 1 and (stream.codec_context.framerate or 0) > 1:
-            raise undecodable(name, "it has no time scale, so when its frames are shown is unknown")
+            raise _undecodable(name, "it has no time scale, so when its frames are shown is unknown")
         if any(time is None for time in times):
             fps = _mean_fps(name, len(times), 0.0, stated_fps)
-            return Stream(len(times), fps, warnings=_missing(stated, whole, damaged, None, len(times) / fps, fps))
+            return _Stream(len(times), fps, _missing(stated, whole, damaged, None, len(times) / fps, fps))
         seconds = [float(time * stream.time_base) for time in times]
         first, last = min(seconds, default=0.0), max(seconds, default=0.0)
         fps = _mean_fps(name, len(times), last - first, stated_fps)
@@ -111,10 +166,10 @@ def _scan(source: str | io.BytesIO, name: str) -> Stream:
             end = float(((stream.start_time or 0) + stream.duration) * stream.time_base)
         missing = _missing(stated, whole, damaged, end, last + 1 / fps, fps)
         begin = (container.start_time or 0) / av.time_base if container.format.flags & _ARBITRARY_CLOCK else 0.0
-        return Stream(len(times), fps, True, first, max(first - begin, 0.0), missing)
+        return _Stream(len(times), fps, missing, True, first, max(first - begin, 0.0))
 
 
-def _decode(source: str | io.BytesIO, video: Stream, instants: np.ndarray) -> Iterator[np.ndarray]:
+def _decode(source: str | io.BytesIO, video: _Stream, instants: np.ndarray) -> Iterator[np.ndarray]:
     """The frames shown at `instants`, increasing seconds from the first frame."""
     shown, given = None, 0
     # One for this video: PyAV 19's own serves all, and a process forked later would wait for its threads forever.
@@ -150,9 +205,9 @@ def _upright(frame: Any, reformatter: Any) -> np.ndarray:
     return np.rot90(pixels, k=round(frame.rotation / 90))
 
 
-def _missing(stated: int, whole: int, damaged: int, stated_end: float | None, end: float, fps: float) -> list[str]:
+def _missing(stated: int, whole: int, damaged: int, stated_end: float | None, end: float, fps: float) -> str | None:
     """
-    What of a video is not there, if anything.
+    What of a video is not there.
 
     Args:
         stated: frames that the header states; 0 where it does not.
@@ -162,13 +217,13 @@ def _missing(stated: int, whole: int, damaged: int, stated_end: float | None, en
     """
     # Of a trimmed video the header counts the frames that are not shown, but not their time.
     if stated > whole and (stated_end is None or stated_end > end + 0.5 / fps):
-        return [f"is incomplete: its header states {stated} frames, and {whole} can be read"]
+        return f"its header states {stated} frames, and {whole} can be read"
     if damaged:
-        return [f"is incomplete: {damaged} of its {whole + damaged} frames are damaged and left out"]
+        return f"{damaged} of its {whole + damaged} frames are damaged and left out"
     # Sound may last a little longer, and so may the last frame.
     if not stated and stated_end is not None and stated_end > 1.05 * end + 1:
-        return [f"is incomplete: its header states {stated_end:.1f} s, and {end:.1f} s can be read"]
-    return []
+        return f"its header states {stated_end:.1f} s, and {end:.1f} s can be read"
+    return None
 
 
 def _mean_fps(name: str, total: int, span: float, stated_fps: Any) -> float:
@@ -180,16 +235,6 @@ def _mean_fps(name: str, total: int, span: float, stated_fps: Any) -> float:
     if not stated_fps:
         raise ValueError(f"The video {name!r} states neither times nor a frame rate; pass its frames, with `fps=`.")
     return float(stated_fps)
-
-
-def _instants(indices: np.ndarray, fps: float) -> np.ndarray:
-    # A quarter of a frame later, since containers round timestamps.
-    return (np.asarray(indices) + 0.25) / fps
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Videos at an address
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def is_address(video: str) -> bool:
@@ -205,26 +250,23 @@ def shown_name(video: str) -> str:
 
 
 def _request(address: str) -> urllib.request.Request:
-    """
-    Raises:
-        ValueError: a port that is none, or no host.
-    """
+    """Raises `ValueError` for a host or a port that is none."""
     parts = urllib.parse.urlsplit(address)
     host = (parts.hostname or "").encode("idna").decode()
-    where = f"[{host}]" if ":" in host else host
-    netloc = where if parts.port is None else f"{where}:{parts.port}"
+    host = f"[{host}]" if ":" in host else host
+    netloc = host if parts.port is None else f"{host}:{parts.port}"
     path, query = (urllib.parse.quote(part, safe="%/:=&?~+!$,;'@()*[]") for part in (parts.path, parts.query))
     request = urllib.request.Request(urllib.parse.urlunsplit((parts.scheme, netloc, path, query, "")))
     if parts.username is not None:
-        user = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+        user = urllib.parse.unquote_to_bytes(f"{parts.username}:{parts.password or ''}")
         # Not sent on to wherever the server redirects to.
-        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(user.encode()).decode()}")
+        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(user).decode()}")
     return request
 
 
 def download(address: str) -> io.BytesIO:
     """The file at an `http(s)` address."""
-    name, data, started = shown_name(address), io.BytesIO(), time.monotonic()
+    name, data, until = shown_name(address), io.BytesIO(), time.monotonic() + ADDRESS_SECONDS
     try:
         request = _request(address)
     except ValueError as error:  # without its text, which may hold a part of the password
@@ -236,11 +278,11 @@ def download(address: str) -> io.BytesIO:
             stated = response.length
             while (stated or 0) <= ADDRESS_BYTES >= data.tell() and (block := response.read1(2**20)):
                 data.write(block)
-                if time.monotonic() - started > ADDRESS_SECONDS:
+                if time.monotonic() > until:
                     raise TimeoutError(f"{data.tell()} bytes in {ADDRESS_SECONDS:g} s; download it, and give the file")
     except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = "" if str(error) == "" else f": {error}"
-        raise ValueError(f"Cannot load the video at {name!r} ({type(error).__name__}{reason}).") from error
+        reason = ": ".join(filter(None, (type(error).__name__, str(error))))
+        raise ValueError(f"Cannot load the video at {name!r} ({reason}).") from error
     if max(stated or 0, data.tell()) > ADDRESS_BYTES:
         raise ValueError(
             f"The video at {name!r} is larger than {ADDRESS_BYTES / 2**20:.0f} MiB, the most that is read from an "

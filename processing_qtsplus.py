@@ -14,12 +14,11 @@ from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor, Qwen
 from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
-from .decoding_qtsplus import Frames
+from .decoding_qtsplus import Frames, VideoFile, open_video
 from .encoding_qtsplus import PATCHES_PER_CHUNK
 from .prompt_qtsplus import find_query_mask
 from .video_qtsplus import (
     VideoChunks,
-    VideoFile,
     check_frames,
     choose_frames,
     decode_images,
@@ -30,7 +29,6 @@ from .video_qtsplus import (
     image_paths,
     load_frames,
     naming,
-    open_video,
     require_positive,
     resize_frame,
 )

@@ -1,7 +1,6 @@
 """Videos: which of their frames are looked at, and how files, folders, addresses and given frames are read."""
 
 import functools
-import io
 import itertools
 import math
 import os
@@ -19,7 +18,7 @@ from transformers.utils import logging
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from .decoding_qtsplus import FrameChoice, Frames, download, is_address, open_stream, shown_name, undecodable
+from .decoding_qtsplus import FrameChoice, Frames, open_video, shown_name
 
 logger = logging.get_logger(__name__)
 
@@ -121,89 +120,10 @@ def resize_frame(video_processor: Any, size: tuple[int, int], frame: np.ndarray,
     return resized.permute(1, 2, 0).numpy()
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Reading video files
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class VideoFile:
-    """
-    A video file that was opened: what it is, and how to read it.
-
-    Args:
-        name: what messages call it.
-        metadata: of the whole video, with the `frames_indices` that were chosen.
-        shape: number of chosen frames, height and width.
-        decode: begins to read the chosen frames, `[H, W, 3]` uint8 RGB each, upright.
-        start: when a player shows the first frame, in seconds.
-        warnings: what is wrong with the file, one sentence each.
-    """
-
-    name: str
-    metadata: VideoMetadata
-    shape: tuple[int, int, int]
-    decode: Frames
-    start: float
-    warnings: list[str]
-
-
 def read_video(path: str, choose: FrameChoice) -> tuple[np.ndarray, VideoMetadata]:
-    """
-    Reads the chosen frames of a video file or `http(s)` address.
-
-    A variable frame rate is read as its mean rate: frame `i` is what the video shows at `i / fps` seconds, so times
-    computed from the metadata hold for every file.
-
-    Args:
-        path: the file.
-        choose: from (number of frames, frames per second) to the indices of the frames to read.
-
-    Returns:
-        `[T, H, W, 3]` uint8 RGB frames, upright, and the metadata of the whole video with `frames_indices`.
-
-    Raises:
-        ValueError: the file is missing, cannot be decoded, has no video stream or no frame; an address that does not
-            answer, or with a file of more than 1 GiB.
-        ImportError: PyAV is not installed.
-    """
+    """The chosen frames of a video `[T, H, W, 3]`, and its metadata, as [`open_video`] gives them."""
     video = open_video(path, choose)
     return np.stack(list(video.decode())), video.metadata
-
-
-def open_video(path: str, choose: FrameChoice) -> VideoFile:
-    """
-    [`read_video`] frame by frame.
-
-    Of a file that was cut off, what is there is read; the log and `warnings` say how much that is.
-    """
-    source: str | io.BytesIO
-    name = shown_name(path)
-    if is_address(path):
-        source = download(path)
-    else:
-        source = path.removeprefix("file://")
-        if not os.path.isfile(source):
-            raise ValueError(
-                f"There is no video at {name!r}; expected a video file, a folder of frames or an http(s) address."
-            )
-    stream, indices, decode = open_stream(source, name, choose)
-    first = next(decode(), None)
-    if first is None:
-        raise undecodable(name, "no frame could be decoded")
-    metadata = VideoMetadata(
-        total_num_frames=int(stream.total),
-        fps=float(stream.fps),
-        duration=float(stream.total / stream.fps),
-        height=first.shape[0],
-        width=first.shape[1],
-        video_backend="pyav",
-        frames_indices=[int(index) for index in indices],
-    )
-    warnings = [f"The video {name!r} {problem}." for problem in stream.warnings]
-    for warning in warnings:
-        logger.warning(warning)
-    return VideoFile(name, metadata, (len(indices), *first.shape[:2]), decode, stream.start, warnings)
 
 
 @contextmanager
@@ -212,8 +132,7 @@ def naming(video: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        name = shown_name(video)
-        raise ValueError(f"The video {name!r} cannot be brought to a size for the model: {error}") from error
+        raise ValueError(f"The video {shown_name(video)!r} cannot be sized for the model: {error}") from error
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -223,14 +142,10 @@ def naming(video: str) -> Iterator[None]:
 
 def load_frames(folder: str | list[str]) -> np.ndarray:
     """
-    Loads a video that is stored as images.
+    Loads a video that is stored as images, `[T, H, W, 3]` uint8 RGB.
 
     Args:
-        folder: a folder of images, read in natural order (`frame2.jpg` before `frame10.jpg`), or a list of images, read
-            as listed.
-
-    Returns:
-        `[T, H, W, 3]` uint8 RGB.
+        folder: a folder of images, read in natural order (`frame2.jpg` before `frame10.jpg`), or a list of images.
 
     Raises:
         ValueError: no image in the folder, one that cannot be read, or images of different sizes.
@@ -277,12 +192,7 @@ def decode_images(paths: Sequence[str], size: tuple[int, ...]) -> Iterator[np.nd
 
 
 def image_paths(folder: str) -> list[str]:
-    """
-    The images of a folder in natural order.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The images of a folder in natural order; raises `ValueError` if there is none."""
     names = [name for name in os.listdir(folder) if name.lower().endswith(FRAME_SUFFIXES) and name[0] != "."]
     if not names:
         raise ValueError(f"The folder {folder!r} holds no frames; expected images ({', '.join(FRAME_SUFFIXES)}).")
@@ -412,11 +322,6 @@ def require_positive(name: str, value: float) -> None:
     """Raises a `ValueError` for what is no finite number above 0."""
     if not (value > 0 and np.isfinite(value)):
         raise ValueError(f"Got {name}={value!r}; expected a finite number above 0.")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Long videos
-# --------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

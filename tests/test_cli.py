@@ -141,11 +141,6 @@ def test_a_folder_has_no_revision(ask, tiny_mp4):
     assert_refused(ask(tiny_mp4, QUESTION, "--revision", "main"), "--revision is about a repository on the Hub")
 
 
-def test_a_seed_below_zero_is_refused(tmp_path):
-    result = CliRunner().invoke(app, ["convert", str(tmp_path), "--out", str(tmp_path / "out"), "--seed", "-1"])
-    assert_refused(result, "--seed is -1", "from 0 to 4294967295")
-
-
 def test_a_cache_that_cannot_be_written_is_named(tiny_mp4, tmp_path):
     (tmp_path / "file").touch()
     bundled = ["ask", str(tiny_mp4), QUESTION]
@@ -186,10 +181,6 @@ def test_an_empty_file_is_refused(ask, tmp_path):
 @pytest.mark.parametrize("retention", ["0", "1.5", "nan"])
 def test_a_retention_out_of_range_is_refused(ask, tiny_mp4, retention):
     assert_refused(ask(tiny_mp4, QUESTION, "--retention", retention), f"--retention is {retention}", "(0, 1]")
-
-
-def test_no_visual_token_at_all_is_refused(ask, tiny_mp4):
-    assert_refused(ask(tiny_mp4, QUESTION, "--max-visual-tokens", "0"), "at least 1")
 
 
 def test_a_folder_without_its_rate_is_refused(ask, frame_folder):

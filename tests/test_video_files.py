@@ -75,7 +75,7 @@ def test_a_rate_that_was_rounded_costs_no_frame():
 def test_a_video_that_is_too_narrow_is_named(loaded, tmp_path):
     write_mp4(tmp_path / "narrow.mp4", np.zeros((8, 2, 1024, 3), np.uint8), 8)
     for read in (lambda path: session.encode(*loaded, path), lambda path: loaded[1](videos=str(path))):
-        with pytest.raises(ValueError, match=r"The video '.*narrow\.mp4' cannot be brought to a size for the model"):
+        with pytest.raises(ValueError, match=r"The video '.*narrow\.mp4' cannot be sized for the model"):
             read(tmp_path / "narrow.mp4")
 
 

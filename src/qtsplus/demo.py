@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from filelock import FileLock
 
 from . import session
@@ -61,8 +62,7 @@ def cached_tiny() -> Path:
 
 def publish_tiny(folder: Path) -> Path:
     """Writes the Hub folder of the tiny variant."""
-    built = load_variant(TINY)
-    return assemble(built.model, built.processor, folder, variant=TINY, random_seed=built.random_seed)
+    return assemble(*load_variant(TINY), folder, variant=TINY)
 
 
 def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, session.Answer]]:
@@ -80,7 +80,7 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
         FileExistsError: the folder holds files that no earlier demo wrote.
     """
     # Matplotlib wants a folder in the user's home; who only asks the tiny model does without.
-    from .picture import draw_kept_tokens, frames_from_patches
+    from .picture import draw_kept_tokens
 
     with whole_folder(out) as staging:
         shutil.copyfile(CLIP, staging / "clip.mp4")
@@ -95,10 +95,9 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
             session.ask(model, processor, encoded, question.question, max_new_tokens=16) for question in QUESTIONS
         ]
 
-        seen = processor(videos=str(CLIP), return_tensors="pt")
-        names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
-        sizes = {name: getattr(processor.video_processor, name) for name in names}
-        frames = frames_from_patches(seen["pixel_values_videos"], seen["video_grid_thw"][0].tolist(), **sizes)
+        chunks = processor.video_chunks(CLIP)
+        # Two frames make one step in time.
+        frames = np.stack([chunks.resize(frame) for frame in chunks.decode()])[::2]
         kept = [
             (
                 f"“{question.question}” {one.answer}: {one.kept_tokens} of {one.visual_tokens} visual tokens",
@@ -106,6 +105,6 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
             )
             for question, one in zip(QUESTIONS, answers, strict=True)
         ]
-        draw_kept_tokens(frames, kept, float(seen["second_per_grid_ts"][0]), staging / "kept_tokens.png")
+        draw_kept_tokens(frames, kept, chunks.second_per_grid_ts[0], staging / "kept_tokens.png")
         say(f"Drew the kept tokens to {out / 'kept_tokens.png'}.")
     return list(zip(QUESTIONS, answers, strict=True))

@@ -25,6 +25,7 @@ from .two_passes import Large, TwoPasses, open_twice, second_pass, second_prompt
 
 T = TypeVar("T")
 
+_PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
 _A_QUESTION: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]},
 ]
@@ -119,17 +120,9 @@ def load(
     """
     device = find_device(device)
     _check_model(model, revision)
-    try:
-        with reading(f"The processor of {str(model)!r}"):
-            processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
-            processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
-    except ValueError as error:
-        if missing := _missing_processor_files(Path(model)):
-            raise ValueError(
-                f"The folder {str(model)!r} holds no processor; expected {' and '.join(missing)} beside the weights. "
-                "Save it there with `processor.save_pretrained`."
-            ) from error
-        raise
+    with reading(f"The processor of {str(model)!r}"):
+        processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
+        processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
     with reading(f"The model {str(model)!r}"):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             model, trust_remote_code=True, dtype=dtype, revision=revision
@@ -174,12 +167,12 @@ def _check_model(model: str | Path, revision: str | None) -> None:
             f"{name!r} is no QTSplus model: its model_type is {config.get('model_type')!r}. Make one of it with "
             f"`qtsplus convert {name} --out FOLDER`."
         )
-
-
-def _missing_processor_files(folder: Path) -> list[str]:
-    """What of a processor is not there, of a folder that exists."""
-    either = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
-    return [names[0] for names in either if folder.is_dir() and not any((folder / name).is_file() for name in names)]
+    for names in _PROCESSOR:
+        if Path(model).is_dir() and not any(Path(model, file).is_file() for file in names):
+            raise ValueError(
+                f"The folder {name!r} holds no processor; expected {names[0]} beside the weights. Save it there with "
+                "`processor.save_pretrained`."
+            )
 
 
 def encode(
@@ -223,13 +216,10 @@ def encode(
         large, chunks = open_twice(model, processor, chunks, two_passes, frame_tolerance)
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features, filled = torch.empty(0), 0
-    console = Console(stderr=True)
-    repeats = Repeats(frame_tolerance)
-    quiet = not (progress and console.is_terminal and len(chunks) > 1)
+    repeats, console = Repeats(frame_tolerance), Console(stderr=True)
+    bar: dict[str, Any] = {"console": console, "transient": True, "disable": not (progress and console.is_terminal)}
     with closing(read_ahead(chunks)) as ahead:
-        for pixels, grid in track(
-            ahead, "Encoding the video", len(chunks), console=console, transient=True, disable=quiet
-        ):
+        for pixels, grid in track(ahead, "Encoding the video", len(chunks), **bar):
             (encoded,) = model.encode_videos(pixels, grid, device=device, repeats=repeats)
             if not filled:
                 features = encoded.new_empty(tokens, encoded.shape[-1])
@@ -302,11 +292,7 @@ def ask(
         raise ValueError(f"Got {given} for a video that was encoded before; give it to `encode`.")
 
     grid, second = video.video_grid_thw, None
-    choice: dict[str, Any] = {
-        "retention": retention,
-        "max_visual_tokens": max_visual_tokens,
-        "selection": selection,
-    }
+    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     if video.large is not None:
         started = time.perf_counter()
         second = second_pass(model, video.large, small_prompt(processor, video, question), **choice)
@@ -316,11 +302,7 @@ def ask(
     inputs["second_per_grid_ts"] = video.second_per_grid_ts
     clock = _FirstTokenClock()
     started = time.perf_counter()
-    answering: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "return_dict_in_generate": True,
-        "streamer": clock,
-    }
+    answering: dict[str, Any] = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True, "streamer": clock}
     if second is None:
         output = model.generate(**inputs, video_features=[video.features], **choice, **answering)
     else:
@@ -369,12 +351,8 @@ def small_prompt(processor: Any, video: EncodedVideo, question: str) -> dict[str
     """Inputs of the model for a question about the first of two passes."""
     inputs = processor.question_inputs(question, video.video_grid_thw, [video.metadata])
     asked = {name: inputs[name] for name in ("input_ids", "attention_mask", "query_mask")}
-    return {
-        **asked,
-        "video_features": [video.features],
-        "video_grid_thw": video.video_grid_thw,
-        "second_per_grid_ts": video.second_per_grid_ts,
-    }
+    grid, seconds = video.video_grid_thw, video.second_per_grid_ts
+    return {**asked, "video_features": [video.features], "video_grid_thw": grid, "second_per_grid_ts": seconds}
 
 
 class _FirstTokenClock(BaseStreamer):

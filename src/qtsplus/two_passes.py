@@ -177,16 +177,15 @@ def open_twice(
             "Two passes need a model that reads frames of any size, as the Qwen-VL ones do; this one brings every "
             "frame to one size."
         )
-    own_side = model.model.tile_side
-    if own_side is None and two_passes.tile is not None:
+    side = two_passes.tile or model.model.tile_side
+    if model.model.tile_side is None and two_passes.tile is not None:
         raise ValueError(
             f"tile={two_passes.tile}: the vision tower of this model learns where a patch is in its frame, and has to "
             "see whole frames; leave tile out."
         )
     merge, patch = processor.video_processor.merge_size, processor.video_processor.patch_size
     time, *size = chunks.video_grid_thw[0].tolist()
-    height, width = (side // merge for side in size)
-    side = two_passes.tile or own_side
+    height, width = (length // merge for length in size)
     large = Large(
         chunks,
         Tiles((time, height, width), (height, width) if side is None else (side, side)),
@@ -195,7 +194,7 @@ def open_twice(
         processor.video_processor.temporal_patch_size,
         frame_tolerance,
     )
-    small = [max(round(side * two_passes.scale / merge), 1) * merge for side in size]
+    small = [max(round(length * two_passes.scale / merge), 1) * merge for length in size]
     grid = torch.tensor([[time, *small]])
     return large, replace(
         chunks,
@@ -231,21 +230,17 @@ def second_pass(
     device, config, num_tokens = model.device, model.config.qtsplus_config, math.prod(large.tiles.grid)
     check_budget(selection or config.selection, [retention], 1, max_visual_tokens)
     most = min(config.n_max, max_visual_tokens or num_tokens)
-    everything = (selection or config.selection) == "all"
-    share = 1.0 if everything else retention
-    wanted = 0 if share is None else kept_count(share, num_tokens, num_tokens if everything else most)
+    wanted = 0 if retention is None else kept_count(retention, num_tokens, most)
+    if (selection or config.selection) == "all":
+        wanted = num_tokens
     if wanted > large.count:
         raise ValueError(
             f"{wanted} of the video's {num_tokens} tokens are asked for, and the second pass encodes {large.count}: "
             "keep fewer, read the video in one pass, or raise TwoPasses(tokens=)."
         )
+    prompt = {name: value.to(device) if torch.is_tensor(value) else value for name, value in small.items()}
     with torch.no_grad():
-        chosen = model.model.compress(
-            **{name: value.to(device) if torch.is_tensor(value) else value for name, value in small.items()},
-            retention=retention,
-            selection=selection,
-            reencode=False,
-        ).qtsplus
+        chosen = model.model.compress(**prompt, retention=retention, selection=selection, reencode=False).qtsplus
     (grid,) = model.model.merged_grid(small["video_grid_thw"])
     if chosen.relevance is None:
         weights = torch.zeros(math.prod(grid)).index_fill(0, chosen.kept_indices[0].cpu(), 1.0)
@@ -306,21 +301,20 @@ def encode_tiles(
         # Row by row of tokens, and the patches of a token one after another: a tile is some of these rows.
         height, width = (int(side) // merge for side in grid[0, 1:])
         frames = pixels.reshape(len(steps), height, width, merge**2, -1)
-        by_size: dict[tuple[int, int], list[torch.Tensor]] = {}
-        places_by_size: dict[tuple[int, int], list[torch.Tensor]] = {}
+        by_size: dict[torch.Size, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for step, row, column in chosen[torch.isin(chosen[:, 0], torch.tensor(steps))].tolist():
             cut = large.tiles.cut(row, column)
-            tile, own = frames[steps.index(step)][cut], indices[step][cut]
-            by_size.setdefault((own.shape[0], own.shape[1]), []).append(tile.flatten(0, 2))
-            places_by_size.setdefault((own.shape[0], own.shape[1]), []).append(own.flatten())
+            own = indices[step][cut]
+            by_size.setdefault(own.shape, []).append((frames[steps.index(step)][cut].flatten(0, 2), own.flatten()))
         grids = [[len(tiles), rows * merge, columns * merge] for (rows, columns), tiles in by_size.items()]
+        tiles = [tile for group in by_size.values() for tile in group]
         features += model.encode_videos(
-            torch.cat([tile for tiles in by_size.values() for tile in tiles]),
+            torch.cat([patches for patches, _ in tiles]),
             torch.tensor(grids),
             device=device,
             repeats=Repeats(large.frame_tolerance),
         )
-        places += [own for found in places_by_size.values() for own in found]
+        places += [own for _, own in tiles]
     order = torch.cat(places).argsort()
     joined = torch.cat(features)
     return joined[order.to(joined.device)], torch.cat(places)[order]

@@ -27,7 +27,7 @@ def ask(
     revision: Revision = None,
     retention: Retention = None,
     max_visual_tokens: Annotated[
-        int | None, typer.Option(help="Keep at most this many visual tokens, also where --retention is more.")
+        int | None, typer.Option(min=1, help="Keep at most this many visual tokens, also where --retention is more.")
     ] = None,
     selection: Selection = None,
     fps: Annotated[
@@ -44,7 +44,7 @@ def ask(
             "sooner, and less sure.",
         ),
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="The answer ends after this many tokens at the latest.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")] = 128,
     device: Device = None,
     dtype: Annotated[
         Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")
@@ -54,7 +54,7 @@ def ask(
     """Answer a question about a video, and say which seconds the answer rests on."""
     check_model_options(model, revision, device)
     _check_question(video, question, fps)
-    _check_budget(retention, max_visual_tokens, max_new_tokens)
+    require_fraction(retention)
     with one_line_errors():
         from .. import session
 
@@ -109,14 +109,6 @@ def _check_question(video: str, question: str, fps: float | None) -> None:
         question.encode()
     except UnicodeEncodeError:
         fail("the question is not valid UTF-8 text")
-
-
-def _check_budget(retention: float | None, max_visual_tokens: int | None, max_new_tokens: int) -> None:
-    require_fraction(retention)
-    if max_visual_tokens is not None and max_visual_tokens < 1:
-        fail(f"--max-visual-tokens is {max_visual_tokens}; expected at least 1")
-    if max_new_tokens < 1:
-        fail(f"--max-new-tokens is {max_new_tokens}; expected at least 1")
 
 
 def _place(box: tuple[float, float, float, float]) -> str:
