@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
@@ -385,7 +386,8 @@ def _fetch_images(image_processor: Any, images: Any) -> Any:
     """Images by path, address or base64 as pixels; others as they are."""
     try:
         return image_processor.fetch_images(images)
-    except RuntimeError as error:  # torchvision's, for a text that is no path but can be read as base64
+    # torchvision's RuntimeError is about a text that is no path but can be read as base64.
+    except (RuntimeError, Image.DecompressionBombError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ValueError(f"Cannot read {str(images)[:500]!r} as images; expected files that exist: {reason}") from error
 

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.hub.names import REFERENCE
 from qtsplus.hub.reference import convert_reference_config
+from qtsplus.hub.weights import REFERENCE
 from reference import load, meta
 
 E2E = ("case1", "e2e")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtsplus.configuration_qtsplus import QTSplusConfig
-from qtsplus.hub.names import REFERENCE
+from qtsplus.hub.weights import REFERENCE
 from qtsplus.selector_qtsplus import QTSplusSelector, find_threshold, gumbel_gate
 from reference import load, meta
 

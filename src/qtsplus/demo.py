@@ -13,7 +13,7 @@ from filelock import FileLock
 from . import session
 from .hub.files import hub_configs
 from .hub.folder import whole_folder
-from .hub.publish import assemble, code_files, load_variant
+from .hub.publish import assemble_folder, code_files
 
 TINY = "qtsplus-tiny"
 CLIP = Path(__file__).with_name("demo.mp4")  # 8 s of marked shapes, which training never saw
@@ -62,7 +62,7 @@ def cached_tiny() -> Path:
 
 def publish_tiny(folder: Path) -> Path:
     """Writes the Hub folder of the tiny variant."""
-    return assemble(*load_variant(TINY), folder, variant=TINY)
+    return assemble_folder(TINY, folder)
 
 
 def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, session.Answer]]:

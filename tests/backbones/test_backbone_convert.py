@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from qtsplus.backbones import backbone_of
 from qtsplus.hub.convert import convert
-from qtsplus.hub.names import OUTER
+from qtsplus.hub.weights import OUTER
 from qtsplus.training.models import load_model, load_processor
 
 

@@ -19,11 +19,10 @@ from qtsplus.hub.checkpoint import StoredTensor
 from qtsplus.hub.convert import convert
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.initialise import initialise_selector
-from qtsplus.hub.names import OLD, REFERENCE
 from qtsplus.hub.reference import find_vision_config
-from qtsplus.hub.weights import SELECTOR, check_weights, on_meta
+from qtsplus.hub.weights import OLD, REFERENCE, SELECTOR, check_weights, on_meta
 from reference import GOLDEN, load, meta
-from tiny import batch, prompt, stock_twin, tiny_model, token_types
+from tiny import batch, load_bundled, prompt, stock_twin, tiny_model, token_types
 
 REFERENCE_FOLDER = GOLDEN / "case1" / "e2e" / "checkpoint"
 EVERYTHING = {"selection": "all", "reencode_layers": 0}
@@ -186,11 +185,9 @@ def test_bfloat16_stays_bfloat16(tmp_path):
 
 def test_the_processor_comes_along_and_says_where_a_question_stands(tiny_processor, tmp_path):
     from qtsplus.hub.convert import _plain_processor
-    from qtsplus.hub.publish import load_variant
 
-    built = load_variant("qtsplus-tiny")
-    built.model.save_pretrained(tmp_path / "ours")
-    built.processor.save_pretrained(tmp_path / "ours")
+    for part in load_bundled():
+        part.save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "plain")
     assert "Qwen2_5_VLProcessor" in (tmp_path / "plain" / "processor_config.json").read_text()
     assert _plain_processor(tiny_processor).tokenizer is tiny_processor.tokenizer

@@ -10,8 +10,7 @@ import torch
 from qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.hub.checkpoint import StoredTensor, read_checkpoint, write_checkpoint
 from qtsplus.hub.files import hub_configs
-from qtsplus.hub.names import OLD
-from qtsplus.hub.weights import on_meta
+from qtsplus.hub.weights import OLD, on_meta
 
 # Reports the peak of the resident memory beyond what imports alone need, in bytes.
 MEASURE = """

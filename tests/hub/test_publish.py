@@ -8,15 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor
 from qtsplus.hub.files import hub_configs, variants
 from qtsplus.hub.folder import WRITTEN
-from qtsplus.hub.publish import AUTO_MAP, assemble, assemble_folder, code_files, load_variant
+from qtsplus.hub.publish import assemble_folder, code_files
+from qtsplus.saving_qtsplus import auto_map
+from tiny import load_bundled
 
-
-@pytest.fixture(scope="module")
-def built():
-    return load_variant("qtsplus-tiny")
+AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
 
 
 def test_a_folder_holds_all_that_a_hub_user_needs(tiny_published):
@@ -48,32 +47,26 @@ def test_the_card_says_how_the_bundled_weights_were_made(tiny_published):
     assert "random (" not in card and "weights are random" not in card
 
 
-def test_the_card_names_licence_and_base_of_loaded_weights(built, tmp_path):
-    card = (assemble(built.model, built.processor, tmp_path / "m", variant="qtsplus-3b") / "README.md").read_text()
-    assert "base_model: Qwen/Qwen2.5-VL-3B-Instruct" in card
-    assert "license_name: qwen-research" in card
-    assert "random" not in card
-
-
 def test_the_cards_snippet_runs(tiny_published, tiny_mp4, capsys):
     (snippet,) = re.findall(r"```python\n(.*?)```", (tiny_published / "README.md").read_text(), re.DOTALL)
     exec(snippet.replace("org/qtsplus-tiny", str(tiny_published)).replace("video.mp4", str(tiny_mp4)), {})
     assert capsys.readouterr().out
 
 
-def test_a_saved_model_is_published_with_its_weights(built, tmp_path):
-    built.model.save_pretrained(tmp_path / "saved")
-    built.processor.save_pretrained(tmp_path / "saved")
+def test_a_saved_model_is_published_with_its_weights(tmp_path):
+    model, processor = load_bundled()
+    model.save_pretrained(tmp_path / "saved")
+    processor.save_pretrained(tmp_path / "saved")
     folder = assemble_folder(tmp_path / "saved", tmp_path / "hub")
     again = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).state_dict()
-    for name, tensor in built.model.state_dict().items():
+    for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again[name]), name
-    whole = assemble(built.model, built.processor, tmp_path / "whole", variant="qtsplus-tiny")
+    whole = assemble_folder("qtsplus-tiny", tmp_path / "whole")
     assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
 
 
-def test_a_model_without_a_processor_is_published_with_a_warning(built, tmp_path):
-    built.model.save_pretrained(tmp_path / "saved")
+def test_a_model_without_a_processor_is_published_with_a_warning(tmp_path):
+    load_bundled()[0].save_pretrained(tmp_path / "saved")
     said = []
     folder = assemble_folder(tmp_path / "saved", tmp_path / "hub", say=said.append)
     assert not (folder / "processor_config.json").exists()
@@ -98,8 +91,8 @@ def test_weights_that_do_not_fit_are_not_published(tiny_published, tmp_path):
     assert not (tmp_path / "hub").exists()
 
 
-def test_an_earlier_assembly_is_replaced(built, tiny_published, tmp_path):
-    assemble(built.model, built.processor, tmp_path / "hub")
+def test_an_earlier_assembly_is_replaced(tiny_published, tmp_path):
+    assemble_folder("qtsplus-tiny", tmp_path / "hub")
     assemble_folder(tiny_published, tmp_path / "hub")
     assert (tmp_path / "hub" / "README.md").read_text() == (tiny_published / "README.md").read_text().replace(
         "org/qtsplus-tiny", "org/hub"
@@ -107,34 +100,34 @@ def test_an_earlier_assembly_is_replaced(built, tiny_published, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["README.md", "config.json", "model-00001-of-00002.safetensors"])
-def test_what_was_changed_since_is_replaced_only_when_asked_to(built, tmp_path, name):
-    folder = assemble(built.model, built.processor, tmp_path / "hub", variant="qtsplus-tiny")
+def test_what_was_changed_since_is_replaced_only_when_asked_to(tmp_path, name):
+    folder = assemble_folder("qtsplus-tiny", tmp_path / "hub")
     (folder / name).write_text("my words")
     with pytest.raises(FileExistsError, match=name):
-        assemble(built.model, built.processor, folder, variant="qtsplus-tiny")
+        assemble_folder("qtsplus-tiny", folder)
     assert (folder / name).read_text() == "my words"
-    assemble(built.model, built.processor, folder, variant="qtsplus-tiny", overwrite=True)
+    assemble_folder("qtsplus-tiny", folder, overwrite=True)
     assert not (folder / name).exists() or (folder / name).read_text() != "my words"
 
 
-def test_a_folder_with_other_files_is_refused_unless_asked_to(built, tmp_path):
+def test_a_folder_with_other_files_is_refused_unless_asked_to(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError, match=r"thesis\.tex"):
-        assemble(built.model, built.processor, tmp_path)
+        assemble_folder("qtsplus-tiny", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
-    assemble(built.model, built.processor, tmp_path, overwrite=True)
+    assemble_folder("qtsplus-tiny", tmp_path, overwrite=True)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
     assert (tmp_path / "config.json").exists()
 
 
-def test_an_interrupted_run_leaves_nothing(built, tmp_path, monkeypatch):
+def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(built.processor, "save_pretrained", interrupt)
+    monkeypatch.setattr(Qwen2_5_VLQTSplusProcessor, "save_pretrained", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        assemble(built.model, built.processor, tmp_path / "hub")
+        assemble_folder("qtsplus-tiny", tmp_path / "hub")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,9 +148,9 @@ def test_a_folder_that_cannot_be_published_says_why(tmp_path, files, message):
         assemble_folder(tmp_path, tmp_path / "hub")
 
 
-def test_a_variant_without_weights_says_so():
-    with pytest.raises(ValueError, match="'qtsplus-3b' comes without tokenizer and weights"):
-        load_variant("qtsplus-3b")
+def test_a_variant_without_weights_says_so(tmp_path):
+    with pytest.raises(ValueError, match="'qtsplus-3b' comes without weights"):
+        assemble_folder("qtsplus-3b", tmp_path / "hub")
 
 
 def test_all_variants_have_a_whole_configuration():

@@ -38,8 +38,8 @@ for command in (demo, ask, convert, publish, train, calibrate):
 for study in (needle, analysis):
     eval_app.command()(study)
 app.add_typer(eval_app, name="eval")
-for command in (vscq1, vscq2, vqa, merge):
-    data_app.command()(command)
+for making in (vscq1, vscq2, vqa, merge):
+    data_app.command()(making)
 app.add_typer(data_app, name="data")
 
 __all__ = ["app"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from .console import console, fail, notes, one_line_errors, require_fraction
+from .console import console, fail, note, notes, one_line_errors, require_fraction, wrote
 from .models import check_model_options, check_selection, load_model
 from .options import AsJson, Device, Dtype, Model, Retention, Revision, Selection
 
@@ -89,7 +89,8 @@ def demo(
     with one_line_errors():
         from ..demo import run_demo
 
-        answers = run_demo(out, lambda line: console.print(line, soft_wrap=True, highlight=False))
+        answers = run_demo(out, note)
+    wrote(out)
     for question, answer in answers:
         console.print(f"\nQuestion: {question.question} (In truth: {question.answer})", highlight=False)
         _print_answer(answer)

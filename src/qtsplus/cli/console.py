@@ -4,9 +4,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import click
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
@@ -40,7 +39,7 @@ def fail(message: str) -> NoReturn:
 class FilledArguments(TyperGroup):
     """A command without empty arguments: those are a script's unset variables, and none means the current folder."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for before, argument in pairwise(["", *args]):
             name, _, value = argument.rpartition("=") if argument.startswith("--") else (before, "", argument)
             if not value.strip():

@@ -119,19 +119,12 @@ def publish(
         fail("--overwrite is about a folder: give --to DIR")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
         from ..hub import publish as publishing
-        from ..hub.files import variants
 
         if repo is not None:
             publishing.check_repository(repo)
         folder = Path(scratch) / "repository" if to is None or dry_run else to
         keep = folder is to
-        if Path(model).is_dir() or model not in variants():
-            publishing.assemble_folder(
-                model, folder, repository=repo, overwrite=overwrite, link_weights=not keep, say=note
-            )
-        else:
-            bundled = publishing.load_variant(model)
-            publishing.assemble(*bundled, folder, variant=model, repository=repo, overwrite=overwrite)
+        publishing.assemble_folder(model, folder, repository=repo, overwrite=overwrite, link_weights=not keep, say=note)
         if keep:
             wrote(folder.resolve())
         if repo is not None:

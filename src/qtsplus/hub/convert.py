@@ -26,11 +26,21 @@ from .checkpoint import MAX_SHARD_SIZE, StoredTensor, in_memory, read_checkpoint
 from .files import hub_configs, require_variant
 from .folder import read_json, reading, whole_folder
 from .initialise import initialise_selector
-from .names import PUBLISHED, REFERENCE, naming_of
 from .publish import write_repository
 from .reference import MODEL_TYPE, convert_reference_config, find_vision_config
 from .saved import load_config, load_generation_config, load_processor, refuse_adapter
-from .weights import EMBEDDINGS, HEAD, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
+from .weights import (
+    EMBEDDINGS,
+    HEAD,
+    PUBLISHED,
+    REFERENCE,
+    RHO_HISTORY,
+    SELECTOR,
+    check_weights,
+    naming_of,
+    on_meta,
+    read_weights,
+)
 
 _INIT_METHODS = {"identity": "identity", "lm": "language_model"}  # by what --init calls them
 

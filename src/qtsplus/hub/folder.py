@@ -28,8 +28,8 @@ _REPLACED = (
 
 # What Transformers and its parsers raise for a file that is there, but not what its name says.
 _SPEAKING = (OSError, ValueError, StrictDataclassError)
-_BROKEN = (*_SPEAKING, TypeError, LookupError, AttributeError, RuntimeError)
-_BROKEN += (UnpicklingError, SafetensorError, TemplateError)
+_CODE = (TypeError, LookupError, AttributeError, RuntimeError)
+_BROKEN = (*_SPEAKING, *_CODE, UnpicklingError, SafetensorError, TemplateError)
 
 
 @contextmanager
@@ -112,14 +112,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def update_json(path: Path, **values: Any) -> None:
-    """Sets keys of a JSON file."""
-    path.write_text(json.dumps({**read_json(path), **values}, indent=2) + "\n", encoding="utf-8")
-
-
-def remove_from_json(path: Path, *names: str) -> None:
-    """Removes keys of a JSON file."""
-    content = {name: value for name, value in read_json(path).items() if name not in names}
+def update_json(path: Path, drop: tuple[str, ...] = (), **values: Any) -> None:
+    """Sets and removes keys of a JSON file."""
+    content = {name: value for name, value in {**read_json(path), **values}.items() if name not in drop}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,10 +1,11 @@
 """Assembles complete Hub repositories (weights, configuration, processor, the code that runs them, a card); uploads."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -17,73 +18,15 @@ from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from ..saving_qtsplus import auto_map, code_of, commit_folder, model_card
 from .card import card_data, matching_variant
 from .checkpoint import read_checkpoint, weight_files, write_checkpoint
-from .files import require_variant, variants
-from .folder import read_json, remove_from_json, update_json, whole_folder
+from .files import hub_configs, variants
+from .folder import read_json, update_json, whole_folder
 from .saved import load_config, load_generation_config, load_processor, refuse_adapter
 from .weights import on_meta, read_weights
-
-AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
-PROCESSOR_AUTO_MAP = {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}  # both are Qwen2.5-VL's
 
 # What a repository may hold from an earlier upload, and must not mix with this one's.
 _REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\w+_qtsplus\w*\.py")
 # The line of the card's usage that names the repository.
 _CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)
-
-
-class Publishable(NamedTuple):
-    """A model with its processor."""
-
-    model: Any
-    processor: Any
-
-
-def load_variant(name: str) -> Publishable:
-    """
-    A variant of `hub_configs` with the weights that are bundled with it.
-
-    Raises:
-        ValueError: no such variant, or one without weights.
-    """
-    folder = require_variant(name)
-    if not (folder / "model.safetensors").exists():
-        raise ValueError(
-            f"The variant {name!r} comes without tokenizer and weights; give a folder that was saved with "
-            "save_pretrained instead."
-        )
-    model = backbone_of(read_json(folder / "config.json").get("model_type")).model.from_pretrained(folder).eval()
-    return Publishable(model, load_processor(folder, model.config))
-
-
-def assemble(
-    model: Any,
-    processor: Any,
-    folder: str | Path,
-    *,
-    variant: str | None = None,
-    repository: str | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """
-    Writes a model as a complete Hub repository, which loads with `trust_remote_code=True` without this package.
-
-    Args:
-        folder: the target, which appears whole or not at all. An earlier assembly is replaced.
-        variant: name of a folder of `hub_configs`, for the card's licence and base model.
-        repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
-        overwrite: write also into a folder that holds other files; those stay as they are.
-
-    Returns:
-        the folder.
-
-    Raises:
-        FileExistsError: the folder holds other files, or is a file.
-    """
-    folder = check_folder(folder).resolve()
-    with whole_folder(folder, overwrite) as staging:
-        model.save_pretrained(staging, max_shard_size="5GB")
-        write_repository(staging, model, processor, repository or f"org/{folder.name}", card_data(variant))
-    return folder
 
 
 def assemble_folder(
@@ -102,7 +45,10 @@ def assemble_folder(
     the source stays, apart from the repository that its usage names.
 
     Args:
-        folder, repository, overwrite: as for [`assemble`].
+        source: a folder, or the name of a variant of `hub_configs` that comes with weights.
+        folder: the target, which appears whole or not at all, see [`whole_folder`]. An earlier assembly is replaced.
+        repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
+        overwrite: write also into a folder that holds other files.
         link_weights: link to the source's weights instead of copying them, for a folder that is only uploaded.
         say: takes a line for every choice that was made.
 
@@ -110,7 +56,9 @@ def assemble_folder(
         ValueError: another kind of model, a folder without weights, or weights that do not fit.
         FileExistsError: the folder holds other files, or is a file.
     """
-    source, folder = Path(source).resolve(), check_folder(folder).resolve()
+    bundled = not Path(source).is_dir() and source in variants()
+    source = hub_configs() / source if bundled else Path(source).resolve()
+    folder = check_folder(folder).resolve()
     if source == folder:
         raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
     _check_publishable(source)
@@ -123,6 +71,8 @@ def assemble_folder(
         card = (source / "README.md").read_text(encoding="utf-8")
         card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', card)
         say(f"The card is {source / 'README.md'}.")
+    elif bundled:
+        about = card_data(source.name)
     else:
         known = matching_variant(config)
         about = card_data(known, "license", "license_name", "license_link", "base_model")
@@ -130,12 +80,11 @@ def assemble_folder(
         say(f"{source} has no README.md: the card is a new one, with {licence}.")
     with whole_folder(folder, overwrite) as staging:
         files = weight_files(source)
-        as_they_are = files[0].suffix != ".bin" and read_checkpoint(source).keys() == tensors.keys()
-        if link_weights and as_they_are:
-            for path in files:
-                (staging / path.name).symlink_to(path)
-        else:
+        if files[0].suffix == ".bin" or read_checkpoint(source).keys() != tensors.keys():
             write_checkpoint(tensors, staging)
+            files = []
+        for path in files:
+            (os.symlink if link_weights else shutil.copyfile)(path, staging / path.name)
         model.generation_config = load_generation_config(source) or model.generation_config
         model.generation_config.save_pretrained(staging)
         processor = None
@@ -169,7 +118,7 @@ def write_repository(
         target = f"{backbone.processor.__module__.rpartition('.')[2]}.{backbone.processor.__name__}"
         update_json(folder / "processor_config.json", auto_map={"AutoProcessor": target})
         # How it was loaded here is nobody's business there.
-        remove_from_json(folder / "tokenizer_config.json", "is_local", "local_files_only")
+        update_json(folder / "tokenizer_config.json", drop=("is_local", "local_files_only"))
     (folder / "README.md").write_text(card or model_card(model, repository, about), encoding="utf-8")
     model.config.architectures = [type(model).__name__]
     model.config.auto_map = auto_map(backbone.model)
@@ -262,4 +211,6 @@ def _check_publishable(folder: Path) -> None:
             f"{folder} holds a model of type {model_type!r}; expected one of {', '.join(model_types())}. A stock model "
             "or a reference checkpoint becomes one with qtsplus convert."
         )
+    if folder.parent == hub_configs() and not (folder / "model.safetensors").exists():
+        raise ValueError(f"The variant {folder.name!r} comes without weights; give a folder that was saved instead.")
     weight_files(folder)
