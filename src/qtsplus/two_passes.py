@@ -165,10 +165,6 @@ def open_twice(
     """
     A video at full size, and the same with smaller frames: their sides times `scale`, in whole tokens.
 
-    Args:
-        chunks: the video as `processor.video_chunks` opens it.
-        frame_tolerance: as for [`Repeats`].
-
     Raises:
         ValueError: a backbone that reads every frame at one size; tiles for a tower that has to see whole frames.
     """
@@ -263,8 +259,7 @@ def second_prompt(
     are as if not kept, and what is there stays at its place. For `model.generate_from`.
 
     Args:
-        inputs: the model's, `[B, S]`, with the grids of the whole videos.
-        passes: per video.
+        inputs: the model's, `[B, S]`, with the grids of the whole videos; `passes` has one entry for each.
         selection: the fields of [`SelectionInputs`]; `retention` is that of each pass if it is left out.
     """
     features = [one.features for one in passes]

@@ -192,7 +192,7 @@ def _write_file(tensors: Mapping[str, StoredTensor], path: Path, on_bytes: Calla
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors.values():
-            on_bytes(file.write(memoryview(_bytes(tensor.load()).numpy())))
+            on_bytes(file.write(_bytes(tensor.load()).numpy().data))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -110,9 +110,6 @@ def convert(
         progress: show a bar on standard error.
         say: takes a line for every choice that was made.
 
-    Returns:
-        the folder.
-
     Raises:
         ValueError: another kind of model; weights that are missing, unexpected or of another shape, each listed; an
             argument that has no meaning for this kind; a vision tower that is not known.

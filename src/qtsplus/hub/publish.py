@@ -146,8 +146,6 @@ def upload(
     Args:
         repository: "org/name"; created where it does not exist.
         private: for a new repository; one that exists has to be private already.
-        say: takes a line when something that was there is removed.
-        repo_type: "model" or "dataset".
 
     Returns:
         the address of the commit.

@@ -18,12 +18,7 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Naming:
-    """
-    A checkpoint's way to name weights.
-
-    Args:
-        to_ours, from_ours: regular expressions with their replacements, applied in turn.
-    """
+    """A checkpoint's way to name weights: regular expressions with their replacements, applied in turn."""
 
     to_ours: tuple[tuple[str, str], ...] = ()
     from_ours: tuple[tuple[str, str], ...] = ()
