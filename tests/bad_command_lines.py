@@ -182,7 +182,7 @@ def publish_lines() -> list[list[str]]:
         ["publish", "{model}", "--dry-run"],
         ["publish", "{model}", "--private", "--to", "{out}"],
         ["publish", "{model}", "--too", "{out}"],
-        ["publish", "{model}", "--overwrite", "--dry-run", "--repo", "a/b"],
+        *(["publish", "{model}", *more, "--dry-run", "--repo", "a/b"] for more in (["--overwrite"], ["--to", "{out}"])),
         *([*command, f"--{name}="] for name in ("to", "out") for command in (["publish", "{model}"], ["demo"])),
         ["demo", "--out", ""],
         ["demo", "--out", "{frames}"],

@@ -115,6 +115,8 @@ def publish(
         fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
     if repo is None and (private or dry_run):
         fail(f"{'--private' if private else '--dry-run'} is about an upload: give --repo ORG/NAME")
+    if dry_run and to is not None:
+        fail("--dry-run writes nothing: leave --to out")
     if overwrite and to is None:
         fail("--overwrite is about a folder: give --to DIR")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
@@ -122,7 +124,7 @@ def publish(
 
         if repo is not None:
             publishing.check_repository(repo)
-        folder = Path(scratch) / "repository" if to is None or dry_run else to
+        folder = Path(scratch) / "repository" if to is None else to
         keep = folder is to
         publishing.assemble_folder(model, folder, repository=repo, overwrite=overwrite, link_weights=not keep, say=note)
         if keep:
