@@ -1,159 +1,186 @@
-"""The two decoders, torchcodec and PyAV: the chosen frames of a video file, each as it is shown at its time."""
+"""Decodes video files with PyAV: the chosen frames, each as it is shown at its time. Fetches those at an address."""
 
-import functools
+import base64
+import http.client
 import io
 import itertools
+import os
+import re
+import time
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from transformers.utils import logging
+from transformers.video_utils import VideoMetadata
 
-try:  # optional, as torchcodec is: one of the two reads the videos
+try:  # optional: who gives frames needs no decoder
     import av
 except ImportError:
     av = None  # type: ignore[assignment]
 
 logger = logging.get_logger(__name__)
 
-BYTES_AT_ONCE = 2**28  # of frames that torchcodec decodes at a time
-
 # From (number of frames, frames per second) to the indices of the frames to read.
 FrameChoice = Callable[[int, float], np.ndarray]
 Frames = Callable[[], Iterator[np.ndarray]]
+_ARBITRARY_CLOCK = 0x200  # AVFMT_TS_DISCONT: a format such as MPEG-TS, whose clock is not 0 where the video begins
+
+ADDRESS_TIMEOUT = 30.0  # seconds in which a server sends nothing
+ADDRESS_SECONDS = 1800.0  # in which all of a video has to arrive
+ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
 
 
 @dataclass
-class Stream:
+class VideoFile:
     """
-    What a decoder has found in a video file.
+    A video file that was opened: what it is, and how to read it.
 
     Args:
-        total: number of frames.
-        fps: mean frames per second.
-        indices: `[T]`, the chosen frames.
-        decode: begins to read them, `[H, W, 3]` uint8 RGB each, upright.
-        missing: what of the file is not there; `None` for a whole one.
-        backend: the decoder.
+        name: what messages call it.
+        metadata: of the whole video, with the `frames_indices` that were chosen.
+        shape: number of chosen frames, height and width.
+        decode: begins to read the chosen frames, `[H, W, 3]` uint8 RGB each, upright.
+        start: when a player shows the first frame, in seconds.
+        warnings: what is wrong with the file, one sentence each.
+    """
+
+    name: str
+    metadata: VideoMetadata
+    shape: tuple[int, int, int]
+    decode: Frames
+    start: float
+    warnings: list[str]
+
+
+@dataclass
+class _Stream:
+    """
+    What is in a video file.
+
+    Args:
+        total, fps: number of frames, and their mean rate per second.
+        times: whether the frames have timestamps.
+        first, start: the timestamp of the first frame, and when a player shows it, in seconds.
+        missing: what of the file is not there.
     """
 
     total: int
     fps: float
-    indices: np.ndarray
-    decode: Frames
     missing: str | None
-    backend: str
+    times: bool = False
+    first: float = 0.0
+    start: float = 0.0
 
 
-def open_stream(source: str | io.BytesIO, name: str, choose: FrameChoice) -> Stream:
+def open_video(path: str, choose: FrameChoice) -> VideoFile:
     """
-    Opens a video file with the decoder in use.
+    Opens a video file, or the one at an `http(s)` address.
+
+    A variable frame rate is read as its mean rate: frame `i` is what the video shows at `i / fps` seconds, so times
+    computed from the metadata hold for every file. Of a file that was cut off, what is there is read; the log and
+    `warnings` say how much that is.
 
     Args:
-        source: its path, or its bytes.
-        name: what errors call it.
+        path: the file.
         choose: from (number of frames, frames per second) to the indices of the frames to read.
 
     Raises:
-        ValueError: it cannot be decoded, has no video stream or no frame.
-        ImportError: there is no decoder.
+        ValueError: the file is missing, cannot be decoded, has no video stream or no frame; an address that does not
+            answer, or with a file of more than 1 GiB.
+        ImportError: PyAV is not installed.
     """
-    open_with = {"torchcodec": _open_with_torchcodec, "pyav": _open_with_pyav}[video_backend()]
-    return open_with(source, name, choose)
+    if av is None:
+        raise ImportError("Reading a video needs PyAV (`pip install av`).")
+    name, source = shown_name(path), _find(path)
+    try:
+        stream = _scan(source, name)
+    except av.error.FFmpegError as error:
+        raise _undecodable(name, error) from error
+    indices = choose(stream.total, stream.fps)
+    # A quarter of a frame later, since containers round timestamps.
+    instants = (np.asarray(indices) + 0.25) / stream.fps
+
+    def decode() -> Iterator[np.ndarray]:
+        try:
+            yield from _decode(source, stream, instants)
+        except av.error.FFmpegError as error:
+            raise _undecodable(name, error) from error
+
+    first = next(decode(), None)
+    if first is None:
+        raise _undecodable(name, "no frame could be decoded")
+    metadata = VideoMetadata(
+        total_num_frames=stream.total,
+        fps=stream.fps,
+        duration=stream.total / stream.fps,
+        height=first.shape[0],
+        width=first.shape[1],
+        video_backend="pyav",
+        frames_indices=[int(index) for index in indices],
+    )
+    warnings = [] if stream.missing is None else [f"The video {name!r} is incomplete: {stream.missing}."]
+    for warning in warnings:
+        logger.warning(warning)
+    return VideoFile(name, metadata, (len(indices), *first.shape[:2]), decode, stream.start, warnings)
 
 
-def undecodable(name: str, reason: object) -> ValueError:
+def _find(path: str) -> str | io.BytesIO:
+    if is_address(path):
+        return download(path)
+    path = path.removeprefix("file://")
+    if os.path.isfile(path):
+        return path
+    raise ValueError(f"There is no video at {path!r}; expected a video file, a folder of frames or an http(s) address.")
+
+
+def _undecodable(name: str, reason: object) -> ValueError:
     """The error about a file that is no video, or a broken one."""
     return ValueError(f"Cannot decode {name!r} as a video: {reason}. Expected a complete file with a video stream.")
 
 
-@functools.lru_cache
-def video_backend() -> str:
-    """
-    Names the decoder in use: `"torchcodec"` where it loads and has found FFmpeg, `"pyav"` (which brings its own)
-    otherwise. Decided and logged once.
-
-    Raises:
-        ImportError: there is neither.
-    """
-    try:
-        import torchcodec
-        import torchcodec.decoders  # noqa: F401
-
-        # From 0.16 on torchcodec imports without FFmpeg and says so here; before, the import fails.
-        missing = "found no FFmpeg" if getattr(torchcodec, "ffmpeg_major_version", "") is None else None
-    except (ImportError, RuntimeError, OSError) as error:
-        missing = f"does not load: {str(error).strip().splitlines()[0]}"
-    if missing is None:
-        logger.info("Decoding videos with torchcodec.")
-        return "torchcodec"
-    if av is None:
-        raise ImportError(
-            f"Reading a video needs PyAV (`pip install av`), or torchcodec with FFmpeg. torchcodec {missing}."
-        )
-    logger.info(f"Decoding videos with PyAV: torchcodec {missing}.")
-    return "pyav"
-
-
-def _open_with_pyav(source: str | io.BytesIO, name: str, choose: FrameChoice) -> Stream:
-    try:
-        start, total, fps, missing = _scan_with_pyav(source, name)
-    except av.error.FFmpegError as error:
-        raise undecodable(name, error) from error
-    indices = choose(total, fps)
-
-    def decode() -> Iterator[np.ndarray]:
-        try:
-            yield from _decode_with_pyav(source, start, fps, _instants(indices, fps))
-        except av.error.FFmpegError as error:
-            raise undecodable(name, error) from error
-
-    return Stream(total, fps, indices, decode, missing, "pyav")
-
-
-def _scan_with_pyav(source: str | io.BytesIO, name: str) -> tuple[float | None, int, float, str | None]:
-    """Start in seconds (`None` where the file has no timestamps), frames, mean frames per second, what is missing.
-
-    Read from the packets, without decoding: containers may state no frame count, and a wrong mean rate.
-    """
-    with _pyav_container(source) as container:
+def _scan(source: str | io.BytesIO, name: str) -> _Stream:
+    """Reads the packets, without decoding: containers may state no frame count, and a wrong mean rate."""
+    with _container(source) as container:
         if not container.streams.video:
-            raise undecodable(name, "it has no video stream")
+            raise _undecodable(name, "it has no video stream")
         stream = container.streams.video[0]
         stated, stated_fps = stream.frames, stream.average_rate or stream.guessed_rate
         packets = [(p.pts, p.is_discard, p.is_corrupt) for p in container.demux(stream) if p.size]
-        whole, times = 0, []
-        for time, discard, corrupt in packets:
-            whole += not corrupt
-            if not (discard or corrupt):
-                times.append(time)
+        damaged = sum(corrupt for _, _, corrupt in packets)
+        whole = len(packets) - damaged
+        times = [time for time, discard, corrupt in packets if not (discard or corrupt)]
+        if (stream.time_base or 1) >= 1 and (stream.codec_context.framerate or 0) > 1:
+            raise _undecodable(name, "it has no time scale, so when its frames are shown is unknown")
         if any(time is None for time in times):
             fps = _mean_fps(name, len(times), 0.0, stated_fps)
-            return None, len(times), fps, _missing(stated, whole, len(packets) - whole, None, len(times) / fps, fps)
+            return _Stream(len(times), fps, _missing(stated, whole, damaged, None, len(times) / fps, fps))
         seconds = [float(time * stream.time_base) for time in times]
         first, last = min(seconds, default=0.0), max(seconds, default=0.0)
         fps = _mean_fps(name, len(times), last - first, stated_fps)
-        length = None if container.duration is None else container.duration / av.time_base
+        end = None if container.duration is None else container.duration / av.time_base
         if stream.duration is not None:
-            length = float(stream.duration * stream.time_base)
-        missing = _missing(stated, whole, len(packets) - whole, length, last - first + 1 / fps, fps)
-        return first, len(times), fps, missing
+            end = float(((stream.start_time or 0) + stream.duration) * stream.time_base)
+        missing = _missing(stated, whole, damaged, end, last + 1 / fps, fps)
+        begin = (container.start_time or 0) / av.time_base if container.format.flags & _ARBITRARY_CLOCK else 0.0
+        return _Stream(len(times), fps, missing, True, first, max(first - begin, 0.0))
 
 
-def _decode_with_pyav(
-    source: str | io.BytesIO, start: float | None, fps: float, instants: np.ndarray
-) -> Iterator[np.ndarray]:
-    """The frames shown at `instants`, increasing seconds from the video's start."""
+def _decode(source: str | io.BytesIO, video: _Stream, instants: np.ndarray) -> Iterator[np.ndarray]:
+    """The frames shown at `instants`, increasing seconds from the first frame."""
     shown, given = None, 0
     # One for this video: PyAV 19's own serves all, and a process forked later would wait for its threads forever.
     reformatter = av.video.reformatter.VideoReformatter()
-    with _pyav_container(source) as container:
+    with _container(source) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         packets = (packet for packet in container.demux(stream) if not packet.is_corrupt)
         for number, frame in enumerate(frame for packet in packets for frame in packet.decode()):
-            time = number / fps if start is None or frame.pts is None else float(frame.pts * frame.time_base) - start
+            timed = video.times and frame.pts is not None
+            time = float(frame.pts * frame.time_base) - video.first if timed else number / video.fps
             # Until this frame appears the one before it is shown.
             before = int(np.searchsorted(instants, time))
             if shown is not None and before > given:
@@ -166,7 +193,7 @@ def _decode_with_pyav(
         yield from itertools.repeat(_upright(shown, reformatter), len(instants) - given)
 
 
-def _pyav_container(source: str | io.BytesIO) -> Any:
+def _container(source: str | io.BytesIO) -> Any:
     if isinstance(source, io.BytesIO):
         source.seek(0)
     return av.open(source)
@@ -178,60 +205,24 @@ def _upright(frame: Any, reformatter: Any) -> np.ndarray:
     return np.rot90(pixels, k=round(frame.rotation / 90))
 
 
-def _open_with_torchcodec(source: str | io.BytesIO, name: str, choose: FrameChoice) -> Stream:
-    try:
-        from torchcodec.decoders import VideoDecoder
-    except ImportError as error:
-        raise ImportError("Reading a video with torchcodec needs `pip install torchcodec`.") from error
-
-    try:
-        decoder = VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=0)
-    except (RuntimeError, ValueError) as error:
-        raise undecodable(name, error) from error
-    metadata = decoder.metadata
-    try:
-        total, start = metadata.num_frames or 0, metadata.begin_stream_seconds
-        span = decoder.get_frame_at(total - 1).pts_seconds - start if total > 1 else 0.0
-    except RuntimeError as error:
-        raise undecodable(name, error) from error
-    fps = _mean_fps(name, total, span, metadata.average_fps)
-    indices = choose(total, fps)
-    # An instant past the end of the last frame is an error here.
-    seconds = np.minimum(start + _instants(indices, fps), metadata.end_stream_seconds - 1e-6).tolist()
-    count = max(1, min(16, BYTES_AT_ONCE // (3 * metadata.height * metadata.width)))
-
-    def decode() -> Iterator[np.ndarray]:
-        try:
-            for begin in range(0, len(seconds), count):
-                yield from decoder.get_frames_played_at(seconds=seconds[begin : begin + count]).data.numpy()
-        except RuntimeError as error:
-            raise undecodable(name, error) from error
-
-    stated, length = metadata.num_frames_from_header or 0, metadata.duration_seconds_from_header
-    missing = _missing(stated, total, 0, length, span + 1 / fps, fps)
-    return Stream(total, fps, indices, decode, missing, "torchcodec")
-
-
-def _missing(
-    stated: int, whole: int, damaged: int, stated_seconds: float | None, seconds: float, fps: float
-) -> str | None:
+def _missing(stated: int, whole: int, damaged: int, stated_end: float | None, end: float, fps: float) -> str | None:
     """
     What of a video is not there.
 
     Args:
         stated: frames that the header states; 0 where it does not.
         whole, damaged: frames that are there.
-        stated_seconds: the length that the header states.
-        seconds: the length of what is there.
+        stated_end: when the video ends by its header, in seconds on the clock of its timestamps.
+        end: when what is there ends.
     """
     # Of a trimmed video the header counts the frames that are not shown, but not their time.
-    if stated > whole and (stated_seconds is None or stated_seconds > seconds + 0.5 / fps):
+    if stated > whole and (stated_end is None or stated_end > end + 0.5 / fps):
         return f"its header states {stated} frames, and {whole} can be read"
     if damaged:
         return f"{damaged} of its {whole + damaged} frames are damaged and left out"
     # Sound may last a little longer, and so may the last frame.
-    if not stated and stated_seconds is not None and stated_seconds > 1.05 * seconds + 1:
-        return f"its header states {stated_seconds:.1f} s, and {seconds:.1f} s can be read"
+    if not stated and stated_end is not None and stated_end > 1.05 * end + 1:
+        return f"its header states {stated_end:.1f} s, and {end:.1f} s can be read"
     return None
 
 
@@ -246,6 +237,58 @@ def _mean_fps(name: str, total: int, span: float, stated_fps: Any) -> float:
     return float(stated_fps)
 
 
-def _instants(indices: np.ndarray, fps: float) -> np.ndarray:
-    # A quarter of a frame later, since containers round timestamps.
-    return (np.asarray(indices) + 0.25) / fps
+def is_address(video: str) -> bool:
+    """Whether a video is fetched from a server."""
+    return video.lower().startswith(("http://", "https://"))
+
+
+def shown_name(video: str) -> str:
+    """What messages and results call a video: its path, or its address without user and password."""
+    host = re.split(r"[/?#]", video.partition("//")[2])[0]
+    secret = is_address(video) and ("@" in host or not re.fullmatch(r"[^:]*(:\d*)?|\[.*", host))
+    return re.sub(r"(?<=//).*@", "***@", video, count=1) if secret else video
+
+
+def _request(address: str) -> urllib.request.Request:
+    """Raises `ValueError` for a host or a port that is none."""
+    parts = urllib.parse.urlsplit(address)
+    host = (parts.hostname or "").encode("idna").decode()
+    host = f"[{host}]" if ":" in host else host
+    netloc = host if parts.port is None else f"{host}:{parts.port}"
+    path, query = (urllib.parse.quote(part, safe="%/:=&?~+!$,;'@()*[]") for part in (parts.path, parts.query))
+    request = urllib.request.Request(urllib.parse.urlunsplit((parts.scheme, netloc, path, query, "")))
+    if parts.username is not None:
+        user = urllib.parse.unquote_to_bytes(f"{parts.username}:{parts.password or ''}")
+        # Not sent on to wherever the server redirects to.
+        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(user).decode()}")
+    return request
+
+
+def download(address: str) -> io.BytesIO:
+    """The file at an `http(s)` address."""
+    name, data, until = shown_name(address), io.BytesIO(), time.monotonic() + ADDRESS_SECONDS
+    try:
+        request = _request(address)
+    except ValueError as error:  # without its text, which may hold a part of the password
+        raise ValueError(
+            f"Cannot load the video at {name!r}: expected http(s)://HOST:PORT/PATH, with a port from 0 to 65535."
+        ) from error
+    try:
+        with urllib.request.urlopen(request, timeout=ADDRESS_TIMEOUT) as response:
+            stated = response.length
+            while (stated or 0) <= ADDRESS_BYTES >= data.tell() and (block := response.read1(2**20)):
+                data.write(block)
+                if time.monotonic() > until:
+                    raise TimeoutError(f"{data.tell()} bytes in {ADDRESS_SECONDS:g} s; download it, and give the file")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = ": ".join(filter(None, (type(error).__name__, str(error))))
+        raise ValueError(f"Cannot load the video at {name!r} ({reason}).") from error
+    if max(stated or 0, data.tell()) > ADDRESS_BYTES:
+        raise ValueError(
+            f"The video at {name!r} is larger than {ADDRESS_BYTES / 2**20:.0f} MiB, the most that is read from an "
+            "address; download it, and give the file."
+        )
+    if stated is not None and data.tell() < stated:
+        raise ValueError(f"The connection to {name!r} ended after {data.tell()} of {stated} bytes; try again.")
+    data.seek(0)
+    return data

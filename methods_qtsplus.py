@@ -227,7 +227,7 @@ def check_budget(
         raise ValueError(f"{len(retentions)} retentions for {rows} rows: expected one for all, or one for each.")
     for retention in retentions:
         if retention is not None and not (_is_number(retention) and 0 < retention <= 1):
-            raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens in (0, 1].")
+            raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens, a number in (0, 1].")
     count = max_visual_tokens
     if count is not None and not (_is_number(count) and count >= 1 and count == int(count)):
         raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")

@@ -10,25 +10,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
-from .decoding_qtsplus import Frames
+from .decoding_qtsplus import Frames, VideoFile, open_video
 from .encoding_qtsplus import PATCHES_PER_CHUNK
 from .prompt_qtsplus import find_query_mask
 from .video_qtsplus import (
     VideoChunks,
-    VideoFile,
     check_frames,
     choose_frames,
     decode_images,
     describe_frames,
+    find_gaps,
     flatten_videos,
     frame_choice,
     image_paths,
     load_frames,
-    open_video,
+    naming,
     require_positive,
     resize_frame,
 )
@@ -240,18 +241,21 @@ class QTSplusProcessorMixin(ProcessorMixin):
         for name, given in (("fps", fps), ("num_frames", num_frames), ("frames_per_chunk", frames_per_chunk)):
             if given is not None:
                 require_positive(name, given)
-        warnings: list[str] = []
+        start = 0.0
         if os.path.isdir(path):
             paths = image_paths(path)
+            warnings = find_gaps(paths)
             metadata = describe_frames(paths, None, fps)
             shape = (len(paths), *load_frames(paths[:1]).shape[1:3])
             decode: Frames = functools.partial(decode_images, paths, shape[1:])
         else:
             bounds = {"min_frames": min_frames, "max_frames": max_frames, "temporal_patch_size": None}
             opened = open_video(path, frame_choice(self.video_processor, fps, num_frames, bounds))
-            metadata, shape, decode, warnings = opened.metadata, opened.shape, opened.decode, opened.warnings
+            metadata, shape, decode = opened.metadata, opened.shape, opened.decode
+            start, warnings = opened.start, opened.warnings
 
-        grid = self.grid_of(*shape)
+        with naming(path):
+            grid = self.grid_of(*shape)
         if frames_per_chunk is None:
             frames_per_chunk = PATCHES_PER_CHUNK // int(grid[0, 1] * grid[0, 2]) * temporal
         return VideoChunks(
@@ -262,6 +266,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             decode=decode,
             resize=functools.partial(resize_frame, self.video_processor, self.frame_size(*shape)),
             preprocess=functools.partial(self.preprocess_frames, grid=grid),
+            start=start,
             warnings=warnings,
         )
 
@@ -381,7 +386,9 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     def _read(self, video: VideoFile, options: dict[str, Any]) -> np.ndarray:
         """All chosen frames of a file, of the size that the video processor gives them."""
-        size, resample = self.frame_size(*video.shape, **options), options.get("resample")
+        resample = options.get("resample")
+        with naming(video.name):
+            size = self.frame_size(*video.shape, **options)
         return np.stack([resize_frame(self.video_processor, size, frame, resample) for frame in video.decode()])
 
     def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
@@ -408,7 +415,8 @@ def _fetch_images(image_processor: Any, images: Any) -> Any:
     """Images by path, address or base64 as pixels; others as they are."""
     try:
         return image_processor.fetch_images(images)
-    except RuntimeError as error:  # torchvision's, for a text that is no path but can be read as base64
+    # torchvision's RuntimeError is about a text that is no path but can be read as base64.
+    except (RuntimeError, Image.DecompressionBombError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ValueError(f"Cannot read {str(images)[:500]!r} as images; expected files that exist: {reason}") from error
 

@@ -53,7 +53,7 @@ def commit_folder(
         delete: paths in the repository that the same commit removes.
         commit: further arguments of `HfApi.create_commit`.
     """
-    files = sorted(path for path in Path(folder).iterdir() if path.is_file())
+    files = sorted(path for path in Path(folder).glob("[!.]*") if path.is_file())
     operations: list[Any] = [
         *(CommitOperationDelete(path) for path in sorted(set(delete) - {path.name for path in files})),
         *(CommitOperationAdd(path.name, path) for path in files),

@@ -314,7 +314,11 @@ class QTSplusSelector(nn.Module):
         visual = [[row] if isinstance(row, torch.Tensor) else row for row in visual]
         if grids is None:
             grids = [[(1, 1, len(part)) for part in row] for row in visual]
-        retentions = list(retention) if isinstance(retention, Sequence) else [retention] * len(visual)
+        retentions = (
+            list(retention)
+            if isinstance(retention, Sequence) and not isinstance(retention, str)
+            else [retention] * len(visual)
+        )
         selection = self.config.selection if selection is None else selection
         check_budget(selection, retentions, len(visual), max_visual_tokens)
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)

@@ -1,32 +1,30 @@
 """Videos: which of their frames are looked at, and how files, folders, addresses and given frames are read."""
 
 import functools
-import http.client
-import io
 import itertools
 import math
 import os
 import re
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers.image_utils import SizeDict, load_image
 from transformers.utils import logging
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from .decoding_qtsplus import FrameChoice, Frames, open_stream, undecodable
+from .decoding_qtsplus import FrameChoice, Frames, open_video, shown_name
 
 logger = logging.get_logger(__name__)
 
 DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-ADDRESS_TIMEOUT = 30.0  # seconds in which a server sends nothing
-ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+FRAME_SUFFIXES = (*IMAGE_SUFFIXES, ".gif")  # in a folder; elsewhere a GIF is a video
 
 # --------------------------------------------------------------------------------------------------------------------
 # Which frames of a video are looked at
@@ -61,7 +59,8 @@ def choose_frames(
         wanted = min(max(total_num_frames / video_fps * fps, min_frames), max_frames)
     else:
         return np.arange(total_num_frames)
-    count = int(min(wanted, total_num_frames))
+    # A mean rate of 10.000000000000002 must not cost a frame.
+    count = int(round(min(wanted, total_num_frames), 6))
     count = count // temporal_patch_size * temporal_patch_size or min(temporal_patch_size, total_num_frames)
     return np.arange(count) * total_num_frames // count
 
@@ -121,106 +120,19 @@ def resize_frame(video_processor: Any, size: tuple[int, int], frame: np.ndarray,
     return resized.permute(1, 2, 0).numpy()
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Reading video files
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class VideoFile:
-    """
-    A video file that was opened: what it is, and how to read it.
-
-    Args:
-        metadata: of the whole video, with the `frames_indices` that were chosen.
-        shape: number of chosen frames, height and width.
-        decode: begins to read the chosen frames, `[H, W, 3]` uint8 RGB each, upright.
-        warnings: what is wrong with the file, one sentence each.
-    """
-
-    metadata: VideoMetadata
-    shape: tuple[int, int, int]
-    decode: Frames
-    warnings: list[str]
-
-
 def read_video(path: str, choose: FrameChoice) -> tuple[np.ndarray, VideoMetadata]:
-    """
-    Reads the chosen frames of a video file or `http(s)` address.
-
-    A variable frame rate is read as its mean rate: frame `i` is what the video shows at `i / fps` seconds, so times
-    computed from the metadata hold for every file.
-
-    Args:
-        path: the file.
-        choose: from (number of frames, frames per second) to the indices of the frames to read.
-
-    Returns:
-        `[T, H, W, 3]` uint8 RGB frames, upright, and the metadata of the whole video with `frames_indices`.
-
-    Raises:
-        ValueError: the file is missing, cannot be decoded, has no video stream or no frame; an address that does not
-            answer, or with a file of more than 1 GiB.
-        ImportError: neither torchcodec (with FFmpeg) nor PyAV is installed.
-    """
+    """The chosen frames of a video `[T, H, W, 3]`, and its metadata, as [`open_video`] gives them."""
     video = open_video(path, choose)
     return np.stack(list(video.decode())), video.metadata
 
 
-def open_video(path: str, choose: FrameChoice) -> VideoFile:
-    """
-    [`read_video`] frame by frame.
-
-    Of a file that was cut off, what is there is read; the log and `warnings` say how much that is.
-    """
-    source: str | io.BytesIO
-    if path.startswith(("http://", "https://")):
-        source = _download(path)
-    else:
-        source = path.removeprefix("file://")
-        if not os.path.isfile(source):
-            raise ValueError(
-                f"There is no video at {path!r}; expected a video file, a folder of frames or an http(s) address."
-            )
-    stream = open_stream(source, path, choose)
-    first = next(stream.decode(), None)
-    if first is None:
-        raise undecodable(path, "no frame could be decoded")
-    metadata = VideoMetadata(
-        total_num_frames=int(stream.total),
-        fps=float(stream.fps),
-        duration=float(stream.total / stream.fps),
-        height=first.shape[0],
-        width=first.shape[1],
-        video_backend=stream.backend,
-        frames_indices=[int(index) for index in stream.indices],
-    )
-    warnings = [] if stream.missing is None else [f"The video {path!r} is incomplete: {stream.missing}."]
-    for warning in warnings:
-        logger.warning(warning)
-    return VideoFile(metadata, (len(stream.indices), *first.shape[:2]), stream.decode, warnings)
-
-
-def _download(address: str) -> io.BytesIO:
-    """The file at an `http(s)` address."""
-    data = io.BytesIO()
+@contextmanager
+def naming(video: str) -> Iterator[None]:
+    """Says which video it is whose size a video processor refuses."""
     try:
-        with urllib.request.urlopen(address, timeout=ADDRESS_TIMEOUT) as response:
-            stated = response.length
-            while (stated or 0) <= ADDRESS_BYTES >= data.tell() and (block := response.read(2**20)):
-                data.write(block)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = "" if str(error) == "" else f": {error}"
-        raise ValueError(f"Cannot load the video at {address!r} ({type(error).__name__}{reason}).") from error
-    if max(stated or 0, data.tell()) > ADDRESS_BYTES:
-        raise ValueError(
-            f"The video at {address!r} is larger than {ADDRESS_BYTES / 2**20:.0f} MiB, the most that is read from an "
-            "address; download it, and give the file."
-        )
-    if stated is not None and data.tell() < stated:
-        raise ValueError(f"The connection to {address!r} ended after {data.tell()} of {stated} bytes; try again.")
-    data.seek(0)
-    return data
+        yield
+    except ValueError as error:
+        raise ValueError(f"The video {shown_name(video)!r} cannot be sized for the model: {error}") from error
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -230,25 +142,36 @@ def _download(address: str) -> io.BytesIO:
 
 def load_frames(folder: str | list[str]) -> np.ndarray:
     """
-    Loads a video that is stored as images.
+    Loads a video that is stored as images, `[T, H, W, 3]` uint8 RGB.
 
     Args:
-        folder: a folder of images, read in natural order (`frame2.jpg` before `frame10.jpg`), or a list of images, read
-            as listed.
-
-    Returns:
-        `[T, H, W, 3]` uint8 RGB.
+        folder: a folder of images, read in natural order (`frame2.jpg` before `frame10.jpg`), or a list of images.
 
     Raises:
         ValueError: no image in the folder, one that cannot be read, or images of different sizes.
     """
-    frames = []
-    for path in image_paths(folder) if isinstance(folder, str) else folder:
-        try:
-            frames.append(load_image(path.removeprefix("file://")))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"Cannot read the frame {path!r} as an image: {error}.") from error
-    return stack_frames(frames)
+    paths = image_paths(folder) if isinstance(folder, str) else folder
+    if isinstance(folder, str):
+        find_gaps(paths)
+    return stack_frames([_load_frame(path) for path in paths])
+
+
+def _load_frame(path: str) -> Image.Image:
+    path = path.removeprefix("file://")
+    try:
+        frame = load_image(path)
+        pictures = _count_pictures(path) if os.path.isfile(path) else 1
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ValueError(f"Cannot read the frame {path!r} as an image: {error}.") from error
+    if pictures > 1:
+        raise ValueError(f"The frame {path!r} is {pictures} pictures; expected one, each in a file of its own.")
+    return frame
+
+
+def _count_pictures(path: str) -> int:
+    with Image.open(path) as image:
+        # A camera's JPEG may bring a preview of itself.
+        return 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
 
 
 def decode_images(paths: Sequence[str], size: tuple[int, ...]) -> Iterator[np.ndarray]:
@@ -269,16 +192,26 @@ def decode_images(paths: Sequence[str], size: tuple[int, ...]) -> Iterator[np.nd
 
 
 def image_paths(folder: str) -> list[str]:
-    """
-    The images of a folder in natural order.
-
-    Raises:
-        ValueError: there is none.
-    """
-    names = [name for name in os.listdir(folder) if name.lower().endswith(IMAGE_SUFFIXES)]
+    """The images of a folder in natural order; raises `ValueError` if there is none."""
+    names = [name for name in os.listdir(folder) if name.lower().endswith(FRAME_SUFFIXES) and name[0] != "."]
     if not names:
-        raise ValueError(f"The folder {folder!r} holds no frames; expected images ({', '.join(IMAGE_SUFFIXES)}).")
+        raise ValueError(f"The folder {folder!r} holds no frames; expected images ({', '.join(FRAME_SUFFIXES)}).")
     return [os.path.join(folder, name) for name in sorted(names, key=_natural_order)]
+
+
+def find_gaps(paths: Sequence[str]) -> list[str]:
+    """A warning, where most images of a folder are numbered by one step and some are not there."""
+    numbers = [[int(number) for number in re.findall(r"[0-9]+", os.path.basename(path))[-1:]] for path in paths]
+    steps = np.diff(np.array(numbers, float).ravel()) if all(numbers) else np.array([])
+    if len(steps) < 2 or steps.min() != np.median(steps) or steps.min() < 1 or steps.min() == steps.max():
+        return []
+    after, gaps = paths[int(steps.argmax())], int((steps > steps.min()).sum())
+    warning = (
+        f"The numbers of the frames in {os.path.dirname(paths[0])!r} have {gaps} gap{'s' * (gaps > 1)}, such as after "
+        f"{os.path.basename(after)!r}; their times are those of frames without gaps."
+    )
+    logger.warning(warning)
+    return [warning]
 
 
 def _natural_order(name: str) -> tuple[list[int | str], str]:
@@ -391,11 +324,6 @@ def require_positive(name: str, value: float) -> None:
         raise ValueError(f"Got {name}={value!r}; expected a finite number above 0.")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Long videos
-# --------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class VideoChunks:
     """
@@ -412,6 +340,7 @@ class VideoChunks:
         decode: begins to read the frames, as large as they are in the video.
         resize: brings one frame to the size that it has for the model.
         preprocess: from frames to their pixel values and grid.
+        start: when a player shows the first frame, in seconds.
         warnings: what is wrong with the file, one sentence each.
     """
 
@@ -422,6 +351,7 @@ class VideoChunks:
     decode: Frames
     resize: Callable[[np.ndarray], np.ndarray]
     preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]
+    start: float = 0.0
     warnings: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:

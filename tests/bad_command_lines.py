@@ -57,7 +57,6 @@ def ask_lines() -> list[list[str]]:
         *each_value(ask, "--device", NO_DEVICES),
         *each_value(ask, "--dtype", ("float8", "", "int8", "FLOAT32", "float", "auto ", "torch.float32")),
         *each_value(ask, "--selection", SELECTIONS),
-        [*ask, "--retention", "0.5", "--max-visual-tokens", "3"],
         ["ask", "{video}", QUESTION, "--revision", "main"],
         [*ask, "--revision", ""],
         *([*ask, wrong] for wrong in ("--retentoin=0.5", "extra", "--json=yes", "-x", "--fps")),
@@ -157,7 +156,7 @@ def convert_lines() -> list[list[str]]:
         *each_value(convert, "--max-shard-size", ("", "big", "-5GB", "0", "5XB", "nanGB", "GB", "1.5.2GB")),
         *each_value(convert, "--vision-config", ("{missing}", "{video}", "{stock}")),
         *each_value(convert, "--processor", ("", "{missing}", "{video}", "{empty_folder}", "a/b/c")),
-        *each_value(convert, "--revision", ("",)),
+        *each_value(convert, "--revision", ("", "main")),
         ["convert", "{stock}"],
         ["convert"],
         [*convert, "--sett", "n_max=5"],
@@ -183,16 +182,11 @@ def publish_lines() -> list[list[str]]:
         ["publish", "{model}", "--dry-run"],
         ["publish", "{model}", "--private", "--to", "{out}"],
         ["publish", "{model}", "--too", "{out}"],
-    ]
-
-
-def split_lines() -> list[list[str]]:
-    models = tuple(model for model in NO_MODELS if model != "{no_tokenizer}")
-    return [
-        *(["split", model, "--out", "{out}"] for model in models),
-        *(["split", "{model}", "--out", out] for out in ("{video}", "{frames}", "{model}", "\x00")),
-        ["split"],
-        ["split", "{model}", "extra"],
+        *(["publish", "{model}", *more, "--dry-run", "--repo", "a/b"] for more in (["--overwrite"], ["--to", "{out}"])),
+        *([*command, f"--{name}="] for name in ("to", "out") for command in (["publish", "{model}"], ["demo"])),
+        ["demo", "--out", ""],
+        ["demo", "--out", "{frames}"],
+        ["demo", "--out", "{video}"],
     ]
 
 
@@ -542,7 +536,6 @@ def command_lines() -> list[list[str]]:
         study_lines,
         convert_lines,
         publish_lines,
-        split_lines,
         data_lines,
         synthesis_lines,
         train_lines,

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+import qtsplus
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus import session
 from qtsplus.cli import app
@@ -135,19 +137,8 @@ def test_whose_code_will_run_is_said_once_and_before_it_runs(ask, tiny_mp4, tiny
     ]
 
 
-@pytest.mark.parametrize("command", [["ask", QUESTION], ["eval", "records"]])
-@pytest.mark.parametrize("option", ["--model", "--device", "--revision"])
-def test_an_empty_option_is_no_default(command, option, tiny_mp4):
-    assert_refused(CliRunner().invoke(app, [*command, str(tiny_mp4), option, ""]), f"{option} is empty")
-
-
 def test_a_folder_has_no_revision(ask, tiny_mp4):
     assert_refused(ask(tiny_mp4, QUESTION, "--revision", "main"), "--revision is about a repository on the Hub")
-
-
-def test_a_seed_below_zero_is_refused(tmp_path):
-    result = CliRunner().invoke(app, ["convert", str(tmp_path), "--out", str(tmp_path / "out"), "--seed", "-1"])
-    assert_refused(result, "--seed is -1", "from 0 to 4294967295")
 
 
 def test_a_cache_that_cannot_be_written_is_named(tiny_mp4, tmp_path):
@@ -192,15 +183,6 @@ def test_a_retention_out_of_range_is_refused(ask, tiny_mp4, retention):
     assert_refused(ask(tiny_mp4, QUESTION, "--retention", retention), f"--retention is {retention}", "(0, 1]")
 
 
-def test_both_budgets_at_once_are_refused(ask, tiny_mp4):
-    result = ask(tiny_mp4, QUESTION, "--retention", "0.5", "--max-visual-tokens", "9")
-    assert_refused(result, "--retention and --max-visual-tokens exclude each other")
-
-
-def test_no_visual_token_at_all_is_refused(ask, tiny_mp4):
-    assert_refused(ask(tiny_mp4, QUESTION, "--max-visual-tokens", "0"), "at least 1")
-
-
 def test_a_folder_without_its_rate_is_refused(ask, frame_folder):
     assert_refused(ask(frame_folder, QUESTION), "--fps")
 
@@ -209,8 +191,28 @@ def test_a_folder_without_frames_is_refused(ask, tmp_path):
     assert_refused(ask(tmp_path, QUESTION, "--fps", "1"), "holds no frames")
 
 
-def test_an_empty_question_is_refused(ask, tiny_mp4):
-    assert_refused(ask(tiny_mp4, " "), "question is empty")
+EMPTY = {
+    "an argument": (["ask", "clip.mp4", " "], ["ask", "", "What?"], ["data", "check", ""], ["publish", ""]),
+    "--out": (["demo", "--out", ""], ["convert", "model", "--out="], ["convert", "model", "--out", "\t"]),
+    "--to": (["publish", "qtsplus-tiny", "--to", ""],),
+    "--model": (["ask", "clip.mp4", "What?", "--model", ""], ["eval", "records", "a", "--model="]),
+    "--set": (["train", "recipe.yaml", "--set", ""],),
+}
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in EMPTY.items() for line in lines], ids=str)
+def test_an_empty_argument_is_not_the_current_folder(name, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(CliRunner().invoke(app, line), f"{name} is empty")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_and_completion():
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"qtsplus {qtsplus.__version__}\n"
+    asked_for = {"_QTSPLUS_COMPLETE": "complete_bash", "COMP_WORDS": "qtsplus co", "COMP_CWORD": "1"}
+    command = [Path(sys.executable).with_name("qtsplus")]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **asked_for})
+    assert result.stdout.split() == ["convert"] and result.stderr == ""
 
 
 def test_a_model_that_is_nowhere_is_refused(tiny_mp4, tmp_path):
@@ -256,6 +258,16 @@ def test_the_demo_prints_what_is_true_beside_what_was_answered(tmp_path):
     assert result.exit_code == 0, result.output
     told = re.findall(r"\(In truth: (\w+)\)\n(\w+)\n", result.stdout)
     assert len(told) == 2 and all(truth == answer for truth, answer in told)
+
+
+def test_the_demo_replaces_its_own_files_alone(tmp_path):
+    demo = ["demo", "--out", str(tmp_path / "demo")]
+    assert [CliRunner().invoke(app, demo).exit_code for _ in range(2)] == [0, 0]
+    for name in ("clip.mp4", "kept_tokens.png", "thesis.tex"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("mine")
+        assert_refused(CliRunner().invoke(app, ["demo", "--out", str(tmp_path / name)]), name, "another folder")
+        assert [path.read_text() for path in (tmp_path / name).iterdir()] == ["mine"]
 
 
 def test_eval_counts_matching_answers_from_real_videos(tmp_path):
@@ -336,5 +348,5 @@ def test_eval_asks_for_the_rate_of_a_folder(records, tiny_published):
 
 def test_a_line_break_in_a_name_does_not_cut_the_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["publish", "\n", "--to", "out"])
+    result = CliRunner().invoke(app, ["publish", "a\nb", "--to", "out"])
     assert result.exit_code == 2 and "is neither a folder" in result.stderr and len(result.stderr.splitlines()) == 1

@@ -3,19 +3,21 @@
 import pytest
 import torch
 
-from qtsplus.hub.publish import build_variant
+from tiny import load_bundled
 
 OPTIONS = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    built = build_variant("qtsplus-tiny")
+    bundled, processor = load_bundled()
+    torch.manual_seed(0)
+    model = type(bundled)(bundled.config).eval()
     with torch.no_grad():
-        for name, parameter in built.model.named_parameters():
+        for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.mul_(2.0)  # random weights of the initial size answer with one token over and over
-    return built.model, built.processor
+    return model, processor
 
 
 def user(question, video=None):

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.hub.convert import convert_reference_config, convert_reference_weights, rename_reference_key
+from qtsplus.hub.reference import convert_reference_config
+from qtsplus.hub.weights import REFERENCE
 from reference import load, meta
 
 E2E = ("case1", "e2e")
@@ -17,7 +18,8 @@ def converted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
     config = convert_reference_config(meta(*E2E, "checkpoint", "config"), meta(*E2E, "vision", "config"))
     config.save_pretrained(folder)
-    weights = convert_reference_weights(load(*E2E, "checkpoint", "model"))
+    weights = {REFERENCE.ours(name): tensor for name, tensor in load(*E2E, "checkpoint", "model").items()}
+    weights["model.qtsplus.rho_history"] = torch.zeros(2, dtype=torch.int64)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -105,7 +107,7 @@ def test_training_step(model, monkeypatch):
     gradients = {key.removeprefix("grad/"): value for key, value in golden.items() if key.startswith("grad/")}
     assert len(gradients) == 7
     for name, gradient in gradients.items():
-        mine = parameters[rename_reference_key(name)].grad
+        mine = parameters[REFERENCE.ours(name)].grad
         torch.testing.assert_close(mine, gradient, atol=float(2e-5 * gradient.abs().max()), rtol=1e-4)
 
 

@@ -5,21 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.world.clip import write_mp4
-from benchmarks.world.crowd import make_crowd, render_crowd
-from benchmarks.world.scene import FPS
 from qtsplus import picture
-
-
-def test_the_frames_are_those_that_the_model_saw(tiny_processor, tmp_path):
-    frames = render_crowd(make_crowd(0, 3))
-    write_mp4(tmp_path / "clip.mp4", frames, FPS)
-    seen = tiny_processor(videos=str(tmp_path / "clip.mp4"), return_tensors="pt")
-    names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
-    sizes = {name: getattr(tiny_processor.video_processor, name) for name in names}
-    drawn = picture.frames_from_patches(seen["pixel_values_videos"], seen["video_grid_thw"][0].tolist(), **sizes)
-    assert drawn.shape == (3, 168, 168, 3)
-    assert np.abs(drawn.astype(int) - frames[::2]).mean() < 12  # as H.264 leaves it
 
 
 def test_only_kept_tokens_are_lit():

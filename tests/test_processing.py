@@ -15,7 +15,7 @@ from PIL import Image
 
 from benchmarks.world.clip import write_mp4
 from benchmarks.world.tokenizer import SPECIAL_TOKENS, build_processor
-from qtsplus import decoding_qtsplus, video_qtsplus
+from qtsplus import video_qtsplus
 from qtsplus.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from qtsplus.prompt_qtsplus import find_query_mask
@@ -28,16 +28,6 @@ PROMPT = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Where is 
 @pytest.fixture(scope="module")
 def processor():
     return Qwen2_5_VLQTSplusProcessor.from_pretrained(TINY, trust_remote_code=False)
-
-
-@pytest.fixture(params=["pyav", "torchcodec"])
-def backend(request, monkeypatch):
-    if request.param == "torchcodec":
-        torchcodec = pytest.importorskip("torchcodec", exc_type=(ImportError, RuntimeError))
-        if getattr(torchcodec, "ffmpeg_major_version", "") is None:
-            pytest.skip("torchcodec found no FFmpeg")
-    monkeypatch.setattr(decoding_qtsplus, "video_backend", lambda: request.param)
-    return request.param
 
 
 def shaded_frames(count, height=56, width=56):
@@ -190,16 +180,16 @@ def test_chosen_frames_exist_and_increase(total, video_fps, fps, num_frames):
         assert len(indices) <= 64
 
 
-def test_both_decoders_return_the_asked_frames_and_plain_metadata(backend, ramp):
+def test_the_decoder_returns_the_asked_frames_and_plain_metadata(ramp):
     frames, metadata = read_video(ramp, lambda total, fps: np.array([0, 5, 23]))
     assert frames.shape == (3, 56, 56, 3) and frames.dtype == np.uint8
     assert read_shades(frames) == [0, 5, 23]
     assert type(metadata.fps) is type(metadata.duration) is float
     assert (metadata.fps, metadata.duration, metadata.total_num_frames) == (8.0, 3.0, 24)
-    assert metadata.timestamps == [0, 5 / 8, 23 / 8] and metadata.video_backend == backend
+    assert metadata.timestamps == [0, 5 / 8, 23 / 8]
 
 
-def test_a_file_that_states_no_frame_count(backend, tmp_path):
+def test_a_file_that_states_no_frame_count(tmp_path):
     write_mp4(tmp_path / "ramp.mkv", shaded_frames(24), 8)
     with av.open(str(tmp_path / "ramp.mkv")) as container:
         assert container.streams.video[0].frames == 0
@@ -208,7 +198,7 @@ def test_a_file_that_states_no_frame_count(backend, tmp_path):
     assert metadata.fps == pytest.approx(8, rel=0.01)
 
 
-def test_a_variable_frame_rate_is_read_by_time(backend, tmp_path):
+def test_a_variable_frame_rate_is_read_by_time(tmp_path):
     # Ten quick frames, then frame 10 stays from 1 s to 4 s, then ten more.
     milliseconds = [*range(0, 1000, 100), 1000, *range(4000, 5000, 100)]
     write_at(tmp_path / "screen.mp4", shaded_frames(21), milliseconds)
@@ -219,7 +209,7 @@ def test_a_variable_frame_rate_is_read_by_time(backend, tmp_path):
     assert read_shades(frames).count(10) == pytest.approx(21 * 3 / 5, abs=1)
 
 
-def test_a_phone_video_is_turned_upright(backend, tmp_path):
+def test_a_phone_video_is_turned_upright(tmp_path):
     frames = np.zeros((4, 32, 64, 3), np.uint8)
     frames[:, :, :32] = 200  # the left half is bright
     write_mp4(tmp_path / "phone.mp4", frames, 8)
@@ -248,7 +238,7 @@ def test_a_phone_video_is_turned_upright(backend, tmp_path):
         ({"videos_kwargs": {"fps": 4}}, 12, 0.5),
     ],
 )
-def test_seconds_per_grid_are_true_to_the_sampling(processor, backend, ramp, sampling, frames, seconds_per_grid):
+def test_seconds_per_grid_are_true_to_the_sampling(processor, ramp, sampling, frames, seconds_per_grid):
     inputs = processor.apply_chat_template(
         ask(ramp),
         tokenize=True,
@@ -263,7 +253,7 @@ def test_seconds_per_grid_are_true_to_the_sampling(processor, backend, ramp, sam
     assert metadata.timestamps[2] - metadata.timestamps[0] == pytest.approx(seconds_per_grid)
 
 
-def test_a_video_of_one_frame(processor, backend, tmp_path):
+def test_a_video_of_one_frame(processor, tmp_path):
     write_mp4(tmp_path / "one.mp4", shaded_frames(1), 8)
     for sampling in ({}, {"num_frames": 1}, {"num_frames": 8}, {"fps": 8.0}):
         inputs = processor(text=PROMPT, videos=str(tmp_path / "one.mp4"), return_tensors="pt", **sampling)
@@ -271,7 +261,7 @@ def test_a_video_of_one_frame(processor, backend, tmp_path):
         assert float(inputs["second_per_grid_ts"][0]) > 0
 
 
-def test_rows_with_two_one_and_no_video(processor, backend, ramp, tmp_path):
+def test_rows_with_two_one_and_no_video(processor, ramp, tmp_path):
     write_mp4(tmp_path / "short.mp4", shaded_frames(8), 8)
     text = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
     two = ask(ramp)
@@ -289,7 +279,7 @@ def test_a_missing_file_is_named(processor):
         processor(text=PROMPT, videos="/nowhere/clip.mp4")
 
 
-def test_an_undecodable_file_is_named(processor, backend, ramp, tmp_path):
+def test_an_undecodable_file_is_named(processor, ramp, tmp_path):
     whole = Path(ramp).read_bytes()
     middle = whole.index(b"mdat") + 8
     broken = {
@@ -304,7 +294,7 @@ def test_an_undecodable_file_is_named(processor, backend, ramp, tmp_path):
             processor(text=PROMPT, videos=str(tmp_path / name))
 
 
-def test_a_file_without_a_video_stream_is_named(processor, backend, tmp_path):
+def test_a_file_without_a_video_stream_is_named(processor, tmp_path):
     with av.open(str(tmp_path / "sound.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=16000)
         sound = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.float32), format="fltp", layout="mono")
@@ -315,17 +305,7 @@ def test_a_file_without_a_video_stream_is_named(processor, backend, tmp_path):
         processor(text=PROMPT, videos=str(tmp_path / "sound.mp4"))
 
 
-def test_the_decoder_is_logged_once_with_the_reason(monkeypatch):
-    lines = []
-    monkeypatch.setattr(decoding_qtsplus.logger, "info", lines.append)
-    decoding_qtsplus.video_backend.cache_clear()
-    names = {decoding_qtsplus.video_backend() for _ in range(3)}
-    assert len(names) == len(lines) == 1 and "torchcodec" in lines[0]
-    assert isinstance(decoding_qtsplus.logger, logging.Logger)
-
-
 def test_a_normal_decode_logs_nothing_above_info(processor, ramp, caplog):
-    decoding_qtsplus.video_backend.cache_clear()
     processor(text=PROMPT, videos=ramp, return_tensors="pt")
     assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
 

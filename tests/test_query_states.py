@@ -12,11 +12,11 @@ from transformers import DynamicCache
 
 import qtsplus.relevance_qtsplus as relevance
 from model_checks import mixed_inputs, mixed_rows
-from qtsplus import QTSplusConfig, QTSplusSelector, Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.configuration_qtsplus import QUERY_STATES
-from qtsplus.hub.convert import convert, convert_reference_config
+from qtsplus.hub.convert import convert
 from qtsplus.hub.files import hub_configs
-from qtsplus.hub.split import split
+from qtsplus.hub.reference import convert_reference_config
 from qtsplus.prompt_qtsplus import find_query_mask
 from qtsplus.training import initialise_selector
 from reference import GOLDEN
@@ -357,18 +357,6 @@ def test_a_reference_checkpoint_keeps_the_papers_embeddings():
         json.loads((GOLDEN / "case1" / "e2e" / part / "config.json").read_text()) for part in ("checkpoint", "vision")
     )
     assert convert_reference_config(stated, vision).qtsplus_config.query_states == "embeddings"
-
-
-@EACH
-def test_split_keeps_the_selector_whole(kind, tmp_path):
-    model = tiny_model(query_states=kind)
-    model.save_pretrained(tmp_path / "whole")
-    *_, folder = split(tmp_path / "whole")
-    selector = QTSplusSelector(
-        QTSplusConfig.from_pretrained(folder), 64, num_attention_heads=4, num_key_value_heads=2, mrope_section=[2, 3, 3]
-    )
-    selector.load_state_dict(load_file(folder / "model.safetensors"))
-    assert all(map(torch.equal, selector.parameters(), model.model.qtsplus.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["words", "language_model"])

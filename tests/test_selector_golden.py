@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtsplus.configuration_qtsplus import QTSplusConfig
-from qtsplus.hub.convert import rename_reference_key
+from qtsplus.hub.weights import REFERENCE
 from qtsplus.selector_qtsplus import QTSplusSelector, find_threshold, gumbel_gate
 from reference import load, meta
 
@@ -36,7 +36,7 @@ def golden_selector() -> QTSplusSelector:
 
 
 def ours(key: str) -> str:
-    return rename_reference_key(f"model.qts_plus.{key}").removeprefix("model.qtsplus.")
+    return REFERENCE.ours(f"model.qts_plus.{key}").removeprefix("model.qtsplus.")
 
 
 def select(selector, inputs, query="Qt"):

@@ -1,12 +1,16 @@
 """What cannot be loaded ends in one sentence that says what was given and what to do."""
 
 import json
+import pickle
 import shutil
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from qtsplus import session
+from qtsplus.cli import app
+from qtsplus.two_passes import TwoPasses
 
 
 @pytest.fixture
@@ -58,8 +62,52 @@ def test_a_folder_without_its_processor(folder, gone):
 def test_weights_that_were_cut_off(folder, bytes_left):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:bytes_left])
-    with pytest.raises(ValueError, match="weights of '.*' are broken or incomplete"):
+    with pytest.raises(ValueError, match="The model '.*' cannot be used: SafetensorError"):
         session.load(folder)
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def with_a_pickle(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Bomb()}))
+
+
+def with_n_max(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["qtsplus_config"]["n_max"] = "x"
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def with_template(text):
+    return lambda folder: (folder / "chat_template.jinja").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (with_n_max, "TypeError: '>='"),
+        (with_a_pickle, "UnpicklingError: Weights only load failed"),
+        (with_template("{% for message in"), "TemplateSyntaxError"),
+        (with_template("{{ messages[0].nothing.more }}"), "UndefinedError"),
+        (with_template("{{ messages + 1 }}"), "TypeError"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_broken_folder_is_one_line(folder, tiny_mp4, spoil, words, capfd):
+    spoil(folder)
+    result = CliRunner().invoke(app, ["ask", str(tiny_mp4), "What?", "--model", str(folder)])
+    error = result.stderr.splitlines()[-1]
+    assert result.exit_code == 2 and error.startswith("qtsplus: The ") and str(folder) in error, result.stderr
+    assert f"cannot be used: {words}" in error and "executed" not in capfd.readouterr().out + result.stdout
+
+
+def test_a_revision_of_a_folder(folder):
+    with pytest.raises(ValueError, match="is a folder, and revision='main' is about a repository"):
+        session.load(folder, revision="main")
 
 
 def test_a_device_without_values(tiny_published):
@@ -75,13 +123,14 @@ def test_a_revision_goes_to_the_model_and_its_processor(tiny_published, monkeypa
 
         def from_pretrained(*args, **kwargs):
             asked[name] = kwargs["revision"]
-            return load(*args, **kwargs)
+            return load(tiny_published, *args[1:], **{**kwargs, "revision": None})
 
         monkeypatch.setattr(getattr(session, name), "from_pretrained", from_pretrained)
 
     note("AutoProcessor")
     note("AutoModelForImageTextToText")
-    session.load(tiny_published, revision="v1.0")
+    monkeypatch.setattr(session, "_check_model", lambda *_: None)
+    session.load("lab/tiny", revision="v1.0")
     assert asked == {"AutoProcessor": "v1.0", "AutoModelForImageTextToText": "v1.0"}
 
 
@@ -117,3 +166,21 @@ def test_a_selection_is_of_one_call(loaded, tiny_mp4):
         kept[name] = answer.keep_map
     assert kept["all"].all() and not torch.equal(kept[None], kept["uniform"])
     assert model.config.qtsplus_config.selection == "qtsplus"
+
+
+def test_a_question_longer_than_the_models_positions(loaded, tiny_mp4):
+    with pytest.raises(ValueError, match=r"The question has \d+ tokens; expected fewer than the model's 32768"):
+        session.ask(*loaded, tiny_mp4, "what " * 100_000)
+
+
+@pytest.mark.parametrize("retention", ["0.1", True, torch.tensor(0.1), [0.1, 0.2], float("nan"), 0], ids=repr)
+@pytest.mark.parametrize("two_passes", [None, TwoPasses()], ids=["once", "twice"])
+def test_a_retention_that_is_no_fraction(loaded, tiny_mp4, retention, two_passes):
+    with pytest.raises(ValueError, match="retention"):
+        session.ask(*loaded, tiny_mp4, "What moves?", retention=retention, two_passes=two_passes)
+
+
+@pytest.mark.parametrize(("most", "kept"), [(1, 1), (10_000, 16)])
+def test_the_smaller_of_two_budgets_counts(loaded, tiny_mp4, most, kept):
+    answer = session.ask(*loaded, tiny_mp4, "What?", retention=0.25, max_visual_tokens=most, max_new_tokens=1)
+    assert answer.kept_tokens == kept

@@ -148,6 +148,18 @@ def test_without_relevance_kept_tokens_count(loaded, clip, seen):
     assert seen[4, 4] == 5, "a tenth of 48 small tokens, and none that was not kept"
 
 
+@pytest.mark.parametrize("call", [{"selection": "all"}, {"retention": 1}, {"retention": 0.3}], ids=str)
+def test_more_than_a_second_pass_encodes_is_refused(loaded, clip, call):
+    with pytest.raises(ValueError, match="tokens are asked for, and the second pass encodes 48: keep fewer"):
+        session.ask(*loaded, clip, QUESTION, fps=2, two_passes=TwoPasses(tile=2), **call)
+
+
+def test_what_the_model_predicts_ends_at_what_was_encoded(loaded, clip):
+    passes = TwoPasses(tokens=0.03, tile=1)
+    answer = session.ask(*loaded, clip, QUESTION, fps=2, two_passes=passes, max_new_tokens=1)
+    assert answer.kept_tokens <= 5 and answer.rho == pytest.approx(5 / 192)
+
+
 def test_what_it_refuses(loaded, clip, monkeypatch):
     for wrong in ({"scale": 1.0}, {"scale": 0}, {"tokens": 0}, {"tokens": 1.5}):
         with pytest.raises(ValueError, match="expected a fraction of"):

@@ -1,39 +1,122 @@
 """Files that are cut off, at addresses, or larger than memory."""
 
+import base64
 import functools
 import threading
 import tracemalloc
 from contextlib import contextmanager
+from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks.world.clip import write_mp4
-from qtsplus import decoding_qtsplus, session, video_qtsplus
-from qtsplus.video_qtsplus import open_video, read_video
+from qtsplus import decoding_qtsplus, session
+from qtsplus.video_qtsplus import choose_frames, load_frames, open_video, read_video
 
 
 def every_frame(total, fps):
     return np.arange(total)
 
 
-@pytest.fixture(params=["pyav", "torchcodec"])
-def backend(request, monkeypatch):
-    if request.param == "torchcodec":
-        torchcodec = pytest.importorskip("torchcodec", exc_type=(ImportError, RuntimeError))
-        if getattr(torchcodec, "ffmpeg_major_version", "") is None:
-            pytest.skip("torchcodec found no FFmpeg")
-    monkeypatch.setattr(decoding_qtsplus, "video_backend", lambda: request.param)
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def loaded(tiny_published, tiny_processor):
     """With the package's own processor, whose module the tests change."""
     return session.load(tiny_published)[0], tiny_processor
+
+
+# Times ----------------------------------------------------------------------------------------------------------------
+
+
+def write_from(path, seconds, frames=48):
+    """Frames at 8 a second, of which a player shows the first one after some seconds."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for index in range(frames):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 4 * index, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = index + 8 * seconds, Fraction(1, 8)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["mp4", "mkv", "avi", "mov"])
+@pytest.mark.parametrize("seconds", [0, 5])
+def test_seconds_are_those_of_a_player(loaded, tmp_path, kind, seconds):
+    path = write_from(tmp_path / f"late.{kind}", seconds)
+    answer = session.ask(*loaded, path, "What moves?", max_new_tokens=2, selection="all")
+    assert answer.warnings == [] and answer.seconds_of_video == pytest.approx(6, abs=0.01)
+    (interval,) = answer.evidence
+    assert (interval.start, interval.end) == pytest.approx((seconds, seconds + 6), abs=0.13)
+
+
+def test_a_broadcast_begins_where_it_begins(tmp_path):
+    """The clock of MPEG-TS is not 0 there, and players count from the first frame."""
+    assert open_video(str(write_from(tmp_path / "late.ts", 5)), every_frame).start == 0
+
+
+def test_a_file_without_a_time_scale_is_refused(header_first, tmp_path):
+    data = bytearray(header_first)
+    data[(at := data.index(b"mdhd") + 16) : at + 4] = bytes(4)
+    (tmp_path / "zero.mp4").write_bytes(data)
+    with pytest.raises(ValueError, match=r"zero\.mp4' as a video: it has no time scale"):
+        open_video(str(tmp_path / "zero.mp4"), every_frame)
+
+
+def test_a_rate_that_was_rounded_costs_no_frame():
+    assert len(choose_frames(40, 10.000000000000002, 2)) == len(choose_frames(40, 10, 2)) == 8
+
+
+def test_a_video_that_is_too_narrow_is_named(loaded, tmp_path):
+    write_mp4(tmp_path / "narrow.mp4", np.zeros((8, 2, 1024, 3), np.uint8), 8)
+    for read in (lambda path: session.encode(*loaded, path), lambda path: loaded[1](videos=str(path))):
+        with pytest.raises(ValueError, match=r"The video '.*narrow\.mp4' cannot be sized for the model"):
+            read(tmp_path / "narrow.mp4")
+
+
+# Folders of frames ----------------------------------------------------------------------------------------------------
+
+
+def write_frames(folder, names):
+    for index, name in enumerate(names):
+        Image.new("RGB", (56, 56), (9 * index,) * 3).save(folder / name)
+
+
+def shades(folder):
+    return (load_frames(str(folder))[:, 0, 0, 0] // 9).tolist()
+
+
+def test_every_kind_of_image_is_a_frame_and_hidden_files_are_none(tmp_path):
+    write_frames(tmp_path, [f"{index}.{kind}" for index, kind in enumerate(("png", "gif", "tif", "TIFF", "bmp"))])
+    (tmp_path / "._0.png").write_bytes(b"of another system")
+    assert shades(tmp_path) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("numbers", "said"), [((1, 2, 5, 6), "1 gap, such as after '2.png'"), ((0, 30, 60), None)])
+def test_gaps_in_the_numbering_are_said_once(loaded, tmp_path, caplog, numbers, said):
+    write_frames(tmp_path, [f"{number}.png" for number in numbers])
+    warnings = session.encode(*loaded, tmp_path, fps=2).warnings
+    assert [said in warning for warning in warnings] == [True] * (said is not None)
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == len(warnings)
+
+
+@pytest.mark.parametrize("kind", ["webp", "gif", "png"])
+def test_an_animation_is_no_frame(tmp_path, kind):
+    pictures = [Image.new("RGB", (56, 56), (90 * index,) * 3) for index in range(3)]
+    pictures[0].save(tmp_path / f"0.{kind}", save_all=True, append_images=pictures[1:])
+    with pytest.raises(ValueError, match=rf"0\.{kind}' is 3 pictures; expected one"):
+        load_frames(str(tmp_path))
+
+
+def test_an_image_too_large_to_be_meant_is_unreadable(loaded, tmp_path):
+    Image.new("1", (30000, 30000)).save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match=r"Cannot read the frame '.*0\.png' as an image: .*900000000 pixels"):
+        session.encode(*loaded, tmp_path, fps=1)
 
 
 # Cut off --------------------------------------------------------------------------------------------------------------
@@ -63,10 +146,7 @@ def packet_ends(path):
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 200], ids=["between frames", "in a header", "in a frame"])
-def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(
-    loaded, header_first, tmp_path, caplog, beyond, monkeypatch
-):
-    monkeypatch.setattr(decoding_qtsplus, "video_backend", lambda: "pyav")
+def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, header_first, tmp_path, caplog, beyond):
     path = tmp_path / "cut.mp4"
     path.write_bytes(header_first)
     end = packet_ends(path)[23] + beyond
@@ -81,17 +161,7 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(
     assert len(frames) == metadata.total_num_frames == 24
 
 
-def test_both_decoders_say_so(header_first, tmp_path, backend):
-    path = tmp_path / "cut.mp4"
-    path.write_bytes(header_first)
-    path.write_bytes(header_first[: packet_ends(path)[23]])
-    (warning,) = open_video(str(path), every_frame).warnings
-    assert "states 48 frames" in warning
-
-
-def test_a_file_that_states_only_its_length(tmp_path, monkeypatch):
-    """torchcodec tells the length of a stream, which Matroska does not state."""
-    monkeypatch.setattr(decoding_qtsplus, "video_backend", lambda: "pyav")
+def test_a_file_that_states_only_its_length(tmp_path):
     whole = write(tmp_path / "whole.mkv")
     assert open_video(str(whole), every_frame).warnings == []
     data = whole.read_bytes()
@@ -100,9 +170,8 @@ def test_a_file_that_states_only_its_length(tmp_path, monkeypatch):
     assert "its header states 6.0 s, and 2." in warning
 
 
-def test_a_damaged_end_is_left_out_and_said(tmp_path, monkeypatch):
+def test_a_damaged_end_is_left_out_and_said(tmp_path):
     """A fragmented file states nothing about its whole."""
-    monkeypatch.setattr(decoding_qtsplus, "video_backend", lambda: "pyav")
     data = write(tmp_path / "whole.mp4", movflags="frag_keyframe+empty_moov").read_bytes()
     (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])
     (warning,) = open_video(str(tmp_path / "cut.mp4"), every_frame).warnings
@@ -110,14 +179,14 @@ def test_a_damaged_end_is_left_out_and_said(tmp_path, monkeypatch):
     assert len(read_video(str(tmp_path / "cut.mp4"), every_frame)[0]) == 23
 
 
-def test_a_whole_file_has_no_warning(loaded, header_first, tmp_path, backend):
+def test_a_whole_file_has_no_warning(loaded, header_first, tmp_path):
     (tmp_path / "whole.mp4").write_bytes(header_first)
     assert open_video(str(tmp_path / "whole.mp4"), every_frame).warnings == []
     assert session.ask(*loaded, tmp_path / "whole.mp4", "What moves?", max_new_tokens=2).warnings == []
 
 
 @pytest.mark.parametrize("shown", [(3, 0), (2, 2), (3, 3)], ids=str)
-def test_a_trimmed_file_is_whole(header_first, tmp_path, backend, shown):
+def test_a_trimmed_file_is_whole(header_first, tmp_path, shown):
     """Its edit list shows a part; the header counts all frames."""
     (seconds, start), data = shown, bytearray(header_first)
     scale = int.from_bytes(data[(at := data.index(b"mdhd") + 16) : at + 4], "big")
@@ -199,7 +268,7 @@ def test_a_video_at_an_address_is_the_file(loaded, tiny_mp4, states_its_length):
 
 def test_a_server_that_is_silent_is_not_waited_for(loaded, monkeypatch):
     over = threading.Event()
-    monkeypatch.setattr(video_qtsplus, "ADDRESS_TIMEOUT", 0.2)
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_TIMEOUT", 0.2)
     with serving(lambda _: over.wait(60)) as address:
         try:
             with pytest.raises(ValueError, match=r"Cannot load the video at 'http://127.*clip\.mp4'.*timed out"):
@@ -210,7 +279,7 @@ def test_a_server_that_is_silent_is_not_waited_for(loaded, monkeypatch):
 
 @pytest.mark.parametrize("states_its_length", [True, False])
 def test_a_video_at_an_address_has_a_largest_size(loaded, monkeypatch, states_its_length):
-    monkeypatch.setattr(video_qtsplus, "ADDRESS_BYTES", 2**20)
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", 2**20)
     data = bytes(2**20 + 1)
     with (
         serving(lambda handler: send(handler, data, len(data) if states_its_length else None)) as address,
@@ -221,9 +290,9 @@ def test_a_video_at_an_address_has_a_largest_size(loaded, monkeypatch, states_it
 
 def test_a_file_of_the_largest_size_is_read(monkeypatch):
     data = bytes(2**20)
-    monkeypatch.setattr(video_qtsplus, "ADDRESS_BYTES", len(data))
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", len(data))
     with serving(functools.partial(send, data=data, stated=len(data))) as address:
-        assert video_qtsplus._download(address).getvalue() == data
+        assert decoding_qtsplus.download(address).getvalue() == data
 
 
 def test_a_connection_that_ends_early_is_named(loaded, tiny_mp4):
@@ -243,3 +312,60 @@ def test_an_address_without_a_video_is_named(loaded):
         session.encode(*loaded, address)
     with pytest.raises(ValueError, match=r"Cannot load the video at 'http://\[nowhere'"):
         session.encode(*loaded, "http://[nowhere")
+
+
+@pytest.mark.parametrize("change", [str.upper, lambda scheme: scheme.title()])
+def test_an_address_is_read_however_it_is_written(tiny_mp4, change):
+    """Its scheme in capitals, letters that have to be encoded in its path."""
+    asked = []
+
+    def answer(handler):
+        asked.append(handler.path)
+        send(handler, tiny_mp4.read_bytes())
+
+    with serving(answer) as address:
+        address = address.replace("http", change("http")).replace("clip.mp4", "ü b%20c.mp4?d=é#e")
+        assert open_video(address, every_frame).metadata.total_num_frames == 32
+    assert asked == ["/%C3%BC%20b%20c.mp4?d=%C3%A9"]
+
+
+def test_a_password_is_used_and_not_said(loaded, tiny_mp4):
+    sent = []
+
+    def answer(handler):
+        sent.append(handler.headers["Authorization"])
+        send(handler, tiny_mp4.read_bytes())
+
+    with serving(answer) as address:
+        known = session.encode(*loaded, address.replace("//", "//user:s%40cret@"))
+    assert base64.b64decode(sent[0].removeprefix("Basic ")) == b"user:s@cret"
+    assert known.video == address.replace("//", "//***@")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("http://user:secret@127.0.0.1:9/a.mp4", "http://user:secret@127.0.0.1:99999/a.mp4", "http://:secret@/a.mp4"),
+        *("http://user:secret/x@127.0.0.1/a.mp4", "HTTPS://user:secret@[::1/a.mp4", "http://127.0.0.1:99999/a.mp4"),
+    ],
+)
+def test_an_address_that_is_none_is_named_without_its_password(loaded, address):
+    with pytest.raises(ValueError, match="Cannot load the video at '") as error:
+        session.encode(*loaded, address)
+    assert "secret" not in str(error.value) and "a.mp4" in str(error.value)
+
+
+def test_a_server_that_drips_is_not_waited_for(loaded, monkeypatch):
+    def drip(handler):
+        send(handler, b"x")
+        while not over.wait(0.01):
+            handler.wfile.write(b"x")
+
+    over = threading.Event()
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_SECONDS", 0.3)
+    with serving(drip) as address:
+        try:
+            with pytest.raises(ValueError, match=r"Cannot load .* bytes in 0.3 s; download it"):
+                session.encode(*loaded, address)
+        finally:
+            over.set()

@@ -178,3 +178,13 @@ def batch(*rows: Prompt, pad_left: bool = True, width: int | None = None) -> dic
 
 def token_types(input_ids: torch.Tensor) -> torch.Tensor:
     return (input_ids == IMAGE_PAD) * 1 + (input_ids == VIDEO_PAD) * 2
+
+
+def load_bundled():
+    """The model and the processor of qtsplus-tiny, with its trained weights."""
+    from qtsplus.hub.files import hub_configs
+    from qtsplus.hub.saved import load_processor
+
+    folder = hub_configs() / "qtsplus-tiny"
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).eval()
+    return model, load_processor(folder, model.config)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from filelock import FileLock
 
 from . import session
 from .hub.files import hub_configs
-from .hub.publish import assemble, code_files, load_variant
+from .hub.folder import whole_folder
+from .hub.publish import assemble_folder, code_files
 
 TINY = "qtsplus-tiny"
 CLIP = Path(__file__).with_name("demo.mp4")  # 8 s of marked shapes, which training never saw
@@ -60,8 +62,7 @@ def cached_tiny() -> Path:
 
 def publish_tiny(folder: Path) -> Path:
     """Writes the Hub folder of the tiny variant."""
-    built = load_variant(TINY)
-    return assemble(built.model, built.processor, folder, variant=TINY, random_seed=built.random_seed)
+    return assemble_folder(TINY, folder)
 
 
 def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, session.Answer]]:
@@ -69,38 +70,41 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
     Publishes the tiny model, loads it back as remote code, asks two questions about a clip, and draws what it kept.
 
     Args:
-        out: folder for `clip.mp4`, `qtsplus-tiny/` and `kept_tokens.png`.
+        out: folder for `clip.mp4`, `qtsplus-tiny/` and `kept_tokens.png`, as [`whole_folder`] writes it.
         say: takes one line per step.
 
     Returns:
         both questions, with the true answers, and what the model answered.
+
+    Raises:
+        FileExistsError: the folder holds files that no earlier demo wrote.
     """
     # Matplotlib wants a folder in the user's home; who only asks the tiny model does without.
-    from .picture import draw_kept_tokens, frames_from_patches
+    from .picture import draw_kept_tokens
 
-    out.mkdir(parents=True, exist_ok=True)
-    video = out / "clip.mp4"
-    shutil.copyfile(CLIP, video)
-    say(f"Copied {video}, an 8 s H.264 clip that the model has never seen.")
-    folder = publish_tiny(out / TINY)
-    say(f"Published {TINY} to {folder}.")
+    with whole_folder(out) as staging:
+        shutil.copyfile(CLIP, staging / "clip.mp4")
+        say(f"Copied {out / 'clip.mp4'}, an 8 s H.264 clip that the model has never seen.")
+        folder = publish_tiny(staging / TINY)
+        say(f"Published {TINY} to {out / TINY}.")
 
-    model, processor = session.load(folder)
-    say(f"Loaded it back as remote code: {type(model).__name__} from {type(model).__module__.split('.')[0]}.")
-    encoded = session.encode(model, processor, video)
-    answers = [session.ask(model, processor, encoded, question.question, max_new_tokens=16) for question in QUESTIONS]
+        model, processor = session.load(folder)
+        say(f"Loaded it back as remote code: {type(model).__name__} from {type(model).__module__.split('.')[0]}.")
+        encoded = session.encode(model, processor, CLIP)
+        answers = [
+            session.ask(model, processor, encoded, question.question, max_new_tokens=16) for question in QUESTIONS
+        ]
 
-    seen = processor(videos=str(video), return_tensors="pt")
-    names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
-    sizes = {name: getattr(processor.video_processor, name) for name in names}
-    frames = frames_from_patches(seen["pixel_values_videos"], seen["video_grid_thw"][0].tolist(), **sizes)
-    kept = [
-        (
-            f"“{question.question}” {answer.answer}: {answer.kept_tokens} of {answer.visual_tokens} visual tokens kept",
-            answer.keep_map,
-        )
-        for question, answer in zip(QUESTIONS, answers, strict=True)
-    ]
-    picture = draw_kept_tokens(frames, kept, float(seen["second_per_grid_ts"][0]), out / "kept_tokens.png")
-    say(f"Drew the kept tokens to {picture}.")
+        chunks = processor.video_chunks(CLIP)
+        # Two frames make one step in time.
+        frames = np.stack([chunks.resize(frame) for frame in chunks.decode()])[::2]
+        kept = [
+            (
+                f"“{question.question}” {one.answer}: {one.kept_tokens} of {one.visual_tokens} visual tokens",
+                one.keep_map,
+            )
+            for question, one in zip(QUESTIONS, answers, strict=True)
+        ]
+        draw_kept_tokens(frames, kept, chunks.second_per_grid_ts[0], staging / "kept_tokens.png")
+        say(f"Drew the kept tokens to {out / 'kept_tokens.png'}.")
     return list(zip(QUESTIONS, answers, strict=True))

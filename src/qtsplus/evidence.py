@@ -15,7 +15,7 @@ class Interval:
     """A stretch of a video that shows what the question asks for, as far as the selection can tell.
 
     Args:
-        start, end: seconds from the video's beginning.
+        start, end: seconds; from the first frame, or on a player's clock in an answer of `qtsplus.session`.
         weight: share of the sample's kept relevance that lies in it.
         video: which of the sample's videos, in prompt order.
         box: (left, top, right, bottom) of the region in the frame, as fractions of its width and height.
@@ -29,23 +29,12 @@ class Interval:
 
 
 def token_grids(video_grid_thw: torch.Tensor, merge_size: int) -> list[tuple[int, int, int]]:
-    """
-    The grid (T, H, W) of visual tokens of each video, T in grid steps (temporal patches).
-
-    Args:
-        video_grid_thw: `[N, 3]`, patches before the spatial merge.
-        merge_size: patches merged into one token, per side.
-    """
+    """The grid (T, H, W) of visual tokens of each video, from `[N, 3]` patches before the spatial merge."""
     return [(t, h // merge_size, w // merge_size) for t, h, w in video_grid_thw.tolist()]
 
 
 def token_maps(values: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
-    """
-    Cuts one value per visual token of a sample, `[M]`, into one `[T, H, W]` per video.
-
-    Raises:
-        ValueError: the grids do not hold M tokens.
-    """
+    """Cuts one value per visual token of a sample, `[M]`, into one `[T, H, W]` per video."""
     sizes = [t * h * w for t, h, w in grids]
     if sum(sizes) != len(values):
         raise ValueError(f"The video grids {list(grids)} hold {sum(sizes)} tokens, but there are {len(values)} values.")
@@ -58,8 +47,7 @@ def keep_maps(kept_indices: torch.Tensor, video_grid_thw: torch.Tensor, merge_si
 
     Args:
         kept_indices: `[n]`, indices among the sample's video tokens.
-        video_grid_thw: `[N, 3]`, patches before the spatial merge, of the sample's videos.
-        merge_size: patches merged into one token, per side.
+        video_grid_thw, merge_size: as for [`token_grids`].
 
     Returns:
         one bool `[T, H, W]` per video.
@@ -88,9 +76,8 @@ def evidence_intervals(
     Args:
         kept_indices: `[n]`, indices among the sample's video tokens.
         relevance: `[M]`; `None` or empty where the selection did not look (every kept token is then as strong).
-        video_grid_thw: `[N, 3]`, patches before the spatial merge, of the sample's videos.
         second_per_grid_ts: seconds that one grid step of each video lasts.
-        merge_size: patches merged into one token, per side.
+        video_grid_thw, merge_size: as for [`token_grids`].
 
     Returns:
         intervals, the one with the most relevance first; none if nothing was kept.

@@ -11,42 +11,6 @@ from matplotlib.figure import Figure
 _DIMMED = 0.22  # brightness of what was dropped
 
 
-def frames_from_patches(
-    pixel_values_videos: torch.Tensor,
-    grid_thw: Sequence[int],
-    *,
-    patch_size: int,
-    temporal_patch_size: int,
-    merge_size: int,
-    image_mean: Sequence[float],
-    image_std: Sequence[float],
-) -> np.ndarray:
-    """
-    Undoes the video processor's patches: the first frame of every grid step, as the model saw it.
-
-    Args:
-        pixel_values_videos: `[T * H * W, 3 * temporal_patch_size * patch_size**2]` of one video.
-        grid_thw: (T, H, W) in patches, before the spatial merge.
-
-    Returns:
-        `[T, H * patch_size, W * patch_size, 3]` uint8.
-    """
-    steps, height, width = (int(size) for size in grid_thw)
-    patches = (
-        pixel_values_videos.float()
-        .cpu()
-        .reshape(
-            *(steps, height // merge_size, width // merge_size, merge_size, merge_size),
-            *(3, temporal_patch_size, patch_size, patch_size),
-        )
-    )
-    # [T, h, w, merge_h, merge_w, 3, patch_h, patch_w] -> [T, h, merge_h, patch_h, w, merge_w, patch_w, 3]
-    frames = patches[:, :, :, :, :, :, 0].permute(0, 1, 3, 6, 2, 4, 7, 5)
-    frames = frames.reshape(steps, height * patch_size, width * patch_size, 3)
-    frames = frames * torch.tensor(list(image_std)) + torch.tensor(list(image_mean))
-    return (frames.clamp(0, 1) * 255).round().to(torch.uint8).numpy()
-
-
 def draw_kept_tokens(
     frames: np.ndarray,
     kept: Sequence[tuple[str, torch.Tensor]],

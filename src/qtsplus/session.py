@@ -12,16 +12,23 @@ import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from rich.console import Console
 from rich.progress import track
-from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
+from .decoding_qtsplus import shown_name
 from .encoding_qtsplus import Repeats
 from .evidence import Interval, evidence_intervals, keep_maps
+from .hub.folder import reading
 from .methods_qtsplus import Method
+from .output import first_line
 from .two_passes import Large, TwoPasses, open_twice, second_pass, second_prompt
 
 T = TypeVar("T")
+
+_PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
+_A_QUESTION: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]},
+]
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class EncodedVideo:
         second_per_grid_ts: `[1]`, seconds per temporal patch.
         metadata: `VideoMetadata`, with the indices of the frames that were looked at.
         seconds: what reading and encoding took.
+        start: when a player shows the first frame, in seconds.
         warnings: what is wrong with the file, such as an end that is missing; one sentence each.
         large: with two passes, the video at full size; features and grid are then those of the small one.
     """
@@ -46,6 +54,7 @@ class EncodedVideo:
     second_per_grid_ts: list[float]
     metadata: Any
     seconds: float
+    start: float = 0.0
     warnings: list[str] = field(default_factory=list)
     large: Large | None = None
 
@@ -106,26 +115,18 @@ def load(
 
     Raises:
         OSError: no such repository.
-        ValueError: no such folder; one without a QTSplus model or its processor, or with a broken file of weights; a
-            device that cannot be used.
+        ValueError: no such folder; one without a QTSplus model or its processor, or with a broken file; a device that
+            cannot be used; a revision of a folder.
     """
     device = find_device(device)
     _check_model(model, revision)
-    try:
+    with reading(f"The processor of {str(model)!r}"):
         processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
-    except (OSError, ValueError) as error:
-        if missing := _missing_processor_files(Path(model)):
-            raise ValueError(
-                f"The folder {str(model)!r} holds no processor; expected {' and '.join(missing)} beside the weights. "
-                "Save it there with `processor.save_pretrained`."
-            ) from error
-        raise
-    try:
+        processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+    with reading(f"The model {str(model)!r}"):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             model, trust_remote_code=True, dtype=dtype, revision=revision
         )
-    except SafetensorError as error:
-        raise ValueError(f"The weights of {str(model)!r} are broken or incomplete: {_first_line(error)}") from error
     return loaded.to(device).eval(), processor
 
 
@@ -140,7 +141,7 @@ def find_device(device: str | None) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"The device {device!r} cannot be used: {_first_line(error)}") from error
+        raise ValueError(f"The device {device!r} cannot be used: {first_line(error)}") from error
     if torch.device(device).type == "meta":
         raise ValueError("The device 'meta' holds no values and cannot answer; expected one such as 'cpu' or 'cuda'.")
     return device
@@ -149,6 +150,8 @@ def find_device(device: str | None) -> str:
 def _check_model(model: str | Path, revision: str | None) -> None:
     """Before anything is loaded: whether it can be a model, and one with a selector."""
     name = str(model)
+    if revision is not None and Path(model).is_dir():
+        raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
     if not name.strip():
         raise ValueError("The model's name is empty; expected a folder or a Hub id, such as ORG/NAME.")
     if not Path(model).is_dir():
@@ -164,16 +167,12 @@ def _check_model(model: str | Path, revision: str | None) -> None:
             f"{name!r} is no QTSplus model: its model_type is {config.get('model_type')!r}. Make one of it with "
             f"`qtsplus convert {name} --out FOLDER`."
         )
-
-
-def _missing_processor_files(folder: Path) -> list[str]:
-    """What of a processor is not there, of a folder that exists."""
-    either = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
-    return [names[0] for names in either if folder.is_dir() and not any((folder / name).is_file() for name in names)]
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    for names in _PROCESSOR:
+        if Path(model).is_dir() and not any(Path(model, file).is_file() for file in names):
+            raise ValueError(
+                f"The folder {name!r} holds no processor; expected {names[0]} beside the weights. Save it there with "
+                "`processor.save_pretrained`."
+            )
 
 
 def encode(
@@ -217,25 +216,23 @@ def encode(
         large, chunks = open_twice(model, processor, chunks, two_passes, frame_tolerance)
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features, filled = torch.empty(0), 0
-    console = Console(stderr=True)
-    repeats = Repeats(frame_tolerance)
-    quiet = not (progress and console.is_terminal and len(chunks) > 1)
+    repeats, console = Repeats(frame_tolerance), Console(stderr=True)
+    bar: dict[str, Any] = {"console": console, "transient": True, "disable": not (progress and console.is_terminal)}
     with closing(read_ahead(chunks)) as ahead:
-        for pixels, grid in track(
-            ahead, "Encoding the video", len(chunks), console=console, transient=True, disable=quiet
-        ):
+        for pixels, grid in track(ahead, "Encoding the video", len(chunks), **bar):
             (encoded,) = model.encode_videos(pixels, grid, device=device, repeats=repeats)
             if not filled:
                 features = encoded.new_empty(tokens, encoded.shape[-1])
             features[filled : filled + len(encoded)] = encoded
             filled += len(encoded)
     return EncodedVideo(
-        video=str(video),
+        video=shown_name(str(video)),
         features=features,
         video_grid_thw=chunks.video_grid_thw,
         second_per_grid_ts=chunks.second_per_grid_ts,
         metadata=chunks.metadata,
         seconds=time.perf_counter() - started,
+        start=getattr(chunks, "start", 0.0),  # a model brings its own code, which may be older
         warnings=chunks.warnings,
         large=large,
     )
@@ -275,18 +272,17 @@ def ask(
         question: the text; special tokens in it, such as `<|im_end|>`, are text too.
         fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
-        max_visual_tokens: most visual tokens to keep.
+        max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
         selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
             `Candidates` and a count to indices (`methods_qtsplus.py`).
         two_passes: as for [`encode`], of a video that was not encoded before.
         max_new_tokens: longest answer.
 
     Raises:
-        ValueError: an empty question, a video that cannot be read, a folder without `fps`, `fps` for a video that was
-            encoded before, a retention out of its range.
+        ValueError: a question that is empty or longer than the model's positions, a video that cannot be read, a folder
+            without `fps`, `fps` for a video that was encoded before, a retention out of its range.
     """
-    if not question.strip():
-        raise ValueError("The question is empty; expected some text.")
+    _check_question(model, processor, question)
     timings: dict[str, float] = {}
     if not isinstance(video, EncodedVideo):
         video = encode(model, processor, video, fps=fps, two_passes=two_passes)
@@ -296,11 +292,7 @@ def ask(
         raise ValueError(f"Got {given} for a video that was encoded before; give it to `encode`.")
 
     grid, second = video.video_grid_thw, None
-    choice: dict[str, Any] = {
-        "retention": retention,
-        "max_visual_tokens": max_visual_tokens,
-        "selection": selection,
-    }
+    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     if video.large is not None:
         started = time.perf_counter()
         second = second_pass(model, video.large, small_prompt(processor, video, question), **choice)
@@ -310,11 +302,7 @@ def ask(
     inputs["second_per_grid_ts"] = video.second_per_grid_ts
     clock = _FirstTokenClock()
     started = time.perf_counter()
-    answering: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "return_dict_in_generate": True,
-        "streamer": clock,
-    }
+    answering: dict[str, Any] = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True, "streamer": clock}
     if second is None:
         output = model.generate(**inputs, video_features=[video.features], **choice, **answering)
     else:
@@ -339,24 +327,32 @@ def ask(
         visual_tokens=keep_map.numel(),
         kept_tokens=len(kept_indices),
         rho=float(output.qtsplus.rho[0]) if second is None else second.rho,
-        # The last grid step is padded where the frames are odd in number.
-        evidence=[replace(interval, end=min(interval.end, seconds_of_video)) for interval in intervals],
+        evidence=[
+            # The last grid step is padded where the frames are odd in number.
+            replace(one, start=video.start + one.start, end=video.start + min(one.end, seconds_of_video))
+            for one in intervals
+        ],
         timings=timings,
         keep_map=keep_map,
         warnings=video.warnings,
     )
 
 
+def _check_question(model: Any, processor: Any, question: str) -> None:
+    if not question.strip():
+        raise ValueError("The question is empty; expected some text.")
+    tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
+    most = model.config.get_text_config().max_position_embeddings
+    if tokens >= most:
+        raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
+
+
 def small_prompt(processor: Any, video: EncodedVideo, question: str) -> dict[str, Any]:
     """Inputs of the model for a question about the first of two passes."""
     inputs = processor.question_inputs(question, video.video_grid_thw, [video.metadata])
     asked = {name: inputs[name] for name in ("input_ids", "attention_mask", "query_mask")}
-    return {
-        **asked,
-        "video_features": [video.features],
-        "video_grid_thw": video.video_grid_thw,
-        "second_per_grid_ts": video.second_per_grid_ts,
-    }
+    grid, seconds = video.video_grid_thw, video.second_per_grid_ts
+    return {**asked, "video_features": [video.features], "video_grid_thw": grid, "second_per_grid_ts": seconds}
 
 
 class _FirstTokenClock(BaseStreamer):

@@ -12,7 +12,7 @@ import torch
 
 from .encoding_qtsplus import Repeats
 from .layout_qtsplus import lay_out, splice
-from .methods_qtsplus import Method
+from .methods_qtsplus import Method, check_budget
 from .mixin_qtsplus import choose
 from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, take_inputs
 from .selector_qtsplus import kept_count
@@ -140,7 +140,7 @@ class SecondPass:
         places: `[k]` ascending, which of the whole video's tokens these are.
         num_tokens: of the whole video.
         retention: of the tokens that were encoded, so that as many are kept as of the whole video.
-        rho: the fraction of the whole video's tokens that the first pass aimed at.
+        rho: the fraction of the whole video's tokens that the first pass aimed at, as far as they were encoded.
     """
 
     features: torch.Tensor
@@ -165,10 +165,6 @@ def open_twice(
     """
     A video at full size, and the same with smaller frames: their sides times `scale`, in whole tokens.
 
-    Args:
-        chunks: the video as `processor.video_chunks` opens it.
-        frame_tolerance: as for [`Repeats`].
-
     Raises:
         ValueError: a backbone that reads every frame at one size; tiles for a tower that has to see whole frames.
     """
@@ -177,16 +173,15 @@ def open_twice(
             "Two passes need a model that reads frames of any size, as the Qwen-VL ones do; this one brings every "
             "frame to one size."
         )
-    own_side = model.model.tile_side
-    if own_side is None and two_passes.tile is not None:
+    side = two_passes.tile or model.model.tile_side
+    if model.model.tile_side is None and two_passes.tile is not None:
         raise ValueError(
             f"tile={two_passes.tile}: the vision tower of this model learns where a patch is in its frame, and has to "
             "see whole frames; leave tile out."
         )
     merge, patch = processor.video_processor.merge_size, processor.video_processor.patch_size
     time, *size = chunks.video_grid_thw[0].tolist()
-    height, width = (side // merge for side in size)
-    side = two_passes.tile or own_side
+    height, width = (length // merge for length in size)
     large = Large(
         chunks,
         Tiles((time, height, width), (height, width) if side is None else (side, side)),
@@ -195,7 +190,7 @@ def open_twice(
         processor.video_processor.temporal_patch_size,
         frame_tolerance,
     )
-    small = [max(round(side * two_passes.scale / merge), 1) * merge for side in size]
+    small = [max(round(length * two_passes.scale / merge), 1) * merge for length in size]
     grid = torch.tensor([[time, *small]])
     return large, replace(
         chunks,
@@ -229,22 +224,19 @@ def second_pass(
         ValueError: more tokens are asked for than the second pass may encode.
     """
     device, config, num_tokens = model.device, model.config.qtsplus_config, math.prod(large.tiles.grid)
+    check_budget(selection or config.selection, [retention], 1, max_visual_tokens)
     most = min(config.n_max, max_visual_tokens or num_tokens)
-    everything = (selection or config.selection) == "all"
-    share = 1.0 if everything else retention
-    wanted = 0 if share is None else kept_count(share, num_tokens, num_tokens if everything else most)
+    wanted = 0 if retention is None else kept_count(retention, num_tokens, most)
+    if (selection or config.selection) == "all":
+        wanted = num_tokens
     if wanted > large.count:
         raise ValueError(
             f"{wanted} of the video's {num_tokens} tokens are asked for, and the second pass encodes {large.count}: "
-            "raise TwoPasses(tokens=), keep fewer, or read the video in one pass."
+            "keep fewer, read the video in one pass, or raise TwoPasses(tokens=)."
         )
+    prompt = {name: value.to(device) if torch.is_tensor(value) else value for name, value in small.items()}
     with torch.no_grad():
-        chosen = model.model.compress(
-            **{name: value.to(device) if torch.is_tensor(value) else value for name, value in small.items()},
-            retention=retention,
-            selection=selection,
-            reencode=False,
-        ).qtsplus
+        chosen = model.model.compress(**prompt, retention=retention, selection=selection, reencode=False).qtsplus
     (grid,) = model.model.merged_grid(small["video_grid_thw"])
     if chosen.relevance is None:
         weights = torch.zeros(math.prod(grid)).index_fill(0, chosen.kept_indices[0].cpu(), 1.0)
@@ -253,7 +245,8 @@ def second_pass(
     best = large.tiles.best(large.tiles.mass(weights.reshape(grid)), large.count)
     features, places = encode_tiles(model, large, best, small["video_features"][0].device)
 
-    rho = float(chosen.rho[0])
+    # What the model predicts may be more than a second pass encodes.
+    rho = min(float(chosen.rho[0]), max(large.count, 1) / num_tokens)
     wanted = kept_count(rho, num_tokens, most)
     return SecondPass(features, places, num_tokens, min(wanted / len(features), 1.0), rho)
 
@@ -266,8 +259,7 @@ def second_prompt(
     are as if not kept, and what is there stays at its place. For `model.generate_from`.
 
     Args:
-        inputs: the model's, `[B, S]`, with the grids of the whole videos.
-        passes: per video.
+        inputs: the model's, `[B, S]`, with the grids of the whole videos; `passes` has one entry for each.
         selection: the fields of [`SelectionInputs`]; `retention` is that of each pass if it is left out.
     """
     features = [one.features for one in passes]
@@ -304,21 +296,20 @@ def encode_tiles(
         # Row by row of tokens, and the patches of a token one after another: a tile is some of these rows.
         height, width = (int(side) // merge for side in grid[0, 1:])
         frames = pixels.reshape(len(steps), height, width, merge**2, -1)
-        by_size: dict[tuple[int, int], list[torch.Tensor]] = {}
-        places_by_size: dict[tuple[int, int], list[torch.Tensor]] = {}
+        by_size: dict[torch.Size, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for step, row, column in chosen[torch.isin(chosen[:, 0], torch.tensor(steps))].tolist():
             cut = large.tiles.cut(row, column)
-            tile, own = frames[steps.index(step)][cut], indices[step][cut]
-            by_size.setdefault((own.shape[0], own.shape[1]), []).append(tile.flatten(0, 2))
-            places_by_size.setdefault((own.shape[0], own.shape[1]), []).append(own.flatten())
+            own = indices[step][cut]
+            by_size.setdefault(own.shape, []).append((frames[steps.index(step)][cut].flatten(0, 2), own.flatten()))
         grids = [[len(tiles), rows * merge, columns * merge] for (rows, columns), tiles in by_size.items()]
+        tiles = [tile for group in by_size.values() for tile in group]
         features += model.encode_videos(
-            torch.cat([tile for tiles in by_size.values() for tile in tiles]),
+            torch.cat([patches for patches, _ in tiles]),
             torch.tensor(grids),
             device=device,
             repeats=Repeats(large.frame_tolerance),
         )
-        places += [own for found in places_by_size.values() for own in found]
+        places += [own for _, own in tiles]
     order = torch.cat(places).argsort()
     joined = torch.cat(features)
     return joined[order.to(joined.device)], torch.cat(places)[order]
@@ -335,6 +326,3 @@ def _chunks_of_steps(large: Large, steps: Sequence[int]) -> Iterator[tuple[list[
         count = -(-len(chunk) // per_step)
         yield left[:count], *chunks.preprocess(stack_frames(chunk))
         left = left[count:]
-
-
-__all__ = ["Large", "SecondPass", "Tiles", "TwoPasses", "encode_tiles", "open_twice", "second_pass", "second_prompt"]

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from qtsplus.backbones import backbone_of
 from qtsplus.hub.convert import convert
-from qtsplus.hub.names import OUTER
+from qtsplus.hub.weights import OUTER
 from qtsplus.training.models import load_model, load_processor
 
 
@@ -94,5 +94,5 @@ def test_training_starts_from_a_stock_model(backbone, saved, prepare):
 
 def test_a_format_that_is_not_known_says_so(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qts_plus_internvl2_5_causal_lm"}')
-    with pytest.raises(ValueError, match="only those on Qwen2.5-VL have a format that is known here"):
+    with pytest.raises(ValueError, match="a reference QTSplus on Qwen2.5-VL"):
         convert(tmp_path, tmp_path / "out")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qtsplus.hub.publish import assemble
+from qtsplus.hub.publish import assemble_folder
 from tiny_backbones import BACKBONES
 
 FRESH_PROCESS = """
@@ -49,7 +49,9 @@ def published(tmp_path_factory, clips):
     for backbone in BACKBONES:
         processor = backbone.processor()
         model = backbone.build(processor)
-        assemble(model, processor, folder / backbone.name)
+        for part in (model, processor):
+            part.save_pretrained(folder / "saved" / backbone.name)
+        assemble_folder(folder / "saved" / backbone.name, folder / backbone.name)
         inputs = processor.apply_chat_template(
             [{"role": "user", "content": content}],
             tokenize=True,

@@ -18,8 +18,8 @@ from benchmarks.world.tinyworld import ask_world, evidence_tokens, make_world
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import model_inputs
 from qtsplus.evaluation.labelled import sighting_tokens
-from qtsplus.hub.publish import load_variant
 from qtsplus.selector_qtsplus import kept_count
+from tiny import load_bundled
 
 SECONDS = 8
 GRID_OF_TOKENS = (SECONDS, GRID, GRID)
@@ -156,8 +156,7 @@ def test_every_kind_is_asked_as_planned_and_no_answer_is_much_likelier_than_othe
 
 def test_an_untrained_selector_finds_no_more_than_the_budget_over_the_fill(tmp_path, crowds):
     """The bundled model's own vision tower and words; a selector that has learnt nothing."""
-    built = load_variant("qtsplus-tiny")
-    model, processor = built.model.eval(), built.processor
+    model, processor = load_bundled()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model.model.qtsplus.load_state_dict(type(model)(model.config).model.qtsplus.state_dict())

@@ -1,4 +1,4 @@
-"""What is broken in a folder, convert, split and publish name in one line, and write nothing."""
+"""What is broken in a folder, convert and publish name in one line, and write nothing."""
 
 import json
 import shutil
@@ -11,7 +11,6 @@ from qtsplus.cli import app
 
 COMMANDS = {
     "convert": lambda source, out: ["convert", source, "--out", out],
-    "split": lambda source, out: ["split", source, "--out", out],
     "publish": lambda source, out: ["publish", source, "--to", out],
 }
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
-from qtsplus import Qwen2_5_VLQTSplusConfig
+from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.card import card_data
 from qtsplus.hub.files import hub_configs, variants
 from qtsplus.hub.folder import read_json
-from qtsplus.hub.publish import AUTO_MAP, PROCESSOR_AUTO_MAP
 from qtsplus.hub.weights import on_meta
+from qtsplus.saving_qtsplus import auto_map
 from qtsplus.training.recipe import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -70,8 +70,10 @@ def test_every_variant_builds_and_brings_all_that_its_repository_needs(variant):
     folder = hub_configs() / variant
     model = on_meta(load(variant))
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert model.config.auto_map == AUTO_MAP
-    assert read_json(folder / "processor_config.json")["auto_map"] == PROCESSOR_AUTO_MAP
+    assert model.config.auto_map == auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
+    assert read_json(folder / "processor_config.json")["auto_map"] == {
+        "AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"
+    }
     generation = GenerationConfig.from_pretrained(folder)
     assert model.config.text_config.eos_token_id in generation.eos_token_id
     vision = model.config.vision_config

@@ -3,6 +3,8 @@
 import filecmp
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,11 +19,10 @@ from qtsplus.hub.checkpoint import StoredTensor
 from qtsplus.hub.convert import convert
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.initialise import initialise_selector
-from qtsplus.hub.names import OLD, REFERENCE
 from qtsplus.hub.reference import find_vision_config
-from qtsplus.hub.weights import check_weights, on_meta
+from qtsplus.hub.weights import OLD, REFERENCE, SELECTOR, check_weights, on_meta
 from reference import GOLDEN, load, meta
-from tiny import batch, prompt, stock_twin, tiny_model, token_types
+from tiny import batch, load_bundled, prompt, stock_twin, tiny_model, token_types
 
 REFERENCE_FOLDER = GOLDEN / "case1" / "e2e" / "checkpoint"
 EVERYTHING = {"selection": "all", "reencode_layers": 0}
@@ -122,6 +123,16 @@ def test_the_selector_starts_as_an_identity_or_from_the_language_model(stock_fol
         assert torch.equal(mine, theirs), name
 
 
+def test_converting_says_what_it_does_and_nothing_else(tiny_published, tmp_path):
+    """In a process of its own, in which Transformers has not yet warned of anything."""
+    convert(tiny_published, tmp_path / "stock")
+    command = [sys.executable, "-m", "qtsplus.cli", "convert", tmp_path / "stock", "--out", tmp_path / "ours"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout == f"Wrote {tmp_path / 'ours'}\n"
+    first_words = [line.split()[0] for line in result.stderr.splitlines()]
+    assert first_words == ["No", "The", "Frames"], result.stderr
+
+
 def test_the_selector_depends_on_the_seed_alone(stock_folder, tmp_path):
     state = torch.random.get_rng_state()
     first = weights(convert(stock_folder, tmp_path / "a"))
@@ -174,11 +185,9 @@ def test_bfloat16_stays_bfloat16(tmp_path):
 
 def test_the_processor_comes_along_and_says_where_a_question_stands(tiny_processor, tmp_path):
     from qtsplus.hub.convert import _plain_processor
-    from qtsplus.hub.publish import load_variant
 
-    built = load_variant("qtsplus-tiny")
-    built.model.save_pretrained(tmp_path / "ours")
-    built.processor.save_pretrained(tmp_path / "ours")
+    for part in load_bundled():
+        part.save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "plain")
     assert "Qwen2_5_VLProcessor" in (tmp_path / "plain" / "processor_config.json").read_text()
     assert _plain_processor(tiny_processor).tokenizer is tiny_processor.tokenizer
@@ -219,12 +228,12 @@ def test_published_layouts(variant, changes):
     assert config.text_config.rope_parameters["mrope_section"] == rope["mrope_section"]
     state = on_meta(Qwen2_5_VLQTSplusConfig(**content)).state_dict()
     stored = {
-        OLD.theirs(name): StoredTensor("BF16", tuple(tensor.shape), lambda: iter(()))
+        OLD.theirs(name): StoredTensor(torch.bfloat16, tuple(tensor.shape), tensor.clone)
         for name, tensor in state.items()
         if ".qtsplus." not in name and not (content["tie_word_embeddings"] and name == "lm_head.weight")
     }
     assert ("lm_head.weight" in stored) == (variant == "qtsplus-7b") and "model.layers.0.mlp.up_proj.weight" in stored
-    assert len(check_weights(stored, OLD, config, "a folder", without_selector=True)) == len(stored)
+    assert len(check_weights(stored, OLD, config, "a folder", without=SELECTOR)) == len(stored)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -363,7 +372,7 @@ def test_a_published_vision_tower_is_known_by_its_shapes(variant, name, tmp_path
     with torch.device("meta"):
         visual = type(on_meta(config).model.visual)(config.vision_config)
     stored = {
-        REFERENCE.theirs(f"model.visual.{key}"): StoredTensor("BF16", tuple(tensor.shape), lambda: iter(()))
+        REFERENCE.theirs(f"model.visual.{key}"): StoredTensor(torch.bfloat16, tuple(tensor.shape), tensor.clone)
         for key, tensor in visual.state_dict().items()
     }
     vision, origin = find_vision_config(tmp_path, {}, stored, None)
@@ -406,8 +415,8 @@ def test_every_key_that_is_missing_unexpected_or_misshapen_is_listed(reference_f
     rewrite(reference_folder, spoil)
     result = run(reference_folder, "--out", tmp_path / "ours")
     assert_refused(result, *lost, "4 missing", "2 unexpected: extra, model.rotary.inv_freq", "2 misshapen")
-    assert "model.norm.weight (F32 [3], expected [64])" in result.stderr
-    assert "model.layers.0.input_layernorm.weight (I64 [64], expected [64])" in result.stderr
+    assert "model.norm.weight (torch.float32 [3], expected [64])" in result.stderr
+    assert "model.layers.0.input_layernorm.weight (torch.int64 [64], expected [64])" in result.stderr
     assert not (tmp_path / "ours").exists()
 
 
@@ -496,6 +505,8 @@ def test_a_broken_source_is_refused_in_one_line(spoil, words, reference_folder, 
         (["--init", "zeros"], ["'zeros'", "identity, lm"]),
         (["--set", "n_max=3"], ["--set"]),
         (["--set", "n_max"], ["name=value"]),
+        (["--seed", "0"], ["--seed", "new selector"]),
+        (["--revision", "main"], ["--revision", "is a folder"]),
     ],
 )
 def test_an_argument_without_a_meaning_is_refused(arguments, words, tmp_path):
@@ -545,6 +556,8 @@ def test_an_earlier_run_is_replaced_and_other_files_are_not(stock_folder, tmp_pa
     convert(stock_folder, tmp_path / "ours", max_shard_size="100KB")
     convert(stock_folder, tmp_path / "ours")
     assert [path.name for path in (tmp_path / "ours").glob("model*.safetensors*")] == ["model.safetensors"]
+    for _ in range(2):
+        convert(tmp_path / "ours", tmp_path / "again")
     (tmp_path / "ours" / "notes.txt").write_text("mine")
     assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "notes.txt")
     assert run(stock_folder, "--out", tmp_path / "ours", "--overwrite").exit_code == 0

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from qtsplus.hub.folder import whole_folder
+from qtsplus.hub.folder import WRITTEN, whole_folder
 
 # Writes the half of a folder, says so, and waits.
 WRITER = """
@@ -44,7 +44,11 @@ def test_what_a_killed_process_left_is_gone_after_the_next_run(writer, how, tmp_
     left = list(tmp_path.iterdir())
     assert left and tmp_path / "hub" not in left
     write(tmp_path / "hub")
-    assert list(tmp_path.rglob("*")) == [tmp_path / "hub", tmp_path / "hub" / "config.json"]
+    assert sorted(tmp_path.rglob("*")) == [
+        tmp_path / "hub",
+        tmp_path / "hub" / WRITTEN,
+        tmp_path / "hub" / "config.json",
+    ]
 
 
 def test_what_a_living_process_writes_is_left_alone(writer, tmp_path):
@@ -58,7 +62,35 @@ def test_what_a_living_process_writes_is_left_alone(writer, tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"hub cannot be written .*choose another folder"):
+    with pytest.raises(ValueError, match="file is a file; expected a folder"):
         write(tmp_path / "file" / "hub")
     with pytest.raises(ValueError, match="cannot be written"):
         write(tmp_path / ("x" * 250))
+
+
+def lines(folder, **options):
+    """A folder of two files, one of them in a folder of its own."""
+    with whole_folder(folder, **options) as staging:
+        (staging / "deep").mkdir()
+        (staging / "README.md").write_text("a card")
+        (staging / "deep" / "notes").write_text("a note")
+
+
+@pytest.mark.parametrize("name", ["README.md", "deep/notes", "deep/mine", "mine", "__init__.py"])
+def test_what_no_earlier_run_wrote_stays(tmp_path, name):
+    """Also where it is called as a file that was written, or stands in its place."""
+    lines(tmp_path / "hub")
+    lines(tmp_path / "hub")
+    (tmp_path / "hub" / name).write_text("my words")
+    with pytest.raises(FileExistsError, match=rf"did not write, or that were changed since \({name}\)"):
+        lines(tmp_path / "hub")
+    assert (tmp_path / "hub" / name).read_text() == "my words"
+    lines(tmp_path / "hub", overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="name of the output folder is empty"):
+        write(name)
+    assert list(tmp_path.iterdir()) == []

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor
 from qtsplus.hub.files import hub_configs, variants
-from qtsplus.hub.publish import AUTO_MAP, assemble, assemble_folder, build_variant, code_files
+from qtsplus.hub.folder import WRITTEN
+from qtsplus.hub.publish import assemble_folder, code_files
+from qtsplus.saving_qtsplus import auto_map
+from tiny import load_bundled
 
-
-@pytest.fixture(scope="module")
-def built():
-    return build_variant("qtsplus-tiny")
+AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
 
 
 def test_a_folder_holds_all_that_a_hub_user_needs(tiny_published):
@@ -24,6 +24,7 @@ def test_a_folder_holds_all_that_a_hub_user_needs(tiny_published):
         *("README.md", "config.json", "generation_config.json", "model.safetensors", "processor_config.json"),
         *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
         *(path.name for path in code_files()),
+        WRITTEN,
     }
 
 
@@ -40,26 +41,10 @@ def test_the_auto_map_is_whole_and_local(tiny_published):
     assert processor_config["auto_map"] == {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}
 
 
-def test_the_card_says_that_the_weights_are_random(built, tmp_path):
-    folder = assemble(built.model, built.processor, tmp_path / "m", variant="qtsplus-tiny", random_seed=0)
-    card = (folder / "README.md").read_text()
-    for line in ("library_name: transformers", "pipeline_tag: video-text-to-text", "- custom_code"):
-        assert line in card
-    assert "weights are random" in card
-    assert "base_model" not in card
-
-
 def test_the_card_says_how_the_bundled_weights_were_made(tiny_published):
     card = (tiny_published / "README.md").read_text()
     assert "trained from scratch on rendered videos" in card and "license: apache-2.0" in card
     assert "random (" not in card and "weights are random" not in card
-
-
-def test_the_card_names_licence_and_base_of_loaded_weights(built, tmp_path):
-    card = (assemble(built.model, built.processor, tmp_path / "m", variant="qtsplus-3b") / "README.md").read_text()
-    assert "base_model: Qwen/Qwen2.5-VL-3B-Instruct" in card
-    assert "license_name: qwen-research" in card
-    assert "random" not in card
 
 
 def test_the_cards_snippet_runs(tiny_published, tiny_mp4, capsys):
@@ -68,19 +53,20 @@ def test_the_cards_snippet_runs(tiny_published, tiny_mp4, capsys):
     assert capsys.readouterr().out
 
 
-def test_a_saved_model_is_published_with_its_weights(built, tmp_path):
-    built.model.save_pretrained(tmp_path / "saved")
-    built.processor.save_pretrained(tmp_path / "saved")
+def test_a_saved_model_is_published_with_its_weights(tmp_path):
+    model, processor = load_bundled()
+    model.save_pretrained(tmp_path / "saved")
+    processor.save_pretrained(tmp_path / "saved")
     folder = assemble_folder(tmp_path / "saved", tmp_path / "hub")
     again = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).state_dict()
-    for name, tensor in built.model.state_dict().items():
+    for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again[name]), name
-    whole = assemble(built.model, built.processor, tmp_path / "whole", variant="qtsplus-tiny")
+    whole = assemble_folder("qtsplus-tiny", tmp_path / "whole")
     assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
 
 
-def test_a_model_without_a_processor_is_published_with_a_warning(built, tmp_path):
-    built.model.save_pretrained(tmp_path / "saved")
+def test_a_model_without_a_processor_is_published_with_a_warning(tmp_path):
+    load_bundled()[0].save_pretrained(tmp_path / "saved")
     said = []
     folder = assemble_folder(tmp_path / "saved", tmp_path / "hub", say=said.append)
     assert not (folder / "processor_config.json").exists()
@@ -105,43 +91,44 @@ def test_weights_that_do_not_fit_are_not_published(tiny_published, tmp_path):
     assert not (tmp_path / "hub").exists()
 
 
-def test_an_earlier_assembly_is_replaced(built, tmp_path):
-    folder = assemble(built.model, built.processor, tmp_path / "hub", variant="qtsplus-tiny")
-    (folder / "model-00001-of-00002.safetensors").touch()  # left by an earlier, sharded one
-    (folder / "config.json").write_text("{}")
-    assemble(built.model, built.processor, folder, variant="qtsplus-tiny")
-    assert not (folder / "model-00001-of-00002.safetensors").exists()
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen2_5_vl_qtsplus"
+def test_an_earlier_assembly_is_replaced(tiny_published, tmp_path):
+    assemble_folder("qtsplus-tiny", tmp_path / "hub")
+    assemble_folder(tiny_published, tmp_path / "hub")
+    assert (tmp_path / "hub" / "README.md").read_text() == (tiny_published / "README.md").read_text().replace(
+        "org/qtsplus-tiny", "org/hub"
+    )
 
 
-def test_a_folder_with_other_files_is_refused_unless_asked_to(built, tmp_path):
+@pytest.mark.parametrize("name", ["README.md", "config.json", "model-00001-of-00002.safetensors"])
+def test_what_was_changed_since_is_replaced_only_when_asked_to(tmp_path, name):
+    folder = assemble_folder("qtsplus-tiny", tmp_path / "hub")
+    (folder / name).write_text("my words")
+    with pytest.raises(FileExistsError, match=name):
+        assemble_folder("qtsplus-tiny", folder)
+    assert (folder / name).read_text() == "my words"
+    assemble_folder("qtsplus-tiny", folder, overwrite=True)
+    assert not (folder / name).exists() or (folder / name).read_text() != "my words"
+
+
+def test_a_folder_with_other_files_is_refused_unless_asked_to(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError, match=r"thesis\.tex"):
-        assemble(built.model, built.processor, tmp_path)
+        assemble_folder("qtsplus-tiny", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
-    assemble(built.model, built.processor, tmp_path, overwrite=True)
+    assemble_folder("qtsplus-tiny", tmp_path, overwrite=True)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
     assert (tmp_path / "config.json").exists()
 
 
-def test_an_interrupted_run_leaves_nothing(built, tmp_path, monkeypatch):
+def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(built.processor, "save_pretrained", interrupt)
+    monkeypatch.setattr(Qwen2_5_VLQTSplusProcessor, "save_pretrained", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        assemble(built.model, built.processor, tmp_path / "hub")
+        assemble_folder("qtsplus-tiny", tmp_path / "hub")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_building_leaves_the_random_state_alone(built):
-    before = torch.random.get_rng_state()
-    again = build_variant("qtsplus-tiny", seed=0).model.state_dict()
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert all(torch.equal(tensor, again[name]) for name, tensor in built.model.state_dict().items())
-    other = build_variant("qtsplus-tiny", seed=1).model.state_dict()
-    assert not torch.equal(again["lm_head.weight"], other["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
@@ -161,9 +148,9 @@ def test_a_folder_that_cannot_be_published_says_why(tmp_path, files, message):
         assemble_folder(tmp_path, tmp_path / "hub")
 
 
-def test_a_variant_without_weights_says_so():
-    with pytest.raises(ValueError, match="'qtsplus-3b' comes without tokenizer and weights"):
-        build_variant("qtsplus-3b")
+def test_a_variant_without_weights_says_so(tmp_path):
+    with pytest.raises(ValueError, match="'qtsplus-3b' comes without weights"):
+        assemble_folder("qtsplus-3b", tmp_path / "hub")
 
 
 def test_all_variants_have_a_whole_configuration():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qtsplus.hub.publish import load_variant
+from tiny import load_bundled
 
 AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
@@ -83,7 +83,7 @@ def fresh_outputs(tiny_published, inputs, tiny_mp4, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model():
-    return load_variant("qtsplus-tiny").model
+    return load_bundled()[0]
 
 
 @pytest.mark.parametrize("auto_class", AUTO_CLASSES)

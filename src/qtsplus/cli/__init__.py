@@ -1,33 +1,45 @@
 """The `qtsplus` command: parses, calls, prints. One file per group of commands."""
 
+from typing import Annotated
+
 import typer
 
 from .asking import ask, demo
+from .console import FilledArguments, console
 from .data import data_app
 from .evaluating import eval_app
-from .hub import convert, publish, split
+from .hub import convert, publish
 from .studies import analysis, needle
 from .synthesis import merge, vqa, vscq1, vscq2
 from .training import calibrate, train
 
-app = typer.Typer(
-    help="Query-aware visual-token selection for long videos.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(demo)
-app.command()(ask)
-app.command()(convert)
-app.command()(split)
-app.command()(publish)
-app.command()(train)
-app.command()(calibrate)
+app = typer.Typer(cls=FilledArguments, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(asked_for: bool) -> None:
+    if asked_for:
+        from .. import __version__
+
+        console.print(f"qtsplus {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def qtsplus(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Query-aware visual-token selection for long videos."""
+
+
+for command in (demo, ask, convert, publish, train, calibrate):
+    app.command()(command)
 for study in (needle, analysis):
     eval_app.command()(study)
 app.add_typer(eval_app, name="eval")
-for command in (vscq1, vscq2, vqa, merge):
-    data_app.command()(command)
+for making in (vscq1, vscq2, vqa, merge):
+    data_app.command()(making)
 app.add_typer(data_app, name="data")
 
 __all__ = ["app"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from .console import console, fail, notes, one_line_errors, require_fraction
+from .console import console, fail, note, notes, one_line_errors, require_fraction, wrote
 from .models import check_model_options, check_selection, load_model
 from .options import AsJson, Device, Dtype, Model, Retention, Revision, Selection
 
@@ -26,7 +26,9 @@ def ask(
     model: Model = None,
     revision: Revision = None,
     retention: Retention = None,
-    max_visual_tokens: Annotated[int | None, typer.Option(help="Keep at most this many visual tokens.")] = None,
+    max_visual_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Keep at most this many visual tokens, also where --retention is more.")
+    ] = None,
     selection: Selection = None,
     fps: Annotated[
         float | None,
@@ -42,7 +44,7 @@ def ask(
             "sooner, and less sure.",
         ),
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="The answer ends after this many tokens at the latest.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")] = 128,
     device: Device = None,
     dtype: Annotated[
         Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")
@@ -52,7 +54,7 @@ def ask(
     """Answer a question about a video, and say which seconds the answer rests on."""
     check_model_options(model, revision, device)
     _check_question(video, question, fps)
-    _check_budget(retention, max_visual_tokens, max_new_tokens)
+    require_fraction(retention)
     with one_line_errors():
         from .. import session
 
@@ -87,7 +89,8 @@ def demo(
     with one_line_errors():
         from ..demo import run_demo
 
-        answers = run_demo(out, lambda line: console.print(line, soft_wrap=True, highlight=False))
+        answers = run_demo(out, note)
+    wrote(out)
     for question, answer in answers:
         console.print(f"\nQuestion: {question.question} (In truth: {question.answer})", highlight=False)
         _print_answer(answer)
@@ -107,16 +110,6 @@ def _check_question(video: str, question: str, fps: float | None) -> None:
         question.encode()
     except UnicodeEncodeError:
         fail("the question is not valid UTF-8 text")
-
-
-def _check_budget(retention: float | None, max_visual_tokens: int | None, max_new_tokens: int) -> None:
-    if retention is not None and max_visual_tokens is not None:
-        fail("--retention and --max-visual-tokens exclude each other")
-    require_fraction(retention)
-    if max_visual_tokens is not None and max_visual_tokens < 1:
-        fail(f"--max-visual-tokens is {max_visual_tokens}; expected at least 1")
-    if max_new_tokens < 1:
-        fail(f"--max-new-tokens is {max_new_tokens}; expected at least 1")
 
 
 def _place(box: tuple[float, float, float, float]) -> str:
@@ -139,7 +132,7 @@ def _print_answer(answer: "Answer") -> None:
         span = f"{interval.start:.1f} to {interval.end:.1f} s, {_place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
-    stages = [stage for stage in ("load", "encode", "first_token", "generate") if stage in answer.timings]
+    stages = [name for name in ("load", "encode", "second_pass", "first_token", "generate") if name in answer.timings]
     timings = ", ".join(f"{stage.replace('_', ' ')} {answer.timings[stage]:.2f} s" for stage in stages)
     table.add_row("time", timings)
     console.print(table)

@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 # Standard output carries results only; everything said on the way goes to standard error.
 console = Console()
@@ -34,6 +36,18 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
+class FilledArguments(TyperGroup):
+    """A command without empty arguments: those are a script's unset variables, and none means the current folder."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for before, argument in pairwise(["", *args]):
+            name, _, value = argument.rpartition("=") if argument.startswith("--") else (before, "", argument)
+            if not value.strip():
+                option = name if name.startswith("--") and "=" not in name else "an argument"
+                fail(f"{option} is empty; give a value, or leave it out")
+        return super().parse_args(ctx, args)
+
+
 def require_text(**options: str | None) -> None:
     """Ends the command for an option that was given and is empty: that is a script's unset variable, and no default."""
     for name, value in options.items():
@@ -58,9 +72,12 @@ def require_seeds(*seeds: int) -> None:
 def one_line_errors() -> Iterator[None]:
     """Bad input ends in one line on standard error and exit code 2; anything else is a bug and keeps its traceback."""
     from huggingface_hub.errors import StrictDataclassError
+    from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
         yield
     except (ValueError, OSError) as error:

@@ -1,14 +1,14 @@
-"""`qtsplus convert`, `qtsplus split` and `qtsplus publish`: checkpoints and Hub repositories."""
+"""`qtsplus convert` and `qtsplus publish`: checkpoints and Hub repositories."""
 
 import re
 import tempfile
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from .console import console, fail, note, notes, one_line_errors, require_seeds, require_text, wrote
+from .console import console, fail, note, notes, one_line_errors, wrote
 from .options import Overwrite
 
 
@@ -57,13 +57,13 @@ def convert(
     revision: Annotated[
         str | None, typer.Option(help="The commit, branch or tag of the source, if it is on the Hub.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of a new selector.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**32 - 1, help="The seed of a new selector; 0 when absent.")
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(help="The largest size of one file of weights.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
-    require_text(variant=variant, init=init, selection=selection, processor=processor, revision=revision)
-    require_seeds(seed)
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard_size, re.ASCII | re.IGNORECASE):
         fail(f"--max-shard-size is {max_shard_size!r}; expected a size such as 5GB")
     with one_line_errors():
@@ -85,22 +85,6 @@ def convert(
             say=note,
         )
     wrote(folder)
-
-
-def split(
-    model: Annotated[Path, typer.Argument(help="A folder with a QTSplus model.", show_default=False)],
-    out: Annotated[
-        Path | None, typer.Option(help="The folder to write. Without it, the model's name with -split behind.")
-    ] = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Write the vision head and the language model as checkpoints of their own, checked against the whole model."""
-    with one_line_errors():
-        from ..hub import split as splitting
-
-        parts = splitting.split(model, out, overwrite=overwrite, say=note)
-    for part in parts:
-        wrote(part)
 
 
 def publish(
@@ -131,22 +115,22 @@ def publish(
         fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
     if repo is None and (private or dry_run):
         fail(f"{'--private' if private else '--dry-run'} is about an upload: give --repo ORG/NAME")
+    if dry_run and to is not None:
+        fail("--dry-run writes nothing: leave --to out")
+    if overwrite and to is None:
+        fail("--overwrite is about a folder: give --to DIR")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
         from ..hub import publish as publishing
 
         if repo is not None:
             publishing.check_repository(repo)
-        folder = Path(scratch) / "repository" if to is None or dry_run else to
+        folder = Path(scratch) / "repository" if to is None else to
         keep = folder is to
-        _assemble(publishing, model, folder, repo, overwrite, keep)
+        publishing.assemble_folder(model, folder, repository=repo, overwrite=overwrite, link_weights=not keep, say=note)
         if keep:
             wrote(folder.resolve())
-        if repo is not None and dry_run:
-            _print_files(folder, _target(repo, private))
-        elif repo is not None:
-            with notes.status(f"Uploading to {repo}"):
-                address = publishing.upload(folder, repo, private, say=note)
-            console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
+        if repo is not None:
+            _upload(folder, repo, private, dry_run, "model")
 
 
 def _publish_dataset(
@@ -158,58 +142,38 @@ def _publish_dataset(
         fail("nothing to do: give --repo ORG/NAME to upload")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
         from ..hub import dataset_folder
-        from ..hub import publish as publishing
+        from ..hub.publish import check_repository
 
-        publishing.check_repository(repo)
+        check_repository(repo)
         for name in dataset_folder.published_files(folder):
             (Path(scratch) / name).symlink_to(Path(folder, name).resolve())
-        if dry_run:
-            _print_files(Path(scratch), f"the dataset {_target(repo, private)}")
-            return
+        _upload(Path(scratch), repo, private, dry_run, "dataset")
+
+
+def _upload(folder: Path, repo: str, private: bool, dry_run: bool, repo_type: str) -> None:
+    """Uploads the files of a folder, or prints them with their sizes."""
+    from ..hub.publish import upload
+
+    if not dry_run:
         with notes.status(f"Uploading to {repo}"):
-            address = publishing.upload(scratch, repo, private, say=note, repo_type="dataset")
+            address = upload(folder, repo, private, say=note, repo_type=repo_type)
         console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
-
-
-def _assemble(publishing: Any, model: str, folder: Path, repo: str | None, overwrite: bool, keep: bool) -> None:
-    if Path(model).is_dir() or model not in publishing.variants():
-        publishing.assemble_folder(model, folder, repository=repo, overwrite=overwrite, link_weights=not keep, say=note)
         return
-    built = publishing.load_variant(model)
-    publishing.assemble(
-        built.model,
-        built.processor,
-        folder,
-        variant=built.variant,
-        random_seed=built.random_seed,
-        repository=repo,
-        overwrite=overwrite,
-    )
-    if built.random_seed is not None:
-        note(f"{model} was built with random weights (seed {built.random_seed}), as its card says.")
-
-
-def _target(repo: str, private: bool) -> str:
-    return f"{repo} ({'private' if private else 'public, or as the organization has it'})"
-
-
-def _print_files(folder: Path, target: str) -> None:
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("[!.]*"))}
     for name, size in sizes.items():
         print(f"{size:>15,}  {name}")
+    target = f"the {repo_type} {repo} ({'private' if private else 'public, or as the organization has it'})"
     print(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files, for {target}; nothing was uploaded")
 
 
 def _parse_settings(settings: list[str] | None, selection: str | None) -> dict[str, object] | None:
     """`["n_max=512"]` as `{"n_max": 512}`; the values are YAML. With a selection, which has an option of its own."""
-    parsed: dict[str, object] = {} if selection is None else {"selection": selection}
-    if not settings:
-        return parsed or None
     from ..settings import parse_yaml
 
-    for setting in settings:
+    parsed: dict[str, object] = {} if selection is None else {"selection": selection}
+    for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals or not name:
             raise ValueError(f"--set {setting!r}: expected name=value")
         parsed[name] = parse_yaml(value, f"--set {setting!r}")
-    return parsed
+    return parsed or None

@@ -39,10 +39,14 @@ def load_model(model: str | None, revision: str | None, device: str | None, dtyp
 def name_model(model: str | None, revision: str | None) -> str:
     """The folder or Hub id that a command is to load, whose code it announces; the bundled one's without a name."""
     _check_code_cache()
-    if model is None:
-        return _bundled_model()
-    _announce_code(model, revision)
-    return model
+    if model is not None:
+        _announce_code(model, revision)
+        return model
+    from ..demo import cached_tiny
+
+    folder = cached_tiny()
+    note(f"No --model given: using the bundled tiny model at {folder}, which knows rendered shapes alone.")
+    return str(folder)
 
 
 def _announce_code(model: str, revision: str | None) -> None:
@@ -63,14 +67,6 @@ def _announce_code(model: str, revision: str | None) -> None:
     pinned = f" at {revision}" if revision else ""
     hint = "" if revision else " Pin it to a commit that you have read with --revision."
     note(f"The Python code of the Hub repository {model}{pinned} will run (trust_remote_code).{hint}")
-
-
-def _bundled_model() -> str:
-    from ..demo import cached_tiny
-
-    folder = cached_tiny()
-    note(f"No --model given: using the bundled tiny model at {folder}, which knows rendered shapes alone.")
-    return str(folder)
 
 
 def _check_code_cache() -> None:

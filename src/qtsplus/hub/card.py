@@ -42,6 +42,3 @@ def _sizes(config: Any) -> list[Any]:
             for name in ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
         ),
     ]
-
-
-__all__ = ["card_data", "matching_variant"]

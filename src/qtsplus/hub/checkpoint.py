@@ -1,9 +1,9 @@
-"""Checkpoints on disk, read and written piece by piece: memory does not grow with a shard, however large it is."""
+"""Checkpoints on disk, read and written tensor by tensor: memory does not grow with a shard, however large it is."""
 
 import json
 import math
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,25 +12,12 @@ from pickle import UnpicklingError
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
+from transformers.modeling_utils import str_to_torch_dtype
 
+from ..output import first_line
 from .folder import read_json
 
-_TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
-_PIECE = 8 * 2**20
+_DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # as safetensors names them
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 WEIGHT_FILES = tuple(name + suffix for name in _SINGLE for suffix in ("", ".index.json"))
 MAX_SHARD_SIZE = "5GB"
@@ -42,40 +29,28 @@ class StoredTensor:
     A tensor that stays where it is until it is written elsewhere.
 
     Args:
-        dtype: as safetensors names it, such as "BF16".
-        shape: of the tensor.
-        pieces: gives its bytes, in pieces of a few MB.
+        dtype, shape: of the tensor.
+        load: gives the tensor itself; from a safetensors file as a view of the file.
     """
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterator[bytes]]
+    load: Callable[[], torch.Tensor]
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * _TORCH_DTYPES[self.dtype].itemsize
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return _TORCH_DTYPES[self.dtype]
-
-    def load(self) -> torch.Tensor:
-        """The tensor itself, in memory."""
-        content = bytearray().join(self.pieces())
-        if not content:
-            return torch.empty(self.shape, dtype=self.torch_dtype)
-        return torch.frombuffer(content, dtype=self.torch_dtype).reshape(self.shape)
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def same_as(self, other: "StoredTensor") -> bool:
         """Whether dtype, shape and every byte agree."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
-        return all(mine == theirs for mine, theirs in zip(self.pieces(), other.pieces(), strict=True))
+        return torch.equal(_bytes(self.load()), _bytes(other.load()))
 
 
 def in_memory(tensor: torch.Tensor) -> StoredTensor:
     """A tensor of this process (or of a memory-mapped file) as a [`StoredTensor`]."""
-    return StoredTensor(_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), partial(_tensor_pieces, tensor))
+    return StoredTensor(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -132,7 +107,7 @@ def write_checkpoint(
     Writes `model.safetensors`, or shards with their index, under the names that Transformers uses.
 
     Args:
-        on_bytes: called with the number of bytes after every piece that was written.
+        on_bytes: called with the number of bytes after every tensor that was written.
     """
     split = split_state_dict_into_shards_factory(
         dict(tensors),
@@ -142,7 +117,7 @@ def write_checkpoint(
     )
     for file_name, names in split.filename_to_tensors.items():
         # The widest first keeps every tensor aligned.
-        ordered = sorted(names, key=lambda name: -tensors[name].torch_dtype.itemsize)
+        ordered = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
         _write_file({name: tensors[name] for name in ordered}, folder / file_name, on_bytes)
     if split.is_sharded:
         total = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -175,8 +150,7 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         # Only the newer of the two formats can be mapped instead of loaded.
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{path} cannot be read as weights alone: {reason}") from error
+        raise ValueError(f"{path} cannot be read as weights alone: {first_line(error)}") from error
     if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise ValueError(f"{path} is no state dict; expected a mapping of names to tensors.")
     unknown = sorted(name for name, tensor in weights.items() if tensor.dtype not in _DTYPE_NAMES)
@@ -187,25 +161,24 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
 
 def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
     try:
-        with safe_open(path, "pt"):
-            pass  # checks the header against the file; the offsets in it are then as promised
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is no whole safetensors file: {error}") from error
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    unknown = sorted(name for name, entry in header.items() if entry["dtype"] not in _TORCH_DTYPES)
+    unknown = sorted(name for name, entry in slices.items() if entry.get_dtype() not in str_to_torch_dtype)
     if unknown:
         raise ValueError(f"{path} holds tensors of a dtype that is not supported here: {', '.join(unknown)}.")
     return {
         name: StoredTensor(
-            entry["dtype"],
-            tuple(entry["shape"]),
-            partial(_file_pieces, path, *(8 + length + offset for offset in entry["data_offsets"])),
+            str_to_torch_dtype[entry.get_dtype()], tuple(entry.get_shape()), partial(_load_safetensor, path, name)
         )
-        for name, entry in header.items()
+        for name, entry in slices.items()
     }
+
+
+def _load_safetensor(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name)
 
 
 def _write_file(tensors: Mapping[str, StoredTensor], path: Path, on_bytes: Callable[[int], object]) -> None:
@@ -213,40 +186,15 @@ def _write_file(tensors: Mapping[str, StoredTensor], path: Path, on_bytes: Calla
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.num_bytes
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors.values():
-            for piece in tensor.pieces():
-                file.write(piece)
-                on_bytes(len(piece))
+            on_bytes(file.write(_bytes(tensor.load()).numpy().data))
 
 
-def _file_pieces(path: Path, start: int, end: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        file.seek(start)
-        while start < end:
-            piece = file.read(min(_PIECE, end - start))
-            if not piece:
-                raise OSError(f"{path} ended early: it was changed while it was read.")
-            start += len(piece)
-            yield piece
-
-
-def _tensor_pieces(tensor: torch.Tensor) -> Iterator[bytes]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    for start in range(0, len(flat), _PIECE):
-        yield flat[start : start + _PIECE].tobytes()
-
-
-__all__ = [
-    "MAX_SHARD_SIZE",
-    "WEIGHT_FILES",
-    "StoredTensor",
-    "in_memory",
-    "read_checkpoint",
-    "weight_files",
-    "write_checkpoint",
-]
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """`[num_bytes]` uint8."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

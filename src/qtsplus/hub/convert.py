@@ -13,24 +13,34 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress
 from transformers import GenerationConfig
 
 from ..backbones import OURS, backbone_of, model_types
 from ..configuration_qtsplus import QTSplusConfig
 from ..lm_attention_qtsplus import attention_layer, check_attention
+from ..output import check_folder, first_line
 from ..settings import check_types
-from . import reference
 from .card import card_data, matching_variant
 from .checkpoint import MAX_SHARD_SIZE, StoredTensor, in_memory, read_checkpoint, write_checkpoint
 from .files import hub_configs, require_variant
-from .folder import read_json, whole_folder
+from .folder import read_json, reading, whole_folder
 from .initialise import initialise_selector
-from .names import PUBLISHED, REFERENCE, naming_of
 from .publish import write_repository
-from .reference import convert_reference_config, convert_reference_weights, rename_reference_key
-from .saved import load_config, load_generation_config, load_processor, reading, refuse_adapter
-from .weights import EMBEDDINGS, HEAD, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
+from .reference import MODEL_TYPE, convert_reference_config, find_vision_config
+from .saved import load_config, load_generation_config, load_processor, refuse_adapter
+from .weights import (
+    EMBEDDINGS,
+    HEAD,
+    PUBLISHED,
+    REFERENCE,
+    RHO_HISTORY,
+    SELECTOR,
+    check_weights,
+    naming_of,
+    on_meta,
+    read_weights,
+)
 
 _INIT_METHODS = {"identity": "identity", "lm": "language_model"}  # by what --init calls them
 
@@ -71,7 +81,7 @@ def convert(
     vision_config: str | Path | None = None,
     processor: str | Path | None = None,
     revision: str | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     overwrite: bool = False,
     progress: bool = False,
@@ -94,14 +104,11 @@ def convert(
         vision_config: for a reference checkpoint, which lacks it: a JSON file, or a folder with a config.json.
         processor: a folder or Hub id to take the processor from, where the source has none.
         revision: of the source on the Hub.
-        seed: of the fresh selector. The global random state is left as it was.
+        seed: for a stock model: of the fresh selector, 0 when absent. The global random state is left as it was.
         max_shard_size: as for `save_pretrained`.
         overwrite: write also into a folder that holds other files.
         progress: show a bar on standard error.
         say: takes a line for every choice that was made.
-
-    Returns:
-        the folder.
 
     Raises:
         ValueError: another kind of model; weights that are missing, unexpected or of another shape, each listed; an
@@ -110,36 +117,29 @@ def convert(
     """
     if initialise is not None and initialise not in _INIT_METHODS:
         raise ValueError(f"init={initialise!r}: expected one of {', '.join(_INIT_METHODS)}.")
+    out = check_folder(out).resolve()
     folder = _source_folder(source, revision)
-    out = Path(out).resolve()
     if out == folder.resolve():
         raise ValueError(f"{out} is the source itself; choose another folder to write to.")
     refuse_adapter(folder)
     model_type = read_json(folder / "config.json").get("model_type")
-    fresh_only = {"variant": variant, "init": initialise, "set": selector}
+    other = f"and {folder} is of type {model_type!r}"
     if model_type not in _STOCK:
-        _refuse(fresh_only, f"starts a new selector, and {folder} is of type {model_type!r}")
-    if model_type != reference.MODEL_TYPE:
-        _refuse(
-            {"vision_config": vision_config}, f"is for reference checkpoints, and {folder} is of type {model_type!r}"
-        )
+        _refuse(f"starts a new selector, {other}", variant=variant, init=initialise, set=selector, seed=seed)
+    if model_type != MODEL_TYPE:
+        _refuse(f"is for reference checkpoints, {other}", vision_config=vision_config)
 
     if model_type in _STOCK:
-        made = _from_base(folder, str(source), variant, initialise or "identity", selector or {}, seed, say)
-    elif model_type == reference.MODEL_TYPE:
+        made = _from_base(folder, str(source), variant, initialise or "identity", selector or {}, seed or 0, say)
+    elif model_type == MODEL_TYPE:
         made = _from_reference(folder, None if vision_config is None else Path(vision_config), say)
     elif model_type in model_types():
         made = _to_base(folder, say)
     else:
-        hint = (
-            " Of the reference's checkpoints only those on Qwen2.5-VL have a format that is known here."
-            if "qts" in str(model_type)
-            else ""
-        )
         stock, ours = (", ".join(map(repr, names)) for names in (_STOCK, model_types()))
         raise ValueError(
-            f"{folder} holds a model of type {model_type!r}; expected {stock} (a stock model), "
-            f"{reference.MODEL_TYPE!r} (a reference QTSplus) or {ours} (ours, to go back to the stock model).{hint}"
+            f"{folder} holds a model of type {model_type!r}; expected {stock} (a stock model), {MODEL_TYPE!r} (a "
+            f"reference QTSplus on Qwen2.5-VL) or {ours} (ours, to go back to the stock model)."
         )
 
     with whole_folder(out, overwrite) as staging:
@@ -155,11 +155,6 @@ def convert(
         else:
             write_repository(staging, on_meta(made.config), found, f"org/{out.name}", made.about)
     return out
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The three ways
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def _from_base(
@@ -179,19 +174,20 @@ def _from_base(
             f"{folder} is quantized; convert the checkpoint that it was made from, and quantize the result."
         )
     settings: dict[str, Any] = {}
+    layout: dict[str, Any] = {}
     if variant is None:
         say("No --variant: the selector gets the default hyperparameters.")
     else:
-        settings = read_json(require_variant(variant) / "config.json")["qtsplus_config"]
-        settings.pop("model_type", None)
+        stated = read_json(require_variant(variant) / "config.json")
+        settings = {name: value for name, value in stated["qtsplus_config"].items() if name != "model_type"}
+        # What a variant says of the prompt's layout is no part of a stock configuration.
+        layout = {name: stated[name] for name in _own_fields(backbone) & stated.keys() - {"qtsplus_config"}}
     if selector.get("selection", settings.get("selection")) == "lm_attention":
         settings["reencode_layers"] = 0  # which are there to be trained
     unknown = sorted(set(selector) - {name for name in vars(QTSplusConfig()) if hasattr(QTSplusConfig, name)})
     if unknown:
         raise ValueError(f"The selector has no field {', '.join(unknown)}.")
     check_types("selector.", QTSplusConfig, selector)
-    # What a variant says of the prompt's layout is no part of a stock configuration.
-    layout = {} if variant is None else _layout(read_json(require_variant(variant) / "config.json"), backbone)
     config: Any = backbone.config(**stock.to_dict(), **layout, qtsplus_config={**settings, **selector})
     by_attention = config.qtsplus_config.selection == "lm_attention"
     check_attention(config.text_config, config.qtsplus_config)
@@ -202,38 +198,37 @@ def _from_base(
 
     stored = read_checkpoint(folder)
     naming = naming_of(stored)
-    tensors = check_weights(stored, naming, config, folder, without_selector=True)
-    config.dtype = tensors[EMBEDDINGS].torch_dtype
+    tensors = check_weights(stored, naming, config, folder, without=SELECTOR)
+    config.dtype = tensors[EMBEDDINGS].dtype
     tensors.update(_fresh_selector(config, tensors, _INIT_METHODS[initialise], seed))
     say(f"The selector is new: start {initialise}, seed {seed}.")
     if by_attention:
         layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
         say(f"Nothing needs training: the attention of layer {layer} selects. `qtsplus calibrate` finds a better one.")
     base = source if not Path(source).is_dir() else card_data(known).get("base_model")
+    text = _UNTRAINED if by_attention else _FRESH
     about = {
         **card_data(known, "license", "license_name", "license_link", "recipe"),
         **({"base_model": base} if base else {}),
-        "weights": (_UNTRAINED if by_attention else _FRESH).format(
-            initialise=initialise, seed=seed, source=base or f"a {backbone.model.backbone_name}"
-        ),
+        "weights": text.format(initialise=initialise, seed=seed, source=base or f"a {backbone.model.backbone_name}"),
     }
     return _Conversion(config, tensors, about, known)
 
 
 def _from_reference(folder: Path, vision_config: Path | None, say: Callable[[str], object]) -> _Conversion:
     stated = read_json(folder / "config.json")
-    if stated.get("model_type") == reference.MODEL_TYPE and not stated.get("enable_qts_plus", True):
+    if stated.get("model_type") == MODEL_TYPE and not stated.get("enable_qts_plus", True):
         raise ValueError(f"{folder} has enable_qts_plus=false: it carries no selector.")
     stored = read_checkpoint(folder)
-    vision, origin = reference.find_vision_config(folder, stated, stored, vision_config)
+    vision, origin = find_vision_config(folder, stated, stored, vision_config)
     say(f"Vision configuration: {origin}.")
     if "tie_word_embeddings" not in stated:
         stated = {**stated, "tie_word_embeddings": HEAD not in stored}
         say(f"The head is {'tied' if stated['tie_word_embeddings'] else 'its own'}, as the weights say.")
     with reading(folder / "config.json"):
         config = convert_reference_config(stated, vision)
-    tensors = check_weights(stored, REFERENCE, config, folder, without=(RHO_HISTORY,))
-    config.dtype = tensors[EMBEDDINGS].torch_dtype
+    tensors = check_weights(stored, REFERENCE, config, folder, without=RHO_HISTORY)
+    config.dtype = tensors[EMBEDDINGS].dtype
     tensors[RHO_HISTORY] = in_memory(torch.zeros(2, dtype=torch.int64))
     known = matching_variant(config)
     about = {**card_data(known, "license", "license_name", "license_link", "base_model"), "weights": _CONVERTED}
@@ -244,13 +239,13 @@ def _to_base(folder: Path, say: Callable[[str], object]) -> _Conversion:
     ours = load_config(folder)
     backbone = backbone_of(ours.model_type)
     tensors = read_weights(folder, ours)
-    dropped = [name for name in tensors if name.startswith(SELECTOR)]
-    say(f"Left out: the selector and its re-encoder, {len(dropped)} tensors. The language model now sees every token.")
     config = backbone.stock_config(**stock_settings(ours))
     config.architectures = [backbone.stock_model.__name__]
-    naming = PUBLISHED[config.model_type]
-    kept = {name: tensor for name, tensor in tensors.items() if name not in set(dropped)}
-    return _Conversion(config, {naming.theirs(name): tensor for name, tensor in kept.items()})
+    theirs = PUBLISHED[config.model_type].theirs
+    kept = {theirs(name): tensor for name, tensor in tensors.items() if not name.startswith(SELECTOR)}
+    left = len(tensors) - len(kept)
+    say(f"Left out: the selector and its re-encoder, {left} tensors. The language model now sees every token.")
+    return _Conversion(config, kept)
 
 
 def stock_settings(ours: Any) -> dict[str, Any]:
@@ -265,53 +260,25 @@ def _own_fields(backbone: Any) -> set[str]:
     return {field.name for field in fields(backbone.config)} - {field.name for field in fields(backbone.stock_config)}
 
 
-def _layout(settings: Mapping[str, Any], backbone: Any) -> dict[str, Any]:
-    own = _own_fields(backbone) - {"qtsplus_config"}
-    return {name: value for name, value in settings.items() if name in own}
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Weights
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def _fresh_selector(
     config: Any, tensors: Mapping[str, StoredTensor], initialise: str, seed: int
 ) -> dict[str, StoredTensor]:
     """A new selector's tensors in the dtype of the embeddings, started from the language model's where asked to."""
-    settings = config.to_dict()
-    selector_config = config.qtsplus_config
-    layers = max(selector_config.scoring_layers, selector_config.reencode_layers)
-    available = config.text_config.num_hidden_layers
-    # As small as a model with this selector can be: the layers to start from, and nothing of size.
-    depth = min(layers, available)
-    small_text = {"num_hidden_layers": depth, "intermediate_size": 8, "vocab_size": 8, "pad_token_id": None}
-    small_vision = {
-        **{"depth": 1, "num_hidden_layers": 1, "hidden_size": 16, "num_heads": 2, "num_attention_heads": 2},
-        **{"intermediate_size": 8, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]},
-    }
-    small_vision = {name: value for name, value in small_vision.items() if name in settings["vision_config"]}
-    settings["qtsplus_config"] |= {"attention_layer": None, "attention_heads": None}  # of layers that are not here
-    settings["text_config"] = {**settings["text_config"], **small_text, "layer_types": ["full_attention"] * depth}
-    settings["vision_config"] = {**settings["vision_config"], **small_vision}
-    settings.update(image_token_id=6, video_token_id=7)
-    dtype = tensors[EMBEDDINGS].torch_dtype
+    model = on_meta(config)
+    selector, layers = model.model.qtsplus, model.model.language_model.layers
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        backbone = backbone_of(config.model_type)
-        model: Any = backbone.model(backbone.config(**settings))
+        selector.to_empty(device="cpu").apply(model._init_weights)
     if initialise == "language_model":
-        parts = {
-            name: model.get_parameter(name) for name, _ in model.named_parameters() if ".language_model.layers." in name
-        }
-        with torch.no_grad():
-            for name, parameter in parts.items():
-                if ".mlp." not in name:
-                    parameter.copy_(tensors[name].load())
+        for index, layer in enumerate(layers[: max(len(selector.scoring_layers), len(selector.reencode_layers))]):
+            prefix = f"model.language_model.layers.{index}."
+            names = [name for name in layer.state_dict() if not name.startswith("mlp.")]
+            layer.load_state_dict({name: tensors[prefix + name].load() for name in names}, strict=False, assign=True)
     initialise_selector(model, initialise)
-    selector = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(SELECTOR)}
+    dtype = tensors[EMBEDDINGS].dtype
     return {
-        name: in_memory(tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in selector.items()
+        SELECTOR + name: in_memory(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        for name, tensor in selector.state_dict().items()
     }
 
 
@@ -319,21 +286,14 @@ def _write_weights(
     tensors: Mapping[str, StoredTensor], folder: Path, max_shard_size: int | str, progress: bool
 ) -> None:
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not (progress and console.is_terminal), transient=True
-    ) as bar:
+    with Progress(console=console, disable=not (progress and console.is_terminal), transient=True) as bar:
         task = bar.add_task("Writing", total=sum(tensor.num_bytes for tensor in tensors.values()))
         write_checkpoint(tensors, folder, max_shard_size, lambda count: bar.advance(task, count))
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What goes with them
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def _source_folder(source: str | Path, revision: str | None) -> Path:
     if Path(source).is_dir():
+        _refuse(f"is about a repository on the Hub, and {source} is a folder", revision=revision)
         return Path(source)
     if Path(source).exists():
         raise ValueError(f"{source} is a file; expected the folder that it stands in, with its config.json.")
@@ -342,14 +302,13 @@ def _source_folder(source: str | Path, revision: str | None) -> Path:
     except HFValidationError as error:
         raise ValueError(f"{source} is neither a folder nor a Hub repository's id.") from error
     except OSError as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"There is no folder {source}, and the Hub did not give it: {reason}") from error
+        raise ValueError(f"There is no folder {source}, and the Hub did not give it: {first_line(error)}") from error
 
 
-def _refuse(given: Mapping[str, Any], reason: str) -> None:
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
-    if names:
-        raise ValueError(f"{names[0]} {reason}.")
+def _refuse(reason: str, **options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {reason}.")
 
 
 def _load_processor(folder: str | Path, config: Any, asked_for: bool, say: Callable[[str], object]) -> Any | None:
@@ -383,11 +342,3 @@ def _plain_processor(processor: Any) -> Any:
     stock = next(parent for parent in type(processor).__mro__ if parent.__module__.startswith("transformers."))
     names = inspect.signature(stock).parameters
     return stock(**{name: getattr(processor, name) for name in names if hasattr(processor, name)})
-
-
-__all__ = [
-    "convert",
-    "convert_reference_config",
-    "convert_reference_weights",
-    "rename_reference_key",
-]

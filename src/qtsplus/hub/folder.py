@@ -5,41 +5,52 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from filelock import FileLock, Timeout
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 
-# What an earlier run may have left. Anything else in a folder is the user's.
-OWN_FILES = (
+from ..output import check_folder
+
+# In every folder that is written here: what was written, so that a later run replaces that and nothing else.
+WRITTEN = ".qtsplus-files.json"
+# What a model's folder may hold that must not mix with another's: goes when overwriting is allowed.
+_REPLACED = (
     *("config.json", "generation_config.json", "processor_config.json", "chat_template.jinja", "README.md"),
-    *("model*.safetensors", "model.safetensors.index.json", "*_qtsplus*.py", "__pycache__"),
+    *("model*.safetensors", "model.safetensors.index.json", "*_qtsplus*.py"),
     *("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json"),
 )
 
 
+# What Transformers and its parsers raise for a file that is there, but not what its name says.
+_SPEAKING = (OSError, ValueError, StrictDataclassError)
+_CODE = (TypeError, LookupError, AttributeError, RuntimeError)
+_BROKEN = (*_SPEAKING, *_CODE, UnpicklingError, SafetensorError, TemplateError)
+
+
 @contextmanager
-def whole_folder(folder: str | Path, overwrite: bool = False, own: tuple[str, ...] = OWN_FILES) -> Iterator[Path]:
+def whole_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """
     A folder beside the target to write to; it takes the target's place when the block ends without an error.
 
     Args:
-        folder: the target. An earlier run's is replaced.
-        overwrite: write also into a folder that holds other files; those stay as they are.
-        own: patterns of the names that an earlier run may have written.
+        folder: the target. What an earlier run wrote there is replaced, unless it was changed since.
+        overwrite: write also into a folder that holds other files. Those of a model are replaced, the others stay.
 
     Raises:
         FileExistsError: the folder holds other files, or is a file.
-        ValueError: it cannot be written, or another process writes it.
+        ValueError: an empty name; the folder cannot be written, or another process writes it.
     """
-    folder = Path(folder).resolve()
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file; expected a folder to write to.")
-    foreign = _foreign_files(folder, own)
-    if foreign and not overwrite:
+    folder = check_folder(folder).resolve()
+    others = _others(folder)
+    if others and not overwrite:
         raise FileExistsError(
-            f"{folder} holds files that are not from an earlier run ({', '.join(foreign[:3])}); "
-            "choose another folder or allow overwriting."
+            f"{folder} holds files that an earlier run did not write, or that were changed since "
+            f"({', '.join(others[:3])}); choose another folder, move them away, or allow overwriting."
         )
     with _sole_writer(folder):
         staging = folder.with_name(f".{folder.name}.partial")
@@ -47,7 +58,8 @@ def whole_folder(folder: str | Path, overwrite: bool = False, own: tuple[str, ..
         staging.mkdir()
         try:
             yield staging
-            _move(staging, folder, own)
+            (staging / WRITTEN).write_text(json.dumps(_files(staging), indent=2) + "\n", encoding="utf-8")
+            _move(staging, folder, overwrite)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -72,6 +84,16 @@ def _sole_writer(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Raises one `ValueError` that names the file, whatever reading it raises."""
+    try:
+        yield
+    except _BROKEN as error:
+        kind = "" if isinstance(error, _SPEAKING) else f"{type(error).__name__}: "
+        raise ValueError(f"{what} cannot be used: {kind}{' '.join(str(error).split())}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """
     Raises:
@@ -90,38 +112,45 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def update_json(path: Path, **values: Any) -> None:
-    """Sets keys of a JSON file."""
-    path.write_text(json.dumps({**read_json(path), **values}, indent=2) + "\n", encoding="utf-8")
-
-
-def remove_from_json(path: Path, *names: str) -> None:
-    """Removes keys of a JSON file."""
-    content = {name: value for name, value in read_json(path).items() if name not in names}
+def update_json(path: Path, drop: tuple[str, ...] = (), **values: Any) -> None:
+    """Sets and removes keys of a JSON file."""
+    content = {name: value for name, value in {**read_json(path), **values}.items() if name not in drop}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _move(staging: Path, folder: Path, own: tuple[str, ...]) -> None:
+def _move(staging: Path, folder: Path, overwrite: bool) -> None:
     if not folder.exists():
         staging.rename(folder)
         return
     # The configuration goes first and comes last: without it nothing loads.
     (folder / "config.json").unlink(missing_ok=True)
-    for pattern in own:
+    for name in _unchanged(folder):
+        (folder / name).unlink(missing_ok=True)
+    for pattern in _REPLACED if overwrite else ():
         for path in folder.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
-        path.replace(folder / path.name)
+    for name in sorted([*_files(staging), WRITTEN], key=lambda name: name == "config.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (staging / name).replace(folder / name)
 
 
-def _foreign_files(folder: Path, own: tuple[str, ...]) -> list[str]:
-    """Names in the folder that are not an earlier run's, sorted."""
-    if not folder.exists():
-        return []
-    names = sorted(path.name for path in folder.iterdir())
-    if not {"modeling_qtsplus.py", "vision_head"} & set(names):
-        return names
-    return [name for name in names if not any(Path(name).match(pattern) for pattern in own)]
+def _files(folder: Path) -> dict[str, list[int]]:
+    """Size and time of change of every file below a folder, by its name in there."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    stats = {path.relative_to(folder).as_posix(): path.lstat() for path in paths if "__pycache__" not in path.parts}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items() if name != WRITTEN}
 
 
-__all__ = ["OWN_FILES", "read_json", "remove_from_json", "update_json", "whole_folder"]
+def _unchanged(folder: Path) -> set[str]:
+    """The files of a folder that are as an earlier run left them."""
+    if not (folder / WRITTEN).is_file():
+        return set()
+    written = read_json(folder / WRITTEN)
+    return {name for name, state in _files(folder).items() if written.get(name) == state}
+
+
+def _others(folder: Path) -> list[str]:
+    """What a folder holds beside that."""
+    if (folder / WRITTEN).is_file():
+        return sorted(_files(folder).keys() - _unchanged(folder))
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []

@@ -60,6 +60,3 @@ def _copy_attention(ours: Any, source: Any) -> None:
                     'to start the selector from; use "identity".'
                 )
             parameter.copy_(given[name])
-
-
-__all__ = ["INITIALISATIONS", "initialise_selector"]

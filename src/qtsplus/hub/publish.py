@@ -1,132 +1,32 @@
 """Assembles complete Hub repositories (weights, configuration, processor, the code that runs them, a card); uploads."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..backbones import backbone_of, model_types
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
+from ..output import check_folder
 from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from ..saving_qtsplus import auto_map, code_of, commit_folder, model_card
 from .card import card_data, matching_variant
 from .checkpoint import read_checkpoint, weight_files, write_checkpoint
-from .files import require_variant, variants
-from .folder import read_json, remove_from_json, update_json, whole_folder
+from .files import hub_configs, variants
+from .folder import read_json, update_json, whole_folder
 from .saved import load_config, load_generation_config, load_processor, refuse_adapter
 from .weights import on_meta, read_weights
 
-AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
-PROCESSOR_AUTO_MAP = {"AutoProcessor": "processing_qtsplus.Qwen2_5_VLQTSplusProcessor"}  # both are Qwen2.5-VL's
-
-_RANDOM = (
-    "> **The weights are random** (seed {seed}): the repository shows that everything fits together, and its answers "
-    "are noise."
-)
 # What a repository may hold from an earlier upload, and must not mix with this one's.
 _REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\w+_qtsplus\w*\.py")
 # The line of the card's usage that names the repository.
 _CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Publishable:
-    """A model with its processor, and what its card has to say.
-
-    Args:
-        variant: name of a folder of `hub_configs`, or `None`.
-        random_seed: the seed of random weights; `None` for weights that were loaded.
-    """
-
-    model: Any
-    processor: Any
-    variant: str | None = None
-    random_seed: int | None = None
-
-
-def build_variant(name: str, seed: int = 0, dtype: torch.dtype | None = None) -> Publishable:
-    """
-    Builds a variant of `hub_configs` with seeded random weights.
-
-    Args:
-        name: such as `"qtsplus-tiny"`.
-        seed: of the weights. The global random state is left as it was.
-        dtype: of the weights; the configuration's when absent.
-
-    Raises:
-        ValueError: no such variant, or one without tokenizer files of its own.
-    """
-    folder = require_variant(name)
-    if not (folder / "tokenizer_config.json").exists():
-        raise ValueError(
-            f"The variant {name!r} comes without tokenizer and weights; give a folder that was saved with "
-            "save_pretrained instead."
-        )
-    config = load_config(folder)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = backbone_of(config.model_type).model(config)
-    model.generation_config = load_generation_config(folder)
-    model.to(dtype or config.dtype).eval()
-    return Publishable(model, load_processor(folder, config), name, seed)
-
-
-def load_variant(name: str) -> Publishable:
-    """
-    A variant of `hub_configs` with the weights that are bundled with it, or built by [`build_variant`] without.
-
-    Raises:
-        ValueError: no such variant, or one that comes with neither weights nor tokenizer files.
-    """
-    folder = require_variant(name)
-    if not (folder / "model.safetensors").exists():
-        return build_variant(name)
-    loaded = backbone_of(read_json(folder / "config.json").get("model_type")).model.from_pretrained(folder).eval()
-    return Publishable(loaded, load_processor(folder, loaded.config), name)
-
-
-def assemble(
-    model: Any,
-    processor: Any,
-    folder: str | Path,
-    *,
-    variant: str | None = None,
-    random_seed: int | None = None,
-    repository: str | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """
-    Writes a model as a complete Hub repository, which loads with `trust_remote_code=True` without this package.
-
-    Args:
-        folder: the target, which appears whole or not at all. An earlier assembly is replaced.
-        variant: name of a folder of `hub_configs`, for the card's licence and base model.
-        random_seed: the seed of random weights, for the card to say so.
-        repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
-        overwrite: write also into a folder that holds other files; those stay as they are.
-
-    Returns:
-        the folder.
-
-    Raises:
-        FileExistsError: the folder holds other files, or is a file.
-    """
-    folder = Path(folder).resolve()
-    about = card_data(variant)
-    if random_seed is not None:
-        about = {name: about[name] for name in ("license", "license_name", "license_link") if name in about}
-        about["weights"] = _RANDOM.format(seed=random_seed)
-    with whole_folder(folder, overwrite) as staging:
-        model.save_pretrained(staging, max_shard_size="5GB")
-        write_repository(staging, model, processor, repository or f"org/{folder.name}", about)
-    return folder
 
 
 def assemble_folder(
@@ -145,7 +45,10 @@ def assemble_folder(
     the source stays, apart from the repository that its usage names.
 
     Args:
-        folder, repository, overwrite: as for [`assemble`].
+        source: a folder, or the name of a variant of `hub_configs` that comes with weights.
+        folder: the target, which appears whole or not at all, see [`whole_folder`]. An earlier assembly is replaced.
+        repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
+        overwrite: write also into a folder that holds other files.
         link_weights: link to the source's weights instead of copying them, for a folder that is only uploaded.
         say: takes a line for every choice that was made.
 
@@ -153,7 +56,9 @@ def assemble_folder(
         ValueError: another kind of model, a folder without weights, or weights that do not fit.
         FileExistsError: the folder holds other files, or is a file.
     """
-    source, folder = Path(source).resolve(), Path(folder).resolve()
+    bundled = not Path(source).is_dir() and source in variants()
+    source = hub_configs() / source if bundled else Path(source).resolve()
+    folder = check_folder(folder).resolve()
     if source == folder:
         raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
     _check_publishable(source)
@@ -161,25 +66,25 @@ def assemble_folder(
     tensors = read_weights(source, config)
     model = on_meta(config)
     repository = repository or f"org/{folder.name}"
-    card = None
+    card, about = None, {}
     if (source / "README.md").exists():
         card = (source / "README.md").read_text(encoding="utf-8")
         card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', card)
         say(f"The card is {source / 'README.md'}.")
-    about: dict[str, Any] = {}
-    if card is None:
+    elif bundled:
+        about = card_data(source.name)
+    else:
         known = matching_variant(config)
         about = card_data(known, "license", "license_name", "license_link", "base_model")
         licence = f"the licence of {known}, which has the same sizes" if about else "no licence, as none is known"
         say(f"{source} has no README.md: the card is a new one, with {licence}.")
     with whole_folder(folder, overwrite) as staging:
         files = weight_files(source)
-        as_they_are = files[0].suffix != ".bin" and read_checkpoint(source).keys() == tensors.keys()
-        if link_weights and as_they_are:
-            for path in files:
-                (staging / path.name).symlink_to(path)
-        else:
+        if files[0].suffix == ".bin" or read_checkpoint(source).keys() != tensors.keys():
             write_checkpoint(tensors, staging)
+            files = []
+        for path in files:
+            (os.symlink if link_weights else shutil.copyfile)(path, staging / path.name)
         model.generation_config = load_generation_config(source) or model.generation_config
         model.generation_config.save_pretrained(staging)
         processor = None
@@ -195,16 +100,10 @@ def assemble_folder(
 
 
 def write_repository(
-    folder: Path,
-    model: Any,
-    processor: Any | None,
-    repository: str,
-    about: dict[str, Any],
-    card: str | None = None,
+    folder: Path, model: Any, processor: Any | None, repository: str, about: dict[str, Any], card: str | None = None
 ) -> None:
     """
-    Writes all but the weights and the generation configuration: code, processor, card and, last, config.json, without
-    which nothing loads.
+    Writes all but the weights and the generation configuration.
 
     Args:
         model: its configuration and sizes; on the meta device it does as well.
@@ -219,7 +118,7 @@ def write_repository(
         target = f"{backbone.processor.__module__.rpartition('.')[2]}.{backbone.processor.__name__}"
         update_json(folder / "processor_config.json", auto_map={"AutoProcessor": target})
         # How it was loaded here is nobody's business there.
-        remove_from_json(folder / "tokenizer_config.json", "is_local", "local_files_only")
+        update_json(folder / "tokenizer_config.json", drop=("is_local", "local_files_only"))
     (folder / "README.md").write_text(card or model_card(model, repository, about), encoding="utf-8")
     model.config.architectures = [type(model).__name__]
     model.config.auto_map = auto_map(backbone.model)
@@ -247,8 +146,6 @@ def upload(
     Args:
         repository: "org/name"; created where it does not exist.
         private: for a new repository; one that exists has to be private already.
-        say: takes a line when something that was there is removed.
-        repo_type: "model" or "dataset".
 
     Returns:
         the address of the commit.
@@ -273,9 +170,8 @@ def upload(
         return commit_folder(api, folder, repository, message, delete=stale, repo_type=repo_type).commit_url
     except (HTTPError, OSError, RuntimeError) as error:
         # A failed upload of one file is told by the file's name, and why by what caused it.
-        reason = " ".join(
-            f"{error} {error.__cause__ or ''}".split() if isinstance(error, RuntimeError) else str(error).split()
-        )
+        cause = error.__cause__ if isinstance(error, RuntimeError) else None
+        reason = " ".join(f"{error} {cause or ''}".split())
         raise ConnectionError(
             f"The upload to {repository} did not finish, and the repository is as it was: {reason} Run it again to go "
             "on; what was uploaded is not sent twice."
@@ -313,20 +209,6 @@ def _check_publishable(folder: Path) -> None:
             f"{folder} holds a model of type {model_type!r}; expected one of {', '.join(model_types())}. A stock model "
             "or a reference checkpoint becomes one with qtsplus convert."
         )
+    if folder.parent == hub_configs() and not (folder / "model.safetensors").exists():
+        raise ValueError(f"The variant {folder.name!r} comes without weights; give a folder that was saved instead.")
     weight_files(folder)
-
-
-__all__ = [
-    "AUTO_MAP",
-    "PROCESSOR_AUTO_MAP",
-    "Publishable",
-    "assemble",
-    "assemble_folder",
-    "build_variant",
-    "check_repository",
-    "code_files",
-    "load_processor",
-    "load_variant",
-    "upload",
-    "write_repository",
-]

@@ -1,19 +1,18 @@
 """Checkpoints of the reference implementation (github Siyou-Li/QTSplus): their configuration and names in ours."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig, Qwen2_5_VLVisionConfig
 
 from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from .checkpoint import StoredTensor
 from .files import hub_configs
-from .folder import read_json
-from .names import REFERENCE
-from .saved import reading
+from .folder import read_json, reading
 
+_TOWER = "model.vision_tower."
 MODEL_TYPE = "qts_plus_qwen2_5_vl_causal_lm"
 
 # The vision towers that a checkpoint without its own configuration may have, by the variant that carries it.
@@ -32,22 +31,6 @@ _SELECTOR_FIELDS = {
     "lambda_m": ("lambda_m", 1.7),
     "lambda_s": ("lambda_s", 0.05),
 }
-
-
-def rename_reference_key(key: str) -> str:
-    """The name in our model of a parameter of a reference checkpoint."""
-    return REFERENCE.ours(key)
-
-
-def convert_reference_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """
-    A reference checkpoint's tensors under our names.
-
-    The running mean of rho is absent there and starts empty; `lm_head.weight` is passed on where it is present.
-    """
-    converted = {rename_reference_key(key): tensor for key, tensor in weights.items()}
-    converted["model.qtsplus.rho_history"] = torch.zeros(2, dtype=torch.int64)
-    return converted
 
 
 def convert_reference_config(config: Mapping[str, Any], vision_config: Mapping[str, Any]) -> Qwen2_5_VLQTSplusConfig:
@@ -100,7 +83,7 @@ def find_vision_config(
 
     Args:
         folder: the checkpoint's.
-        config: its config.json.
+        config: its config.json, whose `pretrain_vision_model` is the path of the tower's weights.
         weights: its tensors, by their own names.
         given: a vision configuration, a whole Qwen2.5-VL one, or a folder with either; comes first.
 
@@ -110,24 +93,21 @@ def find_vision_config(
     """
     if given is not None:
         return _read_vision_config(given), f"{given}, as given"
-    beside = {path for parent in (folder, folder.parent) for path in parent.glob("vision*/config.json")}
-    named = config.get("pretrain_vision_model")
-    if isinstance(named, str) and named:
-        # Written as the path of the tower's weights; its configuration lies beside them.
-        beside |= {
-            path
-            for parent in (folder, folder.parent)
-            for path in (parent / named / "config.json", (parent / named).parent / "config.json")
-            if path.is_file() and path.parent.resolve() != folder.resolve()
-        }
-    found = sorted({path.resolve() for path in beside})
-    if len(found) > 1:
+    named = Path(config.get("pretrain_vision_model") or ".")
+    patterns = ["vision*/config.json", *(str(path / "config.json") for path in (named, named.parent))]
+    beside = {
+        path.resolve()
+        for parent in (folder, folder.parent)
+        for path in itertools.chain(parent.glob(patterns[0]), map(parent.joinpath, patterns[1:]))
+        if path.is_file() and path.resolve().parent not in (folder.resolve(), folder.resolve().parent)
+    }
+    if len(beside) > 1:
         raise ValueError(
-            f"{folder} has several vision configurations beside it ({', '.join(map(str, found))}): "
+            f"{folder} has several vision configurations beside it ({', '.join(sorted(map(str, beside)))}): "
             "choose one with --vision-config."
         )
-    if found:
-        return _read_vision_config(found[0]), f"{found[0]}, which lies beside the checkpoint"
+    for path in beside:
+        return _read_vision_config(path), f"{path}, which lies beside the checkpoint"
     return _known_vision_config(folder, weights)
 
 
@@ -146,32 +126,19 @@ def _read_vision_config(path: Path) -> dict[str, Any]:
 
 def _known_vision_config(folder: Path, weights: Mapping[str, StoredTensor]) -> tuple[dict[str, Any], str]:
     """One of the known towers, if the checkpoint's depth and widths are exactly its."""
-
-    def shape(name: str) -> tuple[int, ...]:
-        tensor = weights.get(f"model.vision_tower.{name}")
-        return () if tensor is None else tensor.shape
-
-    blocks = {key.split(".")[3] for key in weights if key.startswith("model.vision_tower.blocks.")}
+    shapes = {name: tensor.shape for name, tensor in weights.items() if name.startswith(_TOWER)}
+    blocks = {name.split(".")[3] for name in shapes if name.startswith(f"{_TOWER}blocks.")}
     for name, variant in _KNOWN_VISION.items():
         vision = Qwen2_5_VLVisionConfig(**read_json(hub_configs() / variant / "config.json")["vision_config"])
         patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
         expected = {
-            "patch_embed.proj.weight": (vision.hidden_size, *patch),
-            "blocks.0.mlp.gate_proj.weight": (vision.intermediate_size, vision.hidden_size),
-            "merger.mlp.2.weight": (vision.out_hidden_size, vision.hidden_size * vision.spatial_merge_size**2),
+            f"{_TOWER}patch_embed.proj.weight": (vision.hidden_size, *patch),
+            f"{_TOWER}blocks.0.mlp.gate_proj.weight": (vision.intermediate_size, vision.hidden_size),
+            f"{_TOWER}merger.mlp.2.weight": (vision.out_hidden_size, vision.hidden_size * vision.spatial_merge_size**2),
         }
-        if len(blocks) == vision.depth and all(shape(key) == size for key, size in expected.items()):
+        if len(blocks) == vision.depth and expected.items() <= shapes.items():
             return vision.to_dict(), f"the known one of {name}, whose depth and widths are the checkpoint's"
     raise ValueError(
         f"{folder} carries no configuration of its vision tower, none lies beside it (vision/config.json), and its "
         f"shapes are not those of {' or '.join(_KNOWN_VISION)}: give one with --vision-config."
     )
-
-
-__all__ = [
-    "MODEL_TYPE",
-    "convert_reference_config",
-    "convert_reference_weights",
-    "find_vision_config",
-    "rename_reference_key",
-]

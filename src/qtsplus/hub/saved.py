@@ -1,33 +1,17 @@
 """What `save_pretrained` left in a folder, loaded with this package's classes; a broken file is one `ValueError`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig
 
 from ..backbones import backbone_of
-from .folder import read_json
+from .folder import read_json, reading
 
-# What Transformers and its parsers raise for a file that is there, but not what its name says.
-_BROKEN = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, StrictDataclassError)
 _PROCESSOR_FILES = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
     *("tokenizer_config.json", "tokenizer.json"),
 )
-
-
-@contextmanager
-def reading(what: object) -> Iterator[None]:
-    """Raises one `ValueError` that names the file, whatever reading it raises."""
-    try:
-        yield
-    except _BROKEN as error:
-        speaks = isinstance(error, (OSError, ValueError, StrictDataclassError))
-        kind = "" if speaks else f"{type(error).__name__}: "
-        raise ValueError(f"{what} cannot be used: {kind}{' '.join(str(error).split())}") from error
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -74,6 +58,3 @@ def load_processor(folder: str | Path, config: Any) -> Any:
     if isinstance(config, backbone.config):  # and not a stock one, which does not say
         processor.follow(config)
     return processor
-
-
-__all__ = ["load_config", "load_generation_config", "load_processor", "reading", "refuse_adapter"]
