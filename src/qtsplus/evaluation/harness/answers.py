@@ -20,7 +20,6 @@ class Answered:
         video: the file names of its videos, joined by commas.
         frames: how many frames were looked at.
         visual_tokens, kept_visual_tokens: those of its videos, and those of them that the language model read.
-        clue_tokens, kept_clue_tokens: the same for the tokens in the seconds that CG-Bench marks as clues.
         failed: why there is no answer, such as a video that cannot be read. It counts as wrong.
     """
 
@@ -30,8 +29,6 @@ class Answered:
     frames: int = 0
     visual_tokens: int = 0
     kept_visual_tokens: int = 0
-    clue_tokens: int = 0
-    kept_clue_tokens: int = 0
     failed: str | None = None
 
 
