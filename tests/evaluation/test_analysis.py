@@ -76,7 +76,6 @@ def test_a_run_leaves_out_what_cannot_be_read_and_goes_on_where_it_stopped(
     assert sum(row["questions"] for row in document["budgets"].values()) == len(document["pairs"]) == len(records)
     page = (tmp_path / "analysis-test.md").read_text()
     assert "-0.4911" in page and "1 questions had no video" in page
-    assert (tmp_path / "analysis-test.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="is there already"):
         run_analysis(model, tiny_processor, asked, tmp_path, **call)
     assert json.loads((tmp_path / "analysis-test.json").read_text()) == document

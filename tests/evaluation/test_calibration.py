@@ -73,7 +73,7 @@ def test_the_mass_is_the_share_of_the_needles_in_all_attention():
 
 def test_layers_that_find_little_are_not_summed_with_one_that_finds_all():
     layers = {0: Recall(0.1, 0.2, 0.0), 1: Recall(1.0, 1.0, 0.9), 2: Recall(0.6, 0.8, 0.3), 3: Recall(0.4, 0.5, 0.2)}
-    assert calibration.HeadRecalls(9, layers, {}).best_layers(4) == (1, 2)
+    assert calibration.best_of(layers, 4) == (1, 2)
 
 
 def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, tiny, tiny_processor, questions):

@@ -8,11 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from ..data.records import VideoRecord
-from ..figures import save_figure
 from ..output import check_folder, check_output, markdown_table
 from ..results import Journal, environment, steps
 from ..selector_qtsplus import find_threshold
@@ -32,7 +29,6 @@ QUANTITIES = {
 }
 # Of QTSplus-3B, in the paper's appendix.
 PUBLISHED = {"sq_mean": 0.2868, "log_m": -0.4834, "r_max": -0.0788, "entropy": -0.4911, "threshold": -0.8998}
-_POINTS, _LINE = "#0b6e99", "#c0392b"
 
 
 def run_analysis(
@@ -47,8 +43,8 @@ def run_analysis(
     progress: bool = True,
 ) -> Path:
     """
-    Lets the model choose for every question with its own budget: `analysis-NAME.json`, `.md` and `.png`. An interrupted
-    run goes on where it stopped. Questions about videos that cannot be read are left out, and counted.
+    Lets the model choose for every question with its own budget: `analysis-NAME.json` and `.md`. An interrupted run
+    goes on where it stopped. Questions about videos that cannot be read are left out, and counted.
 
     Args:
         model, processor: as `qtsplus.session.load` gives them.
@@ -92,7 +88,6 @@ def run_analysis(
         **summarise_choices(records, [journal.done[str(number)] for number in range(len(records))]),
     }
     target.with_suffix(".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
-    save_figure(_draw(document), target.with_suffix(""))
     return journal.finish(target, document)
 
 
@@ -182,7 +177,7 @@ def _budget(columns: Mapping[str, np.ndarray], clusters: np.ndarray, mask: np.nd
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The page and the figure
+# The page
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -221,33 +216,6 @@ def _page(document: Mapping[str, Any]) -> list[str]:
 
 def _correlation(figures: Mapping[str, float]) -> str:
     return "{r:+.2f} ({low:+.2f} to {high:+.2f})".format(**figures) if figures else "one value only"
-
-
-def _draw(document: Mapping[str, Any]) -> Figure:
-    """The paper's scatters of rho, against what the budget head sees and the threshold, and rho by kind."""
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    panels = figure.subplots(2, 3).ravel()
-    rho = np.array([pair["rho"] for pair in document["pairs"]])
-    for axes, (name, title) in zip(panels[:5], QUANTITIES.items(), strict=False):
-        x, line = np.array([pair[name] for pair in document["pairs"]]), document["correlations"][name]
-        axes.scatter(x, rho, s=6, alpha=0.4, color=_POINTS, linewidths=0, rasterized=True)
-        if line:
-            ends = np.array([x.min(), x.max()])
-            axes.plot(ends, line["slope"] * ends + line["intercept"], "--", color=_LINE)
-        axes.set_title(f"{title}: r = {line['r']:.4f}" if line else f"{title}: one value", fontsize=10)
-        axes.set_ylabel("rho")
-    _draw_kinds(panels[5], document["budgets"])
-    return figure
-
-
-def _draw_kinds(axes: Axes, budgets: Mapping[str, Any]) -> None:
-    for place, row in enumerate(budgets.values()):
-        rho, interval = row["rho"], row["interval"]
-        spread = [[rho - interval.get("low", rho)], [interval.get("high", rho) - rho]]
-        axes.bar(place, rho, yerr=spread, capsize=3, color=_POINTS)
-    axes.set_xticks(range(len(budgets)), list(budgets), rotation=45, fontsize=8)
-    axes.set_ylabel("rho (mean, 95% interval)")
-    axes.set_title("budget by kind of question", fontsize=10)
 
 
 __all__ = ["PUBLISHED", "QUANTITIES", "measure", "run_analysis", "summarise_choices"]

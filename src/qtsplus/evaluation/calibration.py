@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ SHARE = 0.1  # of the visual tokens that a layer or a head may keep
 ALL_LAYERS, BEST_LAYERS, BEST_HEADS = "all layers", "best layers", "best heads"
 EQUAL = 0.01  # recalls that are taken for the same
 
+K = TypeVar("K", int, tuple[int, int])  # a layer, or a layer and a head
+
 
 @dataclass(frozen=True)
 class Recall:
@@ -52,25 +54,11 @@ class Recall:
 
 @dataclass(frozen=True)
 class HeadRecalls:
-    """
-    What is found by each layer (the mean over its heads) and by each head alone.
-
-    Args:
-        questions: how many were asked.
-        layers, heads: by layer, and by (layer, head).
-    """
+    """What so many questions find by each layer (the mean over its heads), and by each (layer, head) alone."""
 
     questions: int
     layers: dict[int, Recall]
     heads: dict[tuple[int, int], Recall]
-
-    def best_layers(self, count: int) -> tuple[int, ...]:
-        """Those with the highest recall of tokens, at least half of the best one's; at most half of all; ascending."""
-        return tuple(sorted(_best(self.layers)[: min(count, max(1, len(self.layers) // 2))]))
-
-    def best_heads(self, count: int) -> tuple[tuple[int, int], ...]:
-        """As for layers."""
-        return tuple(sorted(_best(self.heads)[: min(count, max(1, len(self.heads) // 2))]))
 
 
 @dataclass(frozen=True)
@@ -182,10 +170,8 @@ def calibrate(
     progress: bool = True,
 ) -> Calibration:
     """
-    Measures every layer and head on one half of the videos, and the sums over the best of them on the other half.
-
-    The model reads all visual tokens of a question and its true answer; the tokens that get most attention, a tenth of
-    them, count as kept. Questions about videos that cannot be read are left out.
+    Measures every layer and head on one half of the videos, and the sums over the best of them on the other half. The
+    model reads all visual tokens of a question and its true answer; the tenth that gets most attention counts as kept.
 
     Args:
         model, processor: a QTSplus model; its selector takes no part.
@@ -219,8 +205,8 @@ def calibrate(
         measured = measure_heads(model, *first, positions, progress)
         choices = {
             ALL_LAYERS: AttentionChoice(positions=positions),
-            BEST_LAYERS: AttentionChoice(layers=measured.best_layers(layers), positions=positions),
-            BEST_HEADS: AttentionChoice(heads=measured.best_heads(heads), positions=positions),
+            BEST_LAYERS: AttentionChoice(layers=best_of(measured.layers, layers), positions=positions),
+            BEST_HEADS: AttentionChoice(heads=best_of(measured.heads, heads), positions=positions),
         }
         recalls = measure_choices(model, *second, list(choices.values()), positions, progress)
         default = AttentionChoice(layers=(attention_layer(text),), positions="prompt")
@@ -243,9 +229,8 @@ def _readings(
     """The default layer and the best ones, each with all its heads and with its best ones."""
     full = {layer: measured.layers[layer] for layer in full_attention_layers(text_config)}
     choices = [default]
-    for layer in sorted({*(default.layers or ()), *HeadRecalls(0, full, {}).best_layers(layers)}):
-        of_layer = {pair: recall for pair, recall in measured.heads.items() if pair[0] == layer}
-        best = HeadRecalls(0, {}, of_layer).best_heads(heads)
+    for layer in sorted({*(default.layers or ()), *best_of(full, layers)}):
+        best = best_of({pair: recall for pair, recall in measured.heads.items() if pair[0] == layer}, heads)
         choices += [AttentionChoice(layers=(layer,), positions="prompt")]
         choices += [AttentionChoice(heads=best, positions="prompt")]
     return list(dict.fromkeys(choices))
@@ -361,19 +346,11 @@ def _layer(choice: AttentionChoice) -> int:
     return layer
 
 
-def _best(recalls: Mapping[Any, Recall]) -> list[Any]:
-    """Highest recall of tokens first, without those that find less than half of what the first one finds."""
+def best_of(recalls: Mapping[K, Recall], count: int) -> tuple[K, ...]:
+    """Those with the highest recall of tokens, at least half of the best one's; at most half of all; ascending."""
     order = sorted(recalls, key=lambda key: -recalls[key].tokens)
-    return [key for key in order if recalls[key].tokens >= recalls[order[0]].tokens / 2]
+    most = [key for key in order if recalls[key].tokens >= recalls[order[0]].tokens / 2]
+    return tuple(sorted(most[: min(count, max(1, len(recalls) // 2))]))
 
 
-__all__ = [
-    "Calibration",
-    "HeadRecalls",
-    "Recall",
-    "calibrate",
-    "measure_choices",
-    "measure_heads",
-    "read_labelled",
-    "write_attention",
-]
+__all__ = ["Calibration", "Recall", "best_of", "calibrate", "measure_heads", "read_labelled", "write_attention"]

@@ -14,7 +14,6 @@ from rich.progress import track
 from ..data.records import VideoRecord
 from ..methods_qtsplus import Candidates, Method
 from ..output import first_line
-from ..selector_qtsplus import QTSplusOutput
 from ..training.dataset import SkippedRecord, require_rates
 from .intervals import share_interval
 
@@ -28,12 +27,9 @@ class Outcome:
     One question.
 
     Args:
-        record: the question.
-        correct: whether the answer was the record's, to the letter.
-        visual_tokens: of its video.
+        correct: whether the answer was the record's, to the letter; not where its video is `unreadable`.
+        visual_tokens, kept_indices: how many its video has, and which of them the language model read.
         rho: the fraction that the selection aimed at.
-        kept_indices: the visual tokens that the language model read.
-        unreadable: its video and why it could not be read; such a question counts as wrong.
     """
 
     record: VideoRecord
@@ -67,11 +63,8 @@ def exact_match(
 
     Args:
         model, processor: as `qtsplus.session.load` gives them.
-        retention: fraction of the visual tokens to keep, one for all records or one for each; the model's decision when
-            absent.
-        selection: how they are chosen, a name as in `QTSplusConfig` or a function; the model's own way when absent.
-        max_visual_tokens: most visual tokens to keep.
-        reencode: `False` hands the kept tokens on as they are.
+        retention: one for all records or one for each.
+        selection, max_visual_tokens, reencode: as for `generate`.
         batch_size: questions at a time; those with answers of like length are asked together.
         features: of videos that were encoded before, in the place of their pixels.
         orders: per record `[M]`, its visual tokens in the order in which they are to be kept, in place of a selection.
@@ -110,7 +103,7 @@ def exact_match(
 @torch.no_grad()
 def answer(
     model: Any, processor: Any, inputs: Mapping[str, Any], max_new_tokens: int, **call: Any
-) -> tuple[list[str], QTSplusOutput]:
+) -> tuple[list[str], Any]:
     """
     Greedy answers to prompts, and the `QTSplusOutput` that says what they rest on.
 

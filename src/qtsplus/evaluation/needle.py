@@ -104,9 +104,7 @@ def run_needle(
         background: a video file, an address, or a folder of frames; at least as long as the longest length.
         out: folder of the results.
         name: of the results.
-        lengths: of the videos, in seconds.
-        depths: of the needles in them, from 0 to 1.
-        selections: names in [`METHODS`].
+        lengths, depths, selections: of the videos in seconds, of the needles in them from 0 to 1, and names of methods.
         retention: fraction of the visual tokens to keep; the model's own budget if `None`.
         max_visual_tokens: exactly so many instead, as far as there are so many.
         fps: frames to look at per second, of the background and the clips; of a folder, the rate of its frames.
@@ -127,7 +125,11 @@ def run_needle(
     warnings = _shrunk(processor, background, grid)
     for warning in warnings:
         say(warning)
-    _check_lengths(lengths, int(grid[0, 0]), seconds)
+    if round(max(lengths) / seconds) > grid[0, 0]:
+        raise ValueError(
+            f"The background has {int(grid[0, 0]) * seconds:g} s; expected at least the {max(lengths):g} s that were "
+            "asked for."
+        )
     clips = [_encode_needle(model, processor, needle.record, grid, seconds, fps) for needle in needles]
     longest = max(clip.steps for clip in clips)
     if round(min(lengths) / seconds) < longest:
@@ -188,15 +190,6 @@ def run_needle(
 # --------------------------------------------------------------------------------------------------------------------
 # Videos
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def _check_lengths(lengths: Sequence[float], steps_there: int, seconds: float) -> None:
-    for length in lengths:
-        if round(length / seconds) > steps_there:
-            raise ValueError(
-                f"The background has {steps_there * seconds:g} s; expected at least the {length:g} s that were asked "
-                "for."
-            )
 
 
 def _shrunk(processor: Any, video: str, grid: torch.Tensor) -> list[str]:

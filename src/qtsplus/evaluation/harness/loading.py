@@ -18,12 +18,8 @@ FEWER_FRAMES = "fewer_frames"  # not a selection among tokens: the others are ne
 @dataclass(frozen=True)
 class Selecting:
     """
-    Args:
-        selection: a method of `methods_qtsplus.METHODS`, or `"fewer_frames"`: as many whole frames as `retention`
-            of the tokens allow. The model's own when absent; of a stock model that is all.
-        retention: fraction of the visual tokens to keep, in (0, 1]; the model's decision when absent.
-        max_visual_tokens: most visual tokens to keep.
-        reencode: `False` hands the kept tokens on as they are.
+    As for `generate`, with one more `selection`: `"fewer_frames"`, as many whole frames as `retention` of the tokens
+    allow. A stock model keeps all tokens where none is named.
 
     Raises:
         ValueError: an unknown selection, a retention out of its range, both a retention and a maximum, or one of them
@@ -59,13 +55,8 @@ class Selecting:
 @dataclass(frozen=True)
 class Reading:
     """
-    What is looked at; the processor's own where it is left out.
-
-    Args:
-        fps: frames per second.
-        num_frames: frames of a video instead, as many as it has at most.
-        max_frames: most frames of a video, where they go by `fps`.
-        min_pixels, max_pixels: of a frame, for a backbone that reads frames in their own resolution.
+    Which frames are looked at, and how large they are; as the processor has it where it is left out. `min_pixels` and
+    `max_pixels` are for a backbone that reads frames in their own resolution.
 
     Raises:
         ValueError: a value that is not above 0, a rate or a maximum beside a number, or fewer pixels than the fewest.

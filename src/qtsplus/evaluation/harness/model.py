@@ -57,11 +57,8 @@ class QTSplus(lmms):
     size and their times come from our processor, for stock models too: every model that runs here sees the same.
 
     Args:
-        pretrained: a folder or a Hub id.
-        revision: of a model on the Hub.
+        pretrained, revision, dtype: as for `qtsplus.session.load`.
         device: such as `"cuda"`; with several processes on GPUs, each takes the one of its rank.
-        dtype: of the weights; `"auto"` is the checkpoint's.
-        batch_size: prompts at a time.
         answers: a folder that keeps every answer as it is given; what it holds is not asked again.
         options: the fields of [`Selecting`] and [`Reading`].
 
