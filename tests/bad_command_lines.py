@@ -77,18 +77,15 @@ def eval_lines() -> list[list[str]]:
         *each_value(run, "--device", NO_DEVICES),
         *each_value(run, "--selection", SELECTIONS),
         *each_value(run, "--skip-kind", ("", "nonsense", LONG)),
-        *each_value(run, "--media-root", ("", " ")),
         [*run, "--selection", "all", "--retention", "0.1"],
         [*run, "--revision", "main"],
         ["eval", "records", "{records}", "--revision", "main"],
         *([*run, wrong] for wrong in ("--batch=2", "extra", "--json=1")),
         ["eval", "records", "--json"],
-        *(["eval", "report", path] for path in ("", "{missing}", "{empty_folder}", "{records}", LONG)),
+        *(["eval", "report", path] for path in ("{missing}", "{empty_folder}", "{records}", LONG)),
         *(
             ["eval", "--tasks", "lvbench", "--model", "{model}", *more]
             for more in (
-                ["--out", ""],
-                ["--include-path", " "],
                 ["--revision", "main"],
                 ["--selection", "all", "--retention", "0.1"],
                 ["--selection", "all", "--max-visual-tokens", "9"],
@@ -121,8 +118,8 @@ def study_lines() -> list[list[str]]:
         [*both, "--selection", "all", "--retention", "0.5"],
         [*both, "--selection", "all", "--max-visual-tokens", "5"],
         *each_value(both, "--name", ("", "../../evil", "a/b", "..", "/tmp/evil")),
-        *each_value(both, "--out", ("", "{records}", "{records}/in")),
-        *each_value(both, "--work", ("", "{records}")),
+        *each_value(both, "--out", ("{records}", "{records}/in")),
+        *each_value(both, "--work", ("{records}",)),
         [*needle, *hidden],
         [*needle, *background],
         *(

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from .console import console, fail, note, one_line_errors, require_fraction, wrote
 from .models import check_model_options, check_selection, load_model, name_model
-from .options import AsJson, Device, Dtype, MediaRoot, Model, Retention, Revision, Selection, path
+from .options import AsJson, Device, Dtype, MediaRoot, Model, Retention, Revision, Selection
 
 eval_app = typer.Typer(no_args_is_help=True)
 
@@ -46,14 +46,10 @@ def evaluate_tasks(
     processes: Annotated[
         int, typer.Option(help="How many processes share the questions. On GPUs each takes one.", min=1)
     ] = 1,
-    include_path: Annotated[
-        Path | None, typer.Option(help="A folder with tasks of your own for lmms-eval.", parser=path)
-    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="A folder with tasks of your own for lmms-eval.")] = None,
     out: Annotated[
         Path,
-        typer.Option(
-            help="The folder for answers, logs and results. A run that was stopped goes on there.", parser=path
-        ),
+        typer.Option(help="The folder for answers, logs and results. A run that was stopped goes on there."),
     ] = Path("evaluation"),
     device: Device = None,
     dtype: Annotated[
@@ -145,11 +141,11 @@ def _print_tasks(tasks: dict[str, Any]) -> None:
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders that `qtsplus eval --tasks` has finished.", show_default=False, parser=path),
+        typer.Argument(help="Folders that `qtsplus eval --tasks` has finished.", show_default=False),
     ],
-    out: Annotated[
-        Path, typer.Option(help="The Markdown file. An HTML page and JSON stand beside it.", parser=path)
-    ] = Path("report.md"),
+    out: Annotated[Path, typer.Option(help="The Markdown file. An HTML page and JSON stand beside it.")] = Path(
+        "report.md"
+    ),
 ) -> None:
     """Put runs side by side: accuracies, gains at equal tokens, and what the paper published of the same tasks."""
     with one_line_errors():
@@ -163,9 +159,7 @@ def report(
 def evaluate_records(
     records: Annotated[
         Path,
-        typer.Argument(
-            help="A set of questions about videos, such as JSONL or Parquet.", show_default=False, parser=path
-        ),
+        typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False),
     ],
     model: Model = None,
     revision: Revision = None,

@@ -6,15 +6,6 @@ from typing import Annotated
 
 import typer
 
-from .console import fail
-
-
-def path(text: str | Path) -> Path:
-    """A path that was typed. An empty one is a script's unset variable, and not the current folder."""
-    if not str(text).strip():
-        fail("a path is empty; give one (. is the current folder), or leave the option out")
-    return Path(text)
-
 
 class Dtype(str, Enum):
     auto = "auto"
@@ -42,8 +33,7 @@ Device = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 MediaRoot = Annotated[
-    Path | None,
-    typer.Option(help="The folder of the videos. Without it, the folder of the file.", show_default=False, parser=path),
+    Path | None, typer.Option(help="The folder of the videos. Without it, the folder of the file.", show_default=False)
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write to the folder even if it holds other files.")]
 Overrides = Annotated[

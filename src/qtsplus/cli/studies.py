@@ -9,12 +9,12 @@ import typer
 
 from .console import fail, note, one_line_errors, require_fraction, require_text, wrote
 from .models import check_model_options, check_selection, load_model
-from .options import Device, Model, Retention, Revision, path
+from .options import Device, Model, Retention, Revision
 
-_Results = Annotated[Path, typer.Option(help="The folder of the results.", parser=path)]
+_Results = Annotated[Path, typer.Option(help="The folder of the results.")]
 _RESULTS = Path("evaluation")
 _Name = Annotated[str, typer.Option(help="What the results are called.")]
-_Work = Annotated[Path, typer.Option(help="Where the features of videos are kept.", parser=path)]
+_Work = Annotated[Path, typer.Option(help="Where the features of videos are kept.")]
 
 
 def needle(
@@ -23,7 +23,6 @@ def needle(
         typer.Option(
             help="A JSONL file of records, each with a clip or an image as its video, a question and its answer.",
             show_default=False,
-            parser=path,
         ),
     ],
     background: Annotated[
@@ -103,9 +102,7 @@ def needle(
 def analysis(
     records: Annotated[
         Path,
-        typer.Argument(
-            help="A set of questions about videos, such as JSONL or Parquet.", show_default=False, parser=path
-        ),
+        typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False),
     ],
     model: Model = None,
     revision: Revision = None,

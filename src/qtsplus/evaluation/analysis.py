@@ -137,7 +137,7 @@ def _budget_inputs(model: Any) -> Iterator[list[torch.Tensor]]:
 
 def summarise_choices(records: Sequence[VideoRecord], measured: Sequence[Mapping[str, float] | None]) -> dict[str, Any]:
     """
-    Correlations with rho, and budgets by kind, each with its interval over videos.
+    Correlations with rho, and its mean, each with its interval over videos.
 
     Args:
         measured: per record what [`measure`] says, `None` where its video could not be read.
@@ -150,29 +150,17 @@ def summarise_choices(records: Sequence[VideoRecord], measured: Sequence[Mapping
     if len(videos) < 2:
         raise ValueError(f"{len(videos)} of the videos could be read; expected at least two.")
     clusters = np.array([videos.index(str(record.video)) for record, _ in read])
-    kinds = np.array([record.kind for record, _ in read])
     columns = {name: np.array([one[name] for _, one in read], dtype=float) for name in (*QUANTITIES, "rho", "n", "m")}
     return {
         "questions": len(read),
         "videos": len(videos),
         "unreadable": sum(one is None for one in measured),
         "correlations": {name: correlation(columns[name], columns["rho"], clusters) for name in QUANTITIES},
-        "budgets": {str(kind): _budget(columns, clusters, kinds == kind) for kind in np.unique(kinds)},
+        "rho": {"mean": float(columns["rho"].mean()), **share_interval(columns["rho"], clusters)},
         "pairs": [
             {"video": int(video), "kind": record.kind, **{name: float(f"{one[name]:.6g}") for name in columns}}
             for video, (record, one) in zip(clusters, read, strict=True)
         ],
-    }
-
-
-def _budget(columns: Mapping[str, np.ndarray], clusters: np.ndarray, mask: np.ndarray) -> dict[str, Any]:
-    rho = columns["rho"][mask]
-    return {
-        "questions": int(mask.sum()),
-        "videos": len(set(clusters[mask])),
-        "rho": float(rho.mean()),
-        "interval": share_interval(rho, clusters[mask]),
-        "kept": float(columns["n"][mask].mean()),
     }
 
 
@@ -188,29 +176,16 @@ def _page(document: Mapping[str, Any]) -> list[str]:
         [title, _correlation(document["correlations"][name]), str(PUBLISHED.get(name, ""))]
         for name, title in QUANTITIES.items()
     ]
-    budgets = [
-        [
-            kind,
-            str(row["questions"]),
-            str(row["videos"]),
-            percent_interval(row["rho"], row["interval"]),
-            f"{row['kept']:.1f}",
-        ]
-        for kind, row in document["budgets"].items()
-    ]
     return [
         f"{document['questions']} questions about {document['videos']} videos, each with the model's own budget; "
-        f"{selector}.{left_out} Intervals: 95%, over videos.",
+        f"{selector}.{left_out} The mean of rho is {percent_interval(document['rho']['mean'], document['rho'])}. "
+        "Intervals: 95%, over videos.",
         "",
         f"`{document['command']}`",
         "",
         "Correlation with rho (Pearson's r), beside what the paper published of its QTSplus-3B on other videos:",
         "",
         *markdown_table(["", "r", "published"], correlations),
-        "",
-        "Budget by kind of question:",
-        "",
-        *markdown_table(["kind", "questions", "videos", "rho", "tokens kept"], budgets),
     ]
 
 

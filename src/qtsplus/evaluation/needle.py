@@ -32,7 +32,8 @@ from .labelled import LabelledQuestion
 # Keeping everything says what the language model can read, and takes long.
 SELECTIONS = tuple(name for name in METHODS if name != "all")
 _MAX_FRAMES = 10**6  # no background is too long
-_MEASURES = {"share": "needle tokens kept", "accuracy": "right answers"}
+_MEASURES = {"found": "found", "share": "share", "accuracy": "correct"}  # of a table, from which field of an answer
+_MAPS = {"share": "needle tokens kept", "accuracy": "right answers"}
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,16 @@ def run_needle(
                         hunt.ask(_key(length, number, depth, selection), video, needle, clip, depth, selection)
                 step(f"{length:g} s, needle {number + 1} of {len(needles)}")
 
-    def results(length: float, at: Sequence[float], selection: str) -> list[dict[str, Any]]:
-        keys = [(number, depth) for number in range(len(needles)) for depth in at]
-        return [{"needle": key[0], **journal.done[_key(length, *key, selection)]} for key in keys]
-
+    answers = [
+        {
+            **{"selection": selection, "length": length, "depth": depth, "needle": number},
+            **journal.done[_key(length, number, depth, selection)],
+        }
+        for selection in selections
+        for length in lengths
+        for depth in depths
+        for number in range(len(needles))
+    ]
     document = {
         "command": command,
         "environment": environment(str(model.device)),
@@ -170,17 +177,8 @@ def run_needle(
             "depths": list(depths),
             "selections": list(selections),
         },
-        "cells": [
-            {"selection": selection, "length": length, "depth": depth, **_cell(results(length, [depth], selection))}
-            for selection in selections
-            for length in lengths
-            for depth in depths
-        ],
-        "lengths": [
-            {"selection": selection, "length": length, **_over_depths(results(length, depths, selection))}
-            for selection in selections
-            for length in lengths
-        ],
+        "cells": _summed(answers, "selection", "length", "depth"),
+        "lengths": _summed(answers, "selection", "length"),
     }
     target.with_suffix(".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
     save_figure(_draw(document), target.with_suffix(""))
@@ -315,22 +313,25 @@ def check_places(lengths: Sequence[float], depths: Sequence[float], selections: 
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _cell(asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of one place in the heat maps."""
-    means = {name: float(np.mean([one[name] for one in asked])) for name in ("found", "share", "kept")}
-    accuracy = float(np.mean([one["correct"] for one in asked]))
-    return {**means, "visual_tokens": asked[0]["visual_tokens"], "accuracy": accuracy}
-
-
-def _over_depths(asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of one length; a needle is asked for at every depth, so intervals are over needles."""
-    needles = np.array([one["needle"] for one in asked])
-    values = {"found": "found", "share": "share", "accuracy": "correct"}
-    intervals = {
-        title: share_interval(np.array([one[name] for one in asked], dtype=float), needles)
-        for title, name in values.items()
-    }
-    return {**_cell(asked), "intervals": intervals}
+def _summed(answers: Sequence[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """Means of the answers that share what is named. One needle is asked for often, so intervals are over needles."""
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for one in answers:
+        groups.setdefault(tuple(one[name] for name in names), []).append(one)
+    rows = []
+    for key, group in groups.items():
+        needles = np.array([one["needle"] for one in group])
+        values = {title: np.array([one[name] for one in group], dtype=float) for title, name in _MEASURES.items()}
+        rows.append(
+            {
+                **dict(zip(names, key, strict=True)),
+                **{title: float(shares.mean()) for title, shares in values.items()},
+                "kept": float(np.mean([one["kept"] for one in group])),
+                "visual_tokens": group[0]["visual_tokens"],
+                "intervals": {title: share_interval(shares, needles) for title, shares in values.items()},
+            }
+        )
+    return rows
 
 
 def _page(document: Mapping[str, Any]) -> list[str]:
@@ -344,11 +345,11 @@ def _page(document: Mapping[str, Any]) -> list[str]:
             row["selection"],
             time_of(row["length"]),
             f"{row['kept']:.0f} of {row['visual_tokens']}",
-            *(percent_interval(row[name], row["intervals"][name]) for name in ("found", *_MEASURES)),
+            *(percent_interval(row[name], row["intervals"][name]) for name in _MEASURES),
         ]
         for row in document["lengths"]
     ]
-    columns = ["selection", "length", "tokens kept", "needles found", *_MEASURES.values()]
+    columns = ["selection", "length", "tokens kept", "needles found", *_MAPS.values()]
     return [
         f"{settings['needles']} needles, each at the depths {depths}: {settings['needles'] * len(settings['depths'])} "
         f"questions in every row; {budget}. A needle is found where one of its tokens is kept. A step of the video is "
@@ -374,10 +375,10 @@ def _draw(document: Mapping[str, Any]) -> Figure:
     settings = document["settings"]
     lengths, depths, selections = (settings[name] for name in ("lengths", "depths", "selections"))
     cells = {(cell["selection"], cell["length"], cell["depth"]): cell for cell in document["cells"]}
-    size = (1.2 + len(selections) * (0.9 + 0.42 * len(lengths)), 1.0 + len(_MEASURES) * (0.7 + 0.34 * len(depths)))
+    size = (1.2 + len(selections) * (0.9 + 0.42 * len(lengths)), 1.0 + len(_MAPS) * (0.7 + 0.34 * len(depths)))
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(_MEASURES), len(selections), squeeze=False, sharex=True, sharey=True)
-    for row, (measure, title) in zip(panels, _MEASURES.items(), strict=True):
+    panels = figure.subplots(len(_MAPS), len(selections), squeeze=False, sharex=True, sharey=True)
+    for row, (measure, title) in zip(panels, _MAPS.items(), strict=True):
         for axes, selection in zip(row, selections, strict=True):
             values = np.array([[cells[selection, length, depth][measure] for length in lengths] for depth in depths])
             image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")

@@ -14,7 +14,7 @@ class _StockOnly:
                 f"{pretrained!r} is a QTSplus model. The class qwen2_5_vl would load it without its selector and score "
                 "another model; run it with --model qtsplus."
             )
-        super().__init__(pretrained=pretrained, **kwargs)
+        super().__init__(pretrained=pretrained, **kwargs)  # type: ignore[call-arg]  # a mixin's
 
 
 class Qwen2_5_VL(_StockOnly, chat.Qwen2_5_VL):
