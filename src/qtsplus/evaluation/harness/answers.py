@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class Answered:
     visual_tokens: int = 0
     kept_visual_tokens: int = 0
     failed: str | None = None
+
+
+_FIELDS = {field.name for field in fields(Answered)}
 
 
 class AnswerLog:
@@ -87,5 +90,5 @@ def _read(path: Path) -> dict[str, Answered]:
             continue  # cut by a kill: that question is asked again
         key = entry.pop("key")
         if entry["failed"] is None:  # a video that could not be read may have been mended
-            found[key] = Answered(**entry)
+            found[key] = Answered(**{name: entry[name] for name in _FIELDS & entry.keys()})
     return found
