@@ -136,7 +136,7 @@ def test_a_finished_run_that_is_run_again_breaks_no_report(evaluate, tmp_path):
 def test_nothing_that_a_run_did_not_write_is_lost(evaluate, tmp_path):
     (tmp_path / "out" / "tasks").mkdir(parents=True)
     (tmp_path / "out" / "tasks" / "mine.yaml").write_text("mine")
-    assert_refused(evaluate([(1.0, None), (0.0, None)]), "holds other files")
+    assert_refused(evaluate([(1.0, None), (0.0, None)]), "holds tasks, which is not of a run")
     assert (tmp_path / "out" / "tasks" / "mine.yaml").read_text() == "mine"
     (tmp_path / "out" / "settings.json").write_text("[]")
     assert_refused(evaluate([(1.0, None), (0.0, None)]), "is not of a run of")
@@ -144,6 +144,8 @@ def test_nothing_that_a_run_did_not_write_is_lost(evaluate, tmp_path):
 
 def test_tasks_in_the_folder_of_the_run_are_not_removed(evaluate, tmp_path):
     answers = [(1.0, None), (0.0, None)]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "needle-videos.json").write_text("{}")  # results of another command may stand there
     assert evaluate(answers).exit_code == 0
     mine = tmp_path / "out" / "tasks"
     (mine / "mine.yaml").write_text("mine")

@@ -147,7 +147,7 @@ def report(
         "report.md"
     ),
 ) -> None:
-    """Put runs side by side: accuracies, gains at equal tokens, and what the paper published of the same tasks."""
+    """Put runs side by side: accuracies, gains at equal tokens, kept tokens, settings."""
     with one_line_errors():
         from ..evaluation.harness.report import read_runs, write_report
 

@@ -23,6 +23,7 @@ from .catalogue import SHARES, resolve
 
 HARNESS = "lmms-eval"
 RECORDS = ".jsonl"  # what a task of one's own records ends with
+_WRITTEN = ("run.json", "answers", "samples", "tasks", "harness", "harness.log")  # in the folder of a run
 _PACKAGES = (HARNESS, "transformers", "torch", "av")
 
 
@@ -68,8 +69,8 @@ def run(
     Evaluates a model, or goes on with a run that was stopped, and writes `<out>/run.json` with all that it found.
 
     Args:
-        out: a folder of this run alone; beside the result it holds the answers, the harness's log, and as
-            `samples/TASK.jsonl` what the harness logged of every question.
+        out: a folder; beside the result it holds the answers, the harness's log, and as `samples/TASK.jsonl` what the
+            harness logged of every question.
         processes: that share the questions.
         batch_size: prompts at a time, in each of them.
         device: such as `"cuda"`; a GPU per process where there are any when absent.
@@ -128,8 +129,8 @@ def _claim(out: Path, settings: Settings, include_path: Path | None) -> None:
             raise ValueError(
                 f"{out} holds a run with another {' and another '.join(differing)}; choose another folder with --out."
             )
-    elif out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} holds other files; choose a new folder with --out.")
+    elif taken := [name for name in _WRITTEN if (out / name).exists()]:
+        raise ValueError(f"{out} holds {taken[0]}, which is not of a run; choose another folder with --out.")
     if include_path is not None and include_path.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"--include-path {include_path} lies in the folder of the run; keep your tasks elsewhere.")
     _write_json(path, wanted)
