@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks.learned.baselines import full_video, lower_resolution
 from benchmarks.world.clip import render_clip
@@ -90,6 +91,15 @@ def test_an_unreadable_video_is_one_wrong_answer_among_the_others(model, tiny_pr
     summary = summarise(mixed)
     assert summary["kept"] == summarise(alone)["kept"]
     assert [entry["questions"] for entry in summary["unreadable"]] == [2]
+
+
+def test_an_image_that_is_too_large_makes_its_video_unreadable(model, tiny_processor, tiny_mp4, tmp_path, monkeypatch):
+    for index in range(2):
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{index}.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # twice as many are an error
+    bomb, good = VideoRecord(str(tmp_path), "What?", "red", fps=2), VideoRecord(str(tiny_mp4), "What?", "red")
+    first, second = exact_match(model, tiny_processor, [bomb, good], progress=False)
+    assert first.unreadable is not None and second.unreadable is None and second.kept_tokens
 
 
 def test_an_error_that_is_not_a_videos_is_raised(model, tiny_processor, tiny_mp4, monkeypatch):

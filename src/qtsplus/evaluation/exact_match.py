@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
@@ -17,6 +18,7 @@ from ..output import first_line
 from ..training.dataset import SkippedRecord, require_rates
 from .intervals import share_interval
 
+UNREADABLE = (ValueError, OSError, Image.DecompressionBombError)  # what reading a bad video raises
 # By video, `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`.
 Features = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -140,7 +142,7 @@ def _read(
     """The inputs of the records whose video can be read, and per record why its video cannot."""
     try:
         return model_inputs(processor, records, features), [None] * len(records)
-    except (ValueError, OSError):
+    except UNREADABLE:
         if features is not None:
             raise
         unreadable = [_unreadable(processor, record) for record in records]
@@ -153,7 +155,7 @@ def _read(
 def _unreadable(processor: Any, record: VideoRecord) -> SkippedRecord | None:
     try:
         processor(text=[processor.video_token], return_tensors="pt", **_videos([record]))
-    except (ValueError, OSError) as error:
+    except UNREADABLE as error:
         return SkippedRecord(str(record.video), first_line(error))
     return None
 
@@ -215,6 +217,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 __all__ = [
+    "UNREADABLE",
     "Features",
     "Outcome",
     "answer",

@@ -16,6 +16,7 @@ from rich.progress import track
 
 from ... import session
 from ...output import first_line
+from ..exact_match import UNREADABLE
 from .answers import Answered, AnswerLog
 from .loading import Reading, Selecting, load, read_video
 
@@ -168,7 +169,7 @@ class QTSplus(lmms):
         if video not in self._encoded:
             try:
                 self._encoded[video] = read_video(self.model, self.processor, video, self.selecting)
-            except (ValueError, OSError) as error:
+            except UNREADABLE as error:
                 self._encoded[video] = first_line(error)
         self._encoded.move_to_end(video)
         while len(self._encoded) > self.batch_size:
