@@ -62,7 +62,6 @@ class QTSplusConfig(PreTrainedConfig):
             group grow with its size; larger ones let more frames see each other.
         attention_mass (`float`, defaults to 0.6): the own budget: as many tokens as hold this share of the attention to
             all visual tokens, within `rho_min` and `rho_max`.
-        attention_found (`dict`, *optional*): what `qtsplus calibrate` measured of the layer and the heads.
 
     > The layers
 
@@ -107,7 +106,6 @@ class QTSplusConfig(PreTrainedConfig):
     attention_heads: list[int] | tuple[int, ...] | None = None
     attention_group: int = 8192
     attention_mass: float = 0.6
-    attention_found: dict | None = None
     scoring_layers: int = 1
     reduction: str = "mean"
     reencode_layers: int = 2

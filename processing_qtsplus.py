@@ -168,7 +168,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             kwargs: as in a call, such as `query`, and `videos` or `video_grid_thw`.
 
         Returns:
-            The model's inputs as tensors, padded.
+            The model's inputs as tensors, padded; no `mm_token_type_ids`.
         """
         texts: list[list[list[int]]] = []  # per conversation the ids of the texts that hold special tokens
         prompts = []
@@ -181,6 +181,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         blank = next(token for token in [self.tokenizer.pad_token, *special] if token not in "".join(prompts))
         prompts = [prompt.replace(_BLANK, blank) for prompt in prompts]
         inputs = self(text=prompts, padding=True, return_tensors="pt", **kwargs)
+        inputs.pop("mm_token_type_ids", None)  # the model does not need them
         if not any(texts):
             return inputs
 
@@ -190,7 +191,6 @@ class QTSplusProcessorMixin(ProcessorMixin):
             rows.append([one for token in tokens for one in (next(left) if token == blank_id else [token])])
         inputs.update(self.tokenizer.pad({"input_ids": rows}, padding=True, return_tensors="pt"))
         inputs["query_mask"] = self._query_mask(inputs["input_ids"], inputs["attention_mask"])
-        inputs.pop("mm_token_type_ids", None)  # the model does not need them
         return inputs
 
     def text_ids(self, text: str) -> list[int]:

@@ -75,10 +75,25 @@ def eval_lines() -> list[list[str]]:
         *each_value(run, "--retention", NO_FRACTIONS),
         *each_value(run, "--device", NO_DEVICES),
         *each_value(run, "--selection", SELECTIONS),
-        [*run, "--skip-kind", "", "--skip-kind", "colour"],
+        *each_value(run, "--skip-kind", ("", "nonsense", LONG)),
+        [*run, "--selection", "all", "--retention", "0.1"],
+        [*run, "--revision", "main"],
         ["eval", "records", "{records}", "--revision", "main"],
         *([*run, wrong] for wrong in ("--batch=2", "extra", "--json=1")),
         ["eval", "records", "--json"],
+        *(["eval", "report", path] for path in ("{missing}", "{empty_folder}", "{records}", LONG)),
+        *(
+            ["eval", "--tasks", "lvbench", "--model", "{model}", *more]
+            for more in (
+                ["--revision", "main"],
+                ["--selection", "all", "--retention", "0.1"],
+                ["--selection", "all", "--max-visual-tokens", "9"],
+                ["--retention", "0.1", "--max-visual-tokens", "9"],
+                ["--num-frames", "4", "--max-frames", "9"],
+                ["--fps", "1", "--num-frames", "4"],
+                ["--min-pixels", "9", "--max-pixels", "4"],
+            )
+        ),
     ]
 
 
@@ -97,12 +112,20 @@ def study_lines() -> list[list[str]]:
         *each_value([*needle, *hidden], "--background", ("", "{missing}", "{garbage}", "{empty_folder}")),
         [*both, "--retention", "0.5", "--max-visual-tokens", "3"],
         [*both, "--length", "5", "--length", "5"],
+        [*both, "--length", "1e12"],
+        [*both, "--selection", "uniform", "--selection", "uniform"],
+        [*both, "--selection", "all", "--retention", "0.5"],
+        [*both, "--selection", "all", "--max-visual-tokens", "5"],
+        *each_value(both, "--name", ("", "../../evil", "a/b", "..", "/tmp/evil")),
+        *each_value(both, "--out", ("{records}", "{records}/in")),
+        *each_value(both, "--work", ("{records}",)),
         [*needle, *hidden],
         [*needle, *background],
         *(
             ["eval", "analysis", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
-            for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
+            for path in ("", "{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
         ),
+        *each_value(["eval", "analysis", "{records}", "--model", "{model}", "--work", "{out}"], "--name", ("", "../x")),
     ]
 
 

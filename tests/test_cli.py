@@ -323,19 +323,22 @@ def test_eval_goes_on_after_unreadable_videos_and_lists_them(records, tiny_publi
     assert broken["video"].endswith("broken.mp4") and missing["video"].endswith("missing.mp4")
     assert broken["questions"] == missing["questions"] == 1 and broken["reason"] and missing["reason"]
 
-    shown = CliRunner().invoke(app, arguments).stdout
-    assert shown.index("accuracy") < shown.index("Unreadable, 1 question counted as wrong: ")
+    shown = CliRunner().invoke(app, arguments)
+    assert "accuracy" in shown.stdout and "95% interval" in shown.stdout
+    assert "1 question counted as wrong, since the video" in shown.stderr
+    assert "2 of 5 questions have no video that can be read" in shown.stderr
 
 
-def test_eval_of_nothing_readable_still_counts(records, tiny_published):
+def test_eval_of_nothing_readable_is_a_failed_run(records, tiny_published):
     write, lines = records
     for arguments in ([], ["--json"]):
         result = CliRunner().invoke(
             app, ["eval", "records", write(lines[2:4]), "--model", str(tiny_published), *arguments]
         )
-        assert result.exit_code == 0, result.stderr
-    summary = json.loads(result.stdout)
-    assert (summary["accuracy"], summary["kept"], len(summary["unreadable"])) == (0, None, 2)
+        assert result.exit_code == 1 and result.stdout == ""
+        broken, missing, last = result.stderr.splitlines()[-3:]
+        assert "broken.mp4 cannot be read: " in broken and "missing.mp4 cannot be read: " in missing
+        assert "no video of" in last and "nothing was asked" in last
 
 
 def test_eval_asks_for_the_rate_of_a_folder(records, tiny_published):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from qtsplus.evaluation.intervals import clustered_interval, paired_test
-from qtsplus.evaluation.tables import markdown_table, percent, percent_interval
+from qtsplus.evaluation.intervals import paired_gain, percent, percent_interval, share_interval
+from qtsplus.output import markdown_table
 from qtsplus.results import environment, write_json
 
 from .models import Checkpoint, Models
@@ -198,7 +198,7 @@ def ablation_rows(results: list[Outcomes], questions: QuestionSet) -> list[dict[
             "max_visual_tokens": policy.max_visual_tokens,
             "questions": int(asked.sum()),
             "accuracy": float(value[asked].mean()),
-            "interval": clustered_interval(value[asked], videos[asked]),
+            "interval": share_interval(value[asked], videos[asked]),
             "kept": float(np.nanmean(kept[policy])),
             "token_recall": None if found is None or np.isnan(found).all() else float(np.nanmean(found)),
             "kinds": {str(kind): float(value[asked & (kinds == kind)].mean()) for kind in np.unique(kinds[asked])},
@@ -223,8 +223,7 @@ def _difference(full: np.ndarray, value: np.ndarray, videos: np.ndarray) -> dict
     difference, videos = difference[known], videos[known]
     return {
         "mean": float(difference.mean()),
-        **clustered_interval(difference, videos),
-        "p": paired_test(difference, videos),
+        **paired_gain(difference, videos),
         "gained": int((difference > 0).sum()),
         "lost": int((difference < 0).sum()),
     }
@@ -271,7 +270,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['kept']:.1f}",
         "" if recall is None else percent(recall),
         *_compared(row.get("recall_difference")),
-        percent_interval(row["interval"], row["accuracy"]),
+        percent_interval(row["accuracy"], row["interval"]),
         *_compared(row.get("difference")),
     ]
 

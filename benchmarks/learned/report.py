@@ -6,8 +6,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from qtsplus.evaluation.tables import markdown_table
 from qtsplus.figures import save_figure
+from qtsplus.output import markdown_table
 
 from ..world.tinyworld import POINT_KINDS, QUESTION_KINDS
 from .policies import (

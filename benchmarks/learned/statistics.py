@@ -1,13 +1,13 @@
 """What the answers come to: accuracies, recalls, the default's gains, budgets; each with its 95% interval."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.exact_match import accuracy
-from qtsplus.evaluation.intervals import clustered_interval
+from qtsplus.evaluation.intervals import paired_gain
 
 from ..world.tinyworld import POINT_KINDS, QUESTION_KINDS, WIDE_KINDS
 from .policies import BASE, DEFAULT, SALIENCE, Policy, name_of
@@ -69,7 +69,7 @@ def _row(chosen: list[Outcomes], masks: dict[str, dict[str, np.ndarray]]) -> dic
 
     def share(mask: np.ndarray | None = None) -> dict[str, Any]:
         correct = values("correct", mask)
-        value, low, high = accuracy(correct)
+        value, low, high = _accuracy(correct)
         means = {title: values(name, mask) for title, name in _MEANS.items()}
         return {
             "questions": len(correct),
@@ -95,6 +95,15 @@ def _row(chosen: list[Outcomes], masks: dict[str, dict[str, np.ndarray]]) -> dic
             for part, named in masks.items()
         },
     }
+
+
+def _accuracy(correct: Sequence[bool]) -> tuple[float, float, float]:
+    """Share of correct answers with the bounds of its 95% Wilson interval, as if all answers were independent."""
+    n, z = len(correct), 1.96
+    share = sum(correct) / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding leaves none out
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -136,9 +145,7 @@ def differences(results: list[Outcomes], records: list[VideoRecord], crowd: bool
                 continue
             gain = correct[DEFAULT, share] - other
             asked = ~np.isnan(gain)
-            found = {
-                label: clustered_interval(gain[mask & asked], videos[mask & asked]) for label, mask in masks.items()
-            }
+            found = {label: paired_gain(gain[mask & asked], videos[mask & asked]) for label, mask in masks.items()}
             rows.append({"policy": name, "default_retention": share, "retention": retention, "gain": found})
     return rows
 

@@ -64,7 +64,7 @@ def ask_twice(
         answers = decode_answers(processor, output, inputs["input_ids"].shape[1])
         for row, (record, second, text) in enumerate(zip(batch, seconds, answers, strict=True)):
             kept = tuple(second.places[output.qtsplus.kept_indices[row].cpu()].tolist())
-            outcome = Outcome(record.kind, text == record.answer, len(kept), second.num_tokens, second.rho, kept)
+            outcome = Outcome(record, text == record.answer, second.num_tokens, second.rho, kept)
             asked.append(TwiceAsked(outcome, len(videos[str(record.video)].features), len(second.features)))
     return asked
 

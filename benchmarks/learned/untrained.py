@@ -105,7 +105,7 @@ def run_attention(
         policies = chosen_policies(bool(trained))
         results += asked.ask(seed, policies, seed)
         seconds.append(asked.once(seed, "seconds", lambda asked=asked, policies=policies: _seconds(asked, policies)))
-        setups.append({"attention": models.setup["attention"], "found": _found(models)})
+        setups.append({"attention": models.setup["attention"]})
         facts = environment(str(models.base_model.device))
     kinds = [record.kind for record in questions.records]
     document = {
@@ -123,10 +123,6 @@ def run_attention(
     write_json(out / f"{name}.json", document)
     (out / f"{name}.md").write_text("\n".join(_report(document)) + "\n", encoding="utf-8")
     return out / f"{name}.json"
-
-
-def _found(models: GivenModels) -> Any:
-    return models.base_model.config.qtsplus_config.attention_found
 
 
 def _seconds(asked: Any, policies: Sequence[Policy]) -> dict[str, float]:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qtsplus.evaluation.tables import markdown_table, percent
+from qtsplus.evaluation.intervals import percent
+from qtsplus.output import markdown_table
 from qtsplus.results import write_json
 
 from .plots import draw_frames

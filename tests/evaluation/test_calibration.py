@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_the_mass_is_the_share_of_the_needles_in_all_attention():
 
 def test_layers_that_find_little_are_not_summed_with_one_that_finds_all():
     layers = {0: Recall(0.1, 0.2, 0.0), 1: Recall(1.0, 1.0, 0.9), 2: Recall(0.6, 0.8, 0.3), 3: Recall(0.4, 0.5, 0.2)}
-    assert calibration.HeadRecalls(9, layers, {}).best_layers(4) == (1, 2)
+    assert calibration.best_of(layers, 4) == (1, 2)
 
 
 def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, tiny, tiny_processor, questions):
@@ -101,7 +102,7 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(monkeypatc
     assert found.fields() == {"relevance_layers": None, "relevance_heads": [[2, 1]]}
     assert found.as_dict()["choices"][2] == {
         **{"choice": "best heads", "layers": None, "heads": ((2, 1),), "positions": "answer"},
-        **{"tokens": pytest.approx(2 / 3), "needles": 1.0, "mass": found.found["best heads"].mass},
+        **{"grouped": False, "tokens": pytest.approx(2 / 3), "needles": 1.0, "mass": found.found["best heads"].mass},
     }
 
 
@@ -120,9 +121,9 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
     assert asked == ["answer", "answer", "prompt", "prompt"]
     fields = found.attention_fields()
     assert (fields["attention_layer"], fields["attention_heads"]) == (1, [2])
-    figures = fields["attention_found"]
-    assert figures["tokens"] == pytest.approx(2 / 3, abs=1e-4) and figures["questions"] == found.checked
-    assert figures["default_layer"] == 2 and figures["default"]["tokens"] < 0.5
+    figures = found.as_dict()["best_reading"]
+    assert figures["tokens"] == pytest.approx(2 / 3, abs=1e-4)
+    assert figures["default"]["layer"] == 2 and figures["default"]["tokens"] < 0.5
     assert found.fields()["relevance_heads"] == [[0, 0]]
 
 
@@ -176,7 +177,8 @@ def test_the_command_prints_a_table_and_a_recipes_lines_and_writes_json(records,
     assert len(content["choices"][2]["heads"]) == 3
     assert all(0 <= row["tokens"] <= 1 and 0 <= row["needles"] <= 1 for row in content["heads"])
     config = json.loads((folder / "config.json").read_text())
-    assert config == {**before, "qtsplus_config": {**before["qtsplus_config"], **content["best_reading"]}}
+    reading = {name: content["best_reading"][name] for name in ("attention_layer", "attention_heads")}
+    assert config == {**before, "qtsplus_config": {**before["qtsplus_config"], **reading}}
     assert load_model(None, str(folder)).config.qtsplus_config.attention_layer in range(4)
     assert "selection=lm_attention: " in result.stdout
     for words in ("needle tokens", "all layers: ", "best heads: ", "relevance_heads: [[0, 3], [2, 1]]"):
@@ -186,14 +188,26 @@ def test_the_command_prints_a_table_and_a_recipes_lines_and_writes_json(records,
     assert again.exit_code == 2 and "is there already" in again.stderr
 
 
+def test_questions_about_unreadable_videos_are_left_out(monkeypatch, tiny, tiny_processor, questions, tmp_path, capsys):
+    monkeypatch.setattr(calibration, "_attention_by_head", planted([(2, 1)]))
+    missing = replace(questions[0], record=replace(questions[0].record, video=str(tmp_path / "gone.mp4")))
+    found = calibrate(tiny, tiny_processor, [missing, *questions], layers=1, heads=2, progress=False)
+    assert found.as_dict()["unreadable"] == (str(tmp_path / "gone.mp4"),)
+    assert found.measured.questions + found.checked == len(questions)
+    assert "gone.mp4" in capsys.readouterr().err.replace("\n", "")
+
+
 def test_what_cannot_be_measured_is_refused(records, tiny_published, tmp_path):
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     labelled = [{**line, "video": str(records.parent / line["video"])} for line in lines if line["evidence"]]
     cases = {
         "none": ([{**line, "evidence": []} for line in labelled], "no question about a video with evidence"),
-        "one": ([line for line in labelled if line["video"].endswith("000000.mp4")], "expected at least two"),
+        "one": ([line for line in labelled if line["video"].endswith("000000.mp4")], "1 of 1 videos can be read"),
         "other": ([{**labelled[0], "evidence": [[{"start": 1}]]}], "is not a list of needles"),
-        "unread": ([labelled[0], {**labelled[-1], "video": "gone.mp4"}], "gone.mp4 cannot be used"),
+        "unread": (
+            [labelled[0], {**labelled[-1], "video": "gone.mp4"}],
+            "1 of 2 videos can be read; expected at least two",
+        ),
     }
     for name, (content, message) in cases.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
@@ -206,6 +220,8 @@ def test_what_cannot_be_measured_is_refused(records, tiny_published, tmp_path):
         ("missing.jsonl", [], "There is no file"),
         ("one.jsonl", ["--device", ""], "--device is empty"),
         ("one.jsonl", ["--device", "toaster"], "'toaster' cannot be used"),
+        ("one.jsonl", ["--skip-kind", "nonsense"], "Cannot leave out the kind 'nonsense'"),
+        ("one.jsonl", ["--layers", "99"], "layers is 99; the model has 4"),
         ("one.jsonl", ["--recipe", str(tmp_path / "none.yaml")], "expected a recipe in YAML"),
     ):
         result = CliRunner().invoke(app, ["calibrate", str(tiny_published), str(tmp_path / file), *more])

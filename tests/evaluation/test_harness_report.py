@@ -1,12 +1,12 @@
-"""Runs side by side: ranks, gains at equal tokens, and the paper's figures."""
+"""Runs side by side: ranks, gains at equal tokens, and what a report says of its runs."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
-from qtsplus.evaluation.harness.catalogue import published
 from qtsplus.evaluation.harness.report import read_runs, tables, write_report
 
 
@@ -28,8 +28,8 @@ def write_run(folder, scores, kept=29, task="crowd", metric="exact_match", **opt
         "versions": {"qtsplus": "0.1.0", "lmms-eval": "0.7.3"},
         "tasks": {task: {"metrics": {metric: 100 * sum(scores) / len(scores)}, "samples": samples}},
     }
-    (folder / "harness" / "model").mkdir(parents=True)
-    (folder / "harness" / "model" / f"1_samples_{task}.jsonl").write_text("{}\n")
+    (folder / "samples").mkdir(parents=True)
+    (folder / "samples" / f"{task}.jsonl").write_text("{}\n")
     (folder / "run.json").write_text(json.dumps(document))
     return folder
 
@@ -52,7 +52,7 @@ def table_of(runs, title):
 def test_the_best_is_bold_and_the_second_underlined(runs, tmp_path):
     page = write_report(runs, tmp_path / "report.md")[0].read_text()
     (row,) = [line for line in page.splitlines() if line.startswith("| crowd/exact_match | **")]
-    own, uniform, everything = row.split(" | ")[1:]
+    own, uniform, everything, *_ = row.split(" | ")[1:]
     assert own.startswith("**66.67 (") and own.endswith(")**")
     assert everything.startswith("<u>50.00") and uniform.startswith("33.33")
 
@@ -67,8 +67,9 @@ def test_gains_are_over_runs_with_as_many_tokens_on_the_same_questions(runs):
     (row,) = table_of(runs, "Gains").rows
     task, own, other, gain, interval, p, *tokens = row
     assert (task, own, other) == ("crowd/exact_match", "tiny, 10%", "tiny, uniform 10%")
-    assert (gain, p, tokens) == ("+33.3", "0.5000", ["29", "29"])
-    assert interval == "+0.7 to +66.0"  # 1/3 +- 1.96 / 6: the three videos are off the mean by 1/3, 1/3 and -2/3 in sum
+    assert (gain, p, tokens) == ("+33.3", "0.1835", ["29", "29", "6", "3"])
+    # 1/3 +- 4.303 / 6, the t of two degrees of freedom: the three videos are off the mean by 1/3, 1/3 and -2/3 in sum.
+    assert interval == "-38.4 to +100.0"
 
 
 def test_whole_frames_may_be_a_few_tokens_more(tmp_path):
@@ -77,7 +78,7 @@ def test_whole_frames_may_be_a_few_tokens_more(tmp_path):
         write_run(tmp_path / str(kept), [1, 0, 0, 0], kept=kept, selection="fewer_frames") for kept in (20, 36, 72)
     ]
     (row,) = table_of(read_runs([own, *frames]), "Gains").rows
-    assert row[-2:] == ["29", "36"]
+    assert row[-4:-2] == ["29", "36"]
 
 
 def test_other_questions_give_no_gain(tmp_path):
@@ -86,24 +87,19 @@ def test_other_questions_give_no_gain(tmp_path):
     assert not [table for table in tables(read_runs([own, fewer])) if table.title.startswith("Gains")]
 
 
-def test_published_figures_stand_beside_ours_and_say_so(tmp_path):
-    metric = "videomme_perception_score"
-    runs = read_runs([write_run(tmp_path / "own", [1, 0], task="videomme", metric=metric)])
-    table = table_of(runs, "Beside the paper: Performance on Tasks")
-    assert table.head[2:] == [f"{name} (published)" for name in published()[0].columns]
-    assert table.rows == [[f"videomme/{metric}", "50.00", "57.81", "57.07", "55.78"]]
-    assert "not measured here" in table.note
-    assert not [t for t in tables(read_runs([write_run(tmp_path / "o", [1, 0])])) if "paper" in t.title]
-
-
-def test_clue_recall_is_told_beside_what_chance_gives(tmp_path):
-    folder = write_run(tmp_path / "own", [1, 0], task="cgbench")
-    document = json.loads((folder / "run.json").read_text())
-    for sample, kept in zip(document["tasks"]["cgbench"]["samples"], (10, 20), strict=True):
-        sample.update(clue_tokens=40, kept_clue_tokens=kept, visual_tokens=290)
-    (folder / "run.json").write_text(json.dumps(document))
-    (row,) = table_of(read_runs([folder]), "Clues").rows
-    assert row[2:] == ["2", "37.5%", "10.0%", "3.75"]
+def test_every_table_says_how_many_questions_and_videos(runs, tmp_path):
+    for table in tables(runs)[:3]:
+        assert {"questions", "videos"} < set(table.head)
+        places = [table.head.index(name) for name in ("questions", "videos")]
+        assert [[row[place] for place in places] for row in table.rows] == [["6", "3"]] * len(table.rows)
+    document = json.loads((runs[0].folder / "run.json").read_text())
+    for sample in document["tasks"]["crowd"]["samples"][:2]:
+        sample["scores"] = {"speed": 1.0}
+    document["tasks"]["crowd"]["metrics"] = {"speed": 100.0, "exact_match": 50.0, "unknown": 3.0}
+    (tmp_path / "speed").mkdir()
+    (tmp_path / "speed" / "run.json").write_text(json.dumps(document))
+    rows = table_of(read_runs([tmp_path / "speed"]), "Accuracy").rows
+    assert [row[-2:] for row in rows] == [["2", "1"], ["4", "2"], [None, None]]
 
 
 def test_the_pages_link_the_log_of_every_sample(runs, tmp_path):
@@ -112,12 +108,57 @@ def test_the_pages_link_the_log_of_every_sample(runs, tmp_path):
     )
     assert result.exit_code == 0, result.output
     page = (tmp_path / "made" / "report.html").read_text()
-    link = "../own/harness/model/1_samples_crowd.jsonl"
-    assert f'<a href="{link}">crowd</a>' in page and (tmp_path / "made" / link).exists()
-    assert f"[crowd]({link})" in (tmp_path / "made" / "report.md").read_text()
+    link = "../own/samples/crowd.jsonl"
+    assert f'<a href="{link}">tiny, 10%: crowd</a>' in page and (tmp_path / "made" / link).exists()
+    assert f"[tiny, 10%: crowd]({link})" in (tmp_path / "made" / "report.md").read_text()
     tables = json.loads((tmp_path / "made" / "report.json").read_text())
     assert [table["title"] for table in tables] == ["Accuracy", "Gains at equal tokens", "Tokens", "Settings"]
     assert "lmms-eval 0.7.3" in page and "retention 0.1" in page and "<b>66.67" in page
+    assert page.count("<div><table>") == page.count("<table>") and "div{overflow-x:auto}" in page
+
+
+def test_no_text_of_a_run_becomes_a_link_or_markup(tmp_path):
+    evil = "[me](javascript:alert(1)) [you](https://example.org) <script>alert(1)</script>"
+    folder = write_run(tmp_path / "a [b](javascript:x)", [1, 0], task="crowd")
+    document = json.loads((folder / "run.json").read_text())
+    document["settings"]["model"] = evil
+    document["tasks"]["crowd"]["samples"][0]["failed"] = evil
+    (folder / "run.json").write_text(json.dumps(document))
+    page = write_report(read_runs([folder]), tmp_path / "report.md")[1].read_text()
+    assert "<script>" not in page and "javascript:alert(1)" in page
+    assert re.findall(r'href="([^"]*)"', page) == ["a%20%5Bb%5D%28javascript%3Ax%29/samples/crowd.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "null",
+        "[]",
+        "5",
+        "{",
+        "[" * 100_000,
+        '{"settings": {}}',
+        '{"settings": {}, "versions": {}, "tasks": {}}',
+        '{"settings": {"model": "a", "options": {}}, "versions": {}, "tasks": {"a": {"metrics": {}, "samples": []}}}',
+    ],
+)
+def test_what_is_no_run_is_refused(text, tmp_path):
+    (tmp_path / "run.json").write_text(text)
+    result = CliRunner().invoke(app, ["eval", "report", str(tmp_path), "--out", str(tmp_path / "report.md")])
+    assert result.exit_code == 2 and "run.json" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_report_replaces_reports_alone(runs, tmp_path):
+    for _ in range(2):
+        write_report(runs, tmp_path / "report.md")
+    for name, message in (("mine.md", "is there already"), ("mine.html", "ends with .md"), ("mine", "ends with .md")):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(ValueError, match=message):
+            write_report(runs, tmp_path / name)
+    (tmp_path / "new.json").write_text("mine")
+    with pytest.raises(ValueError, match="new.json is there already"):
+        write_report(runs, tmp_path / "new.md")
+    assert (tmp_path / "mine.md").read_text() == (tmp_path / "new.json").read_text() == "mine"
 
 
 def test_two_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):

@@ -1,26 +1,57 @@
-"""Intervals, paired tests and correlations of questions that are independent between videos only."""
+"""Intervals, p-values and correlations of questions that are independent between videos only."""
 
 import numpy as np
 import pytest
 
-from qtsplus.evaluation.intervals import correlation, paired_test
+from qtsplus.evaluation.intervals import correlation, paired_gain, share_interval
 
 
-def test_a_paired_test_counts_signs_of_videos_not_of_questions():
-    # Two of the eight ways to draw three signs are as extreme as all alike, however many questions a video has.
-    for copies in (1, 50):
-        differences, videos = np.ones(3 * copies), np.repeat(["a", "b", "c"], copies)
-        assert paired_test(differences, videos) == pytest.approx(2 / 8)
-    assert paired_test(np.zeros(6), np.arange(6)) == 1.0
-    assert paired_test(np.array([1.0, -1.0]), np.array([0, 1])) == 1.0
+def test_an_interval_is_students_t_over_videos():
+    # Textbook quantiles of t; every video is asked about once, so the error is the standard error of the mean.
+    for count, quantile in ((2, 12.7062), (3, 4.30265), (11, 2.22814), (61, 2.00030), (5001, 1.96044)):
+        values = np.linspace(0.45, 0.55, count)
+        error = values.std(ddof=1) / np.sqrt(count)
+        found = share_interval(values, np.arange(count))
+        low, high = max(0, 0.5 - quantile * error), min(1, 0.5 + quantile * error)
+        assert (found["low"], found["high"]) == (pytest.approx(low, abs=1e-5), pytest.approx(high, abs=1e-5))
 
 
-def test_with_many_videos_signs_are_drawn_and_p_is_that_of_all_signs():
+@pytest.mark.parametrize(("count", "bound"), [(2, 0.841886), (10, 0.308497), (18, 0.185302)])
+def test_all_wrong_and_all_right_have_clopper_and_pearsons_interval(count, bound):
+    videos = np.repeat(np.arange(count), 3)
+    assert share_interval(np.zeros(3 * count), videos) == {"mean": 0, "low": 0, "high": pytest.approx(bound, abs=1e-6)}
+    assert share_interval(np.ones(3 * count), videos)["low"] == pytest.approx(1 - bound, abs=1e-6)
+    assert share_interval(np.zeros(5), np.zeros(5)) == {}, "one video says nothing of others"
+
+
+def test_an_interval_lies_in_its_range_and_holds_the_mean():
+    for count in range(2, 60):
+        for right in range(count + 1):
+            found = share_interval(np.arange(count) < right, np.arange(count))
+            assert 0 <= found["low"] <= found["mean"] <= found["high"] <= 1
+            assert found["low"] < found["high"]
+
+
+def test_p_and_the_interval_of_a_gain_never_contradict_each_other():
     rng = np.random.default_rng(0)
-    differences, videos = rng.normal(0.1, 1, 13), np.arange(13)
-    exact = paired_test(differences, videos, draws=2**13)
-    assert paired_test(differences, videos, draws=8000) == pytest.approx(exact, abs=0.02)
-    assert 0 < paired_test(np.ones(40), np.arange(40)) < 0.001
+    significant = 0
+    for _ in range(400):
+        count = int(rng.integers(2, 12))
+        differences = rng.choice([-1, 0, 1], size=3 * count, p=(0.1, 0.4, 0.5)).astype(float)
+        for values in (differences, np.full(3 * count, rng.choice([-1.0, 0.0, 0.5, 1.0]))):
+            found = paired_gain(values, np.repeat(np.arange(count), 3))
+            assert (found["p"] < 0.05) == (found["low"] > 0 or found["high"] < 0)
+            significant += found["p"] < 0.05
+    assert 100 < significant < 700
+
+
+def test_a_gain_counts_videos_not_questions():
+    # All better in three videos: two of the eight ways to draw their signs are as extreme.
+    for copies in (1, 50):
+        assert paired_gain(np.ones(3 * copies), np.repeat(["a", "b", "c"], copies))["p"] == pytest.approx(2 / 8)
+    assert paired_gain(np.zeros(6), np.arange(6))["p"] == 1.0
+    assert paired_gain(np.array([1.0, -1.0]), np.array([0, 1]))["p"] == pytest.approx(1.0)
+    assert paired_gain(np.linspace(0, 1, 11), np.arange(11))["p"] == pytest.approx(0.000537, abs=1e-6)
 
 
 def test_a_correlation_is_pearsons_with_its_line_and_an_interval_over_videos():

@@ -34,7 +34,9 @@ def hunt(model, processor, haystack, out, **more):
     background, needles, folder = haystack
     settings = {"lengths": (6, 10), "depths": (0.0, 1.0), "selections": ("qtsplus", "uniform", "all"), **more}
     settings.setdefault("retention", 0.1)
-    return run_needle(model, processor, needles, background, out, name="test", work=folder, progress=False, **settings)
+    return run_needle(
+        model, processor, needles, background, out, name="test", progress=False, **{"work": folder, **settings}
+    )
 
 
 def test_a_hidden_needle_has_the_features_of_a_video_that_was_cut_that_way(model, tiny_processor, tmp_path):
@@ -61,7 +63,7 @@ def test_cells_for_every_length_depth_and_selection(model, tiny_processor, hayst
     for (selection, length, _), cell in cells.items():
         assert cell["visual_tokens"] == 36 * length
         assert cell["kept"] == (cell["visual_tokens"] if selection == "all" else round(np.ceil(3.6 * length)))
-        assert 0 <= cell["low"] <= cell["accuracy"] <= cell["high"] <= 1
+        assert 0 <= cell["accuracy"] <= 1
         assert selection != "all" or cell["share"] == cell["found"] == 1.0
         assert selection == "all" or cell["share"] < 1.0
     assert len(document["lengths"]) == 6 and document["warnings"] == []
@@ -85,8 +87,8 @@ def test_what_counts_as_found_are_the_needles_tokens(model, tiny_processor, hays
     found = {}
     for depth in (0.0, 1.0):
         target = hunt(
-            model, tiny_processor, (background, [needle], folder), tmp_path, lengths=(10,), depths=(depth,),
-            selections=("uniform",),
+            model, tiny_processor, (background, [needle], folder), tmp_path / str(depth), lengths=(10,),
+            depths=(depth,), selections=("uniform",),
         )  # fmt: skip
         (found[depth],) = json.loads(target.read_text())["cells"]
     assert found[1.0]["share"] == 1.0 and found[0.0]["share"] == 0.0
@@ -144,12 +146,16 @@ def test_frames_that_a_long_video_makes_smaller_are_told(model, tiny_processor, 
         ({"lengths": (-5,)}, r"above 0"),
         ({"depths": (1.5,)}, r"depth is 1.5; expected a share"),
         ({"depths": (0.5, 0.5)}, r"each once"),
+        ({"lengths": (1e12,)}, r"background has 10 s; expected at least the 1e\+12 s"),
+        ({"selections": ("uniform", "uniform")}, r"each once"),
         ({"selections": ("best",)}, r"expected some of qtsplus, lm_attention, uniform"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(model, tiny_processor, haystack, tmp_path, settings, message):
+def test_what_cannot_be_measured_is_refused(model, tiny_processor, haystack, tmp_path, settings, message, monkeypatch):
+    """Before the background is encoded, which takes long."""
+    monkeypatch.setattr(needles_of, "encode", None)
     with pytest.raises(ValueError, match=message):
-        hunt(model, tiny_processor, haystack, tmp_path, **settings)
+        hunt(model, tiny_processor, haystack, tmp_path / "new", **{"work": tmp_path / "work", **settings})
 
 
 def test_evidence_of_another_form_is_refused(tmp_path):
@@ -160,3 +166,24 @@ def test_evidence_of_another_form_is_refused(tmp_path):
     path.write_text(json.dumps({"video": None, "question": "?", "answer": "!"}) + "\n")
     with pytest.raises(ValueError, match="no question about a video"):
         read_questions(path)
+
+
+def test_results_are_not_written_over(model, tiny_processor, haystack, tmp_path, monkeypatch):
+    monkeypatch.setattr(needles_of, "encode", None)
+    (tmp_path / "needle-test.json").write_text("mine")
+    with pytest.raises(ValueError, match=r"needle-test.json is there already"):
+        hunt(model, tiny_processor, haystack, tmp_path)
+    assert (tmp_path / "needle-test.json").read_text() == "mine"
+
+
+def test_a_background_of_frames_and_a_needle_with_special_tokens(model, tiny_processor, haystack, tmp_path):
+    (tmp_path / "frames").mkdir()
+    for index in range(8):
+        Image.new("RGB", (168, 168), (30 * index, 0, 0)).save(tmp_path / "frames" / f"{index}.png")
+    Image.new("RGB", (168, 168), "red").save(tmp_path / "needle.png")
+    question = "Where is <|video_pad|>?<|im_end|>"
+    own = [LabelledQuestion(VideoRecord(str(tmp_path / "needle.png"), question, "red<|im_end|>"), [])]
+    settings = {"lengths": (4,), "depths": (0.5,), "selections": ("uniform",), "fps": 2, "work": tmp_path / "work"}
+    target = hunt(model, tiny_processor, (str(tmp_path / "frames"), own, tmp_path), tmp_path / "out", **settings)
+    (cell,) = json.loads(target.read_text())["cells"]
+    assert cell["visual_tokens"] == 4 * 36

@@ -45,3 +45,25 @@ def test_needles(typed):
 def test_analysis(typed):
     document = typed("analysis", "{records}", "--work", "{folder}/work", results="analysis-typed.json")
     assert document["videos"] == 2 and document["correlations"]["log_m"] == {}  # all are two seconds long
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("needle --needles n.jsonl --background b.mp4 --name ../../evil", "--name is '../../evil'"),
+        ("analysis r.jsonl --name a/b", "--name is 'a/b'"),
+        ("needle --needles n.jsonl --background b.mp4 --selection all --retention 0.1", "--retention has no effect"),
+        (
+            "needle --needles n.jsonl --background b.mp4 --selection all --max-visual-tokens 9",
+            "--max-visual-tokens has no effect",
+        ),
+        (
+            "needle --needles n.jsonl --background b.mp4 --selection uniform --selection uniform",
+            "Got selections ['uniform', 'uniform']; expected at least one, and each once",
+        ),
+        ("records r.jsonl --selection all --retention 0.1", "--retention has no effect with --selection all"),
+    ],
+)
+def test_what_would_be_ignored_or_leave_its_folder_is_refused_first(line, message):
+    result = CliRunner().invoke(app, ["eval", *line.split()])
+    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.table import Table
@@ -48,7 +48,8 @@ def evaluate_tasks(
     ] = 1,
     include_path: Annotated[Path | None, typer.Option(help="A folder with tasks of your own for lmms-eval.")] = None,
     out: Annotated[
-        Path, typer.Option(help="The folder for answers, logs and results. A run that was stopped goes on there.")
+        Path,
+        typer.Option(help="The folder for answers, logs and results. A run that was stopped goes on there."),
     ] = Path("evaluation"),
     device: Device = None,
     dtype: Annotated[
@@ -87,20 +88,19 @@ def evaluate_tasks(
                 say=note,
             )
         except harness.HarnessError as error:
-            typer.echo(f"qtsplus: {error}", err=True)
-            raise typer.Exit(1) from error
+            fail_run(str(error))
     if as_json:
         print(json.dumps(result))
     else:
         _print_tasks(result["tasks"])
         wrote(out / "run.json")
     failed = harness.failures(result["tasks"])
-    for line in failed:
-        typer.echo(f"qtsplus: {line}", err=True)
-    for task in harness.guessed(result["tasks"]):
-        typer.echo(f"qtsplus: {task} guesses an answer where there is none, so its figures are too high", err=True)
+    guessed = [
+        f"{task} guesses an answer where there is none, so its figures are too high"
+        for task in harness.guessed(result["tasks"])
+    ]
     if failed:
-        raise typer.Exit(1)
+        fail_run(*failed, *guessed)
 
 
 def _refuse_options(context: typer.Context) -> None:
@@ -114,38 +114,52 @@ def _refuse_options(context: typer.Context) -> None:
         )
 
 
+def fail_run(*lines: str) -> NoReturn:
+    """Ends the command for a run that failed, whatever was typed."""
+    for line in lines:
+        typer.echo(f"qtsplus: {' '.join(line.split())}", err=True)
+    raise typer.Exit(1)
+
+
 def _print_tasks(tasks: dict[str, Any]) -> None:
-    table = Table("task", "questions", "metric", "value", "kept")
-    for name, found in tasks.items():
-        samples = found["samples"]
+    from ..evaluation.harness.run import scored
+
+    table = Table("task", "metric", "questions", "videos", "value", "kept")
+    for name, task in tasks.items():
+        samples = task["samples"]
         total = sum(sample["visual_tokens"] for sample in samples)
         kept = f"{sum(sample['kept_visual_tokens'] for sample in samples) / total:.1%}" if total else ""
-        for metric, value in found["metrics"].items():
-            table.add_row(name, str(len(samples)), metric, f"{value:.2f}", kept)
+        for metric, value in task["metrics"].items():
+            answered = scored(task, metric)
+            videos = {sample["video"] for sample in answered}
+            counts = (str(len(answered)), str(len(videos))) if answered else ("", "")
+            table.add_row(name, metric, *counts, f"{value:.2f}", kept)
     console.print(table)
 
 
 @eval_app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders that `qtsplus eval --tasks` has finished.", show_default=False)
+        list[Path],
+        typer.Argument(help="Folders that `qtsplus eval --tasks` has finished.", show_default=False),
     ],
     out: Annotated[Path, typer.Option(help="The Markdown file. An HTML page and JSON stand beside it.")] = Path(
         "report.md"
     ),
 ) -> None:
-    """Put runs side by side: accuracies, gains at equal tokens, and what the paper published of the same tasks."""
+    """Put runs side by side: accuracies, gains at equal tokens, kept tokens, settings."""
     with one_line_errors():
         from ..evaluation.harness.report import read_runs, write_report
 
-        for path in write_report(read_runs(runs), out):
-            wrote(path)
+        for file in write_report(read_runs(runs), out):
+            wrote(file)
 
 
 @eval_app.command(name="records")
 def evaluate_records(
     records: Annotated[
-        Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
+        Path,
+        typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False),
     ],
     model: Model = None,
     revision: Revision = None,
@@ -165,37 +179,49 @@ def evaluate_records(
     """
     check_model_options(model, revision, device)
     require_fraction(retention)
+    if selection == "all" and retention is not None:
+        fail("--retention has no effect with --selection all, which keeps every token")
     with one_line_errors():
         from ..data.formats import read_records
         from ..evaluation.exact_match import exact_match, summarise
         from ..training.dataset import require_rates
 
         check_selection(selection)
-        skipped = set(skip_kind or ())
-        found = read_records(records, media_root)
-        chosen = [record for record in found if record.video is not None and record.kind not in skipped]
-        if not chosen:
+        about_videos = [record for record in read_records(records, media_root) if record.video is not None]
+        kinds = {record.kind for record in about_videos}
+        if unknown := sorted(set(skip_kind or ()) - kinds):
+            fail(f"--skip-kind is {unknown[0]!r}; {records} has the kinds {', '.join(sorted(kinds)) or '(none)'}")
+        questions = [record for record in about_videos if record.kind not in (skip_kind or ())]
+        if not questions:
             fail(f"{records} holds no question about a video that is not left out")
-        require_rates(chosen)
+        require_rates(questions)
         loaded, processor = load_model(model, revision, device)
         outcomes = exact_match(
-            loaded, processor, chosen, retention=retention, selection=selection, progress=not as_json
+            loaded, processor, questions, retention=retention, selection=selection, progress=not as_json
         )
         summary = summarise(outcomes)
+    unreadable = [
+        f"{entry['questions']} question{'s' if entry['questions'] > 1 else ''} counted as wrong, since the video "
+        f"{entry['video']} cannot be read: {entry['reason']}"
+        for entry in summary["unreadable"]
+    ]
+    wrong = sum(entry["questions"] for entry in summary["unreadable"])
+    if wrong == len(questions):
+        fail_run(*unreadable, f"no video of {records} can be read, so nothing was asked")
     if as_json:
         print(json.dumps(summary))
     else:
         _print_summary(summary)
+    for line in unreadable:
+        note(line)
+    if wrong:
+        note(f"{wrong} of {len(questions)} questions have no video that can be read, and lower the accuracy.")
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
-    table = Table("kind", "questions", "accuracy", "95% interval", "kept")
+    table = Table("kind", "questions", "videos", "accuracy", "95% interval", "kept")
     for kind, row in [*summary["kinds"].items(), ("all", summary)]:
-        interval = f"{row['low']:.1%} to {row['high']:.1%}"
+        interval = "" if row["low"] is None else f"{row['low']:.1%} to {row['high']:.1%}"
         kept = "" if row["kept"] is None else f"{row['kept']:.1%}"
-        table.add_row(kind, str(row["questions"]), f"{row['accuracy']:.1%}", interval, kept)
+        table.add_row(kind, str(row["questions"]), str(row["videos"]), f"{row['accuracy']:.1%}", interval, kept)
     console.print(table)
-    for entry in summary["unreadable"]:
-        questions = f"{entry['questions']} question{'s' if entry['questions'] > 1 else ''} counted as wrong"
-        line = f"Unreadable, {questions}: {entry['video']}: {entry['reason']}"
-        console.print(line, soft_wrap=True, markup=False, highlight=False)

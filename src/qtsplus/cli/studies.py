@@ -14,8 +14,7 @@ from .options import Device, Model, Retention, Revision
 _Results = Annotated[Path, typer.Option(help="The folder of the results.")]
 _RESULTS = Path("evaluation")
 _Name = Annotated[str, typer.Option(help="What the results are called.")]
-_MaxVisualTokens = Annotated[int | None, typer.Option(help="Keep this many visual tokens instead.", min=1)]
-_HOUR = 3600
+_Work = Annotated[Path, typer.Option(help="Where the features of videos are kept.")]
 
 
 def needle(
@@ -48,32 +47,36 @@ def needle(
         typer.Option(help="How tokens are chosen. May be repeated. Without it, every way but all."),
     ] = None,
     retention: Retention = None,
-    max_visual_tokens: _MaxVisualTokens = None,
+    max_visual_tokens: Annotated[int | None, typer.Option(help="Keep this many visual tokens instead.", min=1)] = None,
     fps: Annotated[
         float | None, typer.Option(help="How many frames to look at per second; of a folder, how many it has.")
     ] = None,
     name: _Name = "videos",
     out: _Results = _RESULTS,
-    work: Annotated[Path, typer.Option(help="Where the background's features are kept.")] = Path("runs/needle"),
+    work: _Work = Path("runs/needle"),
     device: Device = None,
 ) -> None:
     """Hide clips at chosen depths in long videos, ask for them, and draw what is found by length and depth."""
     check_model_options(model, revision, device)
-    require_text(background=background, name=name)
+    require_text(background=background)
+    _require_name(name)
     require_fraction(retention)
     if retention is not None and max_visual_tokens is not None:
         fail("--retention and --max-visual-tokens exclude each other")
+    for option, value in (("--retention", retention), ("--max-visual-tokens", max_visual_tokens)):
+        if value is not None and selection == ["all"]:
+            fail(f"{option} has no effect with --selection all, which keeps every token")
     if fps is not None and not 0 < fps < float("inf"):
         fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
-    lengths = length or [60, 300, 600, 1800, _HOUR]
     with one_line_errors():
         from ..evaluation.labelled import read_questions
         from ..evaluation.needle import SELECTIONS, check_places, run_needle
 
-        for chosen in selection or ():
-            check_selection(chosen)
-        depths = depth or (0.0, 0.25, 0.5, 0.75, 1.0)
-        check_places(lengths, depths)
+        for one in selection or ():
+            check_selection(one)
+        lengths, depths = length or (60, 300, 600, 1800, 3600), depth or (0.0, 0.25, 0.5, 0.75, 1.0)
+        selections = selection or SELECTIONS
+        check_places(lengths, depths, selections)
         hidden = read_questions(needles)
         loaded, processor = load_model(model, revision, device)
         target = run_needle(
@@ -85,7 +88,7 @@ def needle(
             name=name,
             lengths=lengths,
             depths=depths,
-            selections=selection or SELECTIONS,
+            selections=selections,
             retention=retention,
             max_visual_tokens=max_visual_tokens,
             fps=fps,
@@ -97,25 +100,35 @@ def needle(
 
 
 def analysis(
-    records: Annotated[Path, typer.Argument(help="A JSONL file of records with videos.", show_default=False)],
+    records: Annotated[
+        Path,
+        typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False),
+    ],
     model: Model = None,
     revision: Revision = None,
     name: _Name = "videos",
     out: _Results = _RESULTS,
-    work: Annotated[Path, typer.Option(help="Where the videos' features are kept.")] = Path("runs/analysis"),
+    work: _Work = Path("runs/analysis"),
     device: Device = None,
 ) -> None:
-    """Hold the model's own budget against what it is made from, and draw how it spends its tokens."""
+    """Hold the model's own budget against what it is made from."""
     check_model_options(model, revision, device)
-    require_text(name=name)
+    _require_name(name)
     with one_line_errors():
+        from ..data.formats import read_records
         from ..evaluation.analysis import run_analysis
-        from ..evaluation.labelled import read_questions
 
-        questions = read_questions(records)
+        questions = read_records(records)
         loaded, processor = load_model(model, revision, device)
         target = run_analysis(loaded, processor, questions, out, name=name, work=work, command=_typed())
     wrote(target)
+
+
+def _require_name(name: str) -> None:
+    """Ends the command for a name that would leave the folder of the results."""
+    require_text(name=name)
+    if Path(name).name != name:
+        fail(f"--name is {name!r}; expected a part of a file's name, without a folder")
 
 
 def _typed() -> str:

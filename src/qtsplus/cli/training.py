@@ -133,10 +133,9 @@ def _print_calibration(found: "Calibration") -> None:
         tokens, needles = f"{recall.tokens:.1%} of the needle tokens", f"{recall.needles:.1%} of the needles"
         console.print(f"{name}: {tokens}, {needles}, and {recall.mass:.1%} of the attention is on them")
     lines = [f"  {name}: {json.dumps(value)}" for name, value in found.fields().items() if value is not None]
-    reading = found.attention_fields()
-    figures = reading.pop("attention_found")
+    figures = found.as_dict()["best_reading"]
     console.print(
-        f"selection=lm_attention: {json.dumps(reading)} finds {figures['tokens']:.1%} of the needle tokens; "
-        f"the default, layer {figures['default_layer']}, {figures['default']['tokens']:.1%}"
+        f"selection=lm_attention: {json.dumps(found.attention_fields())} finds {figures['tokens']:.1%} of the needle "
+        f"tokens; the default, layer {figures['default']['layer']}, {figures['default']['tokens']:.1%}"
     )
     console.print("\n".join(["training:", *lines] if lines else ["All layers are best: a recipe needs no line."]))

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ..lm_attention_qtsplus import attention_layer, full_attention_layers
+from ..output import whole_file
 from ..selector_qtsplus import kept_count
 from ..training.attention import AttentionChoice, noting_attention
 from ..training.collator import VideoQACollator
@@ -30,6 +31,8 @@ SHARE = 0.1  # of the visual tokens that a layer or a head may keep
 
 ALL_LAYERS, BEST_LAYERS, BEST_HEADS = "all layers", "best layers", "best heads"
 EQUAL = 0.01  # recalls that are taken for the same
+
+K = TypeVar("K", int, tuple[int, int])  # a layer, or a layer and a head
 
 
 @dataclass(frozen=True)
@@ -51,25 +54,11 @@ class Recall:
 
 @dataclass(frozen=True)
 class HeadRecalls:
-    """
-    What is found by each layer (the mean over its heads) and by each head alone.
-
-    Args:
-        questions: how many were asked.
-        layers, heads: by layer, and by (layer, head).
-    """
+    """What so many questions find by each layer (the mean over its heads), and by each (layer, head) alone."""
 
     questions: int
     layers: dict[int, Recall]
     heads: dict[tuple[int, int], Recall]
-
-    def best_layers(self, count: int) -> tuple[int, ...]:
-        """Those with the highest recall of tokens, at least half of the best one's; at most half of all; ascending."""
-        return tuple(sorted(_best(self.layers)[: min(count, max(1, len(self.layers) // 2))]))
-
-    def best_heads(self, count: int) -> tuple[tuple[int, int], ...]:
-        """As for layers."""
-        return tuple(sorted(_best(self.heads)[: min(count, max(1, len(self.heads) // 2))]))
 
 
 @dataclass(frozen=True)
@@ -82,6 +71,7 @@ class Calibration:
         checked: questions about those.
         readings: for `selection="lm_attention"`, what each finds in the other videos; every one reads a single layer.
         default: the one of `readings` that a model reads without calibration.
+        unreadable: videos that could not be read; their questions are left out.
     """
 
     measured: HeadRecalls
@@ -90,6 +80,7 @@ class Calibration:
     checked: int
     readings: dict[AttentionChoice, Recall]
     default: AttentionChoice
+    unreadable: tuple[str, ...] = ()
 
     @property
     def best_reading(self) -> AttentionChoice:
@@ -98,21 +89,10 @@ class Calibration:
         equal = [choice for choice, recall in self.readings.items() if recall.tokens >= most - EQUAL]
         return min(equal, key=lambda choice: (_layer(choice), -self.readings[choice].mass))
 
-    def attention_fields(self) -> dict[str, Any]:
-        """What the best reading is in `qtsplus_config`, with its figures."""
+    def attention_fields(self) -> dict[str, int | list[int] | None]:
+        """What the best reading is in `qtsplus_config`."""
         choice = self.best_reading
-        heads = choice.of_layer(_layer(choice))
-        return {
-            "attention_layer": _layer(choice),
-            "attention_heads": heads,
-            "attention_found": {
-                "share": SHARE,
-                "questions": self.checked,
-                **_rounded(self.readings[choice]),
-                "default_layer": _layer(self.default),
-                "default": _rounded(self.readings[self.default]),
-            },
-        }
+        return {"attention_layer": _layer(choice), "attention_heads": choice.of_layer(_layer(choice))}
 
     @property
     def best(self) -> str:
@@ -129,22 +109,28 @@ class Calibration:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
-        heads = [{"layer": layer, "head": head, **asdict(got)} for (layer, head), got in self.measured.heads.items()]
-        choices = [
-            {"choice": name, **_described(self.choices[name]), **asdict(recall)} for name, recall in self.found.items()
-        ]
         return {
             "share": SHARE,
             "questions": {"measured": self.measured.questions, "checked": self.checked},
+            "unreadable": self.unreadable,
             "best": self.best,
-            "choices": choices,
-            "layers": [{"layer": layer, **asdict(got)} for layer, got in self.measured.layers.items()],
-            "heads": heads,
+            "choices": [
+                {"choice": name, **asdict(self.choices[name]), **asdict(recall)} for name, recall in self.found.items()
+            ],
+            "layers": [{"layer": layer, **asdict(recall)} for layer, recall in self.measured.layers.items()],
+            "heads": [
+                {"layer": layer, "head": head, **asdict(recall)}
+                for (layer, head), recall in self.measured.heads.items()
+            ],
             "readings": [
                 {"layer": _layer(choice), "heads": choice.of_layer(_layer(choice)), **asdict(recall)}
                 for choice, recall in self.readings.items()
             ],
-            "best_reading": self.attention_fields(),
+            "best_reading": {
+                **self.attention_fields(),
+                **asdict(self.readings[self.best_reading]),
+                "default": {"layer": _layer(self.default), **asdict(self.readings[self.default])},
+            },
         }
 
 
@@ -156,17 +142,20 @@ def read_labelled(path: Path, skip_kinds: Sequence[str] = ()) -> list[LabelledQu
         skip_kinds: kinds that are left out.
 
     Raises:
-        ValueError: a line that is no record, evidence of another form, or no such question.
+        ValueError: a line that is no record, evidence of another form, no such question, or none of a kind that is to
+            be left out.
     """
-    found = [
-        question for question in read_questions(path) if question.needles and question.record.kind not in skip_kinds
-    ]
-    if not found:
+    questions = read_questions(path)
+    kinds = sorted({question.record.kind for question in questions})
+    if unknown := sorted(set(skip_kinds) - set(kinds)):
+        raise ValueError(f"Cannot leave out the kind {unknown[0]!r}; {path} has the kinds {', '.join(kinds)}.")
+    labelled = [question for question in questions if question.needles and question.record.kind not in skip_kinds]
+    if not labelled:
         raise ValueError(
             f"{path} holds no question about a video with evidence; expected records that say as `evidence` when and "
             "where their answers can be seen."
         )
-    return found
+    return labelled
 
 
 def calibrate(
@@ -181,10 +170,8 @@ def calibrate(
     progress: bool = True,
 ) -> Calibration:
     """
-    Measures every layer and head on one half of the videos, and the sums over the best of them on the other half.
-
-    The model reads all visual tokens of a question and its true answer; the tokens that get most attention, a tenth of
-    them, count as kept.
+    Measures every layer and head on one half of the videos, and the sums over the best of them on the other half. The
+    model reads all visual tokens of a question and its true answer; the tenth that gets most attention counts as kept.
 
     Args:
         model, processor: a QTSplus model; its selector takes no part.
@@ -193,38 +180,47 @@ def calibrate(
         processor_kwargs: for every call of the processor, such as `{"fps": 1}`.
 
     Raises:
-        ValueError: questions about fewer than two videos, or a video that cannot be read.
+        ValueError: fewer than two videos that can be read, or more layers than the model has.
     """
-    videos = list(dict.fromkeys(str(question.record.video) for question in questions))
-    if len(videos) < 2:
-        raise ValueError("The questions are about one video; expected at least two, to measure with and to check with.")
-    halves = [[q for q in questions if str(q.record.video) in set(videos[part::2])] for part in (0, 1)]
+    text = model.config.text_config
+    if layers > text.num_hidden_layers:
+        raise ValueError(f"layers is {layers}; the model has {text.num_hidden_layers}.")
     with tempfile.TemporaryDirectory() as folder:
-        named = list(dict.fromkeys((str(q.record.video), q.record.fps) for q in questions))
+        named = list(dict.fromkeys((str(one.record.video), one.record.fps) for one in questions))
         features = encode_videos(model, processor, named, folder, processor_kwargs)
-        datasets = [
-            VideoQADataset([q.record for q in half], processor, None, processor_kwargs, features) for half in halves
-        ]
-        measured = measure_heads(model, datasets[0], halves[0], positions, progress)
+        unreadable = tuple(dict.fromkeys(video for video, fps in named if not features.file(video, fps).exists()))
+        videos = [video for video in dict.fromkeys(video for video, _ in named) if video not in unreadable]
+        if len(videos) < 2:
+            raise ValueError(
+                f"{len(videos)} of {len(videos) + len(unreadable)} videos can be read; expected at least two, to "
+                f"measure with and to check with.{' Not readable: ' + ', '.join(unreadable) if unreadable else ''}"
+            )
+        if unreadable:
+            Console(stderr=True).print(f"Left out, for they cannot be read: {', '.join(unreadable)}", markup=False)
+        halves = [[one for one in questions if str(one.record.video) in videos[part::2]] for part in (0, 1)]
+        first, second = (
+            (VideoQADataset([one.record for one in half], processor, None, processor_kwargs, features), half)
+            for half in halves
+        )
+        measured = measure_heads(model, *first, positions, progress)
         choices = {
             ALL_LAYERS: AttentionChoice(positions=positions),
-            BEST_LAYERS: AttentionChoice(layers=measured.best_layers(layers), positions=positions),
-            BEST_HEADS: AttentionChoice(heads=measured.best_heads(heads), positions=positions),
+            BEST_LAYERS: AttentionChoice(layers=best_of(measured.layers, layers), positions=positions),
+            BEST_HEADS: AttentionChoice(heads=best_of(measured.heads, heads), positions=positions),
         }
-        found = measure_choices(model, datasets[1], halves[1], choices, positions, progress)
-        text = model.config.text_config
+        recalls = measure_choices(model, *second, list(choices.values()), positions, progress)
         default = AttentionChoice(layers=(attention_layer(text),), positions="prompt")
-        readings = {
-            str(number): choice
-            for number, choice in enumerate(
-                _readings(
-                    measure_heads(model, datasets[0], halves[0], "prompt", progress), text, default, layers, heads
-                )
-            )
-        }
-        read = measure_choices(model, datasets[1], halves[1], readings, "prompt", progress)
-    by_choice = {choice: read[number] for number, choice in readings.items()}
-    return Calibration(measured, choices, found, len(halves[1]), by_choice, default)
+        readings = _readings(measure_heads(model, *first, "prompt", progress), text, default, layers, heads)
+        readings_recalls = measure_choices(model, *second, readings, "prompt", progress)
+    return Calibration(
+        measured,
+        choices,
+        dict(zip(choices, recalls, strict=True)),
+        len(halves[1]),
+        dict(zip(readings, readings_recalls, strict=True)),
+        default,
+        unreadable,
+    )
 
 
 def _readings(
@@ -232,13 +228,12 @@ def _readings(
 ) -> list[AttentionChoice]:
     """The default layer and the best ones, each with all its heads and with its best ones."""
     full = {layer: measured.layers[layer] for layer in full_attention_layers(text_config)}
-    chosen = {*(default.layers or ()), *HeadRecalls(0, full, {}).best_layers(layers)}
-    found = [default]
-    for layer in sorted(chosen):
-        own = {pair: recall for pair, recall in measured.heads.items() if pair[0] == layer}
-        best = HeadRecalls(0, {}, own).best_heads(heads)
-        found += [AttentionChoice(layers=(layer,), positions="prompt"), AttentionChoice(heads=best, positions="prompt")]
-    return list(dict.fromkeys(found))
+    choices = [default]
+    for layer in sorted({*(default.layers or ()), *best_of(full, layers)}):
+        best = best_of({pair: recall for pair, recall in measured.heads.items() if pair[0] == layer}, heads)
+        choices += [AttentionChoice(layers=(layer,), positions="prompt")]
+        choices += [AttentionChoice(heads=best, positions="prompt")]
+    return list(dict.fromkeys(choices))
 
 
 def write_attention(folder: Path, found: Calibration) -> Path | None:
@@ -253,7 +248,8 @@ def write_attention(folder: Path, found: Calibration) -> Path | None:
     if "qtsplus_config" not in config:
         return None
     config["qtsplus_config"] |= found.attention_fields()
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with whole_file(path) as file:
+        file.write(json.dumps(config, indent=2) + "\n")
     return path
 
 
@@ -285,21 +281,21 @@ def measure_choices(
     model: Any,
     dataset: VideoQADataset,
     questions: Sequence[LabelledQuestion],
-    choices: Mapping[str, AttentionChoice],
+    choices: Sequence[AttentionChoice],
     positions: str = "answer",
     progress: bool = True,
-) -> dict[str, Recall]:
-    """The needle recall of the attention summed over each choice, by its name; see [`measure_heads`]."""
-    found: dict[str, list[Recall]] = {}
+) -> list[Recall]:
+    """The needle recall of the attention summed over each choice; see [`measure_heads`]."""
+    recalls: dict[int, list[Recall]] = {}
     for attention, needles in _attention_by_head(model, dataset, questions, positions, progress):
-        for name, choice in choices.items():
-            chosen = choice.layers if choice.heads is None else sorted({layer for layer, _ in choice.heads})
+        for number, choice in enumerate(choices):
+            layers = choice.layers if choice.heads is None else sorted({layer for layer, _ in choice.heads})
             parts = [
                 attention[layer] if choice.heads is None else attention[layer][choice.of_layer(layer)]
-                for layer in (attention if chosen is None else chosen)
+                for layer in (attention if layers is None else layers)
             ]
-            found.setdefault(name, []).extend(_recalls(torch.cat(parts).sum(0, keepdim=True), needles))
-    return _means(found)
+            recalls.setdefault(number, []).extend(_recalls(torch.cat(parts).sum(0, keepdim=True), needles))
+    return list(_means(recalls).values())
 
 
 @torch.no_grad()
@@ -311,8 +307,7 @@ def _attention_by_head(
     bar = track(questions, "Reading with all tokens", console=Console(stderr=True), disable=not progress)
     for index, question in enumerate(bar):
         example = dataset[index]
-        if isinstance(example, SkippedRecord):
-            raise ValueError(f"{example.name} cannot be used: {example.reason}")
+        assert not isinstance(example, SkippedRecord), example.reason
         (grid,) = model.model.merged_grid(example["video_grid_thw"])
         seconds = float(example["second_per_grid_ts"][0])
         needles = [sighting_tokens(needle, grid, seconds) for needle in question.needles]
@@ -351,27 +346,11 @@ def _layer(choice: AttentionChoice) -> int:
     return layer
 
 
-def _described(choice: AttentionChoice) -> dict[str, Any]:
-    return {"layers": choice.layers, "heads": choice.heads, "positions": choice.positions}
-
-
-def _rounded(recall: Recall) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in asdict(recall).items()}
-
-
-def _best(recalls: Mapping[Any, Recall]) -> list[Any]:
-    """Highest recall of tokens first, without those that find less than half of what the first one finds."""
+def best_of(recalls: Mapping[K, Recall], count: int) -> tuple[K, ...]:
+    """Those with the highest recall of tokens, at least half of the best one's; at most half of all; ascending."""
     order = sorted(recalls, key=lambda key: -recalls[key].tokens)
-    return [key for key in order if recalls[key].tokens >= recalls[order[0]].tokens / 2]
+    most = [key for key in order if recalls[key].tokens >= recalls[order[0]].tokens / 2]
+    return tuple(sorted(most[: min(count, max(1, len(recalls) // 2))]))
 
 
-__all__ = [
-    "Calibration",
-    "HeadRecalls",
-    "Recall",
-    "calibrate",
-    "measure_choices",
-    "measure_heads",
-    "read_labelled",
-    "write_attention",
-]
+__all__ = ["Calibration", "Recall", "best_of", "calibrate", "measure_heads", "read_labelled", "write_attention"]

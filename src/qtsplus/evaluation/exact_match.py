@@ -1,4 +1,4 @@
-"""Asks a model the questions of a JSONL file of records and counts the answers that match."""
+"""Asks a model questions about videos, and counts the answers that match."""
 
 import math
 from collections import Counter
@@ -8,13 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
 from ..data.records import VideoRecord
 from ..methods_qtsplus import Candidates, Method
+from ..output import first_line
 from ..training.dataset import SkippedRecord, require_rates
-from ..training.features import prompt_inputs
+from .intervals import share_interval
+
+UNREADABLE = (ValueError, OSError, Image.DecompressionBombError)  # what reading a bad video raises
+# By video, `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`.
+Features = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -23,21 +29,21 @@ class Outcome:
     One question.
 
     Args:
-        kind: the record's.
-        correct: whether the answer was the record's, to the letter.
-        kept_tokens, visual_tokens: how many of the visual tokens the language model read.
+        correct: whether the answer was the record's, to the letter; not where its video is `unreadable`.
+        visual_tokens, kept_indices: how many its video has, and which of them the language model read.
         rho: the fraction that the selection aimed at.
-        kept_indices: which ones it read.
-        unreadable: its video and why it could not be read; such a question counts as wrong.
     """
 
-    kind: str
+    record: VideoRecord
     correct: bool
-    kept_tokens: int
-    visual_tokens: int
-    rho: float
-    kept_indices: tuple[int, ...]
+    visual_tokens: int = 0
+    rho: float = 0.0
+    kept_indices: tuple[int, ...] = ()
     unreadable: SkippedRecord | None = None
+
+    @property
+    def kept_tokens(self) -> int:
+        return len(self.kept_indices)
 
 
 def exact_match(
@@ -51,7 +57,7 @@ def exact_match(
     reencode: bool = True,
     batch_size: int = 16,
     progress: bool = True,
-    features: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    features: Features | None = None,
     orders: Sequence[np.ndarray] | None = None,
 ) -> list[Outcome]:
     """
@@ -59,14 +65,10 @@ def exact_match(
 
     Args:
         model, processor: as `qtsplus.session.load` gives them.
-        retention: fraction of the visual tokens to keep, one for all records or one for each; the model's decision when
-            absent.
-        selection: how they are chosen, a name as in `QTSplusConfig` or a function; the model's own way when absent.
-        max_visual_tokens: most visual tokens to keep.
-        reencode: `False` hands the kept tokens on as they are.
+        retention: one for all records or one for each.
+        selection, max_visual_tokens, reencode: as for `generate`.
         batch_size: questions at a time; those with answers of like length are asked together.
-        features: by video `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`, which
-            take the place of its pixels: a video that is asked about often is encoded once.
+        features: of videos that were encoded before, in the place of their pixels.
         orders: per record `[M]`, its visual tokens in the order in which they are to be kept, in place of a selection.
 
     Returns:
@@ -77,7 +79,7 @@ def exact_match(
     """
     if features is None:
         require_rates(records)
-    lengths = [len(processor.tokenizer(record.answer)["input_ids"]) for record in records]
+    lengths = [len(processor.text_ids(record.answer)) for record in records]
     order = sorted(range(len(records)), key=lengths.__getitem__)
     outcomes: dict[int, Outcome] = {}
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
@@ -85,21 +87,18 @@ def exact_match(
         inputs, unreadable = _read(processor, [records[index] for index in batch], features)
         for index, problem in zip(batch, unreadable, strict=True):
             if problem is not None:
-                outcomes[index] = Outcome(records[index].kind, False, 0, 0, 0.0, (), problem)
-        asked = [index for index in batch if index not in outcomes]
-        if not asked:
+                outcomes[index] = Outcome(records[index], False, unreadable=problem)
+        readable = [index for index in batch if index not in outcomes]
+        if not readable:
             continue
-        own = [retention[index] for index in asked] if isinstance(retention, Sequence) else retention
-        call = {"retention": own, "max_visual_tokens": max_visual_tokens, "reencode": reencode}
-        method = selection if orders is None else _first_of([orders[index] for index in asked])
+        retentions = [retention[index] for index in readable] if isinstance(retention, Sequence) else retention
+        call = {"retention": retentions, "max_visual_tokens": max_visual_tokens, "reencode": reencode}
+        method = selection if orders is None else _first_of([orders[index] for index in readable])
         answers, chosen = answer(model, processor, inputs, lengths[batch[-1]] + 2, selection=method, **call)
         visual_tokens = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
-        for row, index in enumerate(asked):
-            record = records[index]
-            kept = tuple(chosen.kept_indices[row].tolist())
-            correct = answers[row] == record.answer
-            rho = float(chosen.rho[row])
-            outcomes[index] = Outcome(record.kind, correct, len(kept), visual_tokens[row], rho, kept)
+        for row, index in enumerate(readable):
+            correct, kept = answers[row] == records[index].answer, tuple(chosen.kept_indices[row].tolist())
+            outcomes[index] = Outcome(records[index], correct, visual_tokens[row], float(chosen.rho[row]), kept)
     return [outcomes[index] for index in range(len(records))]
 
 
@@ -114,9 +113,9 @@ def answer(
         inputs: of the model, as [`model_inputs`] makes them; on any device.
         call: how this call selects, such as `retention`.
     """
-    given = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+    on_device = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
     output = model.generate(
-        **given, **call, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True
+        **on_device, **call, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True
     )
     return decode_answers(processor, output, inputs["input_ids"].shape[1]), output.qtsplus
 
@@ -138,12 +137,12 @@ def _first_of(orders: Sequence[np.ndarray]) -> Method:
 
 
 def _read(
-    processor: Any, records: Sequence[VideoRecord], features: Mapping[str, Mapping[str, torch.Tensor]] | None
+    processor: Any, records: Sequence[VideoRecord], features: Features | None
 ) -> tuple[dict[str, Any], list[SkippedRecord | None]]:
     """The inputs of the records whose video can be read, and per record why its video cannot."""
     try:
         return model_inputs(processor, records, features), [None] * len(records)
-    except (ValueError, OSError):
+    except UNREADABLE:
         if features is not None:
             raise
         unreadable = [_unreadable(processor, record) for record in records]
@@ -156,9 +155,8 @@ def _read(
 def _unreadable(processor: Any, record: VideoRecord) -> SkippedRecord | None:
     try:
         processor(text=[processor.video_token], return_tensors="pt", **_videos([record]))
-    except (ValueError, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return SkippedRecord(str(record.video), reason)
+    except UNREADABLE as error:
+        return SkippedRecord(str(record.video), first_line(error))
     return None
 
 
@@ -169,64 +167,63 @@ def _videos(records: Sequence[VideoRecord]) -> dict[str, Any]:
     return videos if all(rate is None for rate in rates) else {**videos, "fps": rates}
 
 
-def model_inputs(
-    processor: Any,
-    records: Sequence[VideoRecord],
-    features: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
-) -> dict[str, Any]:
+def model_inputs(processor: Any, records: Sequence[VideoRecord], features: Features | None = None) -> dict[str, Any]:
     """Prompts that end where the answer begins, with pixels or features; see [`exact_match`]."""
-    prompts = [prompt_of(processor, record) for record in records]
-    queries = [record.query or record.question for record in records]
+    conversations = [conversation(record.question) for record in records]
+    query = [record.query or record.question for record in records]
     if features is None:
-        return dict(processor(text=prompts, query=queries, padding=True, return_tensors="pt", **_videos(records)))
-    found = [features[str(record.video)] for record in records]
-    grids = torch.cat([video["video_grid_thw"] for video in found])
-    seconds = torch.cat([video["second_per_grid_ts"] for video in found])
-    return {
-        **prompt_inputs(processor, prompts, grids, seconds, queries),
-        "video_features": [video["video_features"] for video in found],
-        "video_grid_thw": grids,
-        "second_per_grid_ts": seconds,
-    }
+        return dict(processor.conversation_inputs(conversations, query=query, **_videos(records)))
+    encoded = [features[str(record.video)] for record in records]
+    times = {name: torch.cat([video[name] for video in encoded]) for name in ("video_grid_thw", "second_per_grid_ts")}
+    inputs = processor.conversation_inputs(conversations, query=query, **times)
+    return {**inputs, **times, "video_features": [video["video_features"] for video in encoded]}
 
 
-def prompt_of(processor: Any, record: VideoRecord) -> str:
-    """The prompt of a question about a video, which ends where the answer begins."""
-    content = [{"type": "video"}, {"type": "text", "text": record.question}]
-    messages = [{"role": "user", "content": content}]
-    return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-
-def accuracy(correct: Sequence[bool]) -> tuple[float, float, float]:
-    """Share of correct answers with the bounds of its 95% Wilson interval."""
-    n, z = len(correct), 1.96
-    share = sum(correct) / n
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding leaves none out
+def conversation(question: str) -> list[dict[str, Any]]:
+    """A question about one video."""
+    return [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}]
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """
-    Questions, accuracy with its interval and kept fraction (`None` where no video could be read), the same per kind,
-    and the videos that could not be read, with the number of their questions.
+    Questions, videos, accuracy with its interval over videos (`None` for one video) and kept fraction (`None` where no
+    video could be read), the same per kind, and the videos that could not be read, with the number of their questions.
     """
 
     def row(chosen: Sequence[Outcome]) -> dict[str, float | int | None]:
-        share, low, high = accuracy([outcome.correct for outcome in chosen])
+        correct = np.array([outcome.correct for outcome in chosen], dtype=float)
+        videos = np.array([str(outcome.record.video) for outcome in chosen])
+        interval = share_interval(correct, videos)
         visual_tokens = sum(outcome.visual_tokens for outcome in chosen)
-        kept = sum(outcome.kept_tokens for outcome in chosen) / visual_tokens if visual_tokens else None
-        return {"questions": len(chosen), "accuracy": share, "low": low, "high": high, "kept": kept}
+        kept = sum(outcome.kept_tokens for outcome in chosen)
+        return {
+            "questions": len(chosen),
+            "videos": len(set(videos)),
+            "accuracy": float(correct.mean()),
+            "low": interval.get("low"),
+            "high": interval.get("high"),
+            "kept": kept / visual_tokens if visual_tokens else None,
+        }
 
-    kinds = sorted({outcome.kind for outcome in outcomes})
+    kinds = sorted({outcome.record.kind for outcome in outcomes})
     problems = Counter(outcome.unreadable for outcome in outcomes if outcome.unreadable is not None)
     return {
         **row(outcomes),
-        "kinds": {kind: row([outcome for outcome in outcomes if outcome.kind == kind]) for kind in kinds},
+        "kinds": {kind: row([outcome for outcome in outcomes if outcome.record.kind == kind]) for kind in kinds},
         "unreadable": [
             {"video": problem.name, "reason": problem.reason, "questions": count} for problem, count in problems.items()
         ],
     }
 
 
-__all__ = ["Outcome", "accuracy", "answer", "decode_answers", "exact_match", "model_inputs", "prompt_of", "summarise"]
+__all__ = [
+    "UNREADABLE",
+    "Features",
+    "Outcome",
+    "answer",
+    "conversation",
+    "decode_answers",
+    "exact_match",
+    "model_inputs",
+    "summarise",
+]

@@ -1,36 +1,70 @@
-"""95% intervals and paired tests, for questions that are independent between videos only."""
+"""95% intervals, p-values and correlations of questions that are independent between videos only."""
+
+import functools
+from collections.abc import Mapping
 
 import numpy as np
 
 
-def clustered_interval(values: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
-    """Mean with the bounds of its 95% interval, for values that are independent between clusters only."""
-    names, index = np.unique(clusters, return_inverse=True)
-    if len(names) < 2:
-        return {}
-    mean = float(np.mean(values))
-    sums = np.bincount(index, weights=values - mean)
-    error = float(np.sqrt(len(names) / (len(names) - 1) * np.sum(sums**2))) / len(values)
-    return {"mean": mean, "low": mean - 1.96 * error, "high": mean + 1.96 * error}
-
-
-def paired_test(differences: np.ndarray, clusters: np.ndarray, draws: int = 10_000) -> float:
+def share_interval(values: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
     """
-    The two-sided p-value of a mean difference of 0: how often it is as large when every cluster's sign is drawn anew.
+    The mean of shares, from 0 to 1, with its 95% interval: Student's t over clusters, with their number - 1 degrees of
+    freedom. Where all clusters have the same mean, such as 0 or 1, it is Clopper and Pearson's interval instead.
 
     Args:
-        differences: `[questions]`, of two ways to answer the same question.
+        values: `[questions]`.
         clusters: `[questions]`, such as the video of each.
-        draws: of all signs; with fewer than 13 clusters every combination is tried instead.
+
+    Returns:
+        `mean`, `low` and `high`; nothing where there is one cluster.
     """
+    return _interval(values, clusters, (0.0, 1.0))[0]
+
+
+def paired_gain(differences: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
+    """As [`share_interval`], of differences from -1 to 1; `p` is two-sided, of a mean of 0, by the same interval."""
+    interval, p = _interval(differences, clusters, (-1.0, 1.0))
+    return {**interval, "p": p} if interval else {}
+
+
+def _interval(values: np.ndarray, clusters: np.ndarray, bounds: tuple[float, float]) -> tuple[dict[str, float], float]:
     names, index = np.unique(clusters, return_inverse=True)
-    sums = np.bincount(index, weights=differences)
-    if 2 ** len(names) <= draws:
-        signs = 1 - 2 * (np.arange(2 ** len(names))[:, None] >> np.arange(len(names)) & 1)
-        return float(np.mean(np.abs(signs @ sums) >= abs(sums.sum()) - 1e-9))
-    signs = np.random.default_rng(0).choice([-1, 1], size=(draws, len(names)))
-    as_large = np.sum(np.abs(signs @ sums) >= abs(sums.sum()) - 1e-9)
-    return float((as_large + 1) / (draws + 1))  # what was measured is a draw itself, so p is never 0
+    count = len(names)
+    if count < 2:
+        return {}, 1.0
+    mean = float(np.mean(values))
+    sums = np.bincount(index, weights=values - mean)
+    error = float(np.sqrt(count / (count - 1) * np.sum(sums**2))) / len(values)
+    least, most = bounds
+    if error > 1e-12:
+        angles, tails = _student(count - 1)
+        half = np.sqrt(count - 1) * np.tan(np.interp(-0.05, -tails, angles)) * error
+        low, high = max(least, mean - half), min(most, mean + half)
+        p = float(np.interp(np.arctan(abs(mean) / error / np.sqrt(count - 1)), angles, tails))
+    else:
+        # Were more than this share of all clusters different, one would be among these with 97.5%.
+        different = 1 - 0.025 ** (1 / count)
+        low, high = mean - different * (mean - least), mean + different * (most - mean)
+        p = min(1.0, 2 * (1 + abs(mean)) ** -count)
+    return {"mean": mean, "low": float(low), "high": float(high)}, p
+
+
+@functools.lru_cache
+def _student(degrees: int) -> tuple[np.ndarray, np.ndarray]:
+    """Angles, and the chance that |t| of Student's distribution is above sqrt(degrees) tan(angle)."""
+    angles = np.linspace(0, np.pi / 2, 20_001)
+    density = np.cos(angles) ** (degrees - 1)
+    areas = (density[1:] + density[:-1])[::-1].cumsum()[::-1]
+    return angles, np.append(areas, 0.0) / areas[0]
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def percent_interval(share: float, interval: Mapping[str, float]) -> str:
+    """A share with its interval, where it has one."""
+    return f"{share:.1%} ({interval['low']:.1%} to {interval['high']:.1%})" if interval else percent(share)
 
 
 def correlation(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
@@ -47,8 +81,8 @@ def correlation(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> dict[str,
     by_cluster = np.stack([np.bincount(index, weights=row, minlength=len(names)) for row in moments])
     drawn = np.random.default_rng(0).integers(len(names), size=(2000, len(names)))
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = _pearson(by_cluster[:, drawn].sum(-1))
-    low, high = np.nanquantile(found, (0.025, 0.975))
+        redrawn = _pearson(by_cluster[:, drawn].sum(-1))
+    low, high = np.nanquantile(redrawn, (0.025, 0.975))
     r = float(_pearson(by_cluster.sum(-1)))
     slope = float(moments[5].sum() / moments[3].sum())
     line = {"slope": slope, "intercept": mean_y - slope * mean_x}
@@ -65,4 +99,4 @@ def _is_constant(values: np.ndarray) -> bool:
     return bool(np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())))
 
 
-__all__ = ["clustered_interval", "correlation", "paired_test"]
+__all__ = ["correlation", "paired_gain", "percent", "percent_interval", "share_interval"]

@@ -21,9 +21,7 @@ class Sighting:
 
     Args:
         start, end: seconds.
-        box: (left, top, right, bottom) of where it is.
-        frame: (width, height) in pixels of the frames that the box is in; the box is in shares of the frame, from 0 to
-            1, when absent.
+        box: (left, top, right, bottom), in pixels of a `frame` (width, height) or else in shares of it, from 0 to 1.
 
     Raises:
         ValueError: an empty box, or one in pixels without its frame.
@@ -47,16 +45,11 @@ class Sighting:
 
 def sighting_tokens(seen: Sequence[Sighting], grid: tuple[int, int, int], seconds_per_grid: float = 1.0) -> np.ndarray:
     """
-    The visual tokens that show something.
+    `[k]` int64, ascending: the visual tokens that hold at least [`LEAST_SHARE`] of the box of a sighting in a frame.
 
     Args:
-        seen: its sightings.
         grid: (time, height, width) of the video's visual tokens.
         seconds_per_grid: seconds of video per step of the grid.
-
-    Returns:
-        `[k]` int64, ascending indices among the `time * height * width` tokens: those that hold at least
-        [`LEAST_SHARE`] of the box of a frame.
     """
     steps, rows, columns = grid
     tokens = set()

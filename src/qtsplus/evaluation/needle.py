@@ -14,22 +14,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from ..data.records import VideoRecord
+from ..figures import save_figure
 from ..methods_qtsplus import METHODS
+from ..output import check_folder, check_output, markdown_table
 from ..results import Journal, environment, steps
 from ..session import encode
-from ..training.features import features_of, fingerprint, prompt_inputs, write_tensors
+from ..training.features import features_of, fingerprint, write_tensors
 from .baselines import read_at
-from .exact_match import accuracy, answer, prompt_of
-from .intervals import clustered_interval
+from .exact_match import answer, conversation
+from .intervals import percent, percent_interval, share_interval
 from .labelled import LabelledQuestion
-from .needle_report import write_needle_report
 
 # Keeping everything says what the language model can read, and takes long.
 SELECTIONS = tuple(name for name in METHODS if name != "all")
 _MAX_FRAMES = 10**6  # no background is too long
+_MEASURES = {"found": "found", "share": "share", "accuracy": "correct"}  # of a table, from which field of an answer
+_MAPS = {"share": "needle tokens kept", "accuracy": "right answers"}
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,7 @@ def run_needle(
         background: a video file, an address, or a folder of frames; at least as long as the longest length.
         out: folder of the results.
         name: of the results.
-        lengths: of the videos, in seconds.
-        depths: of the needles in them, from 0 to 1.
-        selections: names in [`METHODS`].
+        lengths, depths, selections: of the videos in seconds, of the needles in them from 0 to 1, and names of methods.
         retention: fraction of the visual tokens to keep; the model's own budget if `None`.
         max_visual_tokens: exactly so many instead, as far as there are so many.
         fps: frames to look at per second, of the background and the clips; of a folder, the rate of its frames.
@@ -116,34 +118,52 @@ def run_needle(
         ValueError: a selection, length or depth out of its range, a video that cannot be read, a background shorter
             than a length, or a needle longer than one.
     """
-    check_places(lengths, depths)
-    unknown = [selection for selection in selections if selection not in METHODS]
-    if unknown or not selections:
-        raise ValueError(f"Got the selections {list(selections)}; expected some of {', '.join(METHODS)}.")
-    haystack = _encode_background(model, processor, background, fps, work, progress)
-    clips = [_encode_needle(model, processor, needle.record, haystack, fps) for needle in needles]
-    videos = {length: _cut(haystack, length, clips) for length in lengths}
-    warnings = _shrunk(processor, background, haystack)
+    check_places(lengths, depths, selections)
+    target = check_output(out / f"needle-{name}.json")
+    check_folder(work)
+    opened = processor.video_chunks(background, fps=fps, max_frames=_MAX_FRAMES)  # nothing is decoded yet
+    grid, seconds = opened.video_grid_thw, opened.second_per_grid_ts[0]
+    warnings = _shrunk(processor, background, grid)
     for warning in warnings:
         say(warning)
+    if round(max(lengths) / seconds) > grid[0, 0]:
+        raise ValueError(
+            f"The background has {int(grid[0, 0]) * seconds:g} s; expected at least the {max(lengths):g} s that were "
+            "asked for."
+        )
+    clips = [_encode_needle(model, processor, needle.record, grid, seconds, fps) for needle in needles]
+    longest = max(clip.steps for clip in clips)
+    if round(min(lengths) / seconds) < longest:
+        raise ValueError(
+            f"A length of {min(lengths):g} s is shorter than a needle of {longest * seconds:g} s: ask for longer "
+            "videos, or give shorter clips."
+        )
+    haystack = _encode_background(model, processor, background, fps, work, progress)
+    videos = {length: haystack.first(round(length / seconds)) for length in lengths}
     call = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     hidden = [asdict(needle) for needle in needles]
     clip_digests = [_digest(clip) for clip in clips]
     made_from = {"model": fingerprint({"model": model}, model.config.to_dict()), "background": _digest(haystack)}
     journal = Journal(out / f".needle-{name}.jsonl", {**call, **made_from, "needles": hidden, "clips": clip_digests})
-    asked = _Asked(model, processor, journal, call)
+    hunt = _Hunt(model, processor, journal, call)
     with steps("needle", len(lengths) * len(needles), progress) as step:
         for length, video in videos.items():
             for number, (needle, clip) in enumerate(zip(needles, clips, strict=True)):
                 for depth in depths:
                     for selection in selections:
-                        asked.ask(_key(length, number, depth, selection), video, needle, clip, depth, selection)
+                        hunt.ask(_key(length, number, depth, selection), video, needle, clip, depth, selection)
                 step(f"{length:g} s, needle {number + 1} of {len(needles)}")
 
-    def results(length: float, at: Sequence[float], selection: str) -> list[dict[str, Any]]:
-        keys = [(number, depth) for number in range(len(needles)) for depth in at]
-        return [{"needle": key[0], **journal.done[_key(length, *key, selection)]} for key in keys]
-
+    answers = [
+        {
+            **{"selection": selection, "length": length, "depth": depth, "needle": number},
+            **journal.done[_key(length, number, depth, selection)],
+        }
+        for selection in selections
+        for length in lengths
+        for depth in depths
+        for number in range(len(needles))
+    ]
     document = {
         "command": command,
         "environment": environment(str(model.device)),
@@ -157,26 +177,31 @@ def run_needle(
             "depths": list(depths),
             "selections": list(selections),
         },
-        "cells": [
-            {"selection": selection, "length": length, "depth": depth, **_cell(results(length, [depth], selection))}
-            for selection in selections
-            for length in lengths
-            for depth in depths
-        ],
-        "lengths": [
-            {"selection": selection, "length": length, **_over_depths(results(length, depths, selection))}
-            for selection in selections
-            for length in lengths
-        ],
+        "cells": _summed(answers, "selection", "length", "depth"),
+        "lengths": _summed(answers, "selection", "length"),
     }
-    target = journal.finish(out / f"needle-{name}.json", document)
-    write_needle_report(document, out / f"needle-{name}")
-    return target
+    target.with_suffix(".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
+    save_figure(_draw(document), target.with_suffix(""))
+    return journal.finish(target, document)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Videos
 # --------------------------------------------------------------------------------------------------------------------
+
+
+def _shrunk(processor: Any, video: str, grid: torch.Tensor) -> list[str]:
+    """What is to be said of frames that are smaller than in a short video; of a folder that is not known."""
+    if Path(video).is_dir():
+        return []
+    short = processor.video_chunks(video, num_frames=4).video_grid_thw
+    if torch.equal(short[0, 1:], grid[0, 1:]):
+        return []
+    here, there = (" x ".join(map(str, one[0, 1:].tolist())) for one in (grid, short))
+    return [
+        f"The background is so long that its frames have {here} patches; those of a short video have {there}. Ask for "
+        "shorter videos or fewer frames per second to see them as large."
+    ]
 
 
 def _encode_background(
@@ -185,50 +210,23 @@ def _encode_background(
     """The whole background, from the disk where it was encoded before."""
     file = features_of(model, processor, work, {"max_frames": _MAX_FRAMES}).file(video, fps)
     if not file.exists():
-        found = encode(model, processor, video, fps=fps, max_frames=_MAX_FRAMES, device="cpu", progress=progress)
-        seconds = torch.tensor(found.second_per_grid_ts)
-        tensors = {"video_features": found.features, "video_grid_thw": found.video_grid_thw}
+        encoded = encode(model, processor, video, fps=fps, max_frames=_MAX_FRAMES, device="cpu", progress=progress)
+        seconds = torch.tensor(encoded.second_per_grid_ts)
+        tensors = {"video_features": encoded.features, "video_grid_thw": encoded.video_grid_thw}
         file.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(file, {**tensors, "second_per_grid_ts": seconds})
     tensors = load_file(file)
     return Encoded(tensors["video_features"], tensors["video_grid_thw"], float(tensors["second_per_grid_ts"][0]))
 
 
-def _shrunk(processor: Any, video: str, haystack: Encoded) -> list[str]:
-    """What is to be said of frames that are smaller than in a short video."""
-    (_, *short), (_, *long) = (
-        grid[0].tolist() for grid in (processor.video_chunks(video, num_frames=4).video_grid_thw, haystack.grid)
-    )
-    if short == long:
-        return []
-    return [
-        f"The background is so long that its frames have {long[0]} x {long[1]} patches; those of a short video have "
-        f"{short[0]} x {short[1]}. Ask for shorter videos or fewer frames per second to see them as large."
-    ]
-
-
-def _encode_needle(model: Any, processor: Any, record: VideoRecord, haystack: Encoded, fps: float | None) -> Encoded:
+def _encode_needle(
+    model: Any, processor: Any, record: VideoRecord, grid: torch.Tensor, seconds: float, fps: float | None
+) -> Encoded:
     """A clip with frames as large as the background's, and at its rate."""
     rate = record.fps if record.fps is not None else fps
-    pixels = read_at(processor, str(record.video), haystack.grid[0, 1:].tolist(), fps=rate, min_frames=1)
+    pixels = read_at(processor, str(record.video), grid[0, 1:].tolist(), fps=rate, min_frames=1)
     (features,) = model.encode_videos(pixels["pixel_values_videos"], pixels["video_grid_thw"], device="cpu")
-    return Encoded(features, pixels["video_grid_thw"], haystack.seconds)
-
-
-def _cut(haystack: Encoded, length: float, clips: Sequence[Encoded]) -> Encoded:
-    count = round(length / haystack.seconds)
-    if count > haystack.steps:
-        raise ValueError(
-            f"The background has {haystack.steps * haystack.seconds:g} s; expected at least the {length:g} s that were "
-            "asked for."
-        )
-    longest = max(clip.steps for clip in clips)
-    if count < longest:
-        raise ValueError(
-            f"A length of {length:g} s is shorter than a needle of {longest * haystack.seconds:g} s: ask for longer "
-            "videos, or give shorter clips."
-        )
-    return haystack.first(count)
+    return Encoded(features, pixels["video_grid_thw"], seconds)
 
 
 def _digest(video: Encoded) -> str:
@@ -240,7 +238,7 @@ def _digest(video: Encoded) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class _Asked:
+class _Hunt:
     """Every question once."""
 
     def __init__(self, model: Any, processor: Any, journal: Journal, call: Mapping[str, Any]):
@@ -249,10 +247,12 @@ class _Asked:
         self._prompt = lru_cache(maxsize=1)(self._make_prompt)
 
     def _make_prompt(self, record: VideoRecord, num_steps: int, height: int, width: int, seconds: float) -> dict:
-        grid = torch.tensor([[num_steps, height, width]])
-        text, query = prompt_of(self.processor, record), record.query or record.question
-        inputs = prompt_inputs(self.processor, [text], grid, [seconds], [query])
-        return {**inputs, "video_grid_thw": grid, "second_per_grid_ts": torch.tensor([seconds])}
+        times = {
+            "video_grid_thw": torch.tensor([[num_steps, height, width]]),
+            "second_per_grid_ts": torch.tensor([seconds]),
+        }
+        query = record.query or record.question
+        return {**self.processor.conversation_inputs([conversation(record.question)], query=query, **times), **times}
 
     def ask(
         self, key: str, video: Encoded, needle: LabelledQuestion, clip: Encoded, depth: float, selection: str
@@ -264,7 +264,7 @@ class _Asked:
         features, start = video.hide(clip, depth)
         inputs = {**self._prompt(record, *video.grid[0].tolist(), video.seconds), "video_features": [features]}
         torch.manual_seed(0)  # of selection="random"
-        limit = len(self.processor.tokenizer(record.answer)["input_ids"]) + 2
+        limit = len(self.processor.text_ids(record.answer)) + 2
         (said,), chosen = answer(self.model, self.processor, inputs, limit, **_call(selection, **self.call))
         kept = chosen.kept_indices[0].cpu().numpy()
         shown = start + self._tokens(needle, clip)
@@ -293,9 +293,9 @@ def _key(length: float, number: int, depth: float, selection: str) -> str:
     return f"{length:g}/{number}/{depth:g}/{selection}"
 
 
-def check_places(lengths: Sequence[float], depths: Sequence[float]) -> None:
-    """Raises `ValueError` for lengths in seconds, or depths, out of their range."""
-    for name, values in (("length", lengths), ("depth", depths)):
+def check_places(lengths: Sequence[float], depths: Sequence[float], selections: Sequence[str]) -> None:
+    """Raises `ValueError` for lengths in seconds, depths or selections out of their range."""
+    for name, values in (("length", lengths), ("depth", depths), ("selection", selections)):
         if not values or len(set(values)) < len(values):
             raise ValueError(f"Got {name}s {list(values)}; expected at least one, and each once.")
     for length in lengths:
@@ -304,29 +304,95 @@ def check_places(lengths: Sequence[float], depths: Sequence[float]) -> None:
     for depth in depths:
         if not 0 <= depth <= 1:
             raise ValueError(f"A depth is {depth:g}; expected a share of the video, from 0 to 1.")
+    if set(selections) - set(METHODS):
+        raise ValueError(f"Got the selections {list(selections)}; expected some of {', '.join(METHODS)}.")
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Figures
+# The page and the figure
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _cell(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of one place in the heat maps."""
-    share, low, high = accuracy([one["correct"] for one in found])
-    means = {name: float(np.mean([one[name] for one in found])) for name in ("found", "share", "kept")}
-    return {**means, "visual_tokens": found[0]["visual_tokens"], "accuracy": share, "low": low, "high": high}
+def _summed(answers: Sequence[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """Means of the answers that share what is named. One needle is asked for often, so intervals are over needles."""
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for one in answers:
+        groups.setdefault(tuple(one[name] for name in names), []).append(one)
+    rows = []
+    for key, group in groups.items():
+        needles = np.array([one["needle"] for one in group])
+        values = {title: np.array([one[name] for one in group], dtype=float) for title, name in _MEASURES.items()}
+        rows.append(
+            {
+                **dict(zip(names, key, strict=True)),
+                **{title: float(shares.mean()) for title, shares in values.items()},
+                "kept": float(np.mean([one["kept"] for one in group])),
+                "visual_tokens": group[0]["visual_tokens"],
+                "intervals": {title: share_interval(shares, needles) for title, shares in values.items()},
+            }
+        )
+    return rows
 
 
-def _over_depths(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of one length; a needle is asked for at every depth, so intervals are over needles."""
-    needles = np.array([one["needle"] for one in found])
-    values = {"found": "found", "share": "share", "accuracy": "correct"}
-    intervals = {
-        title: clustered_interval(np.array([one[name] for one in found], dtype=float), needles)
-        for title, name in values.items()
-    }
-    return {**_cell(found), "intervals": intervals}
+def _page(document: Mapping[str, Any]) -> list[str]:
+    settings = document["settings"]
+    tokens, share = settings["max_visual_tokens"], settings["retention"]
+    budget = f"{tokens} visual tokens kept" if tokens is not None else "the model's own budget"
+    budget = f"{percent(share)} of the visual tokens kept" if tokens is None and share is not None else budget
+    depths = ", ".join(f"{depth:g}" for depth in settings["depths"])
+    rows = [
+        [
+            row["selection"],
+            time_of(row["length"]),
+            f"{row['kept']:.0f} of {row['visual_tokens']}",
+            *(percent_interval(row[name], row["intervals"][name]) for name in _MEASURES),
+        ]
+        for row in document["lengths"]
+    ]
+    columns = ["selection", "length", "tokens kept", "needles found", *_MAPS.values()]
+    return [
+        f"{settings['needles']} needles, each at the depths {depths}: {settings['needles'] * len(settings['depths'])} "
+        f"questions in every row; {budget}. A needle is found where one of its tokens is kept. A step of the video is "
+        f"{settings['seconds_per_step']:g} s and has {settings['tokens_per_step']} tokens. Intervals: 95%, over "
+        "needles.",
+        *(line for warning in document["warnings"] for line in ("", warning)),
+        "",
+        f"`{document['command']}`",
+        "",
+        *markdown_table(columns, rows),
+    ]
+
+
+def time_of(seconds: float) -> str:
+    """A length as people say it."""
+    if seconds < 120:
+        return f"{seconds:g} s"
+    return f"{seconds / 60:g} min"
+
+
+def _draw(document: Mapping[str, Any]) -> Figure:
+    """A heat map for each measure, row by row, and selection."""
+    settings = document["settings"]
+    lengths, depths, selections = (settings[name] for name in ("lengths", "depths", "selections"))
+    cells = {(cell["selection"], cell["length"], cell["depth"]): cell for cell in document["cells"]}
+    size = (1.2 + len(selections) * (0.9 + 0.42 * len(lengths)), 1.0 + len(_MAPS) * (0.7 + 0.34 * len(depths)))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(_MAPS), len(selections), squeeze=False, sharex=True, sharey=True)
+    for row, (measure, title) in zip(panels, _MAPS.items(), strict=True):
+        for axes, selection in zip(row, selections, strict=True):
+            values = np.array([[cells[selection, length, depth][measure] for length in lengths] for depth in depths])
+            image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+            for place, value in np.ndenumerate(values):
+                colour = "white" if value < 0.6 else "black"
+                axes.text(place[1], place[0], f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=7)
+            axes.set_title(selection.replace("_", " "), fontsize=9)
+            axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+            axes.set_xticks(range(len(lengths)), map(time_of, lengths), rotation=60, fontsize=7)
+        row[0].set_ylabel(f"{title}, %\ndepth", fontsize=9)
+        figure.colorbar(image, ax=list(row), fraction=0.02)
+    for axes in panels[-1]:
+        axes.set_xlabel("length of the video", fontsize=8)
+    return figure
 
 
 __all__ = ["SELECTIONS", "Encoded", "check_places", "run_needle"]

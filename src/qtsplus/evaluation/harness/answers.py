@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ class Answered:
         video: the file names of its videos, joined by commas.
         frames: how many frames were looked at.
         visual_tokens, kept_visual_tokens: those of its videos, and those of them that the language model read.
-        clue_tokens, kept_clue_tokens: the same for the tokens in the seconds that CG-Bench marks as clues.
         failed: why there is no answer, such as a video that cannot be read. It counts as wrong.
     """
 
@@ -30,9 +29,10 @@ class Answered:
     frames: int = 0
     visual_tokens: int = 0
     kept_visual_tokens: int = 0
-    clue_tokens: int = 0
-    kept_clue_tokens: int = 0
     failed: str | None = None
+
+
+_FIELDS = {field.name for field in fields(Answered)}
 
 
 class AnswerLog:
@@ -90,5 +90,5 @@ def _read(path: Path) -> dict[str, Answered]:
             continue  # cut by a kill: that question is asked again
         key = entry.pop("key")
         if entry["failed"] is None:  # a video that could not be read may have been mended
-            found[key] = Answered(**entry)
+            found[key] = Answered(**{name: entry[name] for name in _FIELDS & entry.keys()})
     return found

@@ -18,15 +18,12 @@ FEWER_FRAMES = "fewer_frames"  # not a selection among tokens: the others are ne
 @dataclass(frozen=True)
 class Selecting:
     """
-    Args:
-        selection: a method of `methods_qtsplus.METHODS`, or `"fewer_frames"`: as many whole frames as `retention`
-            of the tokens allow. The model's own when absent; of a stock model that is all.
-        retention: fraction of the visual tokens to keep, in (0, 1]; the model's decision when absent.
-        max_visual_tokens: most visual tokens to keep.
-        reencode: `False` hands the kept tokens on as they are.
+    As for `generate`, with one more `selection`: `"fewer_frames"`, as many whole frames as `retention` of the tokens
+    allow. A stock model keeps all tokens where none is named.
 
     Raises:
-        ValueError: an unknown selection, a retention out of its range, both a retention and a maximum.
+        ValueError: an unknown selection, a retention out of its range, both a retention and a maximum, or one of them
+            with a selection that keeps everything.
     """
 
     selection: str | None = None
@@ -43,6 +40,8 @@ class Selecting:
             raise ValueError(f"max_visual_tokens is {self.max_visual_tokens!r}; expected at least 1.")
         if self.retention is not None and self.max_visual_tokens is not None:
             raise ValueError("Got retention and max_visual_tokens; expected one of them.")
+        if self.selection == "all" and (self.retention or self.max_visual_tokens):
+            raise ValueError("selection=all keeps every token; leave out retention and max_visual_tokens.")
         if self.selection == FEWER_FRAMES and self.retention is None:
             raise ValueError("selection=fewer_frames goes by a retention; give one, such as retention=0.1.")
 
@@ -56,16 +55,11 @@ class Selecting:
 @dataclass(frozen=True)
 class Reading:
     """
-    What is looked at; the processor's own where it is left out.
-
-    Args:
-        fps: frames per second.
-        num_frames: frames of a video instead, as many as it has at most.
-        max_frames: most frames of a video, where they go by `fps`.
-        min_pixels, max_pixels: of a frame, for a backbone that reads frames in their own resolution.
+    Which frames are looked at, and how large they are; as the processor has it where it is left out. `min_pixels` and
+    `max_pixels` are for a backbone that reads frames in their own resolution.
 
     Raises:
-        ValueError: a value that is not above 0, or both a rate and a number.
+        ValueError: a value that is not above 0, a rate or a maximum beside a number, or fewer pixels than the fewest.
     """
 
     fps: float | None = None
@@ -78,8 +72,11 @@ class Reading:
         for name, value in vars(self).items():
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value!r}; expected a finite number above 0.")
-        if self.fps is not None and self.num_frames is not None:
-            raise ValueError("Got fps and num_frames; expected one of them.")
+        for name in ("fps", "max_frames"):
+            if getattr(self, name) is not None and self.num_frames is not None:
+                raise ValueError(f"Got {name} and num_frames; expected one of them.")
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels is {self.min_pixels} and max_pixels {self.max_pixels}; expected no fewer.")
 
     def apply(self, processor: Any) -> None:
         """Sets a processor up to read every video like this."""

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import track
 
 from ... import session
+from ...output import first_line
+from ..exact_match import UNREADABLE
 from .answers import Answered, AnswerLog
 from .loading import Reading, Selecting, load, read_video
 
@@ -41,7 +43,6 @@ class _Request:
     videos: list[str]
     images: list[Any]
     query: str | None
-    clues: Sequence[Sequence[float]]
     generation: Mapping[str, Any]
 
     @property
@@ -57,11 +58,8 @@ class QTSplus(lmms):
     size and their times come from our processor, for stock models too: every model that runs here sees the same.
 
     Args:
-        pretrained: a folder or a Hub id.
-        revision: of a model on the Hub.
+        pretrained, revision, dtype: as for `qtsplus.session.load`.
         device: such as `"cuda"`; with several processes on GPUs, each takes the one of its rank.
-        dtype: of the weights; `"auto"` is the checkpoint's.
-        batch_size: prompts at a time.
         answers: a folder that keeps every answer as it is given; what it holds is not asked again.
         options: the fields of [`Selecting`] and [`Reading`].
 
@@ -152,8 +150,7 @@ class QTSplus(lmms):
                 else:
                     raise ValueError(f"{task} {doc_id}: expected text, images and whole videos, got {part!r}.")
             messages.append({"role": message["role"], "content": content})
-        place, clues = f"{task}/{split}/{doc_id}", doc.get("clue_intervals") or []
-        return _Request(key, place, messages, videos, images, query, clues, generation)
+        return _Request(key, f"{task}/{split}/{doc_id}", messages, videos, images, query, generation)
 
     def _answer(self, batch: Sequence[_Request]) -> dict[str, Answered]:
         """Answers to prompts of one kind of generation; those whose videos cannot be read fail, the others do not."""
@@ -172,8 +169,8 @@ class QTSplus(lmms):
         if video not in self._encoded:
             try:
                 self._encoded[video] = read_video(self.model, self.processor, video, self.selecting)
-            except (ValueError, OSError) as error:
-                self._encoded[video] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            except UNREADABLE as error:
+                self._encoded[video] = first_line(error)
         self._encoded.move_to_end(video)
         while len(self._encoded) > self.batch_size:
             self._encoded.popitem(last=False)
@@ -201,23 +198,18 @@ class QTSplus(lmms):
         padding = self.processor.tokenizer.pad_token_id
         answers = {}
         for row, (request, found) in enumerate(asked):
-            total = sum(len(video.features) for video in found)
-            kept = output.qtsplus.kept_indices[row] if found else torch.empty(0, dtype=torch.long)
-            clues = torch.cat([_in_clues(request.clues, video) for video in found]) if found else kept.bool()
             answers[request.key] = Answered(
                 text=texts[row],
                 output_tokens=int((new[row] != padding).sum()),
                 video=request.names,
                 frames=sum(len(video.metadata.frames_indices) for video in found),
-                visual_tokens=total,
-                kept_visual_tokens=len(kept),
-                clue_tokens=int(clues.sum()),
-                kept_clue_tokens=int(clues[kept.cpu()].sum()),
+                visual_tokens=sum(len(video.features) for video in found),
+                kept_visual_tokens=len(output.qtsplus.kept_indices[row]) if found else 0,
             )
         return answers
 
     def _inputs(self, requests: Sequence[_Request], videos: Sequence[session.EncodedVideo]) -> Any:
-        options: dict[str, Any] = {"padding": True, "padding_side": "left", "return_tensors": "pt"}
+        options: dict[str, Any] = {}
         if videos:
             options["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
             options["video_metadata"] = [video.metadata for video in videos]
@@ -225,11 +217,7 @@ class QTSplus(lmms):
             options["images"] = images
         if any(request.query for request in requests):
             options["query"] = [request.query or _question(request.messages) for request in requests]
-        text = [
-            self.processor.apply_chat_template(request.messages, tokenize=False, add_generation_prompt=True)
-            for request in requests
-        ]
-        return self.processor(text=text, **options)
+        return self.processor.conversation_inputs([request.messages for request in requests], **options)
 
 
 def _take_options(options: Mapping[str, Any]) -> tuple[Selecting, Reading]:
@@ -261,17 +249,6 @@ def _generation(given: Mapping[str, Any]) -> dict[str, Any]:
         return {**chosen, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     sampled = {name: given[name] for name in ("temperature", "top_p", "top_k") if given.get(name) is not None}
     return {**chosen, "do_sample": True, **sampled}
-
-
-def _in_clues(clues: Sequence[Sequence[float]], video: session.EncodedVideo) -> torch.Tensor:
-    """Bool `[k]`: which tokens of a video stand in the seconds of a clue, in part at least."""
-    steps = int(video.video_grid_thw[0, 0])
-    starts = torch.arange(steps) * video.second_per_grid_ts[0]
-    ends = starts + video.second_per_grid_ts[0]
-    inside = torch.zeros(steps, dtype=torch.bool)
-    for start, end in clues:
-        inside |= (starts <= end) & (ends > start)
-    return inside.repeat_interleave(len(video.features) // steps)
 
 
 def _question(messages: Sequence[Mapping[str, Any]]) -> str:

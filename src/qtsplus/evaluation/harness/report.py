@@ -3,20 +3,28 @@
 import html
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
-from ..intervals import clustered_interval, paired_test
-from .catalogue import PublishedTable, published
-from .run import failures
+from ...output import check_output, markdown_table, whole_file
+from ..intervals import paired_gain, share_interval
+from .run import failures, samples_log, scored
 
 # Runs are compared where the other one keeps this many times our tokens: as many, or the few more of whole frames.
 SAME_TOKENS = (0.95, 1.3)
+TITLE = "# Evaluation"
+_SAMPLE = {"doc_id", "video", "visual_tokens", "kept_visual_tokens", "failed", "scores"}
+# Wide tables scroll in themselves, so that the page does not.
+_STYLE = (
+    "body{font:15px sans-serif;margin:2em;overflow-wrap:anywhere}div{overflow-x:auto}"
+    "table{border-collapse:collapse}td,th{padding:3px 9px;text-align:left}"
+    "tr{border-bottom:1px solid #ddd}th{border-bottom:2px solid}"
+)
 
 
 @dataclass(frozen=True)
@@ -27,21 +35,27 @@ class Run:
     Args:
         folder: where it is.
         label: its model, and how that selected.
-        document: its `run.json`.
+        settings, versions, tasks: its `run.json`.
     """
 
     folder: Path
     label: str
-    document: Mapping[str, Any]
-
-    @property
-    def tasks(self) -> Mapping[str, Any]:
-        return self.document["tasks"]
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    tasks: Mapping[str, Any]
 
     @property
     def selects(self) -> bool:
         """Whether the model chose by its own selector."""
-        return self.document["settings"]["options"].get("selection") in (None, "qtsplus")
+        return self.settings["options"].get("selection") in (None, "qtsplus")
+
+    def value(self, task: str, metric: str) -> float | None:
+        return self.tasks.get(task, {}).get("metrics", {}).get(metric)
+
+    def scored(self, task: str, metric: str) -> list[dict[str, Any]]:
+        """The questions that a metric is about, where it scores them from 0 to 1."""
+        samples = scored(self.tasks[task], metric) if task in self.tasks else []
+        return samples if all(0 <= sample["scores"][metric] <= 1 for sample in samples) else []
 
 
 @dataclass(frozen=True)
@@ -77,15 +91,34 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             raise ValueError(
                 f"There is no run.json in {folder}; expected the folder of a finished `qtsplus eval --tasks`."
             )
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if not {"settings", "versions", "tasks"} <= set(document):
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+        if not _is_run(document):
             raise ValueError(f"{path} is no result of `qtsplus eval --tasks`.")
-        runs.append(Run(folder, _label(document["settings"]), document))
-    repeated = {run.label for run in runs if sum(other.label == run.label for other in runs) > 1}
+        runs.append(Run(folder, _label(document["settings"]), **document))
+    labels = [run.label for run in runs]
     return [
-        Run(run.folder, f"{run.label} ({run.folder.name})", run.document) if run.label in repeated else run
-        for run in runs
+        replace(run, label=f"{run.label} ({run.folder.name})") if labels.count(run.label) > 1 else run for run in runs
     ]
+
+
+def _is_run(document: Any) -> bool:
+    """Whether a run.json is one of ours."""
+    if not isinstance(document, dict) or document.keys() != {"settings", "versions", "tasks"}:
+        return False
+    if not all(isinstance(part, dict) for part in (*document.values(), document["settings"].get("options"))):
+        return False
+    tasks = document["tasks"].values()
+    return isinstance(document["settings"].get("model"), str) and all(
+        isinstance(task, dict)
+        and isinstance(task.get("metrics"), dict)
+        and isinstance(samples := task.get("samples"), list)
+        and len(samples) > 0
+        and all(isinstance(sample, dict) and sample.keys() >= _SAMPLE for sample in samples)
+        for task in tasks
+    )
 
 
 def _label(settings: Mapping[str, Any]) -> str:
@@ -107,42 +140,43 @@ def _label(settings: Mapping[str, Any]) -> str:
 
 
 def tables(runs: Sequence[Run]) -> list[Table]:
-    """All that the runs say, and what is published of the same tasks."""
-    return [
-        _accuracy(runs),
-        *([found] if (found := _gains(runs)).rows else []),
-        *(table for each in published() if (table := _published(runs, each)).rows),
-        _tokens(runs),
-        *([found] if (found := _clues(runs)).rows else []),
-        _settings(runs),
-    ]
+    """All that the runs say."""
+    gains = _gains(runs)
+    return [_accuracy(runs), *([gains] if gains.rows else []), _tokens(runs), _settings(runs)]
+
+
+def _metrics(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Every task with every metric."""
+    return list(
+        dict.fromkeys((task, metric) for run in runs for task in run.tasks for metric in run.tasks[task]["metrics"])
+    )
+
+
+def _counts(runs: Sequence[Run], task: str, metric: str) -> list[str | None]:
+    """How many questions and videos a metric is about; several numbers where the runs differ."""
+    samples = [run.scored(task, metric) for run in runs if task in run.tasks]
+    questions = dict.fromkeys(str(len(one)) for one in samples if one)
+    videos = dict.fromkeys(str(len({sample["video"] for sample in one})) for one in samples if one)
+    return [" / ".join(questions) or None, " / ".join(videos) or None]
 
 
 def _accuracy(runs: Sequence[Run]) -> Table:
     rows: list[list[str | None]] = []
-    for name in _row_names(runs):
-        task, metric = name.split("/")
+    for task, metric in _metrics(runs):
         cells = []
         for run in runs:
-            value = run.tasks.get(task, {}).get("metrics", {}).get(metric)
-            interval = _interval(run, task, metric)
-            cells.append(None if value is None else f"{value:.2f}" + (f" ({interval})" if interval else ""))
-        rows.append([name, *cells])
-    note = "Percent, as lmms-eval gives it. In brackets the 95% interval of the mean over questions, by videos."
-    return Table("Accuracy", ["task", *(run.label for run in runs)], rows, ranked=len(runs), note=note)
-
-
-def _row_names(runs: Sequence[Run]) -> list[str]:
-    names = (f"{task}/{metric}" for run in runs for task, found in run.tasks.items() for metric in found["metrics"])
-    return list(dict.fromkeys(names))
-
-
-def _interval(run: Run, task: str, metric: str) -> str:
-    samples = run.tasks[task]["samples"] if task in run.tasks else []
-    scored = [sample for sample in samples if metric in sample["scores"]]
-    videos = np.array([sample["video"] for sample in scored])
-    found = clustered_interval(np.array([sample["scores"][metric] for sample in scored]), videos) if scored else {}
-    return f"{max(0.0, 100 * found['low']):.1f} to {min(100.0, 100 * found['high']):.1f}" if found else ""
+            value, samples = run.value(task, metric), run.scored(task, metric)
+            videos = np.array([sample["video"] for sample in samples])
+            interval = share_interval(np.array([sample["scores"][metric] for sample in samples]), videos)
+            bounds = f" ({100 * interval['low']:.1f} to {100 * interval['high']:.1f})" if interval else ""
+            cells.append(None if value is None else f"{value:.2f}{bounds}")
+        rows.append([f"{task}/{metric}", *cells, *_counts(runs, task, metric)])
+    note = (
+        "Percent, as lmms-eval gives it. In brackets the 95% interval of the mean over questions: Student's t over "
+        "videos, and Clopper and Pearson's where all videos have the same mean."
+    )
+    head = ["task", *(run.label for run in runs), "questions", "videos"]
+    return Table("Accuracy", head, rows, ranked=len(runs), note=note)
 
 
 def _gains(runs: Sequence[Run]) -> Table:
@@ -150,100 +184,62 @@ def _gains(runs: Sequence[Run]) -> Table:
     rows: list[list[str | None]] = []
     for own in runs:
         for other in runs:
-            for name in _row_names([own]) if own.selects and not other.selects else []:
-                task, metric = name.split("/")
+            for task, metric in _metrics([own]) if own.selects and not other.selects else []:
                 if (cells := _gain(own, other, task, metric)) is not None:
-                    rows.append([name, own.label, other.label, *cells])
+                    rows.append([f"{task}/{metric}", own.label, other.label, *cells, *_counts([own], task, metric)])
     fewest, most = SAME_TOKENS
     note = (
         "Points by which a model's own selection is better than another one on the same questions, where that keeps "
-        f"from {fewest:.0%} to {most:.0%} of our tokens. Intervals are 95%, by videos; p is that of no gain, by signs "
-        "drawn for each video."
+        f"from {fewest:.0%} to {most:.0%} of our tokens. Intervals are 95%, by videos; p is that of no gain, by the "
+        "same interval."
     )
-    head = ["task", "selection", "over", "gain", "95% interval", "p", "tokens", "its tokens"]
+    head = ["task", "selection", "over", "gain", "95% interval", "p", "tokens", "its tokens", "questions", "videos"]
     return Table("Gains at equal tokens", head, rows, note=note)
 
 
 def _gain(own: Run, other: Run, task: str, metric: str) -> list[str] | None:
-    if task not in other.tasks:
-        return None
-    ours, theirs = (
-        {sample["doc_id"]: sample for sample in run.tasks[task]["samples"] if metric in sample["scores"]}
-        for run in (own, other)
-    )
+    ours, theirs = ({sample["doc_id"]: sample for sample in run.scored(task, metric)} for run in (own, other))
     if not ours or ours.keys() != theirs.keys():
         return None
-    tokens, its_tokens = (_mean(samples.values(), "kept_visual_tokens") for samples in (ours, theirs))
+    tokens, its_tokens = (_mean(list(samples.values()), "kept_visual_tokens") for samples in (ours, theirs))
     fewest, most = SAME_TOKENS
     if not fewest * tokens <= its_tokens <= most * tokens:
         return None
     gains = np.array([ours[key]["scores"][metric] - theirs[key]["scores"][metric] for key in ours])
-    videos = np.array([sample["video"] for sample in ours.values()])
-    found = clustered_interval(gains, videos)
-    interval = f"{100 * found['low']:+.1f} to {100 * found['high']:+.1f}" if found else ""
-    p = f"{paired_test(gains, videos):.4f}"
+    gain = paired_gain(gains, np.array([sample["video"] for sample in ours.values()]))
+    interval = f"{100 * gain['low']:+.1f} to {100 * gain['high']:+.1f}" if gain else ""
+    p = f"{gain['p']:.4f}" if gain else ""
     return [f"{100 * gains.mean():+.1f}", interval, p, f"{tokens:.0f}", f"{its_tokens:.0f}"]
 
 
-def _mean(samples: Any, name: str) -> float:
-    values = [sample[name] for sample in samples]
-    return sum(values) / len(values)
-
-
-def _published(runs: Sequence[Run], table: PublishedTable) -> Table:
-    rows: list[list[str | None]] = []
-    for name, values in table.rows.items():
-        task, metric = name.split("/")
-        ours = [run.tasks.get(task, {}).get("metrics", {}).get(metric) for run in runs]
-        if any(value is not None for value in ours):
-            cells = [None if value is None else f"{value:.2f}" for value in ours]
-            rows.append([name, *cells, *(f"{value:.2f}" for value in values)])
-    note = (
-        f"Published columns are copied from the QTSplus paper (arXiv 2511.11910, “{table.title}”; {table.settings}); "
-        "they were not measured here. Bold and underlined are ours only."
-    )
-    head = ["task", *(run.label for run in runs), *(f"{name} (published)" for name in table.columns)]
-    return Table(f"Beside the paper: {table.title}", head, rows, ranked=len(runs), note=note)
+def _mean(samples: Sequence[Mapping[str, Any]], name: str) -> float:
+    return sum(sample[name] for sample in samples) / len(samples)
 
 
 def _tokens(runs: Sequence[Run]) -> Table:
     rows: list[list[str | None]] = []
     for run in runs:
-        for task, found in run.tasks.items():
-            samples = found["samples"]
-            total, kept = (_mean(samples, name) for name in ("visual_tokens", "kept_visual_tokens"))
+        for name, task in run.tasks.items():
+            samples = task["samples"]
+            total, kept = (_mean(samples, count) for count in ("visual_tokens", "kept_visual_tokens"))
             share = f"{kept / total:.1%}" if total else None
             failed = sum(sample["failed"] is not None for sample in samples)
-            rows.append([task, run.label, str(len(samples)), f"{total:.0f}", f"{kept:.0f}", share, str(failed)])
-    head = ["task", "run", "questions", "visual tokens", "kept", "share", "failed"]
+            counts = str(len(samples)), str(len({sample["video"] for sample in samples}))
+            rows.append([name, run.label, *counts, f"{total:.0f}", f"{kept:.0f}", share, str(failed)])
+    head = ["task", "run", "questions", "videos", "visual tokens", "kept", "share", "failed"]
     lines = [f"{line}." for run in runs for line in failures(run.tasks)]
     return Table("Tokens", head, rows, note=" ".join(["Means per question.", *lines]))
-
-
-def _clues(runs: Sequence[Run]) -> Table:
-    rows: list[list[str | None]] = []
-    for run in runs:
-        for task, found in run.tasks.items():
-            samples = [sample for sample in found["samples"] if sample.get("clue_tokens")]
-            if not samples:
-                continue
-            recall = sum(s["kept_clue_tokens"] / s["clue_tokens"] for s in samples) / len(samples)
-            share = sum(s["kept_visual_tokens"] / s["visual_tokens"] for s in samples) / len(samples)
-            rows.append([task, run.label, str(len(samples)), f"{recall:.1%}", f"{share:.1%}", f"{recall / share:.2f}"])
-    head = ["task", "run", "questions", "clue recall", "kept of all tokens", "recall over chance"]
-    note = "Clue recall is the share kept of the tokens in the seconds that the benchmark marks as clues."
-    return Table("Clues", head, rows, note=note)
 
 
 def _settings(runs: Sequence[Run]) -> Table:
     rows: list[list[str | None]] = []
     for run in runs:
-        settings = {name: value for name, value in run.document["settings"].items() if value not in (None, {})}
-        options = {name: value for name, value in settings.pop("options", {}).items() if value is not True}
-        said = ", ".join(f"{name} {value}" for name, value in {**settings, **options}.items())
-        versions = ", ".join(f"{name} {value}" for name, value in run.document["versions"].items())
-        rows.append([run.label, said, versions, None])
-    return Table("Settings", ["run", "settings", "versions", "logs"], rows)
+        settings = {name: value for name, value in run.settings.items() if value is not None and name != "options"}
+        options = {name: value for name, value in run.settings["options"].items() if value is not True}
+        cells = [", ".join(f"{name} {value}" for name, value in part.items()) for part in (settings, options)]
+        versions = ", ".join(f"{name} {value}" for name, value in run.versions.items())
+        rows.append([run.label, ", ".join(filter(None, cells)), versions])
+    return Table("Settings", ["run", "settings", "versions"], rows)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -256,74 +252,72 @@ def write_report(runs: Sequence[Run], out: Path) -> list[Path]:
     Writes the report as Markdown, as HTML, and its tables as JSON.
 
     Args:
-        out: the Markdown file; the others stand beside it. All link the logs of every sample.
+        out: the Markdown file; the others stand beside it. The pages link the logs of every sample.
 
     Returns:
         The three files.
+
+    Raises:
+        ValueError: another name than one that ends with .md, or a file that is there and is no report.
     """
+    if out.suffix != ".md":
+        raise ValueError(f"The report is to be {out}; expected a name that ends with .md.")
+    is_report = out.is_file() and out.read_text(encoding="utf-8", errors="replace").startswith(f"{TITLE}\n")
+    paths = [check_output(out.with_suffix(suffix), overwrite=is_report) for suffix in (".md", ".html", ".json")]
     made = tables(runs)
-    for row, run in zip(made[-1].rows, runs, strict=True):
-        row[-1] = " ".join(
-            f"[{path.stem.partition('_samples_')[2]}]({os.path.relpath(path, out.parent)})"
-            for path in sorted((run.folder / "harness").glob("**/*_samples_*.jsonl"))
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    page, data = out.with_suffix(".html"), out.with_suffix(".json")
-    out.write_text("\n".join(["# Evaluation", "", *map(_markdown, made)]), encoding="utf-8")
-    page.write_text(_page(made), encoding="utf-8")
-    data.write_text(
-        json.dumps([asdict(table) for table in made], indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    return [out, page, data]
-
-
-def _ranks(table: Table) -> list[list[int | None]]:
-    """Per cell 1 for the best of its row, 2 for the second; equal figures share a rank."""
-    ranks: list[list[int | None]] = []
-    for row in table.rows:
-        values = [_number(cell) for cell in row[1 : 1 + table.ranked]]
-        order = sorted({value for value in values if value is not None}, reverse=True)[:2]
-        compared = sum(value is not None for value in values) > 1
-        found = [order.index(value) + 1 if compared and value in order else None for value in values]
-        ranks.append([None, *found, *[None] * (len(row) - 1 - len(found))])
-    return ranks
-
-
-def _number(cell: str | None) -> float | None:
-    return None if cell is None else float(cell.split()[0])
-
-
-def _markdown(table: Table) -> str:
-    marks = {1: "**{}**", 2: "<u>{}</u>", None: "{}"}
-    rows = [
-        [marks[rank].format(cell) if cell else "" for cell, rank in zip(row, ranks, strict=True)]
-        for row, ranks in zip(table.rows, _ranks(table), strict=True)
+    logs = [
+        (f"{run.label}: {task}", quote(os.path.relpath(samples_log(run.folder, task), out.parent)))
+        for run in runs
+        for task in run.tasks
+        if samples_log(run.folder, task).exists()
     ]
-    lines = [table.head, ["---"] * len(table.head), *rows]
-    body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    return f"## {table.title}\n\n{body}\n" + (f"\n{table.note}\n" if table.note else "")
+    texts = (_markdown(made, logs), _page(made, logs), json.dumps([asdict(table) for table in made], indent=1) + "\n")
+    for path, text in zip(paths, texts, strict=True):
+        with whole_file(path) as file:
+            file.write(text)
+    return paths
 
 
-def _page(made: Sequence[Table]) -> str:
-    style = "body{font:15px sans-serif;margin:2em}table{border-collapse:collapse}td,th{padding:3px 9px;text-align:left}"
-    style += "tr{border-bottom:1px solid #ddd}th{border-bottom:2px solid}"
+def _marked(table: Table, marks: Mapping[int, str]) -> list[list[str]]:
+    """Cells as text, with the best of a row as `marks[0]` has it and the second as `marks[1]`; equal figures share."""
+    marked = []
+    for row in table.rows:
+        values = [None if cell is None else float(cell.split()[0]) for cell in row[1 : 1 + table.ranked]]
+        best = sorted({value for value in values if value is not None}, reverse=True)
+        if sum(value is not None for value in values) < 2:
+            best = []
+        ranks = [None, *(best.index(value) if value in best else None for value in values)]
+        cells = [cell or "" for cell in row]
+        for place, rank in enumerate(ranks):
+            if rank is not None and rank in marks:
+                cells[place] = marks[rank].format(cells[place])
+        marked.append(cells)
+    return marked
+
+
+def _markdown(made: Sequence[Table], logs: Sequence[tuple[str, str]]) -> str:
+    lines = [TITLE]
+    for table in made:
+        rows = _marked(table, {0: "**{}**", 1: "<u>{}</u>"})
+        lines += ["", f"## {table.title}", "", *markdown_table(table.head, rows, texts=len(table.head))]
+        lines += ["", table.note] if table.note else []
+    lines += ["", "## Logs", "", *(f"- [{name}]({address})" for name, address in logs)] if logs else []
+    return "\n".join(lines) + "\n"
+
+
+def _page(made: Sequence[Table], logs: Sequence[tuple[str, str]]) -> str:
+    links = "".join(f'<li><a href="{html.escape(address)}">{html.escape(name)}</a></li>' for name, address in logs)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Evaluation</title><style>{style}</style>'
-        f"<h1>Evaluation</h1>{''.join(map(_html, made))}</html>\n"
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>Evaluation</title><style>{_STYLE}</style><h1>Evaluation</h1>{''.join(map(_html, made))}"
+        f"{f'<h2>Logs</h2><ul>{links}</ul>' if links else ''}</html>\n"
     )
 
 
 def _html(table: Table) -> str:
-    marks = {1: "<b>{}</b>", 2: "<u>{}</u>", None: "{}"}
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in table.head)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{marks[rank].format(_cell(cell))}</td>" for cell, rank in zip(row, ranks, strict=True))
-        for row, ranks in zip(table.rows, _ranks(table), strict=True)
-    )
+    escaped = replace(table, rows=[[cell and html.escape(cell) for cell in row] for row in table.rows])
+    rows = [[html.escape(title) for title in table.head], *_marked(escaped, {0: "<b>{}</b>", 1: "<u>{}</u>"})]
+    head, *body = (f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in rows)
     note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
-    return f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{rows}</table>{note}"
-
-
-def _cell(cell: str | None) -> str:
-    """Text, in which `[name](address)` is a link."""
-    return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r'<a href="\2">\1</a>', html.escape(cell or ""))
+    grid = f"<table>{head.replace('td>', 'th>')}{''.join(body)}</table>"
+    return f"<h2>{html.escape(table.title)}</h2><div>{grid}</div>{note}"

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -16,11 +17,13 @@ from typing import Any
 from huggingface_hub.constants import HF_HOME
 
 from ... import __version__
-from . import records
+from ...output import check_folder, whole_file
+from . import record_tasks
 from .catalogue import SHARES, resolve
 
 HARNESS = "lmms-eval"
 RECORDS = ".jsonl"  # what a task of one's own records ends with
+_WRITTEN = ("run.json", "answers", "samples", "tasks", "harness", "harness.log")  # in the folder of a run
 _PACKAGES = (HARNESS, "transformers", "torch", "av")
 
 
@@ -66,7 +69,8 @@ def run(
     Evaluates a model, or goes on with a run that was stopped, and writes `<out>/run.json` with all that it found.
 
     Args:
-        out: a folder; beside the result it holds the answers, the harness's log and the log of every sample.
+        out: a folder; beside the result it holds the answers, the harness's log, and as `samples/TASK.jsonl` what the
+            harness logged of every question.
         processes: that share the questions.
         batch_size: prompts at a time, in each of them.
         device: such as `"cuda"`; a GPU per process where there are any when absent.
@@ -81,10 +85,13 @@ def run(
         HarnessError: the harness failed, or left no result, or not every sample.
     """
     if find_spec("lmms_eval") is None:
-        raise ValueError('lmms-eval is not installed; get it with `pip install "qtsplus[eval]"`.')
+        raise ValueError(
+            "lmms-eval is not installed. It comes with the extra `eval`: in a clone of this repository, run "
+            '`pip install -e ".[eval]"`.'
+        )
     tasks, folder = resolve(settings.tasks), out / "tasks"
     command = _command(settings, tasks, folder, out, processes, batch_size, device)
-    _claim(out, settings)
+    _claim(out, settings, include_path)
     _write_tasks(tasks, folder, include_path)
     log = out / "harness.log"
     say(f"lmms-eval is running; its log is {log}.")
@@ -95,24 +102,37 @@ def run(
     code = done.returncode
     if code:
         raise HarnessError(f"lmms-eval ended with exit code {code}: {_last_error(log)} The log is {log}.")
-    found = collect(out / "harness", log)
-    result = {"settings": settings.as_dict(), "versions": _versions(), "tasks": found}
+    result = {"settings": settings.as_dict(), "versions": _versions(), "tasks": collect(out / "harness", log)}
+    # Under a name that stays: the harness puts the time into its own, and reports link these.
+    for task in result["tasks"]:
+        with whole_file(samples_log(out, task)) as file:
+            file.write(_left(out / "harness", task).read_text(encoding="utf-8"))
     _write_json(out / "run.json", result)
     return result
 
 
-def _claim(out: Path, settings: Settings) -> None:
+def samples_log(out: Path, task: str) -> Path:
+    """What the harness logged of every question of a task."""
+    return out / "samples" / f"{task}.jsonl"
+
+
+def _claim(out: Path, settings: Settings, include_path: Path | None) -> None:
     """A folder belongs to the settings of its first run: two would mix their answers."""
-    path = out / "settings.json"
-    wanted = json.loads(json.dumps(settings.as_dict()))
+    check_folder(out)
+    path, wanted = out / "settings.json", json.loads(json.dumps(settings.as_dict()))
     if path.exists():
         held = json.loads(path.read_text(encoding="utf-8"))
-        differing = sorted(name for name in {*held, *wanted} if held.get(name) != wanted.get(name))
+        if not isinstance(held, dict) or held.keys() != wanted.keys():
+            raise ValueError(f"{path} is not of a run of `qtsplus eval`; choose another folder with --out.")
+        differing = sorted(name for name in wanted if held[name] != wanted[name])
         if differing:
             raise ValueError(
                 f"{out} holds a run with another {' and another '.join(differing)}; choose another folder with --out."
             )
-    out.mkdir(parents=True, exist_ok=True)
+    elif taken := [name for name in _WRITTEN if (out / name).exists()]:
+        raise ValueError(f"{out} holds {taken[0]}, which is not of a run; choose another folder with --out.")
+    if include_path is not None and include_path.resolve().is_relative_to(out.resolve()):
+        raise ValueError(f"--include-path {include_path} lies in the folder of the run; keep your tasks elsewhere.")
     _write_json(path, wanted)
 
 
@@ -124,7 +144,7 @@ def _write_tasks(tasks: Sequence[str], folder: Path, include_path: Path | None) 
     folder.mkdir(parents=True, exist_ok=True)
     for task in tasks:
         if task.endswith(RECORDS):
-            records.write_task(task, folder)
+            record_tasks.write_task(task, folder)
 
 
 def _command(
@@ -149,6 +169,8 @@ def _command(
                 f"{name} is {str(value)!r}; lmms-eval takes no comma, equals sign, quote or bracket in it."
             )
     names = [Path(task).stem if task.endswith(RECORDS) else task for task in tasks]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"Two files of records are named {repeated[0]}; rename one, since its task has that name.")
     alone = [sys.executable, "-m"]
     shared = [*alone, "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
     return [
@@ -201,8 +223,8 @@ def collect(folder: Path, log: Path) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     for task, counts in document["n-samples"].items():
         metrics = document["higher_is_better"][task]
-        path = next(folder.glob(f"**/*_samples_{task}.jsonl"), None)
-        lines = [] if path is None else [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        path = _left(folder, task)
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
         if not lines or len({line["doc_id"] for line in lines}) != int(counts["effective"]):
             raise HarnessError(
                 f"lmms-eval logged {len(lines)} of {int(counts['effective'])} samples of {task}. The log is {log}."
@@ -214,9 +236,19 @@ def collect(folder: Path, log: Path) -> dict[str, Any]:
     return tasks
 
 
-def _metrics(found: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, float]:
+def _left(folder: Path, task: str) -> Path:
+    """Where the harness logged the samples of a task."""
+    return next(folder.glob(f"**/*_samples_{task}.jsonl"), folder / f"no_samples_{task}.jsonl")
+
+
+def scored(task: Mapping[str, Any], metric: str) -> list[dict[str, Any]]:
+    """The questions of a task that a metric is about, as far as the harness logs that."""
+    return [sample for sample in task["samples"] if metric in sample["scores"]]
+
+
+def _metrics(results: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, float]:
     values = {}
-    for name, value in found.items():
+    for name, value in results.items():
         metric = name.split(",")[0]
         if metric in metrics and isinstance(value, (int, float)):
             values[metric] = value * 100 if metric in SHARES else value
@@ -226,10 +258,9 @@ def _metrics(found: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, 
 def _sample(line: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
     (counts,) = line["token_counts"]
     kept = {name: counts[name] for name in ("video", "visual_tokens", "kept_visual_tokens", "failed")}
-    clues = {name: counts[name] for name in ("clue_tokens", "kept_clue_tokens") if counts.get("clue_tokens")}
     scores = {metric: _score(line[metric]) for metric in metrics if metric in line}
     scores = {metric: score for metric, score in scores.items() if score is not None}
-    return {"doc_id": line["doc_id"], **kept, **clues, "scores": scores}
+    return {"doc_id": line["doc_id"], **kept, "scores": scores}
 
 
 def _score(logged: Any) -> float | None:
@@ -249,12 +280,12 @@ def _score(logged: Any) -> float | None:
 
 def failures(tasks: Mapping[str, Any]) -> list[str]:
     """One line per video that failed: how many questions of it count as wrong, and why."""
-    reasons: dict[tuple[str, str, str], int] = {}
-    for task, found in tasks.items():
-        for sample in found["samples"]:
-            if sample["failed"] is not None:
-                key = (task, sample["video"], sample["failed"])
-                reasons[key] = reasons.get(key, 0) + 1
+    reasons = Counter(
+        (task, sample["video"], sample["failed"])
+        for task, result in tasks.items()
+        for sample in result["samples"]
+        if sample["failed"] is not None
+    )
     return [
         f"{task}: {count} question{'s' if count > 1 else ''} about {video} failed and count as wrong: {reason}"
         for (task, video, reason), count in reasons.items()
@@ -265,12 +296,11 @@ def guessed(tasks: Mapping[str, Any]) -> list[str]:
     """The tasks that gave points to a question which has no answer: they guess where they cannot read one."""
     return [
         task
-        for task, found in tasks.items()
-        if any(sample["failed"] is not None and any(sample["scores"].values()) for sample in found["samples"])
+        for task, result in tasks.items()
+        if any(sample["failed"] is not None and any(sample["scores"].values()) for sample in result["samples"])
     ]
 
 
 def _write_json(path: Path, value: Any) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    part.replace(path)  # a file that stands there is whole
+    with whole_file(path) as file:
+        file.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""JSONL files of records as tasks of lmms-eval."""
+"""JSONL files of questions about videos as tasks of lmms-eval."""
 
 import json
 import os
