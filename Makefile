@@ -39,7 +39,7 @@ test-slow: $(VENV)/.installed  ## only the slow tests
 
 test-quantization: $(VENV)/.installed  ## the snippets that need torchao and bitsandbytes, which stay outside the environment
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/quantization torchao bitsandbytes
-	PYTHONPATH=build/quantization $(BIN)/python -m pytest -q tests/test_pages.py -k recipes
+	PYTHONPATH=build/quantization $(BIN)/python -m pytest -q tests/test_pages.py -k use.md
 
 test-oldest: $(VENV_OLDEST)/.installed  ## the tests against the oldest supported transformers
 	$(VENV_OLDEST)/bin/python -m pytest -q -n auto

@@ -39,7 +39,7 @@ class QTSplusConfig(PreTrainedConfig):
             (docs/training.md). `"detached"` keeps exactly the top-n that
             inference keeps, without a gradient, for scores that are taught by attention. `"gumbel"` is the paper's
             sampled gate, which taught the scores nothing where salience does not give the answer away
-            (docs/learned.md).
+            (docs/training.md).
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `methods_qtsplus.METHODS`.
             `"qtsplus"` keeps the most relevant ones, `"lm_attention"` those that the language model itself attends to
             in a first, shallow pass, which needs no training; `"all"` everything. Without looking at the question

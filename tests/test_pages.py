@@ -13,10 +13,10 @@ from qtsplus.demo import run_demo
 ROOT = Path(__file__).resolve().parents[1]
 OWN = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "notebook.md")
 PAGES = [*OWN, *sorted((ROOT / "docs").glob("*.md"))]
-RUN_AS_PASTED = ("README.md", "long_videos.md", "notebook.md", "recipes.md", "training.md")
+RUN_AS_PASTED = ("CONTRIBUTING.md", "README.md", "long_videos.md", "notebook.md", "training.md", "use.md")
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-BEGUN_BY_THE_FIRST = {"recipes.md"}  # pages whose other snippets go on where the first one ends
+BEGUN_BY_THE_FIRST = {"use.md"}  # pages whose other snippets go on where the first one ends
 OPTIONAL = {"from trl": "trl", "torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 
 

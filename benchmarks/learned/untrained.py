@@ -171,7 +171,7 @@ def _report(document: dict[str, Any]) -> list[str]:
         f"{'crowded' if document['crowd'] else 'sparse'} world; {count} base{'s' if count > 1 else ''} ({read}). "
         "Nothing is trained but the base, and QTSplus where it stands beside. Seconds go from the encoded video to the "
         "first token, one question at a time, and on a CPU are the processor's; a tiny model's are those of its many "
-        "small steps. What it costs a model of size is in docs/selection_cost.md.",
+        "small steps. What it costs a model of size is in docs/selection.md.",
         "",
         f"`{document['command']}`",
         "",

@@ -3,8 +3,8 @@
 `python -m benchmarks.world.tinyworld_models FOLDER [MODEL]` writes FOLDER/internvl and FOLDER/llava_onevision, each
 with its processor, one frame of 36 visual tokens per second and the widths of qtsplus-tiny. Their weights are random,
 but for a language model that may come from MODEL, a folder with a qtsplus-tiny. What a layer of the vision tower adds
-starts out small in both: InternVL has a scale for it, 0.1 at the start; SigLIP has none. docs/backbones.md says how
-they are trained.
+starts out small in both: InternVL has a scale for it, 0.1 at the start; SigLIP has none. benchmarks/notebook.md
+says how they are trained.
 """
 
 import sys
