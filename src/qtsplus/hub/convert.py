@@ -204,7 +204,7 @@ def _from_base(
     naming = naming_of(stored)
     tensors = check_weights(stored, naming, config, folder, without_selector=True)
     config.dtype = tensors[EMBEDDINGS].torch_dtype
-    tensors.update(_fresh_selector(config, tensors, _INIT_METHODS[initialise], seed))
+    tensors.update(fresh_selector(config, tensors, _INIT_METHODS[initialise], seed))
     say(f"The selector is new: start {initialise}, seed {seed}.")
     if by_attention:
         layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
@@ -275,7 +275,7 @@ def _layout(settings: Mapping[str, Any], backbone: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _fresh_selector(
+def fresh_selector(
     config: Any, tensors: Mapping[str, StoredTensor], initialise: str, seed: int
 ) -> dict[str, StoredTensor]:
     """A new selector's tensors in the dtype of the embeddings, started from the language model's where asked to."""
@@ -389,5 +389,6 @@ __all__ = [
     "convert",
     "convert_reference_config",
     "convert_reference_weights",
+    "fresh_selector",
     "rename_reference_key",
 ]
