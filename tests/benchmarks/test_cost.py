@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, stage_costs
+from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, least_memory, stage_costs
 from benchmarks.speed.shapes import MODEL_SHAPES, build_pair, make_config, make_processor, prompt_text
 from model_checks import counted_flops
 from qtsplus.lm_attention_qtsplus import attention_layer
@@ -97,6 +97,15 @@ def test_the_floor_is_the_longer_of_computing_and_moving():
     device = Device("a device", flops=100.0, bandwidth=10.0)
     assert device.floor(Cost(flops=200.0, bytes=10.0)) == 2.0
     assert device.floor(Cost(flops=200.0, bytes=50.0)) == 5.0
+
+
+def test_a_trained_selector_takes_the_optimizer_and_the_inputs_of_every_layer():
+    config, length = make_config(MODEL_SHAPES["3b"]), 1_000
+    asked, trained = (least_memory(config, 10_000, length, trained) for trained in (False, True))
+    weights, features = 3_884_180_225, 10_000 * 2048
+    feed_forward, cache = 2 * 11008 + 2048, 36 * 2 * 2 * 128
+    assert asked == 2 * (weights + features + length * (feed_forward + cache))
+    assert trained - asked == 14 * 129_557_249 + 2 * length * (36 * 2048 - cache)
 
 
 def test_the_page_carries_the_table_and_what_follows_from_it():
