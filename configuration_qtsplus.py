@@ -14,6 +14,8 @@ from .selector_qtsplus import GATES
 
 POSITION_IDS = ("original", "sequential")
 QUERY_STATES = ("embeddings", "layer")
+# What a saved configuration without these fields means: they are younger than it.
+_BEFORE = {"query_states": "embeddings", "reduction": "max"}
 
 
 class QTSplusConfig(PreTrainedConfig):
@@ -46,10 +48,10 @@ class QTSplusConfig(PreTrainedConfig):
 
     > The question
 
-        query_states (`str`, defaults to `"embeddings"`): what stands for the words of the question, in the scores and
-            for the budget. `"embeddings"` is the paper's: every word by itself. `"layer"` has one self-attention layer
-            of the selector over the question, so that words know each other; one layer's parameters more (43,010,560 in
-            qtsplus-3b, 132,153,856 in qtsplus-7b).
+        query_states (`str`, defaults to `"layer"`): what stands for the words of the question, in the scores and for
+            the budget. `"embeddings"` is the paper's: every word by itself. `"layer"` has one self-attention layer of
+            the selector over the question, so that words know each other; one layer's parameters more (43,010,560 in
+            qtsplus-3b, 132,153,856 in qtsplus-7b). A saved configuration that does not say has `"embeddings"`.
 
     > The language model's own attention, for `selection="lm_attention"`
 
@@ -65,9 +67,10 @@ class QTSplusConfig(PreTrainedConfig):
     > The layers
 
         scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
-        reduction (`str`, defaults to `"max"`): how the relevance of a token is made of its scores over heads and words
+        reduction (`str`, defaults to `"mean"`): how the relevance of a token is made of its scores over heads and words
             of the question. `"max"` is the paper's maximum, `"mean"` the mean of the probabilities, `"sum"` one softmax
-            over the log-sum-exp over heads of the sum of the raw scores over words.
+            over the log-sum-exp over heads of the sum of the raw scores over words, for questions without options. A
+            saved configuration that does not say has `"max"`.
         reencode_layers (`int`, defaults to 2): self-attention layers over the kept tokens; 0 is the paper's nREENC.
         reencode_rope (`bool`, defaults to `True`): give the re-encoder each token's absolute (time, height, width) as
             rotary positions. `False` for the checkpoints of the reference implementation, which never had them.
@@ -99,14 +102,14 @@ class QTSplusConfig(PreTrainedConfig):
     tau_s: float = 0.5
     gate: str = "soft"
     selection: str = "qtsplus"
-    query_states: str = "embeddings"
+    query_states: str = "layer"
     attention_layer: int | None = None
     attention_heads: list[int] | tuple[int, ...] | None = None
     attention_group: int = 8192
     attention_mass: float = 0.6
     attention_found: dict | None = None
     scoring_layers: int = 1
-    reduction: str = "max"
+    reduction: str = "mean"
     reencode_layers: int = 2
     reencode_rope: bool = True
     dropout: float = 0.0
@@ -117,6 +120,11 @@ class QTSplusConfig(PreTrainedConfig):
     lambda_s: float = 0.05
     rho_prior: float | None = None
     target_n: float | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """A saved configuration keeps its meaning, whatever the defaults have become since."""
+        return super().from_dict({**_BEFORE, **config_dict}, **kwargs)
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -176,6 +184,14 @@ class QTSplusConfigMixin:
     user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)
     turn_end_token_id: int = 151645
     special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151657))
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As [`QTSplusConfig.from_dict`]; a stock configuration has no selector yet and gets a new one."""
+        selector = config_dict.get("qtsplus_config")
+        if isinstance(selector, dict):
+            config_dict = {**config_dict, "qtsplus_config": {**_BEFORE, **selector}}
+        return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs):
         given = self.qtsplus_config

@@ -5,7 +5,7 @@
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ from .video_qtsplus import (
     require_positive,
     resize_frame,
 )
+
+_BLANK = "\ue000"  # where a text stands in a rendered chat template; a character of private use
 
 
 class QTSplusProcessorMixin(ProcessorMixin):
@@ -83,6 +85,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         videos: Any = None,
         query: str | list[str] | None = None,
         video_grid_thw: torch.Tensor | None = None,
+        second_per_grid_ts: Sequence[float] | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
         """
@@ -94,10 +97,11 @@ class QTSplusProcessorMixin(ProcessorMixin):
             videos: per video a path (file, `http(s)` address, or folder of frames), or its frames: `[T, H, W, C]` or
                 `[T, C, H, W]` as an array or tensor, or a list of images. Alone, in a list, or in a list per row.
             query (`str` or `list[str]`, *optional*): the question to select by, one per row or one for all rows, where
-                it is not the text of the last user turn.
+                it is not the text of the last user turn. All of it is text, as in [`conversation_inputs`].
             video_grid_thw (`torch.Tensor`, *optional*): `[videos, 3]`, the grids of videos that were encoded before, in
-                the place of `videos`; for `model.generate(..., video_features=...)`. With `video_metadata`, where the
-                prompt tells the times of its frames.
+                the place of `videos`; for `model.generate(..., video_features=...)`. Where the prompt tells the times
+                of frames, they come from `video_metadata` or from `second_per_grid_ts`.
+            second_per_grid_ts (`list[float]`, *optional*): `[videos]`, seconds per temporal patch of those videos.
             fps (`float` or `list[float]`, *optional*): for a video file, frames to sample per second, bounded by
                 `min_frames` and `max_frames`; by default the video processor's `fps`, or else 2. For frames without
                 `video_metadata` the rate at which they were sampled: they are used as they are.
@@ -131,7 +135,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
                     'Got `video_grid_thw`; expected it in the place of `videos`, with `text` and `return_tensors="pt"`.'
                 )
             _require_placeholders(text, self.video_token, len(video_grid_thw), "videos", kwargs)
-            videos, kwargs = self._stand_ins(video_grid_thw, kwargs)
+            videos, kwargs = self._stand_ins(video_grid_thw, second_per_grid_ts, kwargs)
         inputs = super().__call__(images=images, text=text, videos=videos, **kwargs)
         if video_grid_thw is not None:
             for name in ("pixel_values_videos", "second_per_grid_ts"):  # the stand-ins' own
@@ -147,44 +151,63 @@ class QTSplusProcessorMixin(ProcessorMixin):
     def question_inputs(
         self, question: str, video_grid_thw: torch.Tensor, video_metadata: list[VideoMetadata]
     ) -> BatchFeature:
-        """
-        The prompt of one question about videos that were encoded before.
+        """The prompt of one question about videos that were encoded before; see [`conversation_inputs`]."""
+        content: list[Any] = [{"type": "video"}] * len(video_grid_thw) + [{"type": "text", "text": question}]
+        conversation: list[Any] = [{"role": "user", "content": content}]
+        return self.conversation_inputs([conversation], video_grid_thw=video_grid_thw, video_metadata=video_metadata)
 
-        All of the question is text: `<|im_end|>` in it ends no turn, `<|video_pad|>` stands for no video.
+    def conversation_inputs(self, conversations: Sequence[list[dict[str, Any]]], **kwargs: Any) -> BatchFeature:
+        """
+        The inputs of conversations, all of whose text is text: `<|im_end|>` in it ends no turn, `<|video_pad|>` stands
+        for no video. Text without special tokens gets the ids of `apply_chat_template`.
 
         Args:
-            question: the text.
-            video_grid_thw: `[videos, 3]`.
-            video_metadata: one per video.
+            conversations: messages as `apply_chat_template` takes them, whose contents are lists of parts; a video is
+                `{"type": "video"}` alone. Each ends where an answer begins.
+            kwargs: as in a call, such as `query`, and `videos` or `video_grid_thw`.
 
         Returns:
-            The model's inputs, of one row, as tensors.
+            The model's inputs as tensors, padded.
         """
-        videos: dict[str, Any] = {"video_grid_thw": video_grid_thw, "video_metadata": video_metadata}
+        texts: list[list[list[int]]] = []  # per conversation the ids of the texts that hold special tokens
+        prompts = []
+        for messages in conversations:
+            texts.append([])
+            blanked = [self._blank_special_texts(message, texts[-1]) for message in messages]
+            prompts.append(self.apply_chat_template(blanked, tokenize=False, add_generation_prompt=True))
+        # A special token keeps the place of such a text: whatever stands beside it is tokenized apart from it.
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        blank = next(token for token in [self.tokenizer.pad_token, *special] if token not in "".join(prompts))
+        prompts = [prompt.replace(_BLANK, blank) for prompt in prompts]
+        inputs = self(text=prompts, padding=True, return_tensors="pt", **kwargs)
+        if not any(texts):
+            return inputs
 
-        def prompt(text: str, **options: Any) -> Any:
-            content: list[Any] = [{"type": "video"}] * len(video_grid_thw) + [{"type": "text", "text": text}]
-            messages: list[Any] = [{"role": "user", "content": content}]
-            return self.apply_chat_template(messages, add_generation_prompt=True, **options)
-
-        ids, as_text = (
-            self.tokenizer(question, add_special_tokens=False, split_special_tokens=split)["input_ids"]
-            for split in (False, True)
-        )
-        if ids == as_text:
-            options = {"return_dict": True, "return_tensors": "pt", "processor_kwargs": videos}
-            return prompt(question, tokenize=True, **options)
-
-        # Tokenized apart from the template around it, whose special tokens are none of the question's.
-        blank = "\ue000"
-        before, after = prompt(blank).split(blank)
-        inputs = self(text=before, return_tensors="pt", **videos)
-        rest = as_text + self.tokenizer(after, add_special_tokens=False)["input_ids"]
-        inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.tensor([rest])], dim=1)
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        blank_id, rows = self.tokenizer.convert_tokens_to_ids(blank), []
+        for row, mask, ids in zip(inputs["input_ids"], inputs["attention_mask"], texts, strict=True):
+            tokens, left = row[mask.bool()].tolist(), iter(ids)
+            rows.append([one for token in tokens for one in (next(left) if token == blank_id else [token])])
+        inputs.update(self.tokenizer.pad({"input_ids": rows}, padding=True, return_tensors="pt"))
         inputs["query_mask"] = self._query_mask(inputs["input_ids"], inputs["attention_mask"])
         inputs.pop("mm_token_type_ids", None)  # the model does not need them
         return inputs
+
+    def text_ids(self, text: str) -> list[int]:
+        """The ids of a text, such as an answer, none of which is a special token."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def _blank_special_texts(self, message: dict[str, Any], texts: list[list[int]]) -> dict[str, Any]:
+        """A message with a blank for every text that holds special tokens; the ids of those texts go to `texts`."""
+
+        def without(text: str) -> str:
+            ids = self.text_ids(text)
+            if _BLANK not in text and ids == self.tokenizer(text, add_special_tokens=False)["input_ids"]:
+                return text
+            texts.append(ids)
+            return _BLANK
+
+        parts = [{**part, "text": without(part["text"])} if "text" in part else part for part in message["content"]]
+        return {**message, "content": parts}
 
     def video_chunks(
         self,
@@ -277,14 +300,20 @@ class QTSplusProcessorMixin(ProcessorMixin):
         return inputs["pixel_values_videos"], inputs["video_grid_thw"]
 
     def _stand_ins(
-        self, video_grid_thw: torch.Tensor, kwargs: dict[str, Any]
+        self,
+        video_grid_thw: torch.Tensor,
+        second_per_grid_ts: Sequence[float] | torch.Tensor | None,
+        kwargs: dict[str, Any],
     ) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Videos of the given grids without values, by which the backbone's processor counts placeholders."""
         videos = [self._blank(*grid) for grid in torch.as_tensor(video_grid_thw).tolist()]
         counts = [len(video) for video in videos]
         given = dict(kwargs.get("videos_kwargs") or {})
+        step = self.video_processor.temporal_patch_size
+        rates = [1.0] * len(counts) if second_per_grid_ts is None else [step / float(one) for one in second_per_grid_ts]
         metadata = kwargs.get("video_metadata", given.get("video_metadata")) or [
-            VideoMetadata(total_num_frames=count, fps=1.0, frames_indices=list(range(count))) for count in counts
+            VideoMetadata(total_num_frames=count, fps=rate, frames_indices=list(range(count)))
+            for count, rate in zip(counts, rates, strict=True)
         ]
         kwargs = {name: value for name, value in kwargs.items() if name != "video_metadata"}
         as_they_are = {"video_metadata": metadata, "do_sample_frames": False, "do_resize": False, "device": "meta"}
@@ -399,7 +428,7 @@ def _tokenize_query(tokenizer: Any, query: str | list[str], rows: int | None, li
     queries = [query] * (rows or 1) if isinstance(query, str) else list(query)
     if rows is not None and len(queries) != rows:
         raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
-    tokens = tokenizer(queries, add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(queries, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     for row, ids in enumerate(tokens):
         if not ids or not queries[row].strip():
             raise ValueError(f"The query {queries[row]!r} of row {row} has no token; expected a question.")

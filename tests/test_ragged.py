@@ -12,7 +12,7 @@ from qtsplus import QTSplusConfig, QTSplusSelector
 from qtsplus.methods_qtsplus import METHODS, TIE, Candidates
 from qtsplus.relevance_qtsplus import REDUCTIONS, chunked_log_relevance, log_relevance
 from qtsplus.selector_qtsplus import find_threshold, gumbel_gate, gumbel_noise, soft_gate
-from tiny import PAD, batch, prompt, tiny_model
+from tiny import PAD, PAPER, batch, prompt, tiny_model
 
 
 def examples(count):
@@ -167,7 +167,7 @@ HIDDEN = 32
 @cache
 def selector_with(**config):
     torch.manual_seed(1)
-    selector = QTSplusSelector(QTSplusConfig(**config), HIDDEN, 4, 2, mrope_section=(1, 1, 2))
+    selector = QTSplusSelector(QTSplusConfig(**{**PAPER, **config}), HIDDEN, 4, 2, mrope_section=(1, 1, 2))
     with torch.no_grad():
         for name, parameter in selector.named_parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 and "norm" in name else 0.0, 0.3)

@@ -25,6 +25,8 @@ def golden_selector() -> QTSplusSelector:
         lambda_m=given["lambda_m"],
         lambda_s=given["lambda_s"],
         gate="gumbel",
+        query_states="embeddings",
+        reduction="max",
         reencode_rope=False,
     )
     selector = QTSplusSelector(config, given["embedding_dim"], given["n_heads"], given["num_kv_heads"])

@@ -26,6 +26,8 @@ def noiseless_gate(log_relevance, target, tau_s, n, n_max):
 
 
 GATES["noiseless"] = noiseless_gate
+# What the paper's selector has, and older folders that do not say.
+PAPER = {"query_states": "embeddings", "reduction": "max"}
 
 TEXT = {
     "hidden_size": 64,
@@ -62,7 +64,7 @@ def tiny_config(tie_word_embeddings: bool = True, **selector) -> Qwen2_5_VLQTSpl
     return Qwen2_5_VLQTSplusConfig(
         text_config=dict(TEXT),
         vision_config=dict(VISION),
-        qtsplus_config=selector,
+        qtsplus_config={**PAPER, **selector},
         tie_word_embeddings=tie_word_embeddings,
         user_turn_token_ids=[IM_START, USER],
         turn_end_token_id=IM_END,

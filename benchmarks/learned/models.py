@@ -14,7 +14,8 @@ from qtsplus.hub.initialise import initialise_selector
 from qtsplus.results import read_json, write_json
 from qtsplus.training.features import fingerprint
 from qtsplus.training.models import load_config, load_model, load_processor
-from qtsplus.training.recipe import Recipe, load_recipe, run
+from qtsplus.training.recipe import Recipe, load_recipe
+from qtsplus.training.running import is_finished, last_checkpoint, run
 
 from ..teaching.trainer import TinyWorldTrainer
 from .plan import Plan
@@ -102,7 +103,7 @@ class Models:
     def train(self, seed: int, name: str) -> Path:
         """Trains a variant by the recipe; its folder."""
         folder = self.folder(seed, name)
-        if not (folder / "trainer_state.json").exists():  # the last file that a run writes
+        if not is_finished(folder):
             settings = {
                 "model.weights": str(self.start(seed, name)),
                 "training.output_dir": str(folder),
@@ -110,7 +111,8 @@ class Models:
                 "data.features": str(self.work / "features"),
             }
             started = time.perf_counter()
-            run(self._recipe(name, *(f"{key}={json.dumps(value)}" for key, value in settings.items())), resume=True)
+            recipe = self._recipe(name, *(f"{key}={json.dumps(value)}" for key, value in settings.items()))
+            run(recipe, resume=last_checkpoint(folder) is not None)
             self.say(f"seed {seed}: trained {name} in {time.perf_counter() - started:.0f} s")
         return folder
 

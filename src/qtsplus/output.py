@@ -1,6 +1,7 @@
 """What commands leave behind: files that are never seen half written, and the texts that several of them make."""
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,25 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"{existing} cannot be written: choose another place, or change its permissions.")
 
 
+def require_space(folder: Path, needed: float, what: str) -> None:
+    """Raises `ValueError` for a disk without so many free bytes."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ValueError(f"{folder} has {size(free)} free, but {what} take about {size(needed)}: free some space.")
+
+
+def size(count: float) -> str:
+    """Bytes for a person."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
 def first_line(error: object) -> str:
     """The first line of an error's text, or else what kind of error it is."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -87,4 +107,4 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: 
     return [head, "|" + "---|" * texts + "---:|" * (len(header) - texts), *body]
 
 
-__all__ = ["check_folder", "check_output", "first_line", "markdown_table", "whole_file"]
+__all__ = ["check_folder", "check_output", "first_line", "markdown_table", "require_space", "size", "whole_file"]

@@ -1,27 +1,20 @@
 """Settings that a person writes: YAML read strictly, and values checked against the types that a dataclass declares."""
 
 import json
-import math
 import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
-from enum import Enum
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from functools import cache
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
-_NAMES = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a finite number",
-    str: "a text",
-    dict: "a mapping",
-    list: "a list",
-    tuple: "a list",
-    type(None): "null",
-}
+Settings = TypeVar("Settings")
+
+# No unknown fields, and neither NaN nor infinity is a number.
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class _Loader(yaml.SafeLoader):
@@ -69,75 +62,63 @@ def parse_yaml(text: str, name: str) -> Any:
         raise ValueError(f"{name} is not YAML that can be read: {reason}.") from error
 
 
-def set_yaml_fields(text: str, name: str, section: str, values: Mapping[str, Any]) -> str:
+def build(where: str, kind: type[Settings], values: Mapping[str, Any]) -> Settings:
     """
-    The same YAML with some fields of a section set; comments and layout stay as they are.
-
-    Args:
-        text, name: the YAML, and what it is called in an error.
-        section: of the top level, with a field on each line.
-        values: such as JSON can hold. `None` is written only over a field that is there.
-
-    Raises:
-        ValueError: there is no such section, or it is laid out otherwise.
-    """
-    expected, edited = parse_yaml(text, name), text
-    found = expected.get(section) if isinstance(expected, dict) else None
-    content: dict[str, Any] = found if isinstance(found, dict) else {}
-    in_lines = bool(content) and not _section(text, section).flow_style
-    for field, value in values.items() if in_lines else ():
-        if value is not None or field in content:
-            content[field] = value
-            edited = _set_field(edited, section, field, json.dumps(value))
-    if not in_lines or parse_yaml(edited, name) != expected:
-        raise ValueError(
-            f"{name} has no section {section!r} with a field on each line: write {json.dumps(values)} there."
-        )
-    return edited
-
-
-def _section(text: str, name: str) -> Any:
-    whole: Any = yaml.compose(text, Loader=_Loader)
-    return next(node for key, node in whole.value if key.value == name)
-
-
-def _set_field(text: str, section: str, field: str, value: str) -> str:
-    fields = _section(text, section).value
-    for key, node in fields:
-        if key.value == field:
-            return f"{text[: key.start_mark.index]}{field}: {value}{text[_end(node) :]}"
-    first, last = fields[0][0], fields[-1][1]
-    end = text.find("\n", _end(last))  # behind a comment
-    end = len(text) if end < 0 else end
-    return f"{text[:end]}\n{' ' * first.start_mark.column}{field}: {value}{text[end:]}"
-
-
-def _end(node: Any) -> int:
-    """Where a value ends in the text; a block's own mark stands behind the comments that follow it."""
-    while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
-        last = node.value[-1]
-        node = last[1] if isinstance(last, tuple) else last
-    return node.end_mark.index
-
-
-def check_types(where: str, kind: Any, values: Mapping[str, Any]) -> None:
-    """
-    Checks values against the annotations of the fields that they are for.
-
-    A whole number is a number, a list is as good as a tuple, and neither true nor NaN nor infinity is a number.
+    A dataclass of values that a person wrote, each of the type that its field declares.
 
     Args:
         where: stands in front of a field's name in the error, such as "tiny.yaml: training.".
-        kind: the dataclass.
-        values: by field, some or all of them.
+        kind: a dataclass; with [`STRICT`] as its `__pydantic_config__`.
 
     Raises:
-        ValueError: the first value of another type, with the type that was expected.
+        ValueError: an unknown or a missing field, a value of another type, or one that the dataclass refuses.
     """
-    types = {field.name: field.type for field in fields(kind)}
-    for name, value in values.items():
-        if not _matches(value, types[name]):
-            raise ValueError(f"{where}{name} is {show(value)}; expected {_describe(types[name])}.")
+    try:
+        return TypeAdapter(kind).validate_json(_as_json(values), strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{where}{_explain(error, values)}") from None
+    except ImportError as error:  # such as DeepSpeed
+        raise ValueError(f"{where.rstrip('.')} asks for a package that is not installed: {error}") from error
+    except TypeError as error:  # an unknown field of a nested section of Transformers'
+        raise ValueError(f"{where.rstrip('.')}: {error}") from error
+
+
+def check_types(where: str, kind: type, values: Mapping[str, Any]) -> None:
+    """
+    As [`build`], for some fields of a class that is none of ours; nothing is built.
+
+    Raises:
+        ValueError: the first values of another type, with the type that was expected.
+    """
+    try:
+        _model(kind, tuple(values)).__pydantic_validator__.validate_json(_as_json(values), strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{where}{_explain(error, values)}") from None
+
+
+@cache
+def _model(kind: type, names: tuple[str, ...]) -> Any:
+    types: dict[str, Any] = {field.name: (field.type, ...) for field in fields(kind) if field.name in names}
+    return create_model("Fields", __config__=STRICT, **types)
+
+
+def _as_json(values: Mapping[str, Any]) -> str:
+    """JSON has lists where Python also has tuples, and texts where it has enumerations, as YAML."""
+    return json.dumps(values, default=str)
+
+
+def _explain(error: ValidationError, values: Mapping[str, Any]) -> str:
+    """The first field that is wrong, with what stands there and what is expected."""
+    problems = error.errors(include_url=False)
+    first, name = problems[0], ".".join(map(str, problems[0]["loc"][:1]))
+    if first["type"] == "value_error":  # of the dataclass itself
+        return f"{name} {first['ctx']['error']}".strip()
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{name} is no field."
+    if name not in values:
+        return f"{name} is missing."
+    kinds = [problem["msg"].removeprefix("Input should be ") for problem in problems if problem["loc"][0] == name]
+    return f"{name} is {show(values[name])}; expected {' or '.join(dict.fromkeys(kinds))}."
 
 
 def show(value: Any) -> str:
@@ -146,48 +127,4 @@ def show(value: Any) -> str:
     return constants[value] if value is None or isinstance(value, bool) else reprlib.repr(value)
 
 
-def _matches(value: Any, expected: Any) -> bool:
-    origin, arguments = get_origin(expected), get_args(expected)
-    if expected is Any or isinstance(expected, str):  # a text only names a type
-        return True
-    if origin in (Union, UnionType):
-        return any(_matches(value, option) for option in arguments)
-    if origin is Literal:
-        return any(type(value) is type(option) and value == option for option in arguments)
-    if origin in (list, tuple):
-        if not isinstance(value, (list, tuple)):
-            return False
-        items = arguments if origin is tuple and Ellipsis not in arguments else arguments[:1] * len(value)
-        return len(items) == len(value) and all(map(_matches, value, items))
-    if origin is dict:
-        keys, entries = arguments
-        return isinstance(value, dict) and all(_matches(k, keys) and _matches(v, entries) for k, v in value.items())
-    if expected is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value)
-    if expected is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, expected)
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
-
-
-def _describe(expected: Any) -> str:
-    origin, arguments = get_origin(expected), get_args(expected)
-    if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(map(_describe, arguments)))
-    if origin is Literal:
-        return " or ".join(map(repr, arguments))
-    if origin in (list, tuple):
-        count = f" of {len(arguments)}" if origin is tuple and Ellipsis not in arguments else ""
-        return f"a list{count} (each item {_describe(arguments[0])})"
-    if isinstance(expected, type) and issubclass(expected, Enum):
-        return _NAMES[str]  # how it is written
-    return _NAMES.get(origin or expected, getattr(expected, "__name__", str(expected)))
-
-
-__all__ = ["check_types", "parse_yaml", "set_yaml_fields", "show"]
+__all__ = ["STRICT", "build", "check_types", "parse_yaml", "show"]

@@ -83,3 +83,31 @@ def test_an_ordinary_question_is_tokenized_as_the_chat_template_does(processor, 
     _, given = asked(question)
     assert torch.equal(given["input_ids"], inputs["input_ids"])
     assert torch.equal(given["query_mask"], inputs["query_mask"])
+
+
+def test_special_tokens_in_any_turn_of_a_batch_and_in_a_query_are_text(processor, encoded):
+    def conversations(text):
+        def part(words):
+            return [{"type": "text", "text": words}]
+
+        first = {"role": "user", "content": [{"type": "video"}, *part(text)]}
+        turns = [first, {"role": "assistant", "content": part(text)}, {"role": "user", "content": part("And then?")}]
+        return [turns, [{"role": "user", "content": [{"type": "video"}, *part("What moves?")]}]]
+
+    text = "".join(token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special)
+    videos = {
+        "video_grid_thw": encoded.video_grid_thw.repeat(2, 1),
+        "second_per_grid_ts": encoded.second_per_grid_ts * 2,
+    }
+    inputs = processor.conversation_inputs(conversations(text), query=[text, "Why?"], **videos)
+    harmless = processor.conversation_inputs(conversations("Why?"), query=["Why?", "Why?"], **videos)
+    rows, plain = (
+        [ids[mask.bool()].tolist() for ids, mask in zip(one["input_ids"], one["attention_mask"], strict=True)]
+        for one in (inputs, harmless)
+    )
+    once = spliced(plain[0], processor.text_ids("Why?"), processor.text_ids(text))
+    assert rows == [spliced(once, processor.text_ids("Why?"), processor.text_ids(text)), plain[1]]
+    marked = processor.tokenizer.decode(inputs["input_ids"][0][inputs["query_mask"][0].bool()])
+    assert marked.strip("\n") == "And then?"
+    queries = inputs["query_input_ids"][0][inputs["query_attention_mask"][0].bool()]
+    assert queries.tolist() == processor.text_ids(text)

@@ -44,6 +44,7 @@ from qtsplus import (
 )
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.publish import load_processor
+from tiny import PAPER
 
 TEXT = {
     "hidden_size": 64,
@@ -77,7 +78,7 @@ class Backbone:
     def build(self, processor, seed: int = 0, **selector):
         """Every parameter random and of a size that matters."""
         torch.manual_seed(seed)
-        model = self.model(self.config(processor, selector))
+        model = self.model(self.config(processor, {**PAPER, **selector}))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 centre = 1.0 if parameter.ndim == 1 and "norm" in name and name.endswith("weight") else 0.0

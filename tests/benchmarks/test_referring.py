@@ -17,7 +17,8 @@ from benchmarks.world.scene import OBJECT_SHAPES
 from benchmarks.world.tinyworld import build_dataset
 from benchmarks.world.token_words import read_token_words
 from qtsplus.training.models import load_config, load_model, load_processor
-from qtsplus.training.recipe import build_trainer, load_recipe
+from qtsplus.training.recipe import load_recipe
+from qtsplus.training.running import build_trainer
 
 LAYER = 2
 

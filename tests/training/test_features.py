@@ -8,7 +8,8 @@ import torch
 from benchmarks.world.clip import render_clip
 from qtsplus.training import features
 from qtsplus.training.models import load_config, load_processor
-from qtsplus.training.recipe import build_trainer, load_recipe, run
+from qtsplus.training.recipe import load_recipe
+from qtsplus.training.running import build_trainer, run
 from training_examples import steps
 
 
@@ -101,7 +102,7 @@ def test_no_process_encodes_before_all_have_seen_what_is_missing(recipe_file, tm
     [("training.freeze_vision_model=false", "freeze_vision_model"), ("model.teacher=some/model", "teacher")],
 )
 def test_refuses_what_needs_the_pixels(recipe_file, tmp_path, monkeypatch, override, message):
-    monkeypatch.setattr("qtsplus.training.recipe.AutoModelForImageTextToText.from_pretrained", lambda *_, **__: None)
+    monkeypatch.setattr("qtsplus.training.running.AutoModelForImageTextToText.from_pretrained", lambda *_, **__: None)
     with pytest.raises(ValueError, match=message):
         run(load_recipe(recipe_file, [f"data.features={tmp_path}/features", override]))
 
@@ -128,7 +129,7 @@ def test_a_frozen_teacher_reads_every_example_once(recipe_file, tmp_path, monkey
 
 
 def test_a_teacher_that_trains_reads_every_time(recipe_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("qtsplus.training.recipe.note_targets", None)
+    monkeypatch.setattr("qtsplus.training.running.note_targets", None)
     settings = [f"data.features={tmp_path}/features", "training.relevance_weight=1.0"]
     for own in (
         ["training.freeze_language_model=false"],

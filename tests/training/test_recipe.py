@@ -1,6 +1,7 @@
 """Recipes: the paper's table, and a run from YAML to a Hub folder."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ from typer.testing import CliRunner
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
+from qtsplus.hub.card import card_data
+from qtsplus.hub.files import variants
 from qtsplus.training.models import load_config, load_model
-from qtsplus.training.recipe import dry_run, last_checkpoint, load_recipe, run
+from qtsplus.training.plan import make_plan
+from qtsplus.training.recipe import load_recipe, load_stages
+from qtsplus.training.running import last_checkpoint, run
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 # The paper's table: hyperparameter, QTSplus-3B-FT, QTSplus-3B
@@ -42,12 +47,18 @@ COUNTS = {
     "qtsplus-3b": "129,557,249 trainable parameters (3.34% of 3,884,180,225)",
     "qtsplus-3b-ft": "3,215,495,937 trainable parameters (82.78% of 3,884,180,225)",
 }
+REAL = [name for name in variants() if name != "qtsplus-tiny"]
+
+
+def on_cpu(*overrides):
+    return ["training.use_cpu=true", *overrides]
 
 
 @pytest.mark.parametrize(("name", "column"), [("qtsplus-3b-ft", 1), ("qtsplus-3b", 2)])
-def test_recipes_hold_the_papers_table(name, column):
-    recipe = load_recipe(RECIPES / f"{name}.yaml", ["training.use_cpu=true"])
-    selector, training = recipe.model.selector, recipe.training
+def test_the_papers_recipe_holds_its_table(name, column):
+    (recipe,) = load_stages(RECIPES / "paper.yaml", on_cpu(f"model.variant={name}"))
+    training = recipe.training
+    selector = load_config(recipe.model.variant, None, recipe.model.selector).qtsplus_config.to_dict()
     found = {
         **selector,
         "reencode": selector["reencode_layers"] > 0,
@@ -65,74 +76,80 @@ def test_recipes_hold_the_papers_table(name, column):
             assert str(value) == expected, hyperparameter
         else:
             assert value == float(expected), hyperparameter
-    assert selector["gate"] == "gumbel" and training.get_warmup_steps(1000) == 10
+    assert (selector["gate"], selector["reduction"], selector["query_states"]) == ("gumbel", "max", "embeddings")
+    assert training.get_warmup_steps(1000) == 10 and recipe.data.processor_kwargs == {}
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_dry_run_counts_as_the_paper_does(name):
-    result = CliRunner().invoke(app, ["train", str(RECIPES / f"{name}.yaml"), "--dry-run"])
+    command = ["train", str(RECIPES / "paper.yaml"), "--dry-run", "--set", f"model.variant={name}"]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert COUNTS[name] in result.output and "a gradient reaches" in result.output
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_is_dry_run(path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", REAL)
+def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "trainable parameters" in dry_run(load_recipe(path, ["training.use_cpu=true"]))
+    relevance, answers = load_stages(RECIPES / "qtsplus-3b.yaml", on_cpu(f"model.variant={name}"))
+    base = card_data(name)["base_model"].rpartition("/")[2]
+    assert base in str(relevance.model.weights) or relevance.model.weights.startswith("checkpoints/")
+    assert relevance.training.relevance_weight > 0 and relevance.training.freeze_language_model
+    assert answers.model.weights == str(relevance.output_dir) == f"runs/{name}/relevance"
+    assert answers.training.freeze_scores and not answers.training.relevance_weight
+    assert str(answers.output_dir) == f"runs/{name}"
+    for stage in (relevance, answers):
+        selector = load_config(name, None, stage.model.selector).qtsplus_config
+        assert (selector.gate, selector.reduction, selector.query_states) == ("detached", "mean", "layer")
+    plan = make_plan(replace(relevance, model=replace(relevance.model, weights=None))).lines
+    assert "trainable parameters" in plan[0] and "of memory" in plan[1] and "of disk" in plan[3]
 
 
-FIRST_STAGES = sorted(path.stem for path in RECIPES.glob("*-relevance.yaml"))
-
-
-def test_every_real_model_has_a_first_stage():
-    real = {path.stem for path in RECIPES.glob("*.yaml")} - {"qtsplus-3b-ft", *FIRST_STAGES}
-    assert {name.removesuffix("-relevance") for name in FIRST_STAGES} == real
-
-
-@pytest.mark.parametrize("name", FIRST_STAGES)
-def test_the_second_stage_starts_from_the_first(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    first = load_recipe(RECIPES / f"{name}.yaml", ["training.use_cpu=true"])
-    training, output = first.training, first.training.output_dir
-    assert training.relevance_weight > 0 and first.model.selector["gate"] == "detached"
-    assert training.freeze_vision_model and training.freeze_language_model and first.model.relevance_teacher is None
-    second = RECIPES / f"{name.removesuffix('-relevance')}.yaml"
-    command = f"qtsplus train recipes/{second.name} --set model.variant=null --set model.weights={output}\n"
-    assert command in (RECIPES / f"{name}.yaml").read_text()
-    overrides = ["training.use_cpu=true", "model.variant=null", f"model.weights={output}"]
-    with pytest.raises(ValueError, match=rf"Another recipe makes it: train by .*{name}.yaml first"):
-        dry_run(load_recipe(second, overrides))
-    # What the first stage writes has its configuration; the second changes the gate and keeps the reduction.
-    config = load_config(first.model.variant, None, first.model.selector)
-    config.save_pretrained(output)
-    recipe = load_recipe(second, overrides)
-    assert "trainable parameters" in dry_run(recipe)
-    selector = load_config(None, output, recipe.model.selector).qtsplus_config
-    assert (selector.gate, selector.reduction) == ("gumbel", "mean")
+def test_a_plan_tells_what_features_take(tmp_path):
+    records = tmp_path / "train.jsonl"
+    records.write_text(
+        "\n".join(json.dumps({"video": "a.mp4", "question": "What?", "answer": "a"}) for _ in range(100))
+    )
+    overrides = on_cpu(f"data.train_files=[{records}]", f"data.features={tmp_path}/features", "training.bf16=false")
+    recipe = load_recipe(RECIPES / "qtsplus-3b.yaml", [*overrides, "model.weights=null"])
+    recipe.training.bf16 = True
+    plan = make_plan(recipe)
+    assert "50.3 MB of disk for each clip" in plan.lines[-1] and "5.03 GB for 100 clips" in plan.lines[-1]
+    assert plan.lines[2].startswith("7 steps of 16 records")
+    with pytest.raises(ValueError, match="free, but the model and its checkpoints take about"):
+        replace(plan, folder=tmp_path, disk=10**18).require_space()
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.learning_rat=1", "no field learning_rat"),
+        ("training.learning_rat=1", "training.learning_rat is no field"),
         ("optimizer.lr=1", "SECTION.FIELD=VALUE"),
         ("model.variant", "SECTION.FIELD=VALUE"),
-        ("training.bf16=yes", "training.bf16 is 'yes'; expected true or false"),
-        ("training.learning_rate=fast", "training.learning_rate is 'fast'; expected a finite number"),
-        ("training.max_steps=1.5", "training.max_steps is 1.5; expected a whole number"),
+        ("training.bf16=yes", "training.bf16 is 'yes'; expected a valid boolean"),
+        ("training.learning_rate=fast", "training.learning_rate is 'fast'; expected a valid number"),
+        ("training.max_steps=1.5", "training.max_steps is 1.5; expected a valid integer"),
         ("training.seed=-1", "seed=-1: expected a whole number from 0"),
         ("training.schedules={tau_s: 5}", "schedules.tau_s is 5; expected a mapping"),
-        ("data.train_files=data.jsonl", "data.train_files is 'data.jsonl'; expected a list"),
+        ("data.train_files=data.jsonl", "data.train_files is 'data.jsonl'; expected a valid array"),
         ("data.processor_kwargs={fps: fast}", "processor_kwargs.fps is 'fast'; expected a finite number above 0"),
-        ("model.dtype=int8", "model.dtype is 'int8'; expected one of float32"),
+        ("model.dtype=int8", "model.dtype is 'int8'; expected 'float32'"),
         ("model.selector=[", "is not YAML that can be read"),
         ("model.selector=!!python/name:os.system", "is not YAML that can be read"),
         ("training.deepspeed=none.json", "package that is not installed"),
+        ("training.report_to=wandb", "report_to names wandb, which is not installed"),
+        ("training.remove_unused_columns=true", "leave it false"),
+        ("training.resume_from_checkpoint=/nonexistent", "use --resume"),
+        ("training.load_best_model_at_end=true", "load_best_model_at_end"),
+        ("training.eval_strategy=steps", "data.eval_files is empty"),
+        ("training.output_dir=", "training.output_dir is empty"),
+        ("training.max_skipped=2", "a share in"),
+        ("stages=5", "SECTION.FIELD=VALUE"),
     ],
 )
 def test_mistakes_in_a_recipe_are_named(override, message):
     with pytest.raises(ValueError, match=message):
-        load_recipe(RECIPES / "qtsplus-3b.yaml", ["training.use_cpu=true", override])
+        load_recipe(RECIPES / "paper.yaml", on_cpu(override))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +159,10 @@ def test_mistakes_in_a_recipe_are_named(override, message):
         ("model: !!python/object/apply:os.system [true]", "python/object"),
         ("model: {variant: a}\nmodel: {variant: b}", "model stands there twice"),
         ("model: 5", "the section 'model' is 5"),
-        ("model: {variant: qtsplus-tiny}", "the section 'data' lacks train_files"),
+        ("stages: 5", "stages is 5"),
+        ("stages: {}", "expected sections by the name of each stage"),
+        ("stages: {one: {models: {}}}", "one: expected the sections"),
+        ("model: {variant: qtsplus-tiny}", "data.train_files is missing"),
     ],
 )
 def test_what_is_no_recipe_is_said(tmp_path, text, message):
@@ -190,7 +210,7 @@ model: {{variant: qtsplus-tiny, initialise: language_model, selector: {{n_max: 2
 data: {{train_files: [{folder}/train.jsonl], processor_kwargs: {{fps: 1}}}}
 training:
   {{output_dir: {folder}/run, max_steps: 2, per_device_train_batch_size: 3, learning_rate: 1e-3, use_cpu: true,
-    save_steps: 1, logging_steps: 1, report_to: none, dataloader_num_workers: 1}}
+    max_skipped: 0.4, save_steps: 1, logging_steps: 1, report_to: none, dataloader_num_workers: 1}}
 """)
     return path
 
@@ -207,9 +227,12 @@ def test_a_run_ends_in_a_hub_folder_and_lists_what_it_skipped(recipe_file):
     skipped = json.loads((folder / "skipped_files.json").read_text())
     assert [Path(name).name for name in skipped] == ["missing.mp4"]
 
-    with pytest.raises(ValueError, match="checkpoint-2"):
+    with pytest.raises(ValueError, match="holds a finished model, which is not replaced"):
         run(load_recipe(recipe_file))
     before = torch.load(folder / "checkpoint-2/optimizer.pt", weights_only=True)["state"]
+    (folder / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="holds checkpoint-2: resume the run"):
+        run(load_recipe(recipe_file))
     run(load_recipe(recipe_file, ["training.max_steps=3"]), resume=True)
     assert before and (folder / "checkpoint-3").is_dir()
 

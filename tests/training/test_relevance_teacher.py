@@ -15,8 +15,9 @@ from qtsplus.training.attention import (
     relevance_divergences,
 )
 from qtsplus.training.distillation import own_logits
-from qtsplus.training.recipe import build_trainer, load_recipe
-from qtsplus.training.teachers import require_same_tokens
+from qtsplus.training.recipe import load_recipe
+from qtsplus.training.running import build_trainer
+from qtsplus.training.targets import require_same_tokens
 from tiny import tiny_model
 from training_examples import InOrder, collate, examples, make_trainer, steps
 

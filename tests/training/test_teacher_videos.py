@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.world.clip import render_clip
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus.training import targets
-from qtsplus.training.recipe import build_trainer, load_recipe
+from qtsplus.training.recipe import load_recipe
+from qtsplus.training.running import build_trainer
 from qtsplus.training.targets import sum_onto
 from training_examples import steps
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from qtsplus.training.recipe import last_checkpoint
+from qtsplus.training.running import last_checkpoint
 from training_examples import make_trainer, steps
 
 

@@ -1,7 +1,9 @@
 """`qtsplus train` and `qtsplus calibrate`: training, and what decides it."""
 
 import json
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from ..training.trainer import QTSplusTrainer
 
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count what would be trained. Load nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it trains and takes: memory, steps, disk.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")]
 
 
@@ -32,14 +34,20 @@ def train_by(
     trainer_class: "type[QTSplusTrainer]", recipe: Path, dry_run: bool, resume: bool, overrides: Sequence[str]
 ) -> None:
     """Trains with a kind of trainer, or counts what it would train, and says what came of it."""
-    from ..training import recipe as recipes
+    from ..training.plan import make_plan
+    from ..training.recipe import load_stages
+    from ..training.running import run_stages
 
     if dry_run:
         # Nothing is computed: a recipe in bfloat16 for a GPU can be counted on any machine.
-        loaded = recipes.load_recipe(recipe, [*overrides, "training.use_cpu=true"], trainer_class)
-        console.print(f"{recipe.stem}: {recipes.dry_run(loaded)}", soft_wrap=True, markup=False, highlight=False)
+        for stage in load_stages(recipe, [*overrides, "training.use_cpu=true"], trainer_class):
+            lines = "\n  ".join(make_plan(stage).lines)
+            console.print(f"{stage.name}: {lines}", soft_wrap=True, markup=False, highlight=False)
         return
-    wrote(recipes.run(recipes.load_recipe(recipe, overrides, trainer_class), resume))
+    bars = [] if sys.stderr.isatty() else ["training.disable_tqdm=true"]
+    with redirect_stdout(sys.stderr):  # metrics, which a Trainer prints
+        folder = run_stages(load_stages(recipe, [*bars, *overrides], trainer_class), resume)
+    wrote(folder)
 
 
 def calibrate(
@@ -55,9 +63,7 @@ def calibrate(
             help="A JSONL file of questions with evidence of their answers. A few dozen will do.", show_default=False
         ),
     ],
-    recipe: Annotated[
-        Path | None, typer.Option(help="Read videos as this recipe does, and write the best choice into it.")
-    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Read videos as this recipe does.")] = None,
     out: Annotated[Path, typer.Option(help="The file for all figures.")] = Path("calibration.json"),
     layers: Annotated[int, typer.Option(help="How many of the best layers are summed.", min=1)] = 4,
     heads: Annotated[int, typer.Option(help="How many of the best heads are summed.", min=1)] = 20,
@@ -76,11 +82,12 @@ def calibrate(
     require_text(model=model, device=device)
     with one_line_errors():
         from ..evaluation import calibration
+        from ..output import check_output, whole_file
         from ..session import find_device
-        from ..settings import set_yaml_fields
         from ..training.models import load_model, load_processor
         from ..training.recipe import load_recipe
 
+        check_output(out)
         questions = calibration.read_labelled(records, skip_kind or ())
         settings = None if recipe is None else load_recipe(recipe, ["training.use_cpu=true"])
         where = find_device(device)
@@ -95,17 +102,13 @@ def calibrate(
             heads=heads,
             processor_kwargs=None if settings is None else settings.data.processor_kwargs,
         )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
+        with whole_file(out) as file:
+            file.write(json.dumps(found.as_dict(), indent=2) + "\n")
         _print_calibration(found)
         wrote(out)
         configuration = calibration.write_attention(Path(model), found)
         if configuration is not None:
             wrote(configuration)
-        if recipe is not None:
-            text = recipe.read_text(encoding="utf-8")
-            recipe.write_text(set_yaml_fields(text, str(recipe), "training", found.fields()), encoding="utf-8")
-            wrote(recipe)
 
 
 def _print_calibration(found: "Calibration") -> None:

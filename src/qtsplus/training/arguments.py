@@ -1,12 +1,13 @@
 """Arguments of [`QTSplusTrainer`]."""
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from ..settings import check_types, show
+from ..settings import STRICT, build, show
 from .schedules import Schedule
 
 SFT_LOSSES = ("token_mean", "sum_of_sources")
@@ -23,6 +24,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
             *("learning_rate", "language_model_learning_rate", "vision_learning_rate", "weight_decay", "max_grad_norm"),
             *(
                 "relevance_weight",
+                "distillation_weight",
                 "dual_learning_rate",
                 "dual_damping",
                 "warmup_steps",
@@ -35,6 +37,9 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     (("num_train_epochs", "lora_alpha"), lambda value: value > 0, "more than 0"),
     (("lora_dropout",), lambda value: 0 <= value < 1, "at least 0 and less than 1"),
+    (("max_skipped", "retention_share"), lambda value: 0 <= value <= 1, "a share in [0, 1]"),
+    (("budget_probe",), lambda value: value > 1, "a factor above 1"),
+    (("distillation_temperature",), lambda value: value > 0, "more than 0"),
     (("seed", "data_seed"), lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
     (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 to go by num_train_epochs"),
 )
@@ -49,6 +54,7 @@ class QTSplusTrainingArguments(TrainingArguments):
 
     Args:
         freeze_selector (`bool`, defaults to `False`): keep the selector as it is, to train a base model.
+        freeze_scores (`bool`, defaults to `False`): keep what scores the tokens; the budget and the re-encoder learn.
         freeze_language_model (`bool`, defaults to `True`): `True` is QTSplus-3B, `False` is QTSplus-3B-FT. The token
             embeddings and the output head belong to the language model.
         freeze_vision_model (`bool`, defaults to `True`): the vision tower with its merger.
@@ -103,11 +109,18 @@ class QTSplusTrainingArguments(TrainingArguments):
         relevance_from (`str`, defaults to `"answer"`): `"answer"` takes the attention at the positions that predict the
             answer, `"question"` at those of the last question.
 
+    > Records that cannot be used
+
+        max_skipped (`float`, defaults to 0.1): the share of the records that may be skipped before the run stops.
+
     Raises:
         ValueError: arguments that exclude each other or are out of range.
     """
 
+    __pydantic_config__ = STRICT
+
     freeze_selector: bool = field(default=False)
+    freeze_scores: bool = field(default=False)
     freeze_language_model: bool = field(default=True)
     freeze_vision_model: bool = field(default=True)
     lora_rank: int = field(default=0)
@@ -128,39 +141,33 @@ class QTSplusTrainingArguments(TrainingArguments):
     relevance_layers: list[int] | None = field(default=None)
     relevance_heads: list[tuple[int, int]] | None = field(default=None)
     relevance_from: str = field(default="answer", metadata={"choices": RELEVANCE_FROM})
+    max_skipped: float = field(default=0.1)
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_ranges()
+        self._check_effects()
         for name, known in (("sft_loss", SFT_LOSSES), ("relevance_from", RELEVANCE_FROM)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}.")
-        if self.distillation_weight < 0 or self.distillation_temperature <= 0:
-            raise ValueError(
-                f"distillation_weight={self.distillation_weight}, distillation_temperature="
-                f"{self.distillation_temperature}: expected a weight of at least 0 and a temperature above 0."
-            )
-        if self.budget_probe is not None and self.budget_probe <= 1:
-            raise ValueError(f"budget_probe={self.budget_probe}: expected a factor above 1.")
         if self.retention_range is not None:
             bounds = self.retention_range
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= 1:
                 raise ValueError(f"retention_range={bounds}: expected a lowest and a highest fraction in (0, 1].")
-            if not 0 <= self.retention_share <= 1:
-                raise ValueError(f"retention_share={self.retention_share}: expected a share of the steps in [0, 1].")
-        if self.lora_rank and (self.freeze_selector or not self.freeze_language_model or not self.freeze_vision_model):
+        frozen = self.freeze_language_model and self.freeze_vision_model
+        if self.lora_rank and (self.freeze_selector or self.freeze_scores or not frozen):
             raise ValueError(
                 "lora_rank trains adapters on a frozen language model, and the selector: leave "
-                "freeze_language_model and freeze_vision_model true and freeze_selector false."
+                "freeze_language_model and freeze_vision_model true, freeze_selector and freeze_scores false."
             )
         self._check_relevance()
         self.parsed_schedules()
 
     def _check_relevance(self) -> None:
-        if self.relevance_weight and self.freeze_selector:
-            raise ValueError("relevance_weight teaches the selector's scores: leave freeze_selector false.")
+        if self.relevance_weight and (self.freeze_selector or self.freeze_scores):
+            raise ValueError("relevance_weight teaches the scores: leave freeze_selector and freeze_scores false.")
         layers, heads = self.relevance_layers, self.relevance_heads
         if layers is not None and heads is not None:
             raise ValueError("relevance_layers and relevance_heads exclude each other: leave one of them out.")
@@ -168,6 +175,18 @@ class QTSplusTrainingArguments(TrainingArguments):
             raise ValueError(f"relevance_layers={layers}: expected different layers, at least one.")
         if heads is not None and (not heads or len(set(map(tuple, heads))) < len(heads)):
             raise ValueError(f"relevance_heads={heads}: expected different (layer, head) pairs, at least one.")
+
+    def _check_effects(self) -> None:
+        """Refuses what Transformers takes, but what would do nothing here or end the run later."""
+        if self.remove_unused_columns:
+            raise ValueError("remove_unused_columns would remove what the collator needs: leave it false.")
+        if self.resume_from_checkpoint is not None:
+            raise ValueError("resume_from_checkpoint has no effect here: use --resume, or trainer.train's argument.")
+        if self.load_best_model_at_end and self.eval_strategy == "no":
+            raise ValueError("load_best_model_at_end needs evaluation: set eval_strategy, or leave it out.")
+        missing = sorted(set(self.report_to) - set(get_available_reporting_integrations()))
+        if missing:
+            raise ValueError(f"report_to names {missing[0]}, which is not installed or not known.")
 
     def parsed_schedules(self) -> dict[str, Schedule]:
         """`schedules`, checked, by the name of the field that each one moves."""
@@ -182,19 +201,10 @@ class QTSplusTrainingArguments(TrainingArguments):
 
 
 def _schedule(name: str, arguments: Any) -> Schedule:
-    known = {field.name: field.default for field in fields(Schedule)}
-    if not isinstance(arguments, dict) or not set(arguments) <= set(known):
-        raise ValueError(
-            f"schedules.{name} is {show(arguments)}; expected a mapping with fields among {', '.join(known)}."
-        )
-    missing = [key for key, default in known.items() if default is MISSING and key not in arguments]
-    if missing:
-        raise ValueError(f"schedules.{name} lacks {', '.join(missing)}.")
-    check_types(f"schedules.{name}.", Schedule, arguments)
-    try:
-        return Schedule(**arguments)
-    except ValueError as error:
-        raise ValueError(f"schedules.{name}: {error}") from error
+    if not isinstance(arguments, dict):
+        names = ", ".join(field.name for field in fields(Schedule))
+        raise ValueError(f"schedules.{name} is {show(arguments)}; expected a mapping with fields among {names}.")
+    return build(f"schedules.{name}.", Schedule, arguments)
 
 
 __all__ = ["RELEVANCE_FROM", "SFT_LOSSES", "QTSplusTrainingArguments"]

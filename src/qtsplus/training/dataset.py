@@ -12,9 +12,10 @@ from ..data.formats import read_records
 from ..data.records import VideoRecord
 from ..settings import show
 from ..video_qtsplus import choose_frames, load_frames, read_video
-from .features import AttentionTargets, VideoFeatures, prompt_inputs
+from .features import AttentionTargets, VideoFeatures
 
 IGNORED = -100
+SAID = 3  # reasons for skipping that are said; a file has all
 
 
 def require_rates(records: Sequence[VideoRecord]) -> None:
@@ -38,12 +39,37 @@ def check_frame_settings(processor_kwargs: Mapping[str, Any]) -> None:
         raise ValueError("processor_kwargs has fps and num_frames; expected one of them.")
 
 
+def check_processor_kwargs(processor: Any, processor_kwargs: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for what no call of the processor would read."""
+    known = {*processor.video_processor.valid_kwargs.__annotations__, "videos_kwargs", "text_kwargs"}
+    unknown = sorted(set(processor_kwargs) - known)
+    if unknown:
+        raise ValueError(
+            f"processor_kwargs.{unknown[0]} is none of the processor's settings: {', '.join(sorted(known))}."
+        )
+
+
 @dataclass(frozen=True)
 class SkippedRecord:
     """A record that cannot be used: its video (or its question, without one), and why."""
 
     name: str
     reason: str
+
+
+def skipped_name(record: VideoRecord) -> str:
+    """What a record that cannot be used is called."""
+    return record.video or record.question
+
+
+def check_skipped(count: int, total: int, most: float, reasons: Sequence[str]) -> None:
+    """Raises `ValueError` if more than a share of the records cannot be used, or none can; says the first reasons."""
+    if count > most * total or count == total > 0:
+        first = "; ".join(reason.rstrip(".") for reason in reasons[:SAID])
+        raise ValueError(
+            f"{count} of {total} records cannot be used, and max_skipped is {most:g}: {first}. Mend the records or "
+            "data.media_root, or raise training.max_skipped."
+        )
 
 
 class VideoQADataset(Dataset):
@@ -95,6 +121,12 @@ class VideoQADataset(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
+    def require_videos(self, most: float) -> None:
+        """Raises `ValueError` if the share of the records whose video is not there exceeds `most`; opens none."""
+        names = (record.video for record in self.records if record.video is not None)
+        missing = [name for name in names if "://" not in name and not os.path.exists(name)]
+        check_skipped(len(missing), len(self.records), most, [f"there is no video at {name!r}" for name in missing])
+
     def __getitem__(self, index: int) -> dict[str, Any] | SkippedRecord:
         """The example of a record, see [`example`](VideoQADataset.example)."""
         return self.example(self.records[index])
@@ -114,10 +146,10 @@ class VideoQADataset(Dataset):
         except (ValueError, OSError) as error:
             if record.video is None or _is_readable(record.video):
                 raise  # not the file's fault: a wrong setting must not turn into an empty dataset
-            return SkippedRecord(record.video, str(error))
+            return SkippedRecord(skipped_name(record), str(error))
 
         prompt = inputs.pop("input_ids")[0]
-        answer = self.processor.tokenizer(record.answer, add_special_tokens=False)["input_ids"]
+        answer = self.processor.text_ids(record.answer)
         target = torch.tensor([*answer, self.end_of_turn])
         example: dict[str, Any] = {
             "input_ids": torch.cat([prompt, target]),
@@ -127,9 +159,8 @@ class VideoQADataset(Dataset):
         if self.model_max_length is not None:
             length = self._length(example["input_ids"], self.model_max_length)
             if length <= len(prompt):
-                name = record.video or record.question
                 reason = f"its prompt leaves no room for an answer within {self.model_max_length} text tokens"
-                return SkippedRecord(name, reason)
+                return SkippedRecord(skipped_name(record), reason)
             example = {name: values[:length] for name, values in example.items()}
         if "query_input_ids" in inputs:
             example["query_input_ids"] = inputs["query_input_ids"][0]
@@ -153,13 +184,11 @@ class VideoQADataset(Dataset):
             videos = {"videos": [record.video], **self.processor_kwargs}
             if record.fps is not None:
                 videos["fps"] = record.fps
-        text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         stored = None if self.features is None or record.video is None else self.features.load(record.video, record.fps)
         if stored is not None:
-            query = None if record.query is None else [record.query]
-            times = stored["video_grid_thw"], stored["second_per_grid_ts"]
-            return {**prompt_inputs(self.processor, [text], *times, query), **stored}
-        return dict(self.processor(text=[text], query=record.query, return_tensors="pt", **videos))
+            videos = {name: stored[name] for name in ("video_grid_thw", "second_per_grid_ts")}
+        query = None if record.query is None else [record.query]
+        return {**self.processor.conversation_inputs([messages], query=query, **videos), **(stored or {})}
 
     def _earlier_answers(self, prompt: torch.Tensor) -> torch.Tensor:
         """Labels `[S]` of a prompt: its answers with the tokens that end them; the last header has no answer yet."""
@@ -193,8 +222,12 @@ def _is_readable(video: str) -> bool:
 
 __all__ = [
     "IGNORED",
+    "SAID",
     "SkippedRecord",
     "VideoQADataset",
     "check_frame_settings",
+    "check_processor_kwargs",
+    "check_skipped",
     "require_rates",
+    "skipped_name",
 ]

@@ -14,10 +14,14 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Dataset
+from transformers.utils import logging
 from transformers.video_utils import VideoMetadata
 
 from ..data.records import VideoRecord
+from ..output import require_space, size
 from .freezing import vision_modules
+
+logger = logging.get_logger(__name__)
 
 _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
@@ -109,12 +113,17 @@ def encode_videos(
     quiet = not (mine and state.is_main_process)
     bar = track(decoded, "Encoding videos", total=len(mine), disable=quiet, console=Console(stderr=True))
     device = next(weight.device for module in vision_modules(model).values() for weight in module.parameters())
+    expected: int | None = None
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
         for video, inputs in bar:
             if inputs is not None:
                 given = inputs.pop("pixel_values_videos"), inputs["video_grid_thw"]
                 encoded = model.encode_videos(*given, device="cpu")
                 write_tensors(features.file(*video), {"video_features": encoded[0].contiguous(), **inputs})
+                if expected is None:  # what the first one takes, all do
+                    expected = features.file(*video).stat().st_size * len(missing)
+                    logger.warning(f"Encoding {len(missing)} videos takes about {size(expected)} in {features.folder}.")
+                    require_space(features.folder, expected, f"the features of {len(missing)} videos")
     state.wait_for_everyone()
     return features
 

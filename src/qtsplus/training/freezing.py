@@ -35,7 +35,11 @@ def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
         "language_model": args.freeze_language_model,
         "vision": args.freeze_vision_model,
     }
-    unused = {id(parameter) for parameter in active_selector(model).unused_parameters()}
+    selector = active_selector(model)
+    unused = {id(parameter) for parameter in selector.unused_parameters()}
+    if args.freeze_scores:
+        scoring = (selector.scoring_layers, selector.question_layers)
+        unused |= {id(parameter) for layers in scoring for parameter in layers.parameters()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen[part_of(name)] and id(parameter) not in unused)
 
@@ -66,8 +70,9 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
     # The untrained copy that PEFT keeps of the selector is not a part of the model.
     named = [(name, weight) for name, weight in model.named_parameters() if ".original_module." not in name]
     trainable = sum(weight.numel() for _, weight in named if weight.requires_grad)
-    selector_is_trained = any(weight.requires_grad and part_of(name) == "selector" for name, weight in named)
-    unused = sum(weight.numel() for weight in active_selector(model).unused_parameters()) if selector_is_trained else 0
+    scores_are_trained = any(weight.requires_grad and ".qtsplus.scoring_layers." in name for name, weight in named)
+    scores_are_trained |= any(weight.requires_grad and ".qtsplus.modules_to_save." in name for name, weight in named)
+    unused = sum(weight.numel() for weight in active_selector(model).unused_parameters()) if scores_are_trained else 0
     return ParameterCounts(
         total=sum(weight.numel() for _, weight in named), named_trainable=trainable + unused, trainable=trainable
     )

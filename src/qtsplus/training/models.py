@@ -46,7 +46,13 @@ def load_config(
     if unknown:
         raise ValueError(f"The selector has no field {', '.join(unknown)}.")
     check_types("selector.", QTSplusConfig, selector or {})
-    config.qtsplus_config = QTSplusConfig(**{**settings, **(selector or {})})
+    config.qtsplus_config = made = QTSplusConfig(**{**settings, **(selector or {})})
+    most = max(config.text_config.num_hidden_layers, settings["reencode_layers"])
+    for name in ("scoring_layers", "reencode_layers"):
+        if getattr(made, name) > most:
+            raise ValueError(
+                f"selector.{name} is {getattr(made, name)}; expected at most {most}, as the language model."
+            )
     return config
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ..settings import STRICT
+
 SHAPES = ("linear", "cosine", "step")
 SCHEDULED = ("tau_s", "n_max", "rho_min", "rho_max", "lambda_t", "lambda_m", "lambda_s")
 
@@ -24,6 +26,8 @@ class Schedule:
     Raises:
         ValueError: an unknown shape, or a negative or too large point in time.
     """
+
+    __pydantic_config__ = STRICT
 
     start: float
     end: float

@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
 
 from ..data.records import SOURCES
 from ..saving_qtsplus import model_card
@@ -25,19 +26,19 @@ from .attention import (
     own_teaching,
     relevance_divergences,
 )
-from .budget import Budget
+from .budget import Budget, RunningMeans
 from .collator import VideoQACollator
-from .dataset import IGNORED, SkippedRecord, VideoQADataset
+from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped, skipped_name
 from .distillation import answer_logits, divergence, own_logits, teacher_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
-from .running_means import RunningMeans
 from .schedules import ScheduleCallback
-from .targets import require_kept_targets
-from .teachers import require_same_tokens
+from .targets import require_kept_targets, require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
 SKIPPED_FILE = "skipped_files.json"
+
+logger = logging.get_logger(__name__)
 
 _LOSSES = (
     "loss_lm",
@@ -347,7 +348,34 @@ class QTSplusTrainer(Trainer):
             running.add(f"loss_{source}", chosen.sum(), len(chosen))
 
     def _note_skipped(self, skipped: list[SkippedRecord] | tuple[()]) -> None:
-        self.skipped.update({record.name: record.reason for record in skipped})
+        """
+        Says the first ones.
+
+        Raises:
+            ValueError: more than `max_skipped` of the records.
+        """
+        for record in skipped:
+            if record.name not in self.skipped and len(self.skipped) < SAID:
+                logger.warning(f"Skipped {record.name}: {record.reason}")
+            self.skipped[record.name] = record.reason
+        if not skipped or not isinstance(self.train_dataset, VideoQADataset):
+            return
+        self._write_skipped()
+        names = [skipped_name(record) for record in self.train_dataset.records]
+        count = sum(name in self.skipped for name in names)
+        check_skipped(count, len(names), self.args.max_skipped, list(self.skipped.values()))
+
+    def _write_skipped(self) -> None:
+        path = Path(str(self.args.output_dir), SKIPPED_FILE)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_json(path, self.skipped)
+
+    def save_state(self) -> None:
+        """As stock, with the list of what was skipped before it."""
+        self._gather_skipped()
+        if self.args.should_save:
+            self._write_skipped()
+        super().save_state()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As stock, with the means since the last line added to the lines of training and of evaluation."""
@@ -408,7 +436,7 @@ class QTSplusTrainer(Trainer):
         if self.args.should_save:
             state = {"alpha": self.budget.alpha, "excess": self.budget.excess, "skipped": skipped}
             _write_json(Path(output_dir, STATE_FILE), state)
-            _write_json(Path(str(self.args.output_dir), SKIPPED_FILE), skipped)
+            self._write_skipped()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

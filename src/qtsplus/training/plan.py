@@ -1,0 +1,155 @@
+"""What a run will take, before any weight is loaded: trained parameters, memory, steps, time and disk."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backbones import backbone_of
+from ..data.formats import iter_rows
+from ..output import require_space, size
+from .arguments import QTSplusTrainingArguments
+from .attention import check_relevance
+from .freezing import count_parameters, freeze, part_of
+from .lora import add_lora, lora_config
+from .models import load_config
+from .recipe import Recipe
+
+FLOPS = 400e12  # a second, which an H100 reaches in bfloat16
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Args:
+        folder: where the run writes to.
+        disk: bytes of the model and of all checkpoints that stand beside each other.
+        lines: all of it, for a person.
+    """
+
+    folder: Path
+    disk: int
+    lines: tuple[str, ...]
+
+    def require_space(self) -> None:
+        """Raises `ValueError` for a disk that cannot hold what the run saves."""
+        require_space(self.folder, self.disk, "the model and its checkpoints")
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """
+    What a recipe takes, from its model on the meta device.
+
+    Memory is that of weights, gradients, AdamW and what a step holds beside them; time is that of the matrix products.
+    Both are rough, and leave out a `teacher` of its own.
+
+    Raises:
+        ValueError: weights that are not there, or settings that do not fit the model.
+    """
+    args, training, data = recipe.model, recipe.training, recipe.data
+    config = load_config(args.variant, args.weights, args.selector, args.language_model)
+    model = _on_meta(recipe, config)
+    counts, width = count_parameters(model), _BYTES[args.dtype]
+    saved = width * (counts.total - counts.trainable) + 4 * counts.trainable
+    computed = 2 if training.bf16 or training.fp16 else width
+    frames, tokens = _longest_clip(config, data.processor_kwargs)
+    held, flops = _step(recipe, config, model, tokens)
+    memory = saved + 12 * counts.trainable + training.train_batch_size * computed * held
+    samples = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
+    records = _count_records(recipe)
+    steps = training.max_steps if training.max_steps > 0 else None
+    if steps is None and records is not None:
+        steps = math.ceil(training.num_train_epochs * math.ceil(records / samples))
+    disk = saved + _checkpoints(training, steps) * (saved + 8 * counts.trainable)
+    clip = f"{frames} frames, {tokens:,} visual tokens"
+    lines = [counts.describe(), f"about {size(memory)} of memory with clips of up to {clip}"]
+    if steps is None:
+        lines.append("steps and time are not known: the files to train on are not there")
+    else:
+        hours = f"about {steps * samples * flops / FLOPS / 3600:.2g} hours at {FLOPS / 1e12:.0f} TFLOP/s"
+        lines.append(f"{steps:,} steps of {samples} records, {hours}")
+    lines.append(f"{size(disk)} of disk for the model and its checkpoints in {recipe.output_dir}")
+    if data.features is not None:
+        levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        clip_bytes, clips = tokens * config.text_config.hidden_size * levels * computed, records or 100_000
+        total = f"{size(clips * clip_bytes)} for {clips:,} clips"
+        lines.append(f"{size(clip_bytes)} of disk for each clip in {data.features}, {total}")
+    return Plan(recipe.output_dir, disk, tuple(lines))
+
+
+def _on_meta(recipe: Recipe, config: Any) -> Any:
+    args, training = recipe.model, recipe.training
+    with torch.device("meta"):
+        model: nn.Module = backbone_of(config.model_type).model(config)
+        teacher = args.relevance_teacher
+        check_relevance(model, training, model if teacher is None else None, teacher == "lm_attention")
+        if training.lora_rank:
+            return add_lora(model, lora_config(training.lora_rank, training.lora_alpha, training.lora_dropout))
+    freeze(model, training)
+    return model
+
+
+def _count_records(recipe: Recipe) -> int | None:
+    if not all(Path(path).is_file() for path in recipe.data.train_files):
+        return None
+    return sum(1 for path in recipe.data.train_files for _ in iter_rows(path))
+
+
+def _checkpoints(training: QTSplusTrainingArguments, steps: int | None) -> int:
+    """How many stand beside each other: a new one is written before an old one goes."""
+    if training.save_strategy == "no":
+        return 0
+    kept = training.save_total_limit + 1 if training.save_total_limit else 2
+    if training.save_strategy != "steps" or steps is None:
+        return kept
+    every = training.save_steps if training.save_steps >= 1 else training.save_steps * steps
+    written = math.ceil(steps / every)
+    return min(written, kept) if training.save_total_limit else written
+
+
+def _longest_clip(config: Any, kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Frames and visual tokens of the longest clip that the processor's settings let in; 64 frames without any."""
+    vision, frames = config.vision_config, int(kwargs.get("num_frames") or kwargs.get("max_frames") or 64)
+    if not hasattr(vision, "spatial_merge_size"):  # square frames, of which a projector makes a quarter of the tokens
+        side, patch = (
+            value if isinstance(value, int) else value[0] for value in (vision.image_size, vision.patch_size)
+        )
+        return frames, frames * math.ceil(side // patch / 2) ** 2
+    token = vision.temporal_patch_size * (vision.patch_size * vision.spatial_merge_size) ** 2
+    longest = (kwargs.get("size") or {}).get("longest_edge")
+    if "qwen3" in config.model_type:  # whose limit is that of the whole video
+        return frames, int((longest or 25_165_824) / token)
+    even = frames + frames % vision.temporal_patch_size
+    return frames, int(even * (longest or 768 * 28**2) / token)
+
+
+def _step(recipe: Recipe, config: Any, model: Any, tokens: int) -> tuple[int, float]:
+    """Of one record: the values that a step holds beside the weights, and its floating-point operations."""
+    text, training, selector = config.text_config, recipe.training, config.qtsplus_config
+    width, depth, prompt = text.hidden_size, text.num_hidden_layers, recipe.data.model_max_length or 512
+    share = max(training.retention_range) if training.retention_range else selector.rho_max
+    kept = tokens if selector.selection == "all" else min(math.ceil(tokens * share), selector.n_max)
+    length, layer = prompt + kept, 6 * width + 3 * text.intermediate_size  # what the inside of a layer holds
+    inside = layer if training.gradient_checkpointing else depth * layer
+    held = length * (depth * width + inside + 2 * text.vocab_size) + 2 * tokens * width
+
+    sizes = {part: 0 for part in ("selector", "language_model", "vision")}
+    for name, weight in model.named_parameters():
+        sizes[part_of(name)] += weight.numel() if weight.ndim > 1 else 0
+
+    def forward(read: int) -> float:
+        return 2 * read * (sizes["language_model"] + depth * width * read)
+
+    passes = 3 + training.gradient_checkpointing + (not training.freeze_language_model)
+    flops = (passes + 2 * (training.budget_probe is not None)) * forward(length)
+    if training.relevance_weight:
+        held, flops = max(held, (prompt + tokens) * layer), flops + forward(prompt + tokens)
+    patches = tokens * getattr(config.vision_config, "spatial_merge_size", 2) ** 2
+    return held, flops + 2 * patches * sizes["vision"]
+
+
+__all__ = ["Plan", "make_plan"]

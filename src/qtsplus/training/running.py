@@ -1,0 +1,249 @@
+"""Runs a recipe: loads what it names, trains stage by stage, and goes on where an earlier run stopped."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ..data.records import VideoRecord
+from ..hub.card import card_data
+from ..hub.initialise import initialise_selector
+from ..output import check_folder
+from .arguments import QTSplusTrainingArguments
+from .attention import AttentionChoice
+from .collator import VideoQACollator
+from .dataset import VideoQADataset, check_processor_kwargs
+from .features import AttentionTargets, VideoFeatures, encode_videos
+from .freezing import vision_modules
+from .models import load_config, load_model, load_processor
+from .plan import make_plan
+from .recipe import Recipe
+from .targets import note_targets, require_same_backbone, require_same_tokens
+from .trainer import QTSplusTrainer
+
+logger = logging.get_logger(__name__)
+
+
+def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
+    """
+    Runs the stages of a recipe one after the other.
+
+    Args:
+        resume: leave out the stages that are finished, and go on with the one that is not.
+
+    Returns:
+        The folder of the last stage.
+
+    Raises:
+        ValueError: as [`run`].
+    """
+    if not resume:
+        for stage in stages:
+            require_free(stage.output_dir)
+    for index, stage in enumerate(stages):
+        if resume and index < len(stages) - 1 and is_finished(stage.output_dir):
+            logger.warning(f"{stage.name} is finished: {stage.output_dir}.")
+            continue
+        begun = index == 0 or last_checkpoint(stage.output_dir) is not None or is_finished(stage.output_dir)
+        if resume and not begun:
+            logger.warning(f"{stage.name} has no checkpoint yet and starts from its first step.")
+        run(stage, resume and begun)
+    return stages[-1].output_dir
+
+
+def run(recipe: Recipe, resume: bool = False) -> Path:
+    """
+    Trains, and saves the model to the recipe's `output_dir`.
+
+    Args:
+        resume: go on from the last complete checkpoint in `output_dir`.
+
+    Raises:
+        ValueError: `output_dir` cannot be written, or holds files and `resume` is false; or there is nothing to resume.
+    """
+    output_dir = check_folder(recipe.output_dir)
+    checkpoint = last_checkpoint(output_dir)
+    if not resume:
+        require_free(output_dir)
+    elif checkpoint is None:
+        kept = "; its save_strategy is 'no'" if recipe.training.save_strategy == "no" else ""
+        raise ValueError(
+            f"There is nothing to resume: {output_dir} holds no complete checkpoint{kept}. Leave out --resume to start "
+            "from the first step."
+        )
+    make_plan(recipe).require_space()
+    trainer = build_trainer(recipe)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.save_model()
+    trainer.create_model_card()
+    trainer.save_state()  # the last file, which tells a finished run
+    trainer.accelerator.end_training()
+    return output_dir
+
+
+def require_free(output_dir: Path) -> None:
+    """Raises `ValueError` for a folder that holds more than folders of other stages: nothing of it is replaced."""
+    if not output_dir.is_dir():
+        return
+    checkpoint = last_checkpoint(output_dir)
+    if checkpoint is not None and not is_finished(output_dir):
+        raise ValueError(f"{output_dir} holds {checkpoint.name}: resume the run, or choose another output_dir.")
+    names = sorted(path.name for path in output_dir.iterdir() if path.is_file() or _is_checkpoint(path))
+    if names:
+        what = "a finished model" if is_finished(output_dir) else names[0]
+        raise ValueError(f"{output_dir} holds {what}, which is not replaced: choose another output_dir.")
+
+
+def is_finished(output_dir: Path) -> bool:
+    """Whether a run into this folder came to its end."""
+    return (output_dir / "trainer_state.json").exists()
+
+
+def last_checkpoint(output_dir: Path) -> Path | None:
+    """The newest checkpoint that was written to its end: the Trainer's state is the last file."""
+    checkpoints = filter(_is_checkpoint, output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    for path in sorted(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        try:
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            continue
+        return path
+    return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    prefix, _, step = path.name.rpartition("-")
+    return prefix == PREFIX_CHECKPOINT_DIR and step.isdigit()
+
+
+def build_trainer(recipe: Recipe) -> QTSplusTrainer:
+    """
+    The Trainer of a recipe, with its model loaded and its records read.
+
+    Raises:
+        ValueError: weights or records that are not there or cannot be read.
+    """
+    args, training, data, trainer_class = recipe.model, recipe.training, recipe.data, recipe.trainer_class
+    # What is quickly read is read first.
+    train, evaluation = (
+        [record for path in files for record in trainer_class.dataset_class.read(path, data.media_root)]
+        for files in (data.train_files, data.eval_files)
+    )
+    if not train:
+        raise ValueError(f"{recipe.path}: data.train_files hold no record.")
+    config = load_config(args.variant, args.weights, args.selector, args.language_model)
+    processor = load_processor(args.variant, args.weights, config)
+    check_processor_kwargs(processor, data.processor_kwargs)
+
+    def dataset(records: list[VideoRecord], features: VideoFeatures | None = None) -> VideoQADataset | None:
+        if not records:
+            return None
+        return trainer_class.dataset_class(records, processor, data.model_max_length, data.processor_kwargs, features)
+
+    dataset(train).require_videos(training.max_skipped)
+    loading = args.dtype, args.attn_implementation, training.seed, args.language_model
+    model = load_model(args.variant, args.weights, args.selector, *loading)
+    if args.initialise is not None:
+        initialise_selector(model, args.initialise)
+    teacher = None
+    if args.teacher is not None:
+        teacher = AutoModelForImageTextToText.from_pretrained(args.teacher, dtype=args.dtype)
+
+    relevance_teacher = _load_relevance_teacher(recipe, model, processor)
+    features = None if data.features is None else _encode(recipe, model, processor, train + evaluation)
+    train_dataset = dataset(train, features)
+    collator = trainer_class.collator_class(processor)
+    frozen = relevance_teacher is not None or (training.freeze_language_model and not training.lora_rank)
+    if features is not None and train_dataset is not None and training.relevance_weight and frozen:
+        # Nothing of the teacher trains: it reads every example once.
+        train_dataset.targets = _note(recipe, model, relevance_teacher, train_dataset, collator)
+        relevance_teacher = None
+    trainer = trainer_class(
+        model,
+        training,
+        teacher=teacher,
+        relevance_teacher="lm_attention" if args.relevance_teacher == "lm_attention" else relevance_teacher,
+        train_dataset=train_dataset,
+        eval_dataset=dataset(evaluation, features),
+        data_collator=collator,
+        processing_class=processor,
+    )
+    base = args.variant if args.weights is not None else None
+    names = ", ".join(f"`{Path(path).name}`" for path in data.train_files)
+    trainer.about = {
+        **card_data(base, "license", "license_name", "license_link", "base_model"),
+        "training_data": f"{len(train)} records of {names}.",
+    }
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return trainer
+
+
+def _load_relevance_teacher(recipe: Recipe, model: Any, processor: Any) -> Any:
+    """The model whose attention is the target; `None` where that is the model itself."""
+    args, training = recipe.model, recipe.training
+    if args.relevance_teacher in (None, "lm_attention") or not training.relevance_weight:
+        return None
+    weights, same = args.relevance_teacher, {"select_images": model.config.qtsplus_config.select_images}
+    config = load_config(None, weights, same)
+    require_same_backbone(config, model.config)
+    if load_processor(None, weights, config).tokenizer.get_vocab() != processor.tokenizer.get_vocab():
+        raise ValueError(
+            f"model.relevance_teacher is {weights}, whose tokenizer has other tokens than the model's; expected a "
+            "teacher with the same tokenizer."
+        )
+    return load_model(None, weights, same, args.dtype, args.attn_implementation)
+
+
+def _note(
+    recipe: Recipe, model: Any, relevance_teacher: Any, dataset: VideoQADataset, collator: VideoQACollator
+) -> AttentionTargets:
+    """The teacher's attention in every example. Another teacher sees all videos with its own vision tower."""
+    data, training = recipe.data, recipe.training
+    grouped = recipe.model.relevance_teacher == "lm_attention"
+    choice, mixed, folder = AttentionChoice.of(training, grouped), _mixed(training), str(data.features)
+    full = [record.at_full_size() for record in dataset.records if record.teacher_video is not None]
+    if relevance_teacher is not None:
+        features = _encode(recipe, relevance_teacher, dataset.processor, dataset.records + full)
+        for record in dataset.records:
+            stored = None if record.video is None else features.load(record.video, record.fps)
+            if stored is not None:
+                require_same_tokens(relevance_teacher, model, stored["video_grid_thw"])
+        model, settings = relevance_teacher, (data.model_max_length, data.processor_kwargs)
+        dataset = VideoQADataset(dataset.records, dataset.processor, *settings, features)
+    elif full:
+        _encode(recipe, model, dataset.processor, full)
+    return note_targets(model.to(training.device), dataset, collator, folder, choice, mixed)
+
+
+def _encode(recipe: Recipe, model: Any, processor: Any, records: list[VideoRecord]) -> VideoFeatures:
+    data, training = recipe.data, recipe.training
+    if not training.freeze_vision_model:
+        raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
+    if recipe.model.teacher is not None:
+        raise ValueError("A teacher looks at the videos itself: leave out data.features, or model.teacher.")
+    for module in vision_modules(model).values():
+        module.to(training.device)
+    return encode_videos(
+        model,
+        processor,
+        [(record.video, record.fps) for record in records if record.video is not None],
+        str(data.features),
+        data.processor_kwargs,
+        autocast_dtype=_mixed(training),
+        workers=training.dataloader_num_workers,
+    )
+
+
+def _mixed(training: QTSplusTrainingArguments) -> torch.dtype | None:
+    """What mixed-precision training computes in."""
+    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+
+
+__all__ = ["build_trainer", "is_finished", "last_checkpoint", "require_free", "run", "run_stages"]
