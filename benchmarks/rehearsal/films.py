@@ -47,6 +47,6 @@ def _record(video: str, clip: Clip, number: int, index: int) -> dict[str, object
         "question": f"What is {item.colour}?\nA. circle\nB. square\nC. triangle\nD. star\nAnswer with the letter.",
         "query": f"What is {item.colour}?",
         "answer": {"circle": "A", "square": "B", "triangle": "C"}[item.shape],
-        "source": ("mcq", "vqa")[(number + index) % 2],
+        "source": ("mcq", "vqa")[index % 2],
         "evidence": [seen],
     }

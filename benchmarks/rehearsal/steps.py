@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,9 @@ SCALES = {
         "qtsplus-3b",
         "a stock Qwen2.5-VL-3B of the published shape in bfloat16, with the published vocabulary",
         "4GB",
-        20,
+        25,
         (448, 252),
-        (60, 32),
+        (30, 16),
         True,
         (("qtsplus-7b", 40), ("qwen3.5-9b", 45)),
     ),
@@ -292,30 +293,27 @@ def _last_line(output: str) -> dict[str, Any]:
 
 def _training(place: Place) -> list[Step]:
     folder = str(place.folder)
-    first = [f"model.variant={place.scale.variant}", f"model.weights={place.at('stock')}"]
-    second = ["model.variant=null", f"model.weights={place.at('relevance')}"]
-    adapters = ["model.variant=null", f"model.weights={place.at('second')}", "training.lora_rank=8"]
+    stock = [f"model.variant={place.scale.variant}", f"model.weights={place.at('stock')}"]
+    stages = _train(place, RECIPES / "qtsplus-3b.yaml", "trained", stock)
     return [
         Step(
-            "first stage",
-            _train(place, "qtsplus-3b-relevance.yaml", "relevance", first),
-            lambda output, done: _check_trained(place, "stock", "relevance", 0.3, done),
-            makes=("relevance",),
+            "plan of the training",
+            [*stages, "--dry-run"],
+            lambda output, done: Found(f"both stages are planned: {' and '.join(_planned(output))}"),
             removes=("model",),
         ),
         Step(
-            "second stage",
-            _train(place, "qtsplus-3b.yaml", "second", second),
-            lambda output, done: _check_trained(place, "relevance", "second", 256, done),
-            makes=("second",),
-            removes=("stock",),
+            "train, a step of both stages",
+            stages,
+            lambda output, done: _check_trained(place, done["plan of the training"]["output"]),
+            makes=("trained",),
         ),
         Step(
             "LoRA",
-            _train(place, "qtsplus-3b.yaml", "lora", adapters),
+            _train(place, _lora_recipe(place), "lora"),
             lambda output, done: _check_adapters(place),
             makes=("lora",),
-            removes=("relevance",),
+            removes=("stock", "trained/relevance"),
         ),
         Step(
             "merge LoRA and save",
@@ -327,13 +325,13 @@ def _training(place: Place) -> list[Step]:
             "load again",
             _task("load_again", folder=folder),
             lambda output, done: _check_equal(output, done["merge LoRA and save"]),
-            removes=("second",),
+            removes=("trained",),
         ),
     ]
 
 
-def _train(place: Place, recipe: str, out: str, overrides: list[str]) -> list[str]:
-    """One optimizer step of a recipe, from features that are kept on disk."""
+def _train(place: Place, recipe: Path, out: str, overrides: Sequence[str] = ()) -> list[str]:
+    """One optimizer step of a recipe's every stage, from features that are kept on disk."""
     fields = [
         *overrides,
         f"data.train_files=[{place.at(RECORDS)}]",
@@ -349,34 +347,44 @@ def _train(place: Place, recipe: str, out: str, overrides: list[str]) -> list[st
         "training.report_to=none",
         "training.use_cpu=true",
     ]
-    return [_COMMANDS, "train", str(RECIPES / recipe), *(part for field in fields for part in ("--set", field))]
+    return [_COMMANDS, "train", str(recipe), *(part for field in fields for part in ("--set", field))]
 
 
-def _check_trained(place: Place, before: str, after: str, most_kept: float, done: Mapping[str, Any]) -> Found:
-    """`most_kept` is the share of the visual tokens, or their number, that the language model reads at the most."""
-    same = _same_tensors(place.folder / before, place.folder / after)
-    checked = f"{_step_log(place, after)}; {same} frozen tensors are byte for byte what they were"
-    film, clip = place.scale.seconds
-    tokens = int(math.prod(_last_line(done["load"]["output"])["grid"]) * clip / film / 2)  # half as many frames
-    kept = int(min(tokens, most_kept if most_kept > 1 else most_kept * tokens))
-    least = least_memory(place.config, tokens, kept + TEXT_TOKENS, trained=True) / 1e9
-    return Found(f"{tokens:,} visual tokens; {checked}", least)
+def _lora_recipe(place: Place) -> Path:
+    """A recipe of one stage, which goes on with what was trained."""
+    path = place.folder / "lora.yaml"
+    model = {"weights": place.at("trained"), "dtype": "bfloat16"}
+    training = {"lora_rank": 8, "learning_rate": 1e-4, "bf16": True, "gradient_checkpointing": True}
+    data = {"train_files": [place.at(RECORDS)]}
+    path.write_text(json.dumps({"model": model, "data": data, "training": training}), encoding="utf-8")
+    return path
+
+
+def _planned(output: str) -> list[str]:
+    """The memory of each stage, as the plan says it."""
+    return re.findall(r"about ([\d.]+ [kMG]B) of memory", output)
+
+
+def _check_trained(place: Place, plan: str) -> Found:
+    first, second = place.folder / "trained" / "relevance", place.folder / "trained"
+    same = _same_tensors(place.folder / "stock", first), _same_tensors(first, second)
+    logs = f"{_step_log(first)}, then {_step_log(second)}"
+    units = {"kB": 1e-6, "MB": 1e-3, "GB": 1.0}
+    sizes = [float(number) * units[unit] for number, unit in map(str.split, _planned(plan))]
+    return Found(f"{logs}; {same[0]} and {same[1]} frozen tensors are byte for byte what they were", max(sizes))
 
 
 def _check_adapters(place: Place) -> Found:
     adapters = load_file(place.folder / "lora" / "adapter_model.safetensors")
     moved = [name for name, tensor in adapters.items() if "lora_B" in name and tensor.any()]
     _require(bool(moved), "no adapter has moved")
-    return Found(f"{_step_log(place, 'lora')}; {len(moved)} adapters have moved")
+    return Found(f"{_step_log(place.folder / 'lora')}; {len(moved)} adapters have moved")
 
 
-def _step_log(place: Place, folder: str) -> str:
+def _step_log(folder: Path) -> str:
     """What the one step logged."""
-    (entry,) = (
-        entry
-        for entry in read_json(place.folder / folder / "trainer_state.json")["log_history"]
-        if "grad_norm" in entry
-    )
+    history = read_json(folder / "trainer_state.json")["log_history"]
+    (entry,) = (entry for entry in history if "grad_norm" in entry)
     loss, norm = entry["loss"], entry["grad_norm"]
     _require(math.isfinite(loss) and 0 < norm < math.inf, f"loss {loss}, norm of the gradient {norm}")
     return f"loss {loss:.3g}, norm of the gradient {norm:.3g}"

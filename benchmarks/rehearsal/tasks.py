@@ -81,7 +81,7 @@ def every_token(folder: str) -> dict[str, Any]:
 
 def merge_and_save(folder: str) -> dict[str, Any]:
     """The adapters and the trained selector become a model of their own."""
-    model, processor = session.load(Path(folder, "second"))
+    model, processor = session.load(Path(folder, "trained"))
     merged: Any = merge_lora(PeftModel.from_pretrained(model, Path(folder, "lora")))
     merged.save_pretrained(Path(folder, "saved"))
     processor.save_pretrained(Path(folder, "saved"))

@@ -317,32 +317,22 @@ def _layers(config, depth: int, length: int, width: int) -> Cost:
 # Memory
 # --------------------------------------------------------------------------------------------------------------------
 
-# Trained weights are held in float32, with a gradient and two moments of AdamW.
-_TRAINED_BYTES = 16
 
-
-def least_memory(config: Any, num_tokens: int, length: int, trained: bool = False) -> int:
+def least_memory(config: Any, num_tokens: int, length: int) -> int:
     """
     Bytes that a question about a video takes at the least, in bfloat16.
 
     Args:
         config: of our side.
         num_tokens: visual tokens before the selection, whose features are held.
-        length: of the prompt that the language model reads, whose cache is held; or, in training, the inputs of every
-            layer, for gradient checkpointing.
-        trained: whether the selector is trained, and everything else frozen.
+        length: of the prompt that the language model reads, whose cache is held.
     """
     width, text = 2, config.text_config
     with torch.device("meta"):
         model: Any = backbone_of(config.model_type).model(config)
-    weights = sum(
-        parameter.numel() * (_TRAINED_BYTES if trained and ".qtsplus." in name else width)
-        for name, parameter in model.named_parameters()
-    )
-    features = width * num_tokens * model.model.token_width
-    widest = width * length * (2 * text.intermediate_size + text.hidden_size)  # of a layer: its feed-forward block
-    inputs = width * length * text.hidden_size * text.num_hidden_layers
-    return weights + features + widest + (inputs if trained else _cached(text, length, width))
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    features, widest = num_tokens * model.model.token_width, length * (2 * text.intermediate_size + text.hidden_size)
+    return width * (weights + features + widest) + _cached(text, length, width)
 
 
 # --------------------------------------------------------------------------------------------------------------------
