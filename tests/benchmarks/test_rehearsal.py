@@ -38,9 +38,7 @@ def test_every_step(tmp_path, monkeypatch):
     result = rehearse(tmp_path)
     assert result.exit_code == 0, result.output
     document = read_json(tmp_path / "out" / "rehearsal-tiny.json")
-    assert {"convert", "every token kept", "first stage", "second stage", "LoRA", "load again"} <= set(
-        document["steps"]
-    )
+    assert {"convert", "every token kept", "calibrate", "LoRA", "load again"} <= set(document["steps"])
     assert all(entry["peak_gb"] == 1.0 and entry["checked"] for entry in document["steps"].values())
     assert document["steps"]["ask"]["least_gb"] > 0
     table = (tmp_path / "out" / "rehearsal-tiny.md").read_text()
