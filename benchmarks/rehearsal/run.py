@@ -170,17 +170,19 @@ def _report(document: dict[str, Any], weights: str) -> str:
         least = "" if entry["least_gb"] is None else f"{entry['least_gb']:.1f}"
         figures = f"{entry['seconds']:.0f}", f"{entry['processor_seconds']:.0f}", f"{entry['peak_gb']:.1f}"
         rows.append([name, entry["checked"], *figures, least])
-    header = ["step", "what was checked", "seconds", "of all threads", "peak memory, GB", "cost model, GB"]
+    header = ["step", "what was checked", "seconds", "CPU seconds", "peak memory, GB", "cost model, GB"]
     lines = [
         "# Rehearsal",
         "",
         f"Walked at full size with random weights: {weights}. `{document['command']}` on {facts['processor']}, "
         f"{facts['threads']} threads; torch {facts['torch']}, transformers {facts['transformers']}, {facts['date']}.",
         "",
-        "Each step ran in a process of its own, which loads what it needs. Seconds are those on the clock, and those "
-        "that all threads computed, which hardly depend on what else the machine did. Peak memory is resident memory, "
-        "with the files that are mapped. The cost model counts weights, the optimizer and the activations that a layer "
-        "cannot do without; the libraries alone take half a GB more.",
+        "Each step ran in a process of its own, which loads what it needs. CPU seconds are those that its threads "
+        f"computed; the load average at the end was {facts['load_average'][0]:.1f} on {facts['cores']} cores. "
+        "Peak memory is resident memory, with the mapped files that were read: a model that is only loaded has hardly "
+        "been read. The last column is what "
+        "`least_memory` of `benchmarks/speed/cost.py` counts for a question (weights, features, the widest layer and "
+        "the cache), and what `qtsplus train --dry-run` says of training.",
         "",
         *markdown_table(header, rows, texts=2),
     ]
