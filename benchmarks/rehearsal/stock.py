@@ -1,6 +1,7 @@
 """A stock model as the Hub has it, but for its weights: published shape, published vocabulary, random values."""
 
 import base64
+import functools
 import json
 import zipfile
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ SPECIAL_TOKENS = (
     *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
     *("<|image_pad|>", "<|video_pad|>"),
 )
-_DEVIATION = 0.02  # of random weights
+_DEVIATION, _ROWS = 0.02, 256  # of random weights, and how many rows of a matrix are written at a time
 
 
 def write_stock(variant: str, folder: Path, wheel: Path | None, max_shard_size: str, seed: int = 0) -> int:
@@ -75,9 +76,16 @@ def _random_bytes(name: str, shape: tuple[int, ...], seed: int) -> Iterator[byte
     if len(shape) == 1:
         yield _bytes(torch.full(shape, float(name.endswith("weight"))))
         return
-    generator = torch.Generator().manual_seed(seed)
-    for rows in torch.empty(shape, device="meta").flatten(1).split(1024):
-        yield _bytes(torch.randn(rows.shape, generator=generator).mul_(_DEVIATION))
+    generator, drawn = torch.Generator().manual_seed(seed), _drawn()
+    for rows in torch.empty(shape, device="meta").flatten(1).split(_ROWS):
+        start = int(torch.randint(len(drawn) - rows.numel(), (), generator=generator))
+        yield _bytes(drawn[start : start + rows.numel()])
+
+
+@functools.cache
+def _drawn() -> torch.Tensor:
+    """Random values; every piece of a matrix is a stretch of them. To draw billions takes longer than to write them."""
+    return torch.randn(2**24, generator=torch.Generator().manual_seed(0)).mul_(_DEVIATION).bfloat16()
 
 
 def _bytes(values: torch.Tensor) -> bytes:
