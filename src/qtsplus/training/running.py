@@ -1,5 +1,6 @@
 """Runs a recipe: loads what it names, trains stage by stage, and goes on where an earlier run stopped."""
 
+import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
         if resume and not begun:
             logger.warning(f"{stage.name} has no checkpoint yet and starts from its first step.")
         run(stage, resume and begun)
+        gc.collect()  # a Trainer refers to itself, and holds its model until it is looked for
     return stages[-1].output_dir
 
 
