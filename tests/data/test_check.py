@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import zlib
 
 import pytest
 from PIL import Image
@@ -94,7 +96,10 @@ def test_folders_of_frames_are_looked_through(tmp_path):
             Image.new("RGB", (8, 8)).save(media / folder / file)
     (media / "other" / "1.HEIC").touch()
     (media / "vast").mkdir()
-    Image.new("1", (30_000, 30_000)).save(media / "vast" / "0.png")
+    Image.new("1", (8, 8)).save(media / "vast" / "0.png")
+    small = (media / "vast" / "0.png").read_bytes()
+    header = b"IHDR" + struct.pack(">II", 30_000, 30_000) + small[24:29]
+    (media / "vast" / "0.png").write_bytes(small[:12] + header + struct.pack(">I", zlib.crc32(header)) + small[33:])
     records = [Answer(vision_id=name, question=f"Why {name}?", answer="So.") for name in (*names, "vast")]
     found = checked(tmp_path, records, media=True, media_root=media)
     assert [bad.row for bad in found.bad] == [3, 4, 5] and {bad.check for bad in found.bad} == {"media"}
