@@ -48,7 +48,7 @@ def run_rehearsal(shape: str, work: Path, out: Path, vocabulary: Path | None = N
     with steps("rehearsal", len(plan), progress) as say:
         for step in plan:
             if step.name not in journal.done:
-                journal.add(step.name, _take(step, place, dict(journal.done)))
+                journal.add(step.name, _take(step, place, {str(key): journal.done[key] for key in journal.done}))
             say(f"{step.name}: {_described(journal.done[step.name])}")
     entries = {step.name: {"command": _shown(step, place), **_without_output(journal.done[step.name])} for step in plan}
     document = {"command": _command(shape, vocabulary), "environment": environment("cpu"), "steps": entries}

@@ -4,7 +4,6 @@ import base64
 import functools
 import json
 import zipfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from qtsplus.backbones import backbone_of
 from qtsplus.hub.checkpoint import StoredTensor, write_checkpoint
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.folder import read_json
-from qtsplus.hub.names import PUBLISHED
+from qtsplus.hub.weights import PUBLISHED
 
 from ..speed.shapes import TINY, stock_config
 
@@ -31,7 +30,7 @@ SPECIAL_TOKENS = (
     *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
     *("<|image_pad|>", "<|video_pad|>"),
 )
-_DEVIATION, _ROWS = 0.02, 256  # of random weights, and how many rows of a matrix are written at a time
+_DEVIATION, _ROWS = 0.02, 256  # of random weights, and how many rows of a matrix are one stretch
 
 
 def write_stock(variant: str, folder: Path, wheel: Path | None, max_shard_size: str, seed: int = 0) -> int:
@@ -66,30 +65,27 @@ def _random_tensors(config: Any, stock_model: Any, seed: int) -> dict[str, Store
     naming = PUBLISHED[config.model_type]
     shapes = {naming.theirs(name): tuple(weight.shape) for name, weight in model.named_parameters()}
     return {
-        name: StoredTensor("BF16", shape, partial(_random_bytes, name, shape, seed + number))
+        name: StoredTensor(torch.bfloat16, shape, partial(_random_tensor, name, shape, seed + number))
         for number, (name, shape) in enumerate(shapes.items())
     }
 
 
-def _random_bytes(name: str, shape: tuple[int, ...], seed: int) -> Iterator[bytes]:
-    """Norms of one, biases of zero, and matrices drawn at random, in pieces."""
+def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Norms of one, biases of zero, and matrices of random values."""
     if len(shape) == 1:
-        yield _bytes(torch.full(shape, float(name.endswith("weight"))))
-        return
+        return torch.full(shape, float(name.endswith("weight")), dtype=torch.bfloat16)
     generator, drawn = torch.Generator().manual_seed(seed), _drawn()
-    for rows in torch.empty(shape, device="meta").flatten(1).split(_ROWS):
+    tensor = torch.empty(shape, dtype=torch.bfloat16)
+    for rows in tensor.flatten(1).split(_ROWS):
         start = int(torch.randint(len(drawn) - rows.numel(), (), generator=generator))
-        yield _bytes(drawn[start : start + rows.numel()])
+        rows.copy_(drawn[start : start + rows.numel()].view_as(rows))
+    return tensor
 
 
 @functools.cache
 def _drawn() -> torch.Tensor:
     """Random values; every piece of a matrix is a stretch of them. To draw billions takes longer than to write them."""
     return torch.randn(2**24, generator=torch.Generator().manual_seed(0)).mul_(_DEVIATION).bfloat16()
-
-
-def _bytes(values: torch.Tensor) -> bytes:
-    return values.bfloat16().view(torch.uint8).numpy().tobytes()
 
 
 def _write_processor(variant: str, stock_processor: Any, tokenizer: Any, folder: Path) -> None:
