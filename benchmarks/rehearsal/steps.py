@@ -277,9 +277,9 @@ def _check_equal(output: str, before: Mapping[str, Any]) -> Found:
 
 def _check_calibration(place: Place) -> Found:
     selector = read_json(place.folder / "model" / "config.json")["qtsplus_config"]
-    layer, found = selector["attention_layer"], selector["attention_found"]
+    layer, figures = selector["attention_layer"], read_json(place.folder / "calibration.json")
     _require(layer is not None, "no layer was written")
-    return Found(f"layer {layer} and its heads are in the configuration, measured on {found['questions']} questions")
+    return Found(f"layer {layer} and its heads are in the configuration, measured on {figures['questions']} questions")
 
 
 def _last_line(output: str) -> dict[str, Any]:

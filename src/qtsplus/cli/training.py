@@ -86,7 +86,7 @@ def calibrate(
 ) -> None:
     """
     Find the layers and heads whose attention finds what an answer rests on, for attention distillation and for
-    selection="lm_attention". The latter's are written into the configuration of a model's folder, with their figures.
+    selection="lm_attention". The latter are written into the configuration of a model's folder.
     """
     require_text(model=model, device=device)
     with one_line_errors():
