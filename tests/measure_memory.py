@@ -98,7 +98,9 @@ def million() -> dict[str, float]:
     from qtsplus import QTSplusConfig, QTSplusSelector
 
     torch.manual_seed(0)
-    selector = QTSplusSelector(QTSplusConfig(), 64, 4, 2, mrope_section=[2, 3, 3]).eval()
+    selector = QTSplusSelector(
+        QTSplusConfig(reduction="max", query_states="embeddings"), 64, 4, 2, mrope_section=[2, 3, 3]
+    ).eval()
     visual, query = torch.randn(1_000_000, 64), torch.randn(32, 64)
     positions = torch.arange(1_000_000).expand(3, -1)
     with torch.no_grad():

@@ -132,7 +132,8 @@ def measure_selection(tokens: int, variant: str, dtype: str, device: str, repeat
     text = json.loads((hub_configs() / variant / "config.json").read_text())["text_config"]
     torch.manual_seed(0)
     shape = text["hidden_size"], text["num_attention_heads"], text["num_key_value_heads"]
-    selector = QTSplusSelector(QTSplusConfig(reencode_layers=0), *shape).to(device, getattr(torch, dtype)).eval()
+    paper = QTSplusConfig(reencode_layers=0, reduction="max", query_states="embeddings")
+    selector = QTSplusSelector(paper, *shape).to(device, getattr(torch, dtype)).eval()
     visual = torch.randn(tokens, text["hidden_size"], device=device, dtype=getattr(torch, dtype))
     query = torch.randn(QUESTION_TOKENS, text["hidden_size"], device=device, dtype=getattr(torch, dtype))
     positions = torch.zeros(3, tokens, dtype=torch.long, device=device)

@@ -52,6 +52,9 @@ def test_a_run_whose_records_are_all_skipped_is_an_error(recipe_file, tmp_path):
     assert broken.exit_code == 2 and "1 of 1 records cannot be used" in broken.stderr
     assert list(json.loads((tmp_path / "run/skipped_files.json").read_text())) == [str(tmp_path / "broken.mp4")]
     assert not (tmp_path / "run/config.json").exists()
+    mended = train(recipe_file)
+    assert mended.exit_code == 0 and (tmp_path / "run/config.json").exists()
+    assert json.loads((tmp_path / "run/skipped_files.json").read_text()) == {}
 
 
 def test_metrics_are_no_result_and_pipes_have_no_bars(recipe_file, tmp_path):

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it trains and takes: memory, steps, disk.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the last complete checkpoint; a finished stage is not run again.")
+]
 
 
 def train(recipe: RecipeFile, dry_run: DryRun = False, resume: Resume = False, overrides: Overrides = None) -> None:
-    """Train a model by a recipe. The result is a complete Hub folder."""
+    """Train a model by a recipe, stage by stage. The result is a complete Hub folder."""
     with one_line_errors():
         from ..training.trainer import QTSplusTrainer
 

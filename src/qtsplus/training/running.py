@@ -24,7 +24,7 @@ from .models import check_weights, load_config, load_model, load_processor
 from .plan import make_plan
 from .recipe import Recipe
 from .targets import note_targets, require_same_backbone, require_same_tokens
-from .trainer import QTSplusTrainer
+from .trainer import SKIPPED_FILE, QTSplusTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -95,7 +95,7 @@ def require_free(output_dir: Path) -> None:
     if checkpoint is not None and not is_finished(output_dir):
         raise ValueError(f"{output_dir} holds {checkpoint.name}: resume the run, or choose another output_dir.")
     names = sorted(path.name for path in output_dir.iterdir() if path.is_file() or _is_checkpoint(path))
-    if names:
+    if names not in ([], [SKIPPED_FILE]):  # which a run leaves that ended for them
         what = "a finished model" if is_finished(output_dir) else names[0]
         raise ValueError(f"{output_dir} holds {what}, which is not replaced: choose another output_dir.")
 

@@ -81,10 +81,8 @@ class QTSplusTrainer(Trainer):
     `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]). Every
     term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT over the
     supervised tokens, the others over the samples with visual tokens, the attention's over those that have an answer
-    too. So accumulation over N micro-batches, or N processes, gives the gradient of one big
-    batch. Where `rho_prior` is `None`, rho_bar is the mean of rho over all earlier steps (the model's own loss includes
-    the current batch, which no accumulation could), and the first step has no prior. `rho M` counts up to `n_max`, as
-    the gate does.
+    too. Where `rho_prior` is `None`, rho_bar is the mean of rho over all earlier steps, and the first step has no
+    prior. `rho M` counts up to `n_max`, as the gate does.
 
     alpha >= 0 holds the mean count that is asked for, `n = min(ceil(rho M), n_max)`, at `target_n`. After each step,
     with `excess = mean n / target_n - 1` (at most 1), `alpha += dual_learning_rate * excess / target_n`; and
