@@ -14,6 +14,7 @@ from benchmarks.world.tinyworld import build_dataset
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
 from qtsplus.evaluation.calibration import Recall, calibrate, measure_heads, read_labelled
+from qtsplus.evaluation.labelled import Sighting
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import VideoQADataset
 from qtsplus.training.models import load_model
@@ -52,6 +53,12 @@ def planted(finders):
             yield attention, NEEDLES
 
     return by_head
+
+
+def test_evidence_outside_of_the_frame_is_refused(tiny, tiny_processor, questions):
+    outside = [[Sighting(0, 1, (500, 500, 600, 600), frame=(168, 168))]]
+    with pytest.raises(ValueError, match=r"The evidence of '.+' lies outside of .+\.mp4"):
+        calibrate(tiny, tiny_processor, [replace(question, needles=outside) for question in questions], progress=False)
 
 
 def test_recall_counts_tokens_and_needles():

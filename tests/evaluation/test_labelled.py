@@ -16,6 +16,13 @@ def test_pixels_and_shares_are_the_same_tokens():
     assert sighting_tokens([Sighting(0.5, 2, (0, 0, 1, 1))], (2, 1, 1)).tolist() == [0, 1]
 
 
+def test_large_and_thin_things_are_shown_by_tokens_too():
+    assert sighting_tokens([Sighting(0, 1, (0, 0, 1, 1))], GRID).tolist() == list(range(32))
+    assert sighting_tokens([Sighting(0, 1, (0.1, 0.2, 0.4, 0.6))], GRID).tolist() == [9, 10, 17, 18]
+    assert sighting_tokens([Sighting(0, 1, (0, 0.3, 1, 0.31))], GRID).tolist() == list(range(8, 16))
+    assert sighting_tokens([Sighting(0, 1, (700, 0, 800, 90), frame=(640, 360))], GRID).tolist() == []
+
+
 @pytest.mark.parametrize(
     ("sighting", "message"),
     [

@@ -311,6 +311,8 @@ def _attention_by_head(
         (grid,) = model.model.merged_grid(example["video_grid_thw"])
         seconds = float(example["second_per_grid_ts"][0])
         needles = [sighting_tokens(needle, grid, seconds) for needle in question.needles]
+        if not all(map(len, needles)):
+            raise ValueError(f"The evidence of {question.record.question!r} lies outside of {question.record.video}.")
         batch = collate([example])
         inputs = {name: send_to_device(batch[name], model.device) for name in batch.keys() - {"skipped", "source_ids"}}
         labels = inputs.pop("labels")

@@ -10,7 +10,8 @@ import numpy as np
 from ..data.formats import read_records
 from ..data.records import VideoRecord
 
-# Of a box, the share that must lie in a token's cell for the token to count as showing what is in the box.
+# What the cell of a token that shows something shares with its box at least: of the box, or of the cell if that is the
+# smaller one.
 LEAST_SHARE = 0.25
 
 
@@ -50,6 +51,13 @@ def sighting_tokens(seen: Sequence[Sighting], grid: tuple[int, int, int], second
     Args:
         grid: (time, height, width) of the video's visual tokens.
         seconds_per_grid: seconds of video per step of the grid.
+<<<<<<< .merge_file_0pXvCo
+=======
+
+    Returns:
+        `[k]` int64, ascending indices among the `time * height * width` tokens: those that share at least
+        [`LEAST_SHARE`] with the box of a frame, or else the most; none for a box outside the frame.
+>>>>>>> .merge_file_TAnmly
     """
     steps, rows, columns = grid
     tokens = set()
@@ -58,9 +66,12 @@ def sighting_tokens(seen: Sequence[Sighting], grid: tuple[int, int, int], second
         left, top, right, bottom = sighting.box
         tall = _overlap(np.arange(rows + 1) * height / rows, top, bottom) / (bottom - top)
         wide = _overlap(np.arange(columns + 1) * width / columns, left, right) / (right - left)
+        cell_in_boxes = height / rows * width / columns / ((bottom - top) * (right - left))
+        shares = np.outer(tall, wide) / min(1.0, cell_in_boxes)
+        least = min(LEAST_SHARE, shares.max())
         first = min(int(sighting.start / seconds_per_grid + 1e-6), steps - 1)
         last = min(int(np.ceil(sighting.end / seconds_per_grid - 1e-6)), steps)
-        for row, column in np.argwhere(np.outer(tall, wide) >= LEAST_SHARE):
+        for row, column in np.argwhere((shares >= least) & (shares > 0)):
             for step in range(first, max(last, first + 1)):
                 tokens.add((step * rows + int(row)) * columns + int(column))
     return np.array(sorted(tokens), dtype=np.int64)
