@@ -46,18 +46,12 @@ class Sighting:
 
 def sighting_tokens(seen: Sequence[Sighting], grid: tuple[int, int, int], seconds_per_grid: float = 1.0) -> np.ndarray:
     """
-    `[k]` int64, ascending: the visual tokens that hold at least [`LEAST_SHARE`] of the box of a sighting in a frame.
+    `[k]` int64, ascending: the visual tokens that share at least [`LEAST_SHARE`] with the box of a sighting, or else the
+    most; none for a box outside the frame.
 
     Args:
         grid: (time, height, width) of the video's visual tokens.
         seconds_per_grid: seconds of video per step of the grid.
-<<<<<<< .merge_file_0pXvCo
-=======
-
-    Returns:
-        `[k]` int64, ascending indices among the `time * height * width` tokens: those that share at least
-        [`LEAST_SHARE`] with the box of a frame, or else the most; none for a box outside the frame.
->>>>>>> .merge_file_TAnmly
     """
     steps, rows, columns = grid
     tokens = set()
