@@ -46,8 +46,8 @@ class Sighting:
 
 def sighting_tokens(seen: Sequence[Sighting], grid: tuple[int, int, int], seconds_per_grid: float = 1.0) -> np.ndarray:
     """
-    `[k]` int64, ascending: the visual tokens that share at least [`LEAST_SHARE`] with the box of a sighting, or else the
-    most; none for a box outside the frame.
+    `[k]` int64, ascending: the visual tokens that share at least [`LEAST_SHARE`] with the box of a sighting, or else
+    the most; none for a box outside the frame.
 
     Args:
         grid: (time, height, width) of the video's visual tokens.
