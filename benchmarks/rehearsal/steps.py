@@ -354,7 +354,10 @@ def _lora_recipe(place: Place) -> Path:
     """A recipe of one stage, which goes on with what was trained."""
     path = place.folder / "lora.yaml"
     model = {"weights": place.at("trained"), "dtype": "bfloat16"}
-    training = {"lora_rank": 8, "learning_rate": 1e-4, "bf16": True, "gradient_checkpointing": True}
+    training = {
+        **{"lora_rank": 8, "learning_rate": 1e-4, "bf16": True, "gradient_checkpointing": True},
+        "per_device_train_batch_size": 1,
+    }
     data = {"train_files": [place.at(RECORDS)]}
     path.write_text(json.dumps({"model": model, "data": data, "training": training}), encoding="utf-8")
     return path
