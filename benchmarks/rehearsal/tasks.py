@@ -106,7 +106,8 @@ def _read(model: Any, processor: Any, folder: str, name: str, **choice: Any) -> 
         text=[prompt], videos=[frames], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
     )
     with torch.no_grad():
-        if choice:  # in one piece, as stock does: matrix products of other sizes round in other ways
+        if choice:  # in one piece and by a convolution, as stock does: other matrix products round in other ways
+            model.model.visual.patch_embed.proj.__class__ = torch.nn.Conv3d
             pixels, grid = inputs.pop("pixel_values_videos"), inputs["video_grid_thw"]
             choice["video_features"] = model.encode_videos(pixels, grid, frames_per_chunk=len(frames))
         logits = model(**inputs, **choice).logits[0]
