@@ -31,7 +31,7 @@ from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
 from .distillation import answer_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
-from .targets import require_kept_targets, require_same_tokens
+from .targets import require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
 SKIPPED_FILE = "skipped_files.json"
@@ -137,8 +137,6 @@ class QTSplusTrainer(Trainer):
         other = None if isinstance(relevance_teacher, str) else relevance_teacher
         reads = None if self._targets_are_kept else base_model(other or model)
         check_relevance(base_model(model), self.args, reads, grouped)
-        if self.args.relevance_weight and not self._targets_are_kept:
-            require_kept_targets(self.train_dataset)
         self.attention_choice = AttentionChoice.of(self.args, grouped)
         self.relevance_teacher = None if other is None else other.to(self.args.device).eval().requires_grad_(False)
         self.about: dict[str, Any] = {}
