@@ -30,10 +30,7 @@ _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 class VideoFeatures:
     """
     A folder with a safetensors file for every encoded video: `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and
-    `second_per_grid_ts` `[1]`.
-
-    Args:
-        folder: where the files are; its last part stands for the vision tower and the settings that made them.
+    `second_per_grid_ts` `[1]`. The folder's name stands for the vision tower and the settings that made them.
     """
 
     folder: Path
@@ -57,11 +54,7 @@ class VideoFeatures:
 class AttentionTargets:
     """
     A folder with a safetensors file for every question and answer about a video: `attention` `[M]`, the target of
-    attention distillation.
-
-    Args:
-        folder: where the files are; its last part stands for the language model and the settings that made them.
-        features: the videos'.
+    attention distillation. The folder's name stands for the language model and the settings that made them.
     """
 
     folder: Path
@@ -180,11 +173,4 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     os.replace(part, path)  # a file that stands there is whole
 
 
-__all__ = [
-    "AttentionTargets",
-    "VideoFeatures",
-    "encode_videos",
-    "features_of",
-    "fingerprint",
-    "write_tensors",
-]
+__all__ = ["AttentionTargets", "VideoFeatures", "encode_videos", "features_of", "fingerprint", "write_tensors"]

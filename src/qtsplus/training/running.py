@@ -31,16 +31,10 @@ logger = logging.get_logger(__name__)
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
     """
-    Runs the stages of a recipe one after the other.
+    Runs the stages of a recipe one after the other, as [`run`] does, and gives the folder of the last.
 
     Args:
         resume: leave out the stages that are finished, and go on with the one that is not.
-
-    Returns:
-        The folder of the last stage.
-
-    Raises:
-        ValueError: as [`run`].
     """
     if not resume:
         for stage in stages:

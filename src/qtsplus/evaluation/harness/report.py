@@ -29,14 +29,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Run:
-    """
-    A folder that `qtsplus eval --tasks` has finished.
-
-    Args:
-        folder: where it is.
-        label: its model, and how that selected.
-        settings, versions, tasks: its `run.json`.
-    """
+    """A folder that `qtsplus eval --tasks` has finished: a label of its model and selection, and its `run.json`."""
 
     folder: Path
     label: str
@@ -64,8 +57,6 @@ class Table:
     One table of a report.
 
     Args:
-        title: above it.
-        head: titles of the columns; the first is that of the rows.
         rows: cells as text, `None` where there is nothing.
         ranked: how many of the columns behind the first are compared with each other: the best of a row is bold, the
             second underlined.
@@ -80,10 +71,7 @@ class Table:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """
-    Raises:
-        ValueError: a folder without a finished run.
-    """
+    """The runs in some folders; a `ValueError` for one without a finished run."""
     runs = []
     for folder in folders:
         path = folder / "run.json"
