@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ..data.records import VideoRecord
-from ..methods_qtsplus import Candidates, Method
+from ..methods_qtsplus import Method
 from ..output import first_line
 from ..training.dataset import SkippedRecord, require_rates
 from .intervals import share_interval
@@ -52,7 +52,6 @@ def exact_match(
     batch_size: int = 16,
     progress: bool = True,
     features: Features | None = None,
-    orders: Sequence[np.ndarray] | None = None,
 ) -> list[Outcome]:
     """
     Greedy answers to records with a video, compared with the records' own, letter for letter.
@@ -60,9 +59,8 @@ def exact_match(
     Args:
         retention: one for all records or one for each.
         selection, max_visual_tokens, reencode: as for `generate`.
-        batch_size: questions at a time; those with answers of like length are asked together.
+        batch_size: questions at a time, which are asked in the order of the lengths of their answers.
         features: of videos that were encoded before, in the place of their pixels.
-        orders: per record `[M]`, its visual tokens in the order in which they are to be kept, in place of a selection.
 
     Returns:
         one outcome per record, in order.
@@ -86,8 +84,7 @@ def exact_match(
             continue
         retentions = [retention[index] for index in readable] if isinstance(retention, Sequence) else retention
         call = {"retention": retentions, "max_visual_tokens": max_visual_tokens, "reencode": reencode}
-        method = selection if orders is None else _first_of([orders[index] for index in readable])
-        answers, chosen = answer(model, processor, inputs, lengths[batch[-1]] + 2, selection=method, **call)
+        answers, chosen = answer(model, processor, inputs, lengths[batch[-1]] + 2, selection=selection, **call)
         visual_tokens = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
         for row, index in enumerate(readable):
             correct, kept = answers[row] == records[index].answer, tuple(chosen.kept_indices[row].tolist())
@@ -113,16 +110,6 @@ def answer(
     answers = output.sequences[:, inputs["input_ids"].shape[1] :]
     texts = processor.batch_decode(answers, skip_special_tokens=True)
     return [text.strip() for text in texts], output.qtsplus
-
-
-def _first_of(orders: Sequence[np.ndarray]) -> Method:
-    """A selection that keeps of each row of one batch the first n of its tokens in a given order."""
-    rows = iter(orders)
-
-    def keep_first(candidates: Candidates, n: int) -> torch.Tensor:
-        return torch.as_tensor(next(rows)[:n], device=candidates.device).sort().values
-
-    return keep_first
 
 
 def _read(

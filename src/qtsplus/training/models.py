@@ -79,10 +79,9 @@ def load_model(
     config = load_config(variant, weights, selector)
     if weights is not None:
         check_weights(weights, config.model_type)
-    loading: dict[str, Any] = {
-        "dtype": getattr(torch, dtype),
-        **({"attn_implementation": attn_implementation} if attn_implementation else {}),
-    }
+    loading: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    if attn_implementation:
+        loading["attn_implementation"] = attn_implementation
     backbone = backbone_of(config.model_type)
     if weights is not None and model_type(weights).endswith(OURS):
         return backbone.model.from_pretrained(weights, config=config, **loading)
