@@ -330,7 +330,6 @@ NO_VALUES = {
         '{"Q": "A"}',
         '[[["Q"], "A"]]',
     ),
-    "teacher_video": ("5", "true", "[]", '["a.mp4"]', "{}", '""', '" "', '"\\ud800"'),
     "fps": ("0", "-1", '"2"', "true", "[]", "NaN", "Infinity", "-Infinity", "{}", "1e400", '"fast"'),
 }
 GOOD = {"video": '"clip.mp4"', "question": '"What?"', "answer": '"red"'}

@@ -1,10 +1,14 @@
 """Which visual tokens show what a question asks for: what was kept of them, and how an oracle would choose."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
+from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.labelled import sighting_tokens
+from qtsplus.methods_qtsplus import Candidates, Method
 
 from ..world.scene import World, sightings
 from ..world.tinyworld import needle_recall
@@ -48,6 +52,20 @@ def oracle_order(
     return np.concatenate([rng.permutation(first), rng.permutation(np.setdiff1d(np.arange(total), first))])
 
 
+def keep_first(processor: Any, records: Sequence[VideoRecord], orders: Sequence[np.ndarray]) -> Method:
+    """
+    A selection that keeps of each record's visual tokens the first n in a given order, for one call of `exact_match`,
+    which asks for the records in the order of the lengths of their answers.
+    """
+    lengths = [len(processor.text_ids(record.answer)) for record in records]
+    rows = (orders[index] for index in sorted(range(len(records)), key=lengths.__getitem__))
+
+    def first_tokens(candidates: Candidates, n: int) -> torch.Tensor:
+        return torch.as_tensor(next(rows)[:n], device=candidates.device).sort().values
+
+    return first_tokens
+
+
 def _union(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.unique(np.concatenate(parts)) if len(parts) else np.empty(0, dtype=np.int64)
 
@@ -56,4 +74,4 @@ def _share(tokens: np.ndarray, kept: Sequence[int]) -> float | None:
     return float(np.isin(tokens, np.asarray(kept)).mean()) if len(tokens) else None
 
 
-__all__ = ["object_tokens", "oracle_order", "recalls"]
+__all__ = ["keep_first", "object_tokens", "oracle_order", "recalls"]

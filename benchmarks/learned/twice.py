@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.exact_match import Outcome, decode_answers, model_inputs
+from qtsplus.evaluation.exact_match import Outcome, model_inputs
 from qtsplus.session import EncodedVideo, encode
 from qtsplus.two_passes import SecondPass, TwoPasses, second_pass, second_prompt
 
@@ -61,7 +61,8 @@ def ask_twice(
             do_sample=False,
             return_dict_in_generate=True,
         )
-        answers = decode_answers(processor, output, inputs["input_ids"].shape[1])
+        new = output.sequences[:, inputs["input_ids"].shape[1] :]
+        answers = [text.strip() for text in processor.batch_decode(new, skip_special_tokens=True)]
         for row, (record, second, text) in enumerate(zip(batch, seconds, answers, strict=True)):
             kept = tuple(second.places[output.qtsplus.kept_indices[row].cpu()].tolist())
             outcome = Outcome(record, text == record.answer, second.num_tokens, second.rho, kept)

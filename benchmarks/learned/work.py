@@ -22,7 +22,7 @@ from .baselines import full_video, lower_resolution
 from .models import Checkpoint, Models
 from .policies import DEFAULT, ORACLES, OTHER_VIDEO, TWO_PASSES, Policy
 from .questions import QuestionSet, with_options, with_other_questions, with_questions_of_others
-from .tokens import object_tokens, oracle_order, recalls
+from .tokens import keep_first, object_tokens, oracle_order, recalls
 from .twice import ask_twice
 
 # At which a gate's choice in training is compared with that at inference.
@@ -150,21 +150,22 @@ class Work:
         records = self._records(policy, seed)
         asked = [index for index, record in enumerate(records) if record is not None]
         features = self.features() if policy.layout == "full" else self.features(policy.layout, policy.retention or 1.0)
-        is_oracle = policy.selection in ORACLES
+        selection: Any = policy.selection
+        if selection in ORACLES:
+            selection = keep_first(self.processor, self.test.records, self._orders(selection, seed))
         torch.manual_seed(seed)  # of selection="random"
         with configured(model, policy.settings):
             outcomes = exact_match(
                 model,
                 self.processor,
                 [record for record in records if record is not None],
-                selection=None if is_oracle else policy.selection,
+                selection=selection,
                 retention=None if policy.selection == "all" else policy.retention,
                 max_visual_tokens=policy.max_visual_tokens,
                 reencode=policy.reencode,
                 batch_size=self.batch_size,
                 progress=False,
                 features=features,
-                orders=self._orders(policy.selection, seed) if is_oracle else None,
             )
         n_max = min(model.config.qtsplus_config.n_max, policy.max_visual_tokens or sys.maxsize)
         own: list[set[int]] = []

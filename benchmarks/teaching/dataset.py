@@ -1,7 +1,9 @@
 """TinyWorld's records with their dense supervision, as examples and batches."""
 
+import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -9,13 +11,15 @@ from pydantic import ConfigDict, Field, Strict, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from qtsplus.data.formats import iter_rows, media_folder, read_records
-from qtsplus.data.records import VideoRecord, explain
+from qtsplus.data.media import find_media
+from qtsplus.data.records import Text, VideoRecord, explain
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import SkippedRecord, VideoQADataset
 
 from .naming import load_token_words
 
 Index = Annotated[int, Strict(), Field(ge=0)]
+_DENSE = ("token_words", "needles", "teacher_video")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="ignore"))
@@ -26,19 +30,27 @@ class TinyWorldRecord(VideoRecord):
     Args:
         token_words: a safetensors file that names what each visual token shows, see `NamedTokens`.
         needles: of each answer in turn, the visual tokens of that file's grid that it rests on; may be empty.
+        teacher_video: the same video at full size, where `video` is too small for a teacher of attention.
 
     Raises:
-        ValueError: as [`VideoRecord`], or needles of more or fewer answers.
+        ValueError: as [`VideoRecord`], needles of more or fewer answers, or a `teacher_video` without a video.
     """
 
     token_words: str | None = None
     needles: tuple[tuple[Index, ...], ...] = ()
+    teacher_video: Text | None = None
 
     @model_validator(mode="after")
-    def _check_needles(self) -> "TinyWorldRecord":
+    def _check(self) -> "TinyWorldRecord":
         if self.needles and len(self.needles) != len(self.earlier) + 1:
             raise ValueError(f"has needles of {len(self.needles)} answers, but {len(self.earlier) + 1} answers")
+        if self.teacher_video is not None and self.video is None:
+            raise ValueError("has a teacher_video, but no video")
         return self
+
+    def at_full_size(self) -> "TinyWorldRecord":
+        """The record as its teacher reads it."""
+        return self if self.teacher_video is None else replace(self, video=self.teacher_video, teacher_video=None)
 
 
 def read_tinyworld(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> list[TinyWorldRecord]:
@@ -51,16 +63,19 @@ def read_tinyworld(path: str | os.PathLike, media_root: str | os.PathLike | None
     Raises:
         ValueError: as [`read_records`], or supervision of another form.
     """
-    root, found = media_folder(path, media_root), []
-    for record, row in zip(read_records(path, media_root), iter_rows(path), strict=True):
-        dense = {name: row.content[name] for name in ("token_words", "needles") if name in row.content}
+    root, records = media_folder(path, media_root), []
+    for plain, row in zip(read_records(path, media_root), iter_rows(path), strict=True):
+        dense = {name: row.content[name] for name in _DENSE if name in row.content}
         if dense.get("token_words") is not None:
             dense["token_words"] = str(root / dense["token_words"])
         try:
-            found.append(TinyWorldRecord(**vars(record), **dense))
+            record = TinyWorldRecord(**vars(plain), **dense)
         except ValidationError as error:
             raise ValueError(f"Row {row.number} of {path} is not a record: {explain(error)}") from None
-    return found
+        if record.teacher_video is not None:
+            record = replace(record, teacher_video=find_media(record.teacher_video, root))
+        records.append(record)
+    return records
 
 
 class TinyWorldDataset(VideoQADataset):
@@ -68,26 +83,97 @@ class TinyWorldDataset(VideoQADataset):
     As [`VideoQADataset`].
 
     `dense`, when set, gives examples the `token_words` of their record, a [`TokenWords`], and its `needles`, `[k]` for
-    each answer, where it has them.
+    each answer, where it has them. The `attention` of a record with a `teacher_video` is the attention to that one,
+    see [`sum_onto`].
     """
 
     dense = False
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.sums: dict[VideoRecord, torch.Tensor] = {}
 
     @staticmethod
     def read(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> Sequence[VideoRecord]:
         """See [`read_tinyworld`]."""
         return read_tinyworld(path, media_root)
 
+    def attended(self) -> list[VideoRecord]:
+        """Each record as its teacher reads it."""
+        return [record.at_full_size() if isinstance(record, TinyWorldRecord) else record for record in self.records]
+
+    def smaller(self) -> list[TinyWorldRecord]:
+        """The records with a `teacher_video`."""
+        records = (record for record in self.records if isinstance(record, TinyWorldRecord))
+        return [record for record in records if record.teacher_video is not None]
+
+    def sum_targets(self, merged_grid: Callable[[torch.Tensor], list[tuple[int, int, int]]]) -> None:
+        """
+        Makes the targets of the smaller videos of those that the teacher's videos have.
+
+        Args:
+            merged_grid: the model's.
+
+        Raises:
+            ValueError: a `teacher_video` that cannot be read, or whose tokens do not fit those of the record's video.
+        """
+        assert self.targets is not None
+        teacher = copy.copy(self)
+        teacher.features = self.targets.features
+        for record in self.smaller():
+            example, full_example = self.example(record), teacher.example(record.at_full_size())
+            refused = f"{record.teacher_video}, the teacher_video of {record.video}, cannot be used"
+            if isinstance(full_example, SkippedRecord):
+                raise ValueError(f"{refused}: {full_example.reason}")
+            if isinstance(example, SkippedRecord):
+                continue
+            grids = torch.cat([full_example["video_grid_thw"], example["video_grid_thw"]])
+            try:
+                self.sums[record] = sum_onto(full_example["attention"], *merged_grid(grids))
+            except ValueError as error:
+                raise ValueError(f"{refused}: {error}") from None
+
     def example(self, record: VideoRecord) -> dict[str, Any] | SkippedRecord:
         """As for [`VideoQADataset`], with the dense supervision."""
         example = super().example(record)
-        if isinstance(example, SkippedRecord) or not self.dense or not isinstance(record, TinyWorldRecord):
+        if isinstance(example, SkippedRecord):
+            return example
+        if record in self.sums:
+            example["attention"] = self.sums[record]
+        if not self.dense or not isinstance(record, TinyWorldRecord):
             return example
         if record.token_words is not None:
             example["token_words"] = load_token_words(record.token_words, self.processor.tokenizer)
         if record.needles:
             example["needles"] = [torch.tensor(needles, dtype=torch.int64) for needles in record.needles]
         return example
+
+
+def sum_onto(attention: torch.Tensor, grid: Sequence[int], smaller: Sequence[int]) -> torch.Tensor:
+    """
+    Attention to the tokens of a video as attention to those of the same video read smaller: each of these gets the sum
+    over the whole tokens that it covers.
+
+    Args:
+        attention: `[T * h * w]`, step by step and row by row; of an empty one nothing is learnt.
+        grid: (T, h, w) of its tokens.
+        smaller: (T, h', w') of the smaller video's.
+
+    Returns:
+        `[T * h' * w']`.
+
+    Raises:
+        ValueError: grids of which one does not have whole tokens for each of the other, or of another number of steps.
+    """
+    (time, height, width), (steps, rows, columns) = grid, smaller
+    if time != steps or height % rows or width % columns:
+        raise ValueError(
+            f"it is {tuple(grid)} tokens (steps, rows, columns) for {tuple(smaller)} of the smaller one; expected as "
+            "many steps, and a whole number of tokens for each."
+        )
+    if not len(attention):
+        return attention
+    return attention.reshape(time, rows, height // rows, columns, width // columns).sum((2, 4)).flatten()
 
 
 class TinyWorldCollator(VideoQACollator):
@@ -108,4 +194,4 @@ class TinyWorldCollator(VideoQACollator):
         return batch
 
 
-__all__ = ["TinyWorldCollator", "TinyWorldDataset", "TinyWorldRecord", "read_tinyworld"]
+__all__ = ["TinyWorldCollator", "TinyWorldDataset", "TinyWorldRecord", "read_tinyworld", "sum_onto"]

@@ -45,6 +45,20 @@ class TinyWorldTrainer(QTSplusTrainer):
         super().__init__(model, args, **kwargs)
         if isinstance(self.train_dataset, TinyWorldDataset):
             self.train_dataset.dense = max(args.naming_weight, args.looking_weight, args.referring_weight) > 0
+            if args.relevance_weight:
+                self._sum_targets(self.train_dataset)
+
+    def _sum_targets(self, dataset: TinyWorldDataset) -> None:
+        """Gives smaller videos the attention to those that their teacher reads, which it does before training alone."""
+        if dataset.targets is not None:
+            dataset.sum_targets(base_model(self.model).model.merged_grid)
+        elif dataset.smaller():
+            record = dataset.smaller()[0]
+            raise ValueError(
+                f"The record of {record.video} has the teacher_video {record.teacher_video}, which a teacher reads "
+                "once, before training: give data.features and a teacher that does not train (a relevance_teacher, or "
+                "freeze_language_model without LoRA), or a relevance_weight of 0."
+            )
 
     @contextmanager
     def further_losses(

@@ -43,15 +43,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """
-    Reads YAML that holds nothing but plain values.
-
-    Args:
-        name: of what is read, for the error.
-
-    Raises:
-        ValueError: it is no YAML, or names Python objects.
-    """
+    """Reads YAML of plain values; a `ValueError`, with the `name` of what is read, for anything else."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506, a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -84,12 +76,7 @@ def build(where: str, kind: type[Settings], values: Mapping[str, Any]) -> Settin
 
 
 def check_types(where: str, kind: type, values: Mapping[str, Any]) -> None:
-    """
-    As [`build`], for some fields of a class that is none of ours; nothing is built.
-
-    Raises:
-        ValueError: the first values of another type, with the type that was expected.
-    """
+    """As [`build`], for some fields of a class that is none of ours; nothing is built."""
     try:
         _model(kind, tuple(values)).__pydantic_validator__.validate_json(_as_json(values), strict=True)
     except ValidationError as error:

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
+from benchmarks.teaching.dataset import read_tinyworld
 from benchmarks.world.tinyworld import build_dataset
-from qtsplus.data.formats import read_records
 
 
 def test_smaller_videos_name_those_that_their_teacher_reads(tmp_path):
@@ -29,7 +29,7 @@ def test_smaller_videos_name_those_that_their_teacher_reads(tmp_path):
             theirs = small.parent / record["teacher_video"]
             assert not Path(record["teacher_video"]).is_absolute()
             assert theirs.samefile(tmp_path / "full" / record["video"])
-            assert read_records(small)[0].teacher_video == str(small.parent / records[0]["teacher_video"])
+            assert read_tinyworld(small)[0].teacher_video == str(small.parent / records[0]["teacher_video"])
     without = [{name: value for name, value in record.items() if name != "teacher_video"} for record in records]
     assert without == [json.loads(line) for line in plain.open()]
 

@@ -3,8 +3,6 @@
 import json
 import sys
 import tracemalloc
-from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +11,6 @@ from PIL import Image
 
 from qtsplus.data.formats import iter_captions, iter_records, iter_rows, read_records, write_records
 from qtsplus.data.records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Answer, Caption, Choice, VideoRecord
-
-
-def _with_teacher_video(record: VideoRecord, video: str | None) -> VideoRecord:
-    return replace(record, teacher_video=video)
-
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30).filter(str.strip)
 NAME = st.text("abcXYZ019_-", min_size=1, max_size=8)
@@ -54,7 +47,7 @@ QUESTIONS = st.builds(
     earlier=TURNS,
     fps=SHARED["fps"],
     id=SHARED["id"],
-).flatmap(lambda record: (st.none() | NAME if record.video else st.none()).map(partial(_with_teacher_video, record)))
+)
 KINDS = {"captions": CAPTIONS, "answers": ANSWERS, "choices": CHOICES, "questions": QUESTIONS}
 
 
@@ -127,16 +120,6 @@ def test_media_are_found_by_their_vision_id(tmp_path):
     found = [record.video for record in read_records(tmp_path / "vqa.jsonl", tmp_path / "media")]
     places = ["v_1", "clips/v_2.mp4", "clips/v_2.mp4", "missing"]
     assert found == [str(tmp_path / "media" / name) for name in places]
-
-
-def test_teachers_videos_are_found_where_videos_are(tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "v_2.mp4").touch()
-    names = ["full/v_2", "../v_1.mp4", "https://example.org/v.mp4", None]
-    records = [VideoRecord("v.mp4", "Q?", "A.", teacher_video=name) for name in names]
-    write_records(tmp_path / "vqa.jsonl", records)
-    found = [record.teacher_video for record in read_records(tmp_path / "vqa.jsonl")]
-    assert found == [str(tmp_path / "full/v_2.mp4"), f"{tmp_path}/../v_1.mp4", names[2], None]
 
 
 def test_a_folder_of_frames_and_of_files_with_captions_beside_them(tmp_path):

@@ -73,12 +73,3 @@ def test_what_a_choice_refuses_is_named_with_what_is_expected(change, message):
 def test_what_is_no_record_is_refused(row, message):
     with pytest.raises(ValueError, match=message):
         parse_record(row)
-
-
-def test_a_teachers_video_stands_beside_a_video():
-    row = {"video": "small.mp4", "question": "Who?", "answer": "A man.", "query": "Man?", "teacher_video": "full.mp4"}
-    record = parse_record(row)
-    assert record.row() == {**row, "source": "vqa"}
-    assert record.at_full_size() == VideoRecord("full.mp4", "Who?", "A man.", query="Man?")
-    with pytest.raises(ValueError, match="has a teacher_video, but no video"):
-        parse_record({**row, "video": None})

@@ -54,16 +54,13 @@ def test_a_gain_counts_videos_not_questions():
     assert paired_gain(np.linspace(0, 1, 11), np.arange(11))["p"] == pytest.approx(0.000537, abs=1e-6)
 
 
-def test_a_correlation_is_pearsons_with_its_line_and_an_interval_over_videos():
+def test_a_correlation_is_pearsons_with_an_interval_over_videos():
     rng = np.random.default_rng(1)
     videos = np.repeat(np.arange(30), 4)
     x = 1e6 + rng.normal(size=120)
     y = 3 * (x - 1e6) + rng.normal(size=120)
     found = correlation(x, y, videos)
     assert found["r"] == pytest.approx(np.corrcoef(x, y)[0, 1])
-    slope, intercept = np.polyfit(x - 1e6, y, 1)
-    assert found["slope"] == pytest.approx(slope)
-    assert found["intercept"] + found["slope"] * 1e6 == pytest.approx(intercept, abs=1e-6)
     assert found["low"] < found["r"] < found["high"] < 1
     # The same questions four times over, in the same videos, say no more.
     again = correlation(*(np.tile(values, 4) for values in (x, y, videos)))

@@ -298,7 +298,7 @@ def test_thirty_steps_bring_the_selector_nearer_to_the_teacher(tmp_path, reducti
 def test_what_cannot_be_taught_is_refused(tmp_path):
     for arguments, message in (
         ({"relevance_weight": -1.0}, "relevance_weight=-1.0: expected at least 0"),
-        ({"relevance_weight": 1.0, "freeze_selector": True}, "leave freeze_selector false"),
+        ({"relevance_weight": 1.0, "freeze_selector": True}, "leave freeze_selector and freeze_scores false"),
         ({"relevance_layers": []}, r"relevance_layers=\[\]: expected different layers"),
         ({"relevance_heads": []}, r"relevance_heads=\[\]: expected different \(layer, head\) pairs"),
         ({"relevance_heads": [(1, 1), [1, 1]]}, "expected different"),

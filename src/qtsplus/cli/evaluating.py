@@ -48,8 +48,7 @@ def evaluate_tasks(
     ] = 1,
     include_path: Annotated[Path | None, typer.Option(help="A folder with tasks of your own for lmms-eval.")] = None,
     out: Annotated[
-        Path,
-        typer.Option(help="The folder for answers, logs and results. A run that was stopped goes on there."),
+        Path, typer.Option(help="The folder for answers, logs and results. A run that was stopped goes on there.")
     ] = Path("evaluation"),
     device: Device = None,
     dtype: Annotated[
@@ -140,8 +139,7 @@ def _print_tasks(tasks: dict[str, Any]) -> None:
 @eval_app.command()
 def report(
     runs: Annotated[
-        list[Path],
-        typer.Argument(help="Folders that `qtsplus eval --tasks` has finished.", show_default=False),
+        list[Path], typer.Argument(help="Folders that `qtsplus eval --tasks` has finished.", show_default=False)
     ],
     out: Annotated[Path, typer.Option(help="The Markdown file. An HTML page and JSON stand beside it.")] = Path(
         "report.md"
@@ -158,8 +156,7 @@ def report(
 @eval_app.command(name="records")
 def evaluate_records(
     records: Annotated[
-        Path,
-        typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False),
+        Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
     ],
     model: Model = None,
     revision: Revision = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import fail, note, one_line_errors, require_fraction, require_text, wrote
+from .console import fail, note, one_line_errors, require_fraction, wrote
 from .models import check_model_options, check_selection, load_model
 from .options import Device, Model, Retention, Revision
 
@@ -43,8 +43,7 @@ def needle(
         typer.Option(help="Where a needle is put, from 0 to 1. May be repeated. Without it, 0, 0.25, 0.5, 0.75 and 1."),
     ] = None,
     selection: Annotated[
-        list[str] | None,
-        typer.Option(help="How tokens are chosen. May be repeated. Without it, every way but all."),
+        list[str] | None, typer.Option(help="How tokens are chosen. May be repeated. Without it, every way but all.")
     ] = None,
     retention: Retention = None,
     max_visual_tokens: Annotated[int | None, typer.Option(help="Keep this many visual tokens instead.", min=1)] = None,
@@ -58,7 +57,6 @@ def needle(
 ) -> None:
     """Hide clips at chosen depths in long videos, ask for them, and draw what is found by length and depth."""
     check_model_options(model, revision, device)
-    require_text(background=background)
     _require_name(name)
     require_fraction(retention)
     if retention is not None and max_visual_tokens is not None:
@@ -101,8 +99,7 @@ def needle(
 
 def analysis(
     records: Annotated[
-        Path,
-        typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False),
+        Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
     ],
     model: Model = None,
     revision: Revision = None,
@@ -126,7 +123,6 @@ def analysis(
 
 def _require_name(name: str) -> None:
     """Ends the command for a name that would leave the folder of the results."""
-    require_text(name=name)
     if Path(name).name != name:
         fail(f"--name is {name!r}; expected a part of a file's name, without a folder")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from .console import console, one_line_errors, require_text, wrote
+from .console import console, one_line_errors, wrote
 from .options import Device, Dtype, Overrides, RecipeFile
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ def calibrate(
     Find the layers and heads whose attention finds what an answer rests on, for attention distillation and for
     selection="lm_attention". The latter are written into the configuration of a model's folder.
     """
-    require_text(model=model, device=device)
     with one_line_errors():
         from ..evaluation import calibration
-        from ..output import check_output, whole_file
+        from ..output import check_output
+        from ..results import write_json
         from ..session import find_device
         from ..training.models import load_model, load_processor
         from ..training.recipe import load_recipe
@@ -113,8 +113,7 @@ def calibrate(
             heads=heads,
             processor_kwargs=None if settings is None else settings.data.processor_kwargs,
         )
-        with whole_file(out) as file:
-            file.write(json.dumps(found.as_dict(), indent=2) + "\n")
+        write_json(out, found.as_dict())
         _print_calibration(found)
         wrote(out)
         configuration = calibration.write_attention(Path(model), found)

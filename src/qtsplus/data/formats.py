@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -122,12 +122,9 @@ def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None =
         try:
             if row.record is None:
                 raise ValueError(row.problem)
-            record = to_video_record(row.record, locate(row, root))
+            records.append(to_video_record(row.record, locate(row, root)))
         except ValueError as error:
             raise ValueError(f"Row {row.number} of {path} is not a record: {error}") from None
-        if record.teacher_video is not None:
-            record = replace(record, teacher_video=find_media(record.teacher_video, root))
-        records.append(record)
     return records
 
 

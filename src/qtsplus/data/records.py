@@ -129,7 +129,7 @@ class VideoRecord:
     One question about one video as the model reads it: what `qtsplus train` and `qtsplus eval` work on.
 
     Raises:
-        ValueError: a value of another type or out of range, an empty text, a `teacher_video` without a video.
+        ValueError: a value of another type or out of range, an empty text.
     """
 
     video: Text | None  # a file, an address or a folder of frames; `None` for text alone
@@ -142,18 +142,7 @@ class VideoRecord:
     # Turns of the conversation before this one, supervised too: many questions about a video cost one pass over it.
     earlier: tuple[tuple[String, String], ...] = ()
     fps: Rate | None = None  # of a file, frames to look at per second; of a folder, the rate of its frames
-    teacher_video: Text | None = None  # the same video at full size, where `video` is too small for a teacher
     id: String | None = None
-
-    @model_validator(mode="after")
-    def _check_teacher_video(self) -> "VideoRecord":
-        if self.teacher_video is not None and self.video is None:
-            raise ValueError("has a teacher_video, but no video")
-        return self
-
-    def at_full_size(self) -> "VideoRecord":
-        """The same questions about the `teacher_video`."""
-        return replace(self, video=self.teacher_video, teacher_video=None)
 
     def row(self) -> dict[str, Any]:
         """The record as a line of a file has it, without what it does not say; `video` stays where there is none."""

@@ -47,13 +47,9 @@ def run_analysis(
     goes on where it stopped. Questions about videos that cannot be read are left out, and counted.
 
     Args:
-        model, processor: as `qtsplus.session.load` gives them.
         records: questions about at least two videos; records without a video are left out.
-        out: folder of the results.
-        name: of the results.
         work: where the videos' features are kept.
         command: what was typed, for the record.
-        progress: show progress on standard error.
 
     Raises:
         ValueError: fewer than two videos that can be read, a folder of frames without its rate, or results that are

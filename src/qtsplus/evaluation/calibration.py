@@ -136,14 +136,10 @@ class Calibration:
 
 def read_labelled(path: Path, skip_kinds: Sequence[str] = ()) -> list[LabelledQuestion]:
     """
-    The questions of a JSONL file of records that have a video and `evidence`, see [`read_questions`].
-
-    Args:
-        skip_kinds: kinds that are left out.
+    The questions of a JSONL file that have a video and `evidence`, without those of some kinds; see [`read_questions`].
 
     Raises:
-        ValueError: a line that is no record, evidence of another form, no such question, or none of a kind that is to
-            be left out.
+        ValueError: as [`read_questions`], no such question, or none of a kind that is to be left out.
     """
     questions = read_questions(path)
     kinds = sorted({question.record.kind for question in questions})
@@ -211,16 +207,9 @@ def calibrate(
         recalls = measure_choices(model, *second, list(choices.values()), positions, progress)
         default = AttentionChoice(layers=(attention_layer(text),), positions="prompt")
         readings = _readings(measure_heads(model, *first, "prompt", progress), text, default, layers, heads)
-        readings_recalls = measure_choices(model, *second, readings, "prompt", progress)
-    return Calibration(
-        measured,
-        choices,
-        dict(zip(choices, recalls, strict=True)),
-        len(halves[1]),
-        dict(zip(readings, readings_recalls, strict=True)),
-        default,
-        unreadable,
-    )
+        found_by_reading = measure_choices(model, *second, readings, "prompt", progress)
+    found = {name: recalls[choice] for name, choice in choices.items()}
+    return Calibration(measured, choices, found, len(halves[1]), found_by_reading, default, unreadable)
 
 
 def _readings(
@@ -237,12 +226,7 @@ def _readings(
 
 
 def write_attention(folder: Path, found: Calibration) -> Path | None:
-    """
-    Writes the best reading into the configuration of a model's folder.
-
-    Returns:
-        the file; `None` where there is no folder with a QTSplus model.
-    """
+    """Writes the best reading into a model's config.json; `None` where there is no folder with a QTSplus model."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if "qtsplus_config" not in config:
@@ -260,12 +244,7 @@ def measure_heads(
     positions: str = "answer",
     progress: bool = True,
 ) -> HeadRecalls:
-    """
-    The needle recall of every layer and every head.
-
-    Args:
-        dataset: of the questions' records, in order.
-    """
+    """The needle recall of every layer and every head; `dataset` is of the questions' records, in order."""
     layers: dict[int, list[Recall]] = {}
     heads: dict[tuple[int, int], list[Recall]] = {}
     for attention, needles in _attention_by_head(model, dataset, questions, positions, progress):
@@ -284,18 +263,16 @@ def measure_choices(
     choices: Sequence[AttentionChoice],
     positions: str = "answer",
     progress: bool = True,
-) -> list[Recall]:
+) -> dict[AttentionChoice, Recall]:
     """The needle recall of the attention summed over each choice; see [`measure_heads`]."""
-    recalls: dict[int, list[Recall]] = {}
+    recalls: dict[AttentionChoice, list[Recall]] = {}
     for attention, needles in _attention_by_head(model, dataset, questions, positions, progress):
-        for number, choice in enumerate(choices):
-            layers = choice.layers if choice.heads is None else sorted({layer for layer, _ in choice.heads})
-            parts = [
-                attention[layer] if choice.heads is None else attention[layer][choice.of_layer(layer)]
-                for layer in (attention if layers is None else layers)
-            ]
-            recalls.setdefault(number, []).extend(_recalls(torch.cat(parts).sum(0, keepdim=True), needles))
-    return list(_means(recalls).values())
+        for choice in choices:
+            layers = choice.chosen_layers
+            names = attention if layers is None else layers
+            parts = [attention[layer][choice.of_layer(layer) or slice(None)] for layer in names]
+            recalls.setdefault(choice, []).extend(_recalls(torch.cat(parts).sum(0, keepdim=True), needles))
+    return _means(recalls)
 
 
 @torch.no_grad()
@@ -344,7 +321,7 @@ def _means(recalls: Mapping[Any, list[Recall]]) -> dict[Any, Recall]:
 
 def _layer(choice: AttentionChoice) -> int:
     """The one layer of a reading."""
-    (layer,) = choice.layers or () if choice.heads is None else {layer for layer, _ in choice.heads}
+    (layer,) = choice.chosen_layers or ()
     return layer
 
 

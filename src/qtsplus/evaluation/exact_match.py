@@ -8,17 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
 from ..data.records import VideoRecord
-from ..methods_qtsplus import Candidates, Method
+from ..methods_qtsplus import Method
 from ..output import first_line
 from ..training.dataset import SkippedRecord, require_rates
 from .intervals import share_interval
 
-UNREADABLE = (ValueError, OSError, Image.DecompressionBombError)  # what reading a bad video raises
 # By video, `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`.
 Features = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -26,12 +24,8 @@ Features = Mapping[str, Mapping[str, torch.Tensor]]
 @dataclass(frozen=True)
 class Outcome:
     """
-    One question.
-
-    Args:
-        correct: whether the answer was the record's, to the letter; not where its video is `unreadable`.
-        visual_tokens, kept_indices: how many its video has, and which of them the language model read.
-        rho: the fraction that the selection aimed at.
+    One question. Its answer is `correct` if it is the record's to the letter. The video has `visual_tokens`, of which
+    the language model read those at `kept_indices`; `rho` is the fraction that the selection aimed at.
     """
 
     record: VideoRecord
@@ -58,18 +52,15 @@ def exact_match(
     batch_size: int = 16,
     progress: bool = True,
     features: Features | None = None,
-    orders: Sequence[np.ndarray] | None = None,
 ) -> list[Outcome]:
     """
     Greedy answers to records with a video, compared with the records' own, letter for letter.
 
     Args:
-        model, processor: as `qtsplus.session.load` gives them.
         retention: one for all records or one for each.
         selection, max_visual_tokens, reencode: as for `generate`.
-        batch_size: questions at a time; those with answers of like length are asked together.
+        batch_size: questions at a time, which are asked in the order of the lengths of their answers.
         features: of videos that were encoded before, in the place of their pixels.
-        orders: per record `[M]`, its visual tokens in the order in which they are to be kept, in place of a selection.
 
     Returns:
         one outcome per record, in order.
@@ -93,8 +84,7 @@ def exact_match(
             continue
         retentions = [retention[index] for index in readable] if isinstance(retention, Sequence) else retention
         call = {"retention": retentions, "max_visual_tokens": max_visual_tokens, "reencode": reencode}
-        method = selection if orders is None else _first_of([orders[index] for index in readable])
-        answers, chosen = answer(model, processor, inputs, lengths[batch[-1]] + 2, selection=method, **call)
+        answers, chosen = answer(model, processor, inputs, lengths[batch[-1]] + 2, selection=selection, **call)
         visual_tokens = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
         for row, index in enumerate(readable):
             correct, kept = answers[row] == records[index].answer, tuple(chosen.kept_indices[row].tolist())
@@ -117,23 +107,9 @@ def answer(
     output = model.generate(
         **on_device, **call, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True
     )
-    return decode_answers(processor, output, inputs["input_ids"].shape[1]), output.qtsplus
-
-
-def decode_answers(processor: Any, output: Any, prompt_length: int) -> list[str]:
-    """The texts behind the prompts in what `generate` returned."""
-    texts = processor.batch_decode(output.sequences[:, prompt_length:], skip_special_tokens=True)
-    return [text.strip() for text in texts]
-
-
-def _first_of(orders: Sequence[np.ndarray]) -> Method:
-    """A selection that keeps of each row of one batch the first n of its tokens in a given order."""
-    rows = iter(orders)
-
-    def keep_first(candidates: Candidates, n: int) -> torch.Tensor:
-        return torch.as_tensor(next(rows)[:n], device=candidates.device).sort().values
-
-    return keep_first
+    answers = output.sequences[:, inputs["input_ids"].shape[1] :]
+    texts = processor.batch_decode(answers, skip_special_tokens=True)
+    return [text.strip() for text in texts], output.qtsplus
 
 
 def _read(
@@ -142,7 +118,7 @@ def _read(
     """The inputs of the records whose video can be read, and per record why its video cannot."""
     try:
         return model_inputs(processor, records, features), [None] * len(records)
-    except UNREADABLE:
+    except (ValueError, OSError):
         if features is not None:
             raise
         unreadable = [_unreadable(processor, record) for record in records]
@@ -155,7 +131,7 @@ def _read(
 def _unreadable(processor: Any, record: VideoRecord) -> SkippedRecord | None:
     try:
         processor(text=[processor.video_token], return_tensors="pt", **_videos([record]))
-    except UNREADABLE as error:
+    except (ValueError, OSError) as error:
         return SkippedRecord(str(record.video), first_line(error))
     return None
 
@@ -216,14 +192,4 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-__all__ = [
-    "UNREADABLE",
-    "Features",
-    "Outcome",
-    "answer",
-    "conversation",
-    "decode_answers",
-    "exact_match",
-    "model_inputs",
-    "summarise",
-]
+__all__ = ["Features", "Outcome", "answer", "conversation", "exact_match", "model_inputs", "summarise"]

@@ -69,24 +69,20 @@ def percent_interval(share: float, interval: Mapping[str, float]) -> str:
 
 def correlation(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
     """
-    Pearson's r with its 95% interval, by a bootstrap over clusters, and the least-squares line `y = slope x +
-    intercept`. Nothing where x or y has one value only, or there is one cluster.
+    Pearson's r with its 95% interval, by a bootstrap over clusters. Nothing where x or y has one value only, or there
+    is one cluster.
     """
     names, index = np.unique(clusters, return_inverse=True)
     if len(names) < 2 or _is_constant(x) or _is_constant(y):
         return {}
-    mean_x, mean_y = float(x.mean()), float(y.mean())
-    x, y = x - mean_x, y - mean_y  # or the squares of large numbers drown what varies
+    x, y = x - x.mean(), y - y.mean()  # or the squares of large numbers drown what varies
     moments = np.stack([np.ones_like(x), x, y, x * x, y * y, x * y])
     by_cluster = np.stack([np.bincount(index, weights=row, minlength=len(names)) for row in moments])
     drawn = np.random.default_rng(0).integers(len(names), size=(2000, len(names)))
     with np.errstate(invalid="ignore", divide="ignore"):
         redrawn = _pearson(by_cluster[:, drawn].sum(-1))
     low, high = np.nanquantile(redrawn, (0.025, 0.975))
-    r = float(_pearson(by_cluster.sum(-1)))
-    slope = float(moments[5].sum() / moments[3].sum())
-    line = {"slope": slope, "intercept": mean_y - slope * mean_x}
-    return {"r": r, "low": float(low), "high": float(high), **line}
+    return {"r": float(_pearson(by_cluster.sum(-1))), "low": float(low), "high": float(high)}
 
 
 def _pearson(sums: np.ndarray) -> np.ndarray:

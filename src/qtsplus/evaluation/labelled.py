@@ -79,12 +79,8 @@ def _overlap(edges: np.ndarray, low: float, high: float) -> np.ndarray:
 @dataclass(frozen=True)
 class LabelledQuestion:
     """
-    A question, and where its answer can be seen.
-
-    Args:
-        record: with a video.
-        needles: what must be found, each a list of [`Sighting`], any one of which will do; none where that is not
-            known.
+    A question about a video, and where its answer can be seen: the needles that must be found, each a list of
+    [`Sighting`], any one of which will do; none where that is not known.
     """
 
     record: VideoRecord

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,7 @@ class Encoded:
         """Its beginning, `count` steps long."""
         height, width = self.grid[0, 1:].tolist()
         return replace(
-            self,
-            features=self.features[: count * self.tokens_per_step],
-            grid=torch.tensor([[count, height, width]]),
+            self, features=self.features[: count * self.tokens_per_step], grid=torch.tensor([[count, height, width]])
         )
 
     def hide(self, needle: "Encoded", depth: float) -> tuple[torch.Tensor, int]:
@@ -99,19 +98,15 @@ def run_needle(
     interrupted run goes on where it stopped.
 
     Args:
-        model, processor: as `qtsplus.session.load` gives them.
         needles: what is hidden and asked for: the video of each is a clip or an image. What counts as found are the
             tokens of its needles, or all of the clip where none are known.
         background: a video file, an address, or a folder of frames; at least as long as the longest length.
-        out: folder of the results.
-        name: of the results.
         lengths, depths, selections: of the videos in seconds, of the needles in them from 0 to 1, and names of methods.
         retention: fraction of the visual tokens to keep; the model's own budget if `None`.
         max_visual_tokens: exactly so many instead, as far as there are so many.
         fps: frames to look at per second, of the background and the clips; of a folder, the rate of its frames.
         work: where the background's features are kept.
         command: what was typed, for the record.
-        progress: show progress on standard error.
         say: hears what is odd about the background.
 
     Raises:
@@ -146,24 +141,16 @@ def run_needle(
     made_from = {"model": fingerprint({"model": model}, model.config.to_dict()), "background": _digest(haystack)}
     journal = Journal(out / f".needle-{name}.jsonl", {**call, **made_from, "needles": hidden, "clips": clip_digests})
     hunt = _Hunt(model, processor, journal, call)
+    answers = []
     with steps("needle", len(lengths) * len(needles), progress) as step:
-        for length, video in videos.items():
-            for number, (needle, clip) in enumerate(zip(needles, clips, strict=True)):
-                for depth in depths:
-                    for selection in selections:
-                        hunt.ask(_key(length, number, depth, selection), video, needle, clip, depth, selection)
-                step(f"{length:g} s, needle {number + 1} of {len(needles)}")
-
-    answers = [
-        {
-            **{"selection": selection, "length": length, "depth": depth, "needle": number},
-            **journal.done[_key(length, number, depth, selection)],
-        }
-        for selection in selections
-        for length in lengths
-        for depth in depths
-        for number in range(len(needles))
-    ]
+        for length, (number, needle) in product(lengths, enumerate(needles)):
+            for depth, selection in product(depths, selections):
+                key = f"{length:g}/{number}/{depth:g}/{selection}"
+                hunt.ask(key, videos[length], needle, clips[number], depth, selection)
+                place = {"selection": selection, "length": length, "depth": depth, "needle": number}
+                answers.append({**place, **journal.done[key]})
+            step(f"{length:g} s, needle {number + 1} of {len(needles)}")
+    answers.sort(key=lambda one: selections.index(one["selection"]))
     document = {
         "command": command,
         "environment": environment(str(model.device)),
@@ -211,10 +198,13 @@ def _encode_background(
     file = features_of(model, processor, work, {"max_frames": _MAX_FRAMES}).file(video, fps)
     if not file.exists():
         encoded = encode(model, processor, video, fps=fps, max_frames=_MAX_FRAMES, device="cpu", progress=progress)
-        seconds = torch.tensor(encoded.second_per_grid_ts)
-        tensors = {"video_features": encoded.features, "video_grid_thw": encoded.video_grid_thw}
+        tensors = {
+            "video_features": encoded.features,
+            "video_grid_thw": encoded.video_grid_thw,
+            "second_per_grid_ts": torch.tensor(encoded.second_per_grid_ts),
+        }
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(file, {**tensors, "second_per_grid_ts": seconds})
+        write_tensors(file, tensors)
     tensors = load_file(file)
     return Encoded(tensors["video_features"], tensors["video_grid_thw"], float(tensors["second_per_grid_ts"][0]))
 
@@ -287,10 +277,6 @@ def _call(selection: str, retention: float | None, max_visual_tokens: int | None
     if max_visual_tokens is not None:
         return {"selection": selection, "retention": 1.0, "max_visual_tokens": max_visual_tokens}
     return {"selection": selection, "retention": retention}
-
-
-def _key(length: float, number: int, depth: float, selection: str) -> str:
-    return f"{length:g}/{number}/{depth:g}/{selection}"
 
 
 def check_places(lengths: Sequence[float], depths: Sequence[float], selections: Sequence[str]) -> None:

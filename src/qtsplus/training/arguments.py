@@ -12,27 +12,14 @@ from ..settings import STRICT
 SFT_LOSSES = ("token_mean", "sum_of_sources")
 RELEVANCE_FROM = ("answer", "question")
 # What Transformers takes without a word, or with an error from deep inside a run.
+_AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+_AT_LEAST_ZERO = (
+    *("learning_rate", "language_model_learning_rate", "vision_learning_rate", "weight_decay", "max_grad_norm"),
+    *("relevance_weight", "dual_learning_rate", "dual_damping", "warmup_steps", "lora_rank", "dataloader_num_workers"),
+)
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (
-        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-        lambda value: value >= 1,
-        "at least 1",
-    ),
-    (
-        (
-            *("learning_rate", "language_model_learning_rate", "vision_learning_rate", "weight_decay", "max_grad_norm"),
-            *(
-                "relevance_weight",
-                "dual_learning_rate",
-                "dual_damping",
-                "warmup_steps",
-                "lora_rank",
-                "dataloader_num_workers",
-            ),
-        ),
-        lambda value: value >= 0,
-        "at least 0",
-    ),
+    (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
+    (_AT_LEAST_ZERO, lambda value: value >= 0, "at least 0"),
     (("num_train_epochs", "lora_alpha"), lambda value: value > 0, "more than 0"),
     (("lora_dropout",), lambda value: 0 <= value < 1, "at least 0 and less than 1"),
     (("max_skipped", "retention_share"), lambda value: 0 <= value <= 1, "a share in [0, 1]"),

@@ -70,6 +70,11 @@ class AttentionChoice:
             grouped,
         )
 
+    @property
+    def chosen_layers(self) -> tuple[int, ...] | None:
+        """The layers that are read, in order; `None` for all of them."""
+        return self.layers if self.heads is None else tuple(sorted({layer for layer, _ in self.heads}))
+
     def of_layer(self, layer: int) -> list[int] | None:
         """The heads of a chosen layer that count; `None` for all of them."""
         return None if self.heads is None else [head for place, head in self.heads if place == layer]
@@ -123,13 +128,10 @@ def _grouped_attention(model: nn.Module, inputs: Mapping[str, Any], labels: torc
 
 def relevance_divergences(log_relevance: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """
-    `KL(target || softmax(log r))` of each row that has a target.
+    `KL(target || softmax(log r))` of each row that has a target, `[rows with a target]`.
 
     Args:
         log_relevance, targets: per row `[M_b]` float32; a target sums to 1, or is empty.
-
-    Returns:
-        `[rows with a target]`.
 
     Raises:
         ValueError: a target for other visual tokens than were scored.
@@ -154,16 +156,7 @@ def _last_answers(labels: torch.Tensor) -> torch.Tensor:
 
 
 def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = None, grouped: bool = False) -> None:
-    """
-    Refuses attention distillation that cannot work.
-
-    Args:
-        teacher: whose layers are read; not looked at if `None`.
-        grouped: as in [`AttentionChoice`].
-
-    Raises:
-        ValueError: a selector that is never asked, or layers that are not there.
-    """
+    """Raises `ValueError` for a selector that is never asked, and for layers that a teacher, if any, does not have."""
     selection = model.config.qtsplus_config.selection
     if not args.relevance_weight:
         return
@@ -291,8 +284,7 @@ def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER
                 f"relevance_heads has [{layer}, {head}]: expected pairs of a layer with attention, of {list(found)}, "
                 f"and of a head from 0 to {heads - 1}."
             )
-    chosen = choice.layers if choice.heads is None else sorted({layer for layer, _ in choice.heads})
-    return found if chosen is None else {layer: found[layer] for layer in chosen}
+    return {layer: found[layer] for layer in (found if choice.chosen_layers is None else choice.chosen_layers)}
 
 
 def _places(

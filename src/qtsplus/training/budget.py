@@ -40,9 +40,7 @@ class Budget:
     The penalties on rho, the running mean of rho and the dual variable; see [`QTSplusTrainer`].
 
     Args:
-        selector: the model's.
-        args: the training's.
-        running: what is logged, in evaluation and in training.
+        running: what is logged, in evaluation (`False`) and in training (`True`).
     """
 
     def __init__(self, selector: Any, args: QTSplusTrainingArguments, running: Mapping[bool, RunningMeans]):

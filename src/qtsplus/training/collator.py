@@ -18,9 +18,6 @@ class VideoQACollator:
 
     Skipped records are left out and listed in the batch. A batch of nothing else becomes one row of text without a
     label: its loss and its gradient are zero, and the processes of a distributed run stay in step.
-
-    Args:
-        processor: the model's.
     """
 
     def __init__(self, processor: Any):

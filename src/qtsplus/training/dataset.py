@@ -123,6 +123,10 @@ class VideoQADataset(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
+    def attended(self) -> list[VideoRecord]:
+        """What a teacher of attention reads before training; a subclass may have it read others."""
+        return self.records
+
     def require_videos(self, most: float) -> None:
         """Raises `ValueError` if the share of the records whose video is not there exceeds `most`; opens none."""
         names = (record.video for record in self.records if record.video is not None)

@@ -15,7 +15,6 @@ from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Dataset
 from transformers.utils import logging
-from transformers.video_utils import VideoMetadata
 
 from ..data.records import VideoRecord
 from ..output import require_space, size
@@ -31,10 +30,7 @@ _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 class VideoFeatures:
     """
     A folder with a safetensors file for every encoded video: `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and
-    `second_per_grid_ts` `[1]`.
-
-    Args:
-        folder: where the files are; its last part stands for the vision tower and the settings that made them.
+    `second_per_grid_ts` `[1]`. The folder's name stands for the vision tower and the settings that made them.
     """
 
     folder: Path
@@ -58,21 +54,15 @@ class VideoFeatures:
 class AttentionTargets:
     """
     A folder with a safetensors file for every question and answer about a video: `attention` `[M]`, the target of
-    attention distillation.
-
-    Args:
-        folder: where the files are; its last part stands for the language model and the settings that made them.
-        features: the videos'.
+    attention distillation. The folder's name stands for the language model and the settings that made them.
     """
 
     folder: Path
     features: VideoFeatures
 
     def file(self, record: VideoRecord, input_ids: torch.Tensor, labels: torch.Tensor) -> Path:
-        """Where the target of a record's prompt `[S]` with its answer is kept; it tells teachers' videos apart too."""
-        videos = [video for video in (record.video, record.teacher_video) if video is not None]
-        names = [self.features.file(video, record.fps).name for video in videos]
-        digest = hashlib.sha256("".join(names).encode())
+        """Where the target of a record's prompt `[S]` with its answer is kept."""
+        digest = hashlib.sha256(self.features.file(str(record.video), record.fps).name.encode())
         for ids in (input_ids, labels):
             digest.update(ids.numpy().tobytes())
         return self.folder / f"{digest.hexdigest()[:32]}.safetensors"
@@ -130,38 +120,6 @@ def encode_videos(
     return features
 
 
-def prompt_inputs(
-    processor: Any,
-    text: Sequence[str],
-    video_grid_thw: torch.Tensor,
-    second_per_grid_ts: Sequence[float] | torch.Tensor,
-    query: Sequence[str] | None = None,
-) -> dict[str, torch.Tensor]:
-    """
-    What the processor makes of prompts, for videos that are encoded already.
-
-    Args:
-        text: prompts made with the chat template.
-        video_grid_thw: `[videos, 3]`, one for each placeholder in the prompts, in order.
-        second_per_grid_ts: `[videos]`, for prompts that tell the times of frames.
-        query: per prompt, the question to select by, where it is not the text of the last user turn.
-
-    Returns:
-        `input_ids`, `attention_mask`, `query_mask` `[B, S]`; with `query` also `query_input_ids` and
-        `query_attention_mask` `[B, L]`.
-    """
-    step = processor.video_processor.temporal_patch_size
-    metadata = [
-        VideoMetadata(total_num_frames=step * t, fps=step / seconds, frames_indices=list(range(step * t)))
-        for (t, _, _), seconds in zip(video_grid_thw.tolist(), map(float, second_per_grid_ts), strict=True)
-    ]
-    videos: dict[str, Any] = {"video_grid_thw": video_grid_thw, "video_metadata": metadata} if metadata else {}
-    queries = None if query is None else list(query)
-    inputs = processor(text=list(text), query=queries, padding=True, return_tensors="pt", **videos)
-    names = ("input_ids", "attention_mask", "query_mask", "query_input_ids", "query_attention_mask")
-    return {name: inputs[name] for name in names if name in inputs}
-
-
 class _Decoded(Dataset):
     """Videos with their pixels, or with `None` where they cannot be read."""
 
@@ -215,12 +173,4 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     os.replace(part, path)  # a file that stands there is whole
 
 
-__all__ = [
-    "AttentionTargets",
-    "VideoFeatures",
-    "encode_videos",
-    "features_of",
-    "fingerprint",
-    "prompt_inputs",
-    "write_tensors",
-]
+__all__ = ["AttentionTargets", "VideoFeatures", "encode_videos", "features_of", "fingerprint", "write_tensors"]

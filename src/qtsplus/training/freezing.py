@@ -102,11 +102,4 @@ def parameter_groups(model: nn.Module, args: QTSplusTrainingArguments, decayed: 
     return found
 
 
-__all__ = [
-    "PARTS",
-    "ParameterCounts",
-    "count_parameters",
-    "freeze",
-    "parameter_groups",
-    "part_of",
-]
+__all__ = ["PARTS", "ParameterCounts", "count_parameters", "freeze", "parameter_groups", "part_of"]

@@ -20,11 +20,7 @@ from ..hub.folder import read_json
 from ..settings import check_types
 
 
-def load_config(
-    variant: str | None,
-    weights: str | None,
-    selector: Mapping[str, Any] | None = None,
-) -> Any:
+def load_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None) -> Any:
     """
     Args:
         variant: a folder of `hub_configs`, whose configuration comes first.
@@ -32,8 +28,7 @@ def load_config(
         selector: fields of `qtsplus_config` to change.
 
     Raises:
-        ValueError: neither is given, an unknown variant, another kind of model, an unknown field or a value of another
-            type.
+        ValueError: neither is given, an unknown variant, another kind of model, or a field that cannot be so.
     """
     config = _read_config(variant, weights)
     current: Any = config.qtsplus_config
@@ -55,10 +50,10 @@ def load_config(
 def _read_config(variant: str | None, weights: str | None) -> Any:
     if variant is not None:
         folder = require_variant(variant)
-        return _backbone(str(folder)).config.from_pretrained(folder)
+        return backbone_of(model_type(str(folder))).config.from_pretrained(folder)
     if weights is None:
         raise ValueError("The model section names neither a variant nor weights; expected at least one of them.")
-    backbone = _backbone(weights)
+    backbone = backbone_of(model_type(weights))
     if model_type(weights).endswith(OURS):
         return backbone.config.from_pretrained(weights)
     return backbone.config(**AutoConfig.from_pretrained(weights).to_dict())
@@ -84,10 +79,9 @@ def load_model(
     config = load_config(variant, weights, selector)
     if weights is not None:
         check_weights(weights, config.model_type)
-    loading: dict[str, Any] = {
-        "dtype": getattr(torch, dtype),
-        **({"attn_implementation": attn_implementation} if attn_implementation else {}),
-    }
+    loading: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    if attn_implementation:
+        loading["attn_implementation"] = attn_implementation
     backbone = backbone_of(config.model_type)
     if weights is not None and model_type(weights).endswith(OURS):
         return backbone.model.from_pretrained(weights, config=config, **loading)
@@ -138,10 +132,6 @@ def load_processor(variant: str | None, weights: str | None, config: Any) -> Any
     processor = backbone_of(config.model_type).processor.from_pretrained(weights)
     processor.follow(config)
     return processor
-
-
-def _backbone(weights: str) -> Any:
-    return backbone_of(model_type(weights))
 
 
 def model_type(weights: str) -> str:

@@ -24,12 +24,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """
-    Args:
-        folder: where the run writes to.
-        disk: bytes of the model and of all checkpoints that stand beside each other.
-        lines: all of it, for a person.
-    """
+    """What a run will take: bytes of `disk` in its `folder`, and all of it as `lines` for a person."""
 
     folder: Path
     disk: int

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..data.records import Text
 from ..hub.files import hub_configs, require_variant
 from ..hub.initialise import INITIALISATIONS
 from ..settings import STRICT, build, parse_yaml, show
@@ -37,18 +38,17 @@ class ModelArguments:
 
     __pydantic_config__ = STRICT
 
-    variant: str | None = None
-    weights: str | None = None
+    variant: Text | None = None
+    weights: Text | None = None
     selector: dict[str, Any] = field(default_factory=dict)
     initialise: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    attn_implementation: str | None = None
-    relevance_teacher: str | None = None
+    attn_implementation: Text | None = None
+    relevance_teacher: Text | None = None
 
     def __post_init__(self) -> None:
         if self.variant is None and self.weights is None:
             raise ValueError("variant and weights are both missing; expected at least one of them.")
-        _require_texts(self, "variant", "weights", "attn_implementation", "relevance_teacher")
         if self.initialise is not None and self.initialise not in INITIALISATIONS:
             raise ValueError(f"initialise is {self.initialise!r}; expected one of {', '.join(INITIALISATIONS)}.")
 
@@ -75,39 +75,23 @@ class DataArguments:
 
     train_files: list[str]
     eval_files: list[str] = field(default_factory=list)
-    media_root: str | None = None
+    media_root: Text | None = None
     model_max_length: int | None = None
     processor_kwargs: dict[str, Any] = field(default_factory=dict)
-    features: str | None = None
+    features: Text | None = None
 
     def __post_init__(self) -> None:
         if not self.train_files:
             raise ValueError("train_files is empty; expected the files to train on.")
         if self.model_max_length is not None and self.model_max_length < 1:
             raise ValueError(f"model_max_length is {self.model_max_length}; expected at least 1.")
-        _require_texts(self, "media_root", "features")
         self.processor_kwargs = {name: value for name, value in self.processor_kwargs.items() if value is not None}
         check_frame_settings(self.processor_kwargs)
 
 
-def _require_texts(section: object, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not value.strip():
-            raise ValueError(f"{name} is empty; give a value, or leave it out.")
-
-
 @dataclass
 class Recipe:
-    """
-    A recipe, or one stage of it.
-
-    Args:
-        model, data, training: the sections.
-        path: the file.
-        stage: what the file calls this stage; empty where there is but one.
-        trainer_class: what runs it.
-    """
+    """A recipe, or the one of its stages that the file calls `stage`; `trainer_class` runs it."""
 
     model: ModelArguments
     data: DataArguments

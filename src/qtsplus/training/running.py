@@ -31,16 +31,10 @@ logger = logging.get_logger(__name__)
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
     """
-    Runs the stages of a recipe one after the other.
+    Runs the stages of a recipe one after the other, as [`run`] does, and gives the folder of the last.
 
     Args:
         resume: leave out the stages that are finished, and go on with the one that is not.
-
-    Returns:
-        The folder of the last stage.
-
-    Raises:
-        ValueError: as [`run`].
     """
     if not resume:
         for stage in stages:
@@ -204,18 +198,16 @@ def _note(
     data, training = recipe.data, recipe.training
     grouped = recipe.model.relevance_teacher == "lm_attention"
     choice, mixed, folder = AttentionChoice.of(training, grouped), _mixed(training), str(data.features)
-    full = [record.at_full_size() for record in dataset.records if record.teacher_video is not None]
-    if relevance_teacher is not None:
-        features = _encode(recipe, relevance_teacher, dataset.processor, dataset.records + full)
-        for record in dataset.records:
-            stored = None if record.video is None else features.load(record.video, record.fps)
-            if stored is not None:
-                require_same_tokens(relevance_teacher, model, stored["video_grid_thw"])
-        model, settings = relevance_teacher, (data.model_max_length, data.processor_kwargs)
-        dataset = VideoQADataset(dataset.records, dataset.processor, *settings, features)
-    elif full:
-        _encode(recipe, model, dataset.processor, full)
-    return note_targets(model.to(training.device), dataset, collator, folder, choice, mixed)
+    teacher = model if relevance_teacher is None else relevance_teacher
+    records = dataset.attended()
+    features = _encode(recipe, teacher, dataset.processor, records)
+    for record in records if relevance_teacher is not None else ():
+        stored = None if record.video is None else features.load(record.video, record.fps)
+        if stored is not None:
+            require_same_tokens(teacher, model, stored["video_grid_thw"])
+    settings = data.model_max_length, data.processor_kwargs
+    attended = VideoQADataset(records, dataset.processor, *settings, features)
+    return note_targets(teacher.to(training.device), attended, collator, folder, choice, mixed)
 
 
 def _encode(recipe: Recipe, model: Any, processor: Any, records: list[VideoRecord]) -> VideoFeatures:

@@ -17,44 +17,27 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ..data.records import SOURCES
+from ..results import write_json
 from ..saving_qtsplus import model_card
 from .arguments import QTSplusTrainingArguments
-from .attention import (
-    AttentionChoice,
-    answer_attention,
-    check_relevance,
-    relevance_divergences,
-)
+from .attention import AttentionChoice, answer_attention, check_relevance, relevance_divergences
 from .budget import Budget, RunningMeans
 from .collator import VideoQACollator
 from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
 from .distillation import answer_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
-from .targets import require_kept_targets, require_same_tokens
+from .targets import require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
 SKIPPED_FILE = "skipped_files.json"
 
 logger = logging.get_logger(__name__)
 
-_LOSSES = (
-    "loss_lm",
-    *(f"loss_{source}" for source in SOURCES),
-    "loss_t",
-    "loss_m",
-    "loss_s",
-    "loss_relevance",
-)
+_LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), "loss_t", "loss_m", "loss_s", "loss_relevance")
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
-_FREEZING = (
-    "freeze_vision_model",
-    "freeze_language_model",
-    "freeze_selector",
-    "sft_loss",
-    "relevance_weight",
-)
+_FREEZING = ("freeze_vision_model", "freeze_language_model", "freeze_selector", "sft_loss", "relevance_weight")
 _SELECTOR = ("gate", "query_states", "reduction", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
 
 
@@ -137,8 +120,6 @@ class QTSplusTrainer(Trainer):
         other = None if isinstance(relevance_teacher, str) else relevance_teacher
         reads = None if self._targets_are_kept else base_model(other or model)
         check_relevance(base_model(model), self.args, reads, grouped)
-        if self.args.relevance_weight and not self._targets_are_kept:
-            require_kept_targets(self.train_dataset)
         self.attention_choice = AttentionChoice.of(self.args, grouped)
         self.relevance_teacher = None if other is None else other.to(self.args.device).eval().requires_grad_(False)
         self.about: dict[str, Any] = {}
@@ -340,9 +321,7 @@ class QTSplusTrainer(Trainer):
             raise
 
     def _write_skipped(self) -> None:
-        path = Path(str(self.args.output_dir), SKIPPED_FILE)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_json(path, self.skipped)
+        write_json(Path(str(self.args.output_dir), SKIPPED_FILE), self.skipped)
 
     def save_state(self) -> None:
         """As stock, with the list of what was skipped before it."""
@@ -409,7 +388,7 @@ class QTSplusTrainer(Trainer):
         skipped = self._gather_skipped()
         if self.args.should_save:
             state = {"alpha": self.budget.alpha, "excess": self.budget.excess, "skipped": skipped}
-            _write_json(Path(output_dir, STATE_FILE), state)
+            write_json(Path(output_dir, STATE_FILE), state)
             self._write_skipped()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -452,10 +431,6 @@ def _sources(batch: Mapping[str, Any]) -> torch.Tensor:
         return batch["source_ids"]
     ids = batch["input_ids"]
     return torch.full((len(ids),), SOURCES.index("vqa"), device=ids.device)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 __all__ = ["SKIPPED_FILE", "STATE_FILE", "QTSplusTrainer"]

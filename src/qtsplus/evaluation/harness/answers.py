@@ -11,25 +11,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answered:
-    """
-    One answer of the model.
+    """One answer of the model."""
 
-    Args:
-        text: the answer; empty where the sample failed.
-        output_tokens: its length.
-        video: the file names of its videos, joined by commas.
-        frames: how many frames were looked at.
-        visual_tokens, kept_visual_tokens: those of its videos, and those of them that the language model read.
-        failed: why there is no answer, such as a video that cannot be read. It counts as wrong.
-    """
-
-    text: str
+    text: str  # empty where the sample failed
     output_tokens: int = 0
-    video: str = ""
-    frames: int = 0
+    video: str = ""  # the file names of its videos, joined by commas
+    frames: int = 0  # that were looked at
     visual_tokens: int = 0
-    kept_visual_tokens: int = 0
-    failed: str | None = None
+    kept_visual_tokens: int = 0  # those of them that the language model read
+    failed: str | None = None  # why there is no answer, such as a video that cannot be read; it counts as wrong
 
 
 _FIELDS = {field.name for field in fields(Answered)}

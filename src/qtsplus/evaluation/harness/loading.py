@@ -120,12 +120,7 @@ def load(
 
 
 def read_video(model: Any, processor: Any, video: str, selecting: Selecting) -> session.EncodedVideo:
-    """
-    A video's features, for the selection that is made among them.
-
-    Raises:
-        ValueError: a video that cannot be read.
-    """
+    """A video's features, for the selection that is made among them; a `ValueError` where it cannot be read."""
     if selecting.selection != FEWER_FRAMES:
         return session.encode(model, processor, video)
     assert selecting.retention is not None

@@ -16,7 +16,6 @@ from rich.progress import track
 
 from ... import session
 from ...output import first_line
-from ..exact_match import UNREADABLE
 from .answers import Answered, AnswerLog
 from .loading import Reading, Selecting, load, read_video
 
@@ -169,7 +168,7 @@ class QTSplus(lmms):
         if video not in self._encoded:
             try:
                 self._encoded[video] = read_video(self.model, self.processor, video, self.selecting)
-            except UNREADABLE as error:
+            except (ValueError, OSError) as error:
                 self._encoded[video] = first_line(error)
         self._encoded.move_to_end(video)
         while len(self._encoded) > self.batch_size:
@@ -179,18 +178,15 @@ class QTSplus(lmms):
     def _generate(self, asked: Sequence[tuple[_Request, list[session.EncodedVideo]]]) -> dict[str, Answered]:
         videos = [video for _, found in asked for video in found]
         inputs = self._inputs([request for request, _ in asked], videos)
+        encoded: dict[str, Any] = {}
+        if videos:
+            encoded["video_features"] = [video.features for video in videos]
+            encoded["second_per_grid_ts"] = [second for video in videos for second in video.second_per_grid_ts]
         output = self.model.generate(
             **inputs.to(self.device),
             **self.selecting.call(),
             **_generation(asked[0][0].generation),
-            **(
-                {
-                    "video_features": [video.features for video in videos],
-                    "second_per_grid_ts": [second for video in videos for second in video.second_per_grid_ts],
-                }
-                if videos
-                else {}
-            ),
+            **encoded,
             return_dict_in_generate=True,
         )
         new = output.sequences[:, inputs["input_ids"].shape[1] :]

@@ -14,11 +14,6 @@ from ...data.formats import read_records
 COMMON = Path(__file__).parent / "tasks" / "_records"  # what tasks made of records have in common
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What [`COMMON`] names
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def messages(doc: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One user turn: the video, then the question, with the text to select by."""
     text = {"type": "text", "text": doc["question"], "query": doc["query"] or doc["question"]}
@@ -35,21 +30,11 @@ def matches(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     return {"exact_match": float(results[0].strip() == doc["answer"])}
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# A task of one's own
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def write_task(records: str | os.PathLike, folder: Path) -> str:
     """
     Writes a task for `--include_path`: `<folder>/<name>.yaml`, and its questions beside it.
 
-    Args:
-        records: a JSONL file as for `qtsplus eval records`. Those without a video are left out.
-        folder: made when it is missing.
-
-    Returns:
-        The task's name, which is the file's.
+    Records without a video are left out. The task's name, which is returned, is the file's.
 
     Raises:
         ValueError: no such file, a line that is not a record, no record with a video, a video with a rate of its own.

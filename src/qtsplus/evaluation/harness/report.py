@@ -29,14 +29,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Run:
-    """
-    A folder that `qtsplus eval --tasks` has finished.
-
-    Args:
-        folder: where it is.
-        label: its model, and how that selected.
-        settings, versions, tasks: its `run.json`.
-    """
+    """A folder that `qtsplus eval --tasks` has finished: a label of its model and selection, and its `run.json`."""
 
     folder: Path
     label: str
@@ -64,8 +57,6 @@ class Table:
     One table of a report.
 
     Args:
-        title: above it.
-        head: titles of the columns; the first is that of the rows.
         rows: cells as text, `None` where there is nothing.
         ranked: how many of the columns behind the first are compared with each other: the best of a row is bold, the
             second underlined.
@@ -80,10 +71,7 @@ class Table:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """
-    Raises:
-        ValueError: a folder without a finished run.
-    """
+    """The runs in some folders; a `ValueError` for one without a finished run."""
     runs = []
     for folder in folders:
         path = folder / "run.json"
@@ -278,19 +266,16 @@ def write_report(runs: Sequence[Run], out: Path) -> list[Path]:
     return paths
 
 
-def _marked(table: Table, marks: Mapping[int, str]) -> list[list[str]]:
-    """Cells as text, with the best of a row as `marks[0]` has it and the second as `marks[1]`; equal figures share."""
+def _marked(table: Table, first: str, second: str) -> list[list[str]]:
+    """Cells as text, with the best of a row as `first` has it and the next as `second`; equal figures share a mark."""
     marked = []
     for row in table.rows:
-        values = [None if cell is None else float(cell.split()[0]) for cell in row[1 : 1 + table.ranked]]
-        best = sorted({value for value in values if value is not None}, reverse=True)
-        if sum(value is not None for value in values) < 2:
-            best = []
-        ranks = [None, *(best.index(value) if value in best else None for value in values)]
         cells = [cell or "" for cell in row]
-        for place, rank in enumerate(ranks):
-            if rank is not None and rank in marks:
-                cells[place] = marks[rank].format(cells[place])
+        values = {place: float(cells[place].split()[0]) for place in range(1, 1 + table.ranked) if cells[place]}
+        best = sorted(set(values.values()), reverse=True)
+        for place, value in values.items() if len(values) > 1 else ():
+            if value in best[:2]:
+                cells[place] = (first if value == best[0] else second).format(cells[place])
         marked.append(cells)
     return marked
 
@@ -298,7 +283,7 @@ def _marked(table: Table, marks: Mapping[int, str]) -> list[list[str]]:
 def _markdown(made: Sequence[Table], logs: Sequence[tuple[str, str]]) -> str:
     lines = [TITLE]
     for table in made:
-        rows = _marked(table, {0: "**{}**", 1: "<u>{}</u>"})
+        rows = _marked(table, "**{}**", "<u>{}</u>")
         lines += ["", f"## {table.title}", "", *markdown_table(table.head, rows, texts=len(table.head))]
         lines += ["", table.note] if table.note else []
     lines += ["", "## Logs", "", *(f"- [{name}]({address})" for name, address in logs)] if logs else []
@@ -316,7 +301,7 @@ def _page(made: Sequence[Table], logs: Sequence[tuple[str, str]]) -> str:
 
 def _html(table: Table) -> str:
     escaped = replace(table, rows=[[cell and html.escape(cell) for cell in row] for row in table.rows])
-    rows = [[html.escape(title) for title in table.head], *_marked(escaped, {0: "<b>{}</b>", 1: "<u>{}</u>"})]
+    rows = [[html.escape(title) for title in table.head], *_marked(escaped, "<b>{}</b>", "<u>{}</u>")]
     head, *body = (f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in rows)
     note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
     grid = f"<table>{head.replace('td>', 'th>')}{''.join(body)}</table>"

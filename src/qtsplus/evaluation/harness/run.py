@@ -18,6 +18,7 @@ from huggingface_hub.constants import HF_HOME
 
 from ... import __version__
 from ...output import check_folder, whole_file
+from ...results import write_json
 from . import record_tasks
 from .catalogue import SHARES, resolve
 
@@ -37,10 +38,9 @@ class Settings:
     What decides the answers of a run.
 
     Args:
-        model, revision, dtype: as for the plugin.
         tasks: names of lmms-eval with commas between them, `paper`, or JSONL files of records.
-        limit: the first questions of each task.
         options: of the plugin, such as `{"retention": 0.1}`; those that are `None` are left out.
+        limit: the first questions of each task.
     """
 
     model: str
@@ -107,7 +107,7 @@ def run(
     for task in result["tasks"]:
         with whole_file(samples_log(out, task)) as file:
             file.write(_left(out / "harness", task).read_text(encoding="utf-8"))
-    _write_json(out / "run.json", result)
+    write_json(out / "run.json", result)
     return result
 
 
@@ -133,7 +133,7 @@ def _claim(out: Path, settings: Settings, include_path: Path | None) -> None:
         raise ValueError(f"{out} holds {taken[0]}, which is not of a run; choose another folder with --out.")
     if include_path is not None and include_path.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"--include-path {include_path} lies in the folder of the run; keep your tasks elsewhere.")
-    _write_json(path, wanted)
+    write_json(path, wanted)
 
 
 def _write_tasks(tasks: Sequence[str], folder: Path, include_path: Path | None) -> None:
@@ -299,8 +299,3 @@ def guessed(tasks: Mapping[str, Any]) -> list[str]:
         for task, result in tasks.items()
         if any(sample["failed"] is not None and any(sample["scores"].values()) for sample in result["samples"])
     ]
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with whole_file(path) as file:
-        file.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")

@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.teaching.dataset import TinyWorldRecord, read_tinyworld, sum_onto
+from benchmarks.teaching.trainer import TinyWorldTrainer
 from benchmarks.world.clip import render_clip
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus.training import targets
 from qtsplus.training.recipe import load_recipe
 from qtsplus.training.running import build_trainer
-from qtsplus.training.targets import sum_onto
 from training_examples import steps
 
 FULL, SMALL = (2, 6, 6), (2, 3, 3)
@@ -78,7 +79,7 @@ training:
   {{output_dir: {tmp_path}/run, max_steps: 3, per_device_train_batch_size: 2, learning_rate: 1e-3, use_cpu: true,
     freeze_language_model: true, relevance_weight: 1.0, save_strategy: "no", logging_steps: 1, report_to: none}}
 """)
-        return load_recipe(path, changes)
+        return load_recipe(path, changes, TinyWorldTrainer)
 
     return load
 
@@ -109,7 +110,7 @@ def test_two_processes_share_the_reading_and_train_as_one(recipe, tiny_published
             "training.ddp_backend=gloo",
         ]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
-        command = [sys.executable, *launcher, "-m", "qtsplus.cli", "train", str(tmp_path / "tiny.yaml")]
+        command = [sys.executable, *launcher, "-m", "benchmarks", "train", str(tmp_path / "tiny.yaml")]
         changes = [part for change in settings for part in ("--set", change)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         result = subprocess.run([*command, *changes], env=environment, capture_output=True, text=True, timeout=300)
@@ -117,8 +118,8 @@ def test_two_processes_share_the_reading_and_train_as_one(recipe, tiny_published
         state = json.loads((tmp_path / f"run{number}/trainer_state.json").read_text(encoding="utf-8"))
         logs.append([{name: line[name] for name in ("loss", "loss_relevance")} for line in state["log_history"][:-1]])
         files.append(sorted(path.name for path in (tmp_path / f"features{number}").glob("*/*.safetensors")))
-    # Two videos at two sizes, seen by the model and by its teacher, and a target for each of four records.
-    assert files[0] == files[1] and len(files[0]) == 12
+    # Two videos at two sizes, seen by the model, at full size by its teacher, and a target for each of these.
+    assert files[0] == files[1] and len(files[0]) == 8
     for alone, shared in zip(*logs, strict=True):
         assert shared == pytest.approx(alone, rel=1e-4) and alone["loss_relevance"] > 0
 
@@ -223,4 +224,29 @@ def test_teachers_videos_are_encoded_once(recipe, tmp_path, tiny_published):
     build_trainer(recipe(files=["small"]))
     assert len(encoded()) == 4 and len(set(encoded())) == 1
     build_trainer(recipe(f"model.relevance_teacher={tiny_published}", files=["small"]))
-    assert len(encoded()) == 8 and len(set(encoded())) == 2  # with its own tower
+    assert len(encoded()) == 6 and len(set(encoded())) == 2  # with its own tower
+
+
+def test_teachers_videos_are_found_where_videos_are(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "v_2.mp4").touch()
+    names = ["full/v_2", "../v_1.mp4", "https://example.org/v.mp4", None]
+    rows = [{"video": "v.mp4", "question": "Q?", "answer": "A.", "teacher_video": name} for name in names]
+    (tmp_path / "vqa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = [record.teacher_video for record in read_tinyworld(tmp_path / "vqa.jsonl")]
+    assert found == [str(tmp_path / "full/v_2.mp4"), f"{tmp_path}/../v_1.mp4", names[2], None]
+
+
+@pytest.mark.parametrize("value", [5, True, [], ["a.mp4"], {}, "", " ", "\ud800"], ids=repr)
+def test_what_is_no_name_is_refused(tmp_path, value):
+    row = {"video": "v.mp4", "question": "Q?", "answer": "A.", "teacher_video": value}
+    (tmp_path / "vqa.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match="Row 1 of .* is not a record: teacher_video is"):
+        read_tinyworld(tmp_path / "vqa.jsonl")
+
+
+def test_a_teachers_video_stands_beside_a_video():
+    record = TinyWorldRecord("small.mp4", "Who?", "A man.", query="Man?", teacher_video="full.mp4")
+    assert record.at_full_size() == TinyWorldRecord("full.mp4", "Who?", "A man.", query="Man?")
+    with pytest.raises(ValueError, match="has a teacher_video, but no video"):
+        replace(record, video=None)
