@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import fail, note, one_line_errors, require_fraction, require_text, wrote
+from .console import fail, note, one_line_errors, require_fraction, wrote
 from .models import check_model_options, check_selection, load_model
 from .options import Device, Model, Retention, Revision
 
@@ -58,7 +58,6 @@ def needle(
 ) -> None:
     """Hide clips at chosen depths in long videos, ask for them, and draw what is found by length and depth."""
     check_model_options(model, revision, device)
-    require_text(background=background)
     _require_name(name)
     require_fraction(retention)
     if retention is not None and max_visual_tokens is not None:
@@ -126,7 +125,6 @@ def analysis(
 
 def _require_name(name: str) -> None:
     """Ends the command for a name that would leave the folder of the results."""
-    require_text(name=name)
     if Path(name).name != name:
         fail(f"--name is {name!r}; expected a part of a file's name, without a folder")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from .console import console, one_line_errors, require_text, wrote
+from .console import console, one_line_errors, wrote
 from .options import Device, Dtype, Overrides, RecipeFile
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ def calibrate(
     Find the layers and heads whose attention finds what an answer rests on, for attention distillation and for
     selection="lm_attention". The latter are written into the configuration of a model's folder.
     """
-    require_text(model=model, device=device)
     with one_line_errors():
         from ..evaluation import calibration
         from ..output import check_output, whole_file

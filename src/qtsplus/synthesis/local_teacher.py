@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ..data.media import UNREADABLE
 from ..data.records import LETTERS, VideoRecord
@@ -83,6 +82,7 @@ class LocalTeacher:
             raise ValueError(f"The tokenizer of {name} has no token for each of A, B, C and D: score by letter.")
         self.letter_ids = [tokens[0] for tokens in ids]
         self.encoded: dict[str, EncodedVideo] = {}
+        processor.tokenizer.padding_side = "left"
 
     def settings(self) -> dict[str, Any]:
         chosen = {"scoring": self.scoring, "max_tokens": self.max_tokens, "selection": self.selection}
@@ -159,36 +159,19 @@ class LocalTeacher:
     def _inputs(self, records: Sequence[VideoRecord]) -> dict[str, Any]:
         """One prompt for each record, padded on the left; all that a record says is text."""
         videos = [self.encoded[record.video] for record in records if record.video is not None]
-        prompts = [self._prompt(record) for record in records]
-        queries = [self._tokens(record.query or record.question, split=True) for record in records]
-        padding = self.processor.tokenizer.pad_token_id
-        inputs: dict[str, Any] = {
-            "input_ids": _pad(prompts, padding, "left"),
-            "attention_mask": _pad([torch.ones_like(ids) for ids in prompts], 0, "left"),
-            "query_input_ids": _pad(queries, padding, "right"),
-            "query_attention_mask": _pad([torch.ones_like(ids) for ids in queries], 0, "right"),
-        }
+        seen: dict[str, Any] = {}
         if videos:
-            inputs["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
-            inputs["second_per_grid_ts"] = torch.cat([torch.as_tensor(video.second_per_grid_ts) for video in videos])
-        inputs = {name: values.to(self.model.device) for name, values in inputs.items()}
-        return {**inputs, "video_features": [video.features for video in videos]} if videos else inputs
-
-    def _prompt(self, record: VideoRecord) -> torch.Tensor:
-        if record.video is not None:
-            video = self.encoded[record.video]
-            inputs = self.processor.question_inputs(record.question, video.video_grid_thw, [video.metadata])
-            return inputs["input_ids"][0]
-        blank = "\ue000"
-        messages = [{"role": "user", "content": [{"type": "text", "text": blank}]}]
-        template = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        before, after = map(self._tokens, template.split(blank))
-        return torch.cat([before, self._tokens(record.question, split=True), after])
-
-    def _tokens(self, text: str, split: bool = False) -> torch.Tensor:
-        """The tokens of a text `[S]`, with its special tokens split into plain ones where it is a record's."""
-        tokenizer = self.processor.tokenizer
-        return torch.tensor(tokenizer(text, add_special_tokens=False, split_special_tokens=split)["input_ids"])
+            seen["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
+            seen["video_metadata"] = [video.metadata for video in videos]
+        queries = [record.query or record.question for record in records]
+        conversations = [_conversation(record) for record in records]
+        inputs = self.processor.conversation_inputs(conversations, query=queries, **seen)
+        inputs = dict(inputs.to(self.model.device))
+        if videos:
+            seconds = torch.cat([torch.as_tensor(video.second_per_grid_ts) for video in videos])
+            inputs["second_per_grid_ts"] = seconds.to(self.model.device)
+            inputs["video_features"] = [video.features for video in videos]
+        return inputs
 
     def _score(self, records: Sequence[VideoRecord]) -> list[_Told]:
         inputs = self._inputs(records)
@@ -212,5 +195,6 @@ class LocalTeacher:
         return told
 
 
-def _pad(rows: list[torch.Tensor], value: int, side: str) -> torch.Tensor:
-    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+def _conversation(record: VideoRecord) -> list[dict[str, Any]]:
+    video = [] if record.video is None else [{"type": "video"}]
+    return [{"role": "user", "content": [*video, {"type": "text", "text": record.question}]}]
