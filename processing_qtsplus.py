@@ -45,6 +45,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
     usual. What goes beyond messages belongs into its `processor_kwargs`, e.g. `processor_kwargs={"query": "Where?"}`.
     """
 
+    _auto_class = "AutoProcessor"  # as `register_for_auto_class` has it
     user_turn = "<|im_start|>user"  # what the chat template opens and closes a turn with
     turn_end = "<|im_end|>"
     native_resolution = True  # larger frames become more tokens
@@ -486,14 +487,6 @@ class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
 class Qwen3_5QTSplusProcessor(Qwen3VLQTSplusProcessor):
     r"""As [`Qwen3VLQTSplusProcessor`], whose stock class Qwen3.5 has too."""
 
-
-for _processor in (
-    Qwen2_5_VLQTSplusProcessor,
-    Qwen2VLQTSplusProcessor,
-    Qwen3VLQTSplusProcessor,
-    Qwen3_5QTSplusProcessor,
-):
-    _processor.register_for_auto_class()
 
 __all__ = [
     "QTSplusProcessorMixin",
