@@ -181,12 +181,8 @@ def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Ten
         return parts[0][indices]
     starts = torch.tensor([0, *(len(part) for part in parts)], device=indices.device).cumsum(0)
     bounds = torch.searchsorted(indices, starts).tolist()
-    return torch.cat(
-        [
-            part[indices[low:high] - start]
-            for part, start, low, high in zip(parts, starts, bounds, bounds[1:], strict=False)
-        ]
-    )
+    pieces = zip(parts, starts, bounds, bounds[1:], strict=False)
+    return torch.cat([part[indices[low:high] - start] for part, start, low, high in pieces])
 
 
 # --------------------------------------------------------------------------------------------------------------------

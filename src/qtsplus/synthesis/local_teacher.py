@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,41 +48,29 @@ def load_stock(weights: str, device: str | None = None, dtype: str = "auto") -> 
     return model.to(where).eval(), load_processor(None, weights, model.config)
 
 
+@dataclass
 class LocalTeacher:
-    """
-    A [`Teacher`] in this process.
+    """A [`Teacher`] in this process; `name` stands for model and processor in the settings."""
 
-    Args:
-        model, processor: as `qtsplus.session.load` gives them; `name` stands for them in the settings.
-        batch_size: questions at a time.
-        scoring: of options: by the "logprob" of their letters as the first token, or by the "letter" that is said.
-        max_tokens: of an answer in words.
-        selection: another way to choose visual tokens than the model's own.
-        fps: for questions without one.
-    """
+    model: Any  # as `qtsplus.session.load` gives them
+    processor: Any
+    name: str
+    batch_size: int = 16  # questions at a time
+    scoring: Scoring = "logprob"  # of options: by the log-probability of their letters, or by the letter that is said
+    max_tokens: int = 128  # of an answer in words
+    selection: str | None = None  # another way to choose visual tokens than the model's own
+    fps: float | None = None  # for questions without one
+    encoded: dict[str, EncodedVideo] = field(default_factory=dict, repr=False)
 
-    def __init__(
-        self,
-        model: Any,
-        processor: Any,
-        name: str,
-        batch_size: int = 16,
-        scoring: Scoring = "logprob",
-        max_tokens: int = 128,
-        selection: str | None = None,
-        fps: float | None = None,
-    ):
-        if fps is not None and not 0 < fps < float("inf"):
-            raise ValueError(f"fps is {fps:g}; expected a finite number above 0.")
-        self.fps = fps
-        self.model, self.processor, self.name = model, processor, name
-        self.batch_size, self.scoring, self.max_tokens, self.selection = batch_size, scoring, max_tokens, selection
-        ids = [processor.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in LETTERS]
-        if scoring == "logprob" and any(len(tokens) != 1 for tokens in ids):
-            raise ValueError(f"The tokenizer of {name} has no token for each of A, B, C and D: score by letter.")
+    def __post_init__(self) -> None:
+        if self.fps is not None and not 0 < self.fps < float("inf"):
+            raise ValueError(f"fps is {self.fps:g}; expected a finite number above 0.")
+        tokenizer = self.processor.tokenizer
+        tokenizer.padding_side = "left"
+        ids = [tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in LETTERS]
+        if self.scoring == "logprob" and any(len(tokens) != 1 for tokens in ids):
+            raise ValueError(f"The tokenizer of {self.name} has no token for each of A, B, C and D: score by letter.")
         self.letter_ids = [tokens[0] for tokens in ids]
-        self.encoded: dict[str, EncodedVideo] = {}
-        processor.tokenizer.padding_side = "left"
 
     def settings(self) -> dict[str, Any]:
         chosen = {"scoring": self.scoring, "max_tokens": self.max_tokens, "selection": self.selection}
