@@ -123,17 +123,10 @@ def parts_of_groups(row: PromptRow, groups: FrameGroups) -> Iterator[tuple[torch
 
 @dataclass
 class GroupAttention:
-    """
-    What the last words of a prompt see of one group.
+    """What the last words of a prompt see of one group. Attention is the softmax over all that they see."""
 
-    Args:
-        log_weights: `[m]` float32, the logarithm of the attention to each of its tokens: the mean over heads and words
-            of the softmax over all that they see.
-        log_odds: `[heads, words]`, the log-sum-exp of the scores of its tokens less that of the text's.
-    """
-
-    log_weights: torch.Tensor
-    log_odds: torch.Tensor
+    log_weights: torch.Tensor  # [m] float32, log of the attention to each of its tokens, the mean over heads and words
+    log_odds: torch.Tensor  # [heads, words], the log-sum-exp of the scores of its tokens less that of the text's
 
 
 def look(

@@ -331,28 +331,17 @@ class VideoChunks:
 
     Iterating gives `pixel_values_videos` `[k, d]` and `video_grid_thw` `[1, 3]` of each chunk. Joined, the pixel values
     are those of the whole video; nothing is kept of a chunk that was given out.
-
-    Args:
-        video_grid_thw: `[1, 3]`, of the whole video.
-        second_per_grid_ts: `[1]`, seconds per temporal patch.
-        metadata: of the whole video, with the indices of the frames that are looked at.
-        frames_per_chunk: a multiple of the temporal patch size.
-        decode: begins to read the frames, as large as they are in the video.
-        resize: brings one frame to the size that it has for the model.
-        preprocess: from frames to their pixel values and grid.
-        start: when a player shows the first frame, in seconds.
-        warnings: what is wrong with the file, one sentence each.
     """
 
-    video_grid_thw: torch.Tensor
-    second_per_grid_ts: list[float]
-    metadata: VideoMetadata
-    frames_per_chunk: int
-    decode: Frames
-    resize: Callable[[np.ndarray], np.ndarray]
-    preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]
-    start: float = 0.0
-    warnings: list[str] = field(default_factory=list)
+    video_grid_thw: torch.Tensor  # [1, 3], of the whole video
+    second_per_grid_ts: list[float]  # [1], seconds per temporal patch
+    metadata: VideoMetadata  # of the whole video, with the indices of the frames that are looked at
+    frames_per_chunk: int  # a multiple of the temporal patch size
+    decode: Frames  # begins to read the frames, as large as they are in the video
+    resize: Callable[[np.ndarray], np.ndarray]  # brings one frame to the size that it has for the model
+    preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]  # from frames to their pixel values and grid
+    start: float = 0.0  # when a player shows the first frame, in seconds
+    warnings: list[str] = field(default_factory=list)  # what is wrong with the file, one sentence each
 
     def __len__(self) -> int:
         return -(-len(self.metadata.frames_indices or ()) // self.frames_per_chunk)
