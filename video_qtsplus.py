@@ -18,7 +18,7 @@ from transformers.utils import logging
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from .decoding_qtsplus import FrameChoice, Frames, open_video, shown_name
+from .decoding_qtsplus import FrameChoice, Frames, VideoFile, open_video, shown_name
 
 logger = logging.get_logger(__name__)
 
@@ -174,16 +174,20 @@ def _count_pictures(path: str) -> int:
         return 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
 
 
-def decode_images(paths: Sequence[str], size: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """
-    A video that is stored as images, `[H, W, 3]` uint8 each.
+def open_folder(folder: str, fps: float | None) -> VideoFile:
+    """A video that is stored as images, taken `fps` times a second; of its frames the first is read."""
+    paths = image_paths(folder)
+    warnings, metadata = find_gaps(paths), describe_frames(paths, None, fps)
+    _, height, width, _ = load_frames(paths[:1]).shape
+    decode = functools.partial(_decode_images, paths, (height, width))
+    return VideoFile(folder, metadata, (len(paths), height, width), decode, 0.0, warnings)
 
-    Raises:
-        ValueError: an image of another height and width than `size`, or one that cannot be read.
-    """
+
+def _decode_images(paths: Sequence[str], size: tuple[int, int]) -> Iterator[np.ndarray]:
+    """Raises `ValueError` for an image of another height and width, or one that cannot be read."""
     for path in paths:
         (frame,) = load_frames([path])
-        if frame.shape[:2] != tuple(size):
+        if frame.shape[:2] != size:
             raise ValueError(
                 f"The frame {path!r} has {frame.shape[0]} x {frame.shape[1]} pixels, the first one {size[0]} x "
                 f"{size[1]}; expected one size for the frames of a video."
