@@ -132,12 +132,8 @@ class QTSplusConfig(PreTrainedConfig):
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
         _require(self.query_states in QUERY_STATES, self, "query_states", f"one of {QUERY_STATES}")
         heads = self.attention_heads
-        _require(
-            heads is None or (len(heads) > 0 and len(set(heads)) == len(heads)),
-            self,
-            "attention_heads",
-            "different heads, at least one",
-        )
+        distinct = heads is None or 0 < len(set(heads)) == len(heads)
+        _require(distinct, self, "attention_heads", "different heads, at least one")
         _require(self.attention_group >= 1, self, "attention_group", "attention_group >= 1")
         _require(0 < self.attention_mass <= 1, self, "attention_mass", "0 < attention_mass <= 1")
         _require(self.scoring_layers >= 1, self, "scoring_layers", "scoring_layers >= 1")

@@ -36,44 +36,26 @@ ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
 
 @dataclass
 class VideoFile:
-    """
-    A video file that was opened: what it is, and how to read it.
+    """A video file that was opened: what it is, and how to read it."""
 
-    Args:
-        name: what messages call it.
-        metadata: of the whole video, with the `frames_indices` that were chosen.
-        shape: number of chosen frames, height and width.
-        decode: begins to read the chosen frames, `[H, W, 3]` uint8 RGB each, upright.
-        start: when a player shows the first frame, in seconds.
-        warnings: what is wrong with the file, one sentence each.
-    """
-
-    name: str
-    metadata: VideoMetadata
-    shape: tuple[int, int, int]
-    decode: Frames
-    start: float
-    warnings: list[str]
+    name: str  # what messages call it
+    metadata: VideoMetadata  # of the whole video, with the `frames_indices` that were chosen
+    shape: tuple[int, int, int]  # number of chosen frames, height and width
+    decode: Frames  # begins to read the chosen frames, [H, W, 3] uint8 RGB each, upright
+    start: float  # when a player shows the first frame, in seconds
+    warnings: list[str]  # what is wrong with the file, one sentence each
 
 
 @dataclass
 class _Stream:
-    """
-    What is in a video file.
+    """What is in a video file."""
 
-    Args:
-        total, fps: number of frames, and their mean rate per second.
-        times: whether the frames have timestamps.
-        first, start: the timestamp of the first frame, and when a player shows it, in seconds.
-        missing: what of the file is not there.
-    """
-
-    total: int
-    fps: float
-    missing: str | None
-    times: bool = False
-    first: float = 0.0
-    start: float = 0.0
+    total: int  # frames
+    fps: float  # their mean rate per second
+    missing: str | None  # what of the file is not there
+    times: bool = False  # whether the frames have timestamps
+    first: float = 0.0  # the timestamp of the first frame, in seconds
+    start: float = 0.0  # when a player shows it, in seconds
 
 
 def open_video(path: str, choose: FrameChoice) -> VideoFile:

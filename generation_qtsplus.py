@@ -284,14 +284,9 @@ class QTSplusGenerationMixin:
 
     def _setting(self, name: str, kwargs, generation_config):
         """A setting as `generate` finds it: in the call, in the configuration passed with it, or in the model's own."""
-        for value in (
-            kwargs.get(name),
-            getattr(generation_config, name, None),
-            getattr(self.generation_config, name, None),
-        ):
-            if value is not None:
-                return value
-        return None
+        configs = (generation_config, self.generation_config)
+        values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in values if value is not None), None)
 
     def _count_new_tokens(self, generation_config, kwargs, prompt_length: int):
         """Lengths that count the prompt would count the shortened one: says them in new tokens instead."""

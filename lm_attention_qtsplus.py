@@ -72,16 +72,10 @@ def check_attention(text_config: Any, selector: Any) -> None:
 
 @dataclass
 class FrameGroups:
-    """
-    The frames of a row, dealt in turn as cards: frame f goes to group `f mod count`.
+    """The frames of a row, dealt in turn as cards: frame f goes to group `f mod count`."""
 
-    Args:
-        bounds: `[F + 1]` int64, where each frame's tokens begin among the candidates, and where the last one's end.
-        count: of the groups.
-    """
-
-    bounds: torch.Tensor
-    count: int
+    bounds: torch.Tensor  # [F + 1] int64, where each frame's tokens begin among the candidates, and the last one's end
+    count: int  # of the groups
 
     @classmethod
     def deal(cls, grids: Sequence[tuple[int, int, int]], group_size: int, device: Any = None) -> "FrameGroups":
@@ -99,10 +93,8 @@ class FrameGroups:
         """`[m]` int64, ascending: a group's candidates."""
         first, stop = self.bounds[:-1][group :: self.count], self.bounds[1:][group :: self.count]
         sizes = stop - first
-        within = torch.arange(int(sizes.sum()), device=sizes.device) - (sizes.cumsum(0) - sizes).repeat_interleave(
-            sizes
-        )
-        return first.repeat_interleave(sizes) + within
+        before = sizes.cumsum(0) - sizes
+        return torch.arange(int(sizes.sum()), device=sizes.device) + (first - before).repeat_interleave(sizes)
 
     def frames(self, tokens: torch.Tensor) -> torch.Tensor:
         """Which frame candidates belong to."""
@@ -131,17 +123,10 @@ def parts_of_groups(row: PromptRow, groups: FrameGroups) -> Iterator[tuple[torch
 
 @dataclass
 class GroupAttention:
-    """
-    What the last words of a prompt see of one group.
+    """What the last words of a prompt see of one group. Attention is the softmax over all that they see."""
 
-    Args:
-        log_weights: `[m]` float32, the logarithm of the attention to each of its tokens: the mean over heads and words
-            of the softmax over all that they see.
-        log_odds: `[heads, words]`, the log-sum-exp of the scores of its tokens less that of the text's.
-    """
-
-    log_weights: torch.Tensor
-    log_odds: torch.Tensor
+    log_weights: torch.Tensor  # [m] float32, log of the attention to each of its tokens, the mean over heads and words
+    log_odds: torch.Tensor  # [heads, words], the log-sum-exp of the scores of its tokens less that of the text's
 
 
 def look(
@@ -195,9 +180,8 @@ class LayerReader(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         normed = self.input_layernorm(hidden_states)
-        rotary = tuple(
-            part.to(normed.device) for part in kwargs.pop("position_embeddings")
-        )  # a layer may live elsewhere
+        # A layer may live elsewhere.
+        rotary = tuple(part.to(normed.device) for part in kwargs.pop("position_embeddings"))
         attention = self.self_attn
         # The class's own forward: a hook on the model's attention would run that.
         type(attention).forward(attention, hidden_states=normed, position_embeddings=rotary, **kwargs)
@@ -217,16 +201,10 @@ AttentionInterface.register(READING_ATTENTION, reading_attention_forward)
 
 @dataclass
 class Reading:
-    """
-    The prompts of a batch as they are read: with the questions that select.
-
-    Args:
-        layout: of these prompts.
-        looking: per row `[P]`, the tokens that look, among its real ones.
-    """
+    """The prompts of a batch as they are read: with the questions that select."""
 
     layout: Layout
-    looking: list[torch.Tensor]
+    looking: list[torch.Tensor]  # per row [P], the tokens that look, among its real ones
 
 
 def reading_of(

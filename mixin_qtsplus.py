@@ -6,7 +6,7 @@ What a backbone may do otherwise stands in layout_qtsplus.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -380,19 +380,9 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()
 
-    def encode_videos(
-        self,
-        pixel_values_videos: torch.Tensor,
-        video_grid_thw: torch.Tensor,
-        *,
-        frames_per_chunk: int | None = None,
-        device: torch.device | str | None = None,
-        repeats: Repeats | None = None,
-    ) -> list[torch.Tensor]:
-        """See [`QTSplusModelMixin.encode_videos`]."""
-        return self.model.encode_videos(
-            pixel_values_videos, video_grid_thw, frames_per_chunk=frames_per_chunk, device=device, repeats=repeats
-        )
+    @wraps(QTSplusModelMixin.encode_videos)
+    def encode_videos(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        return self.model.encode_videos(*args, **kwargs)
 
     @names_inputs
     @can_return_tuple

@@ -82,7 +82,6 @@ class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qw
     """
 
     config: Qwen2_5_VLQTSplusConfig
-    config_class = Qwen2_5_VLQTSplusConfig
     _no_split_modules = [*Qwen2_5_VLModel._no_split_modules, "QTSplusSelector"]
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
@@ -109,9 +108,7 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
     """Qwen2.5-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
 
     config: Qwen2_5_VLQTSplusConfig
-    config_class = Qwen2_5_VLQTSplusConfig
     model_class = Qwen2_5_VLQTSplusModel
-    _no_split_modules = Qwen2_5_VLQTSplusModel._no_split_modules
     backbone_name = "Qwen2.5-VL"
 
 
@@ -246,7 +243,6 @@ class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2
     """
 
     config: Qwen2VLQTSplusConfig
-    config_class = Qwen2VLQTSplusConfig
     _no_split_modules = [*Qwen2VLModel._no_split_modules, "QTSplusSelector"]
 
     @property
@@ -264,9 +260,7 @@ class Qwen2VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrained
     """Qwen2-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
 
     config: Qwen2VLQTSplusConfig
-    config_class = Qwen2VLQTSplusConfig
     model_class = Qwen2VLQTSplusModel
-    _no_split_modules = Qwen2VLQTSplusModel._no_split_modules
     backbone_name = "Qwen2-VL"
 
 
@@ -290,7 +284,6 @@ class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3V
     """
 
     config: Qwen3VLQTSplusConfig
-    config_class = Qwen3VLQTSplusConfig
     _no_split_modules = [*Qwen3VLModel._no_split_modules, "QTSplusSelector"]
 
     @property
@@ -322,9 +315,7 @@ class Qwen3VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrained
     """Qwen3-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
 
     config: Qwen3VLQTSplusConfig
-    config_class = Qwen3VLQTSplusConfig
     model_class = Qwen3VLQTSplusModel
-    _no_split_modules = Qwen3VLQTSplusModel._no_split_modules
     backbone_name = "Qwen3-VL"
 
 
@@ -335,7 +326,6 @@ class Qwen3_5QTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3_
     """
 
     config: Qwen3_5QTSplusConfig
-    config_class = Qwen3_5QTSplusConfig
     _no_split_modules = [*Qwen3_5Model._no_split_modules, "QTSplusSelector"]
     recurrent = True
 
@@ -344,9 +334,7 @@ class Qwen3_5QTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrained
     """Qwen3.5 that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
 
     config: Qwen3_5QTSplusConfig
-    config_class = Qwen3_5QTSplusConfig
     model_class = Qwen3_5QTSplusModel
-    _no_split_modules = Qwen3_5QTSplusModel._no_split_modules
     backbone_name = "Qwen3.5"
 
 

@@ -139,7 +139,6 @@ class InternVLQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin, Inte
     """InternVL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
 
     config: InternVLQTSplusConfig
-    config_class = InternVLQTSplusConfig
     _no_split_modules = ["QTSplusSelector"]
     frames_apart = True
 
@@ -159,9 +158,7 @@ class InternVLQTSplusForConditionalGeneration(
     """InternVL that reads a video through a [`QTSplusSelector`]; used as the stock class is, with its own processor."""
 
     config: InternVLQTSplusConfig
-    config_class = InternVLQTSplusConfig
     model_class = InternVLQTSplusModel
-    _no_split_modules = ["QTSplusSelector"]
     backbone_name = "InternVL"
 
 
@@ -245,8 +242,6 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
         }
 
 
-InternVLQTSplusProcessor.register_for_auto_class()
-
 # --------------------------------------------------------------------------------------------------------------------
 # LLaVA-OneVision and LLaVA-Video
 # --------------------------------------------------------------------------------------------------------------------
@@ -285,7 +280,6 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
     """
 
     config: LlavaOnevisionQTSplusConfig
-    config_class = LlavaOnevisionQTSplusConfig
     _no_split_modules = ["QTSplusSelector"]
 
     def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
@@ -330,9 +324,7 @@ class LlavaOnevisionQTSplusForConditionalGeneration(
     """LLaVA-OneVision or LLaVA-Video that reads a video through a [`QTSplusSelector`], with its own processor."""
 
     config: LlavaOnevisionQTSplusConfig
-    config_class = LlavaOnevisionQTSplusConfig
     model_class = LlavaOnevisionQTSplusModel
-    _no_split_modules = ["QTSplusSelector"]
     backbone_name = "LLaVA-OneVision"
 
 
@@ -398,8 +390,6 @@ class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor
         newlines = 1 if self.video_newline == "video" else frames * side
         return self.video_token * (frames * side * side + newlines)
 
-
-LlavaOnevisionQTSplusProcessor.register_for_auto_class()
 
 __all__ = [
     "InternVLQTSplusConfig",

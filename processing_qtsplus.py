@@ -15,21 +15,18 @@ from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor, Qwen
 from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
-from .decoding_qtsplus import Frames, VideoFile, open_video
+from .decoding_qtsplus import VideoFile, open_video
 from .encoding_qtsplus import PATCHES_PER_CHUNK
 from .prompt_qtsplus import find_query_mask
 from .video_qtsplus import (
     VideoChunks,
     check_frames,
     choose_frames,
-    decode_images,
     describe_frames,
-    find_gaps,
     flatten_videos,
     frame_choice,
-    image_paths,
-    load_frames,
     naming,
+    open_folder,
     require_positive,
     resize_frame,
 )
@@ -45,6 +42,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
     usual. What goes beyond messages belongs into its `processor_kwargs`, e.g. `processor_kwargs={"query": "Where?"}`.
     """
 
+    _auto_class = "AutoProcessor"  # as `register_for_auto_class` has it
     user_turn = "<|im_start|>user"  # what the chat template opens and closes a turn with
     turn_end = "<|im_end|>"
     native_resolution = True  # larger frames become more tokens
@@ -241,33 +239,26 @@ class QTSplusProcessorMixin(ProcessorMixin):
         for name, given in (("fps", fps), ("num_frames", num_frames), ("frames_per_chunk", frames_per_chunk)):
             if given is not None:
                 require_positive(name, given)
-        start = 0.0
         if os.path.isdir(path):
-            paths = image_paths(path)
-            warnings = find_gaps(paths)
-            metadata = describe_frames(paths, None, fps)
-            shape = (len(paths), *load_frames(paths[:1]).shape[1:3])
-            decode: Frames = functools.partial(decode_images, paths, shape[1:])
+            opened = open_folder(path, fps)
         else:
             bounds = {"min_frames": min_frames, "max_frames": max_frames, "temporal_patch_size": None}
             opened = open_video(path, frame_choice(self.video_processor, fps, num_frames, bounds))
-            metadata, shape, decode = opened.metadata, opened.shape, opened.decode
-            start, warnings = opened.start, opened.warnings
 
         with naming(path):
-            grid = self.grid_of(*shape)
+            grid = self.grid_of(*opened.shape)
         if frames_per_chunk is None:
             frames_per_chunk = PATCHES_PER_CHUNK // int(grid[0, 1] * grid[0, 2]) * temporal
         return VideoChunks(
             video_grid_thw=grid,
-            second_per_grid_ts=[temporal / metadata.sampled_fps],
-            metadata=metadata,
+            second_per_grid_ts=[temporal / opened.metadata.sampled_fps],
+            metadata=opened.metadata,
             frames_per_chunk=max(int(frames_per_chunk) // temporal, 1) * temporal,
-            decode=decode,
-            resize=functools.partial(resize_frame, self.video_processor, self.frame_size(*shape)),
+            decode=opened.decode,
+            resize=functools.partial(resize_frame, self.video_processor, self.frame_size(*opened.shape)),
             preprocess=functools.partial(self.preprocess_frames, grid=grid),
-            start=start,
-            warnings=warnings,
+            start=opened.start,
+            warnings=opened.warnings,
         )
 
     def grid_of(self, num_frames: int, height: int, width: int, **options: Any) -> torch.Tensor:
@@ -486,14 +477,6 @@ class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
 class Qwen3_5QTSplusProcessor(Qwen3VLQTSplusProcessor):
     r"""As [`Qwen3VLQTSplusProcessor`], whose stock class Qwen3.5 has too."""
 
-
-for _processor in (
-    Qwen2_5_VLQTSplusProcessor,
-    Qwen2VLQTSplusProcessor,
-    Qwen3VLQTSplusProcessor,
-    Qwen3_5QTSplusProcessor,
-):
-    _processor.register_for_auto_class()
 
 __all__ = [
     "QTSplusProcessorMixin",

@@ -276,29 +276,17 @@ class PromptRow:
 
 @dataclass
 class Layout:
-    """
-    The prompts of a batch: which token is whose, and where it stands.
+    """The prompts of a batch: which token is whose, and where it stands."""
 
-    Args:
-        input_ids, mask: `[B, S]`, and 1 on real tokens.
-        inputs_embeds: `[B, S, d]`, in the place of the embeddings of `input_ids`.
-        rows: without their padding.
-        starts: per row, the position of its first token.
-        grids: per modality (time, height, width) in tokens of every image or video of the batch.
-        seconds: per video, seconds per temporal patch.
-        modalities: whose tokens compete.
-        present: per video `[k]`, ascending, which of its tokens are there; all if `None`.
-    """
-
-    input_ids: torch.Tensor
-    mask: torch.Tensor
-    inputs_embeds: torch.Tensor | None
-    rows: list[PromptRow]
-    starts: list[int]
-    grids: dict[int, list[Grid]]
-    seconds: Any
-    modalities: tuple[int, ...]
-    present: list[torch.Tensor] | None = None
+    input_ids: torch.Tensor  # [B, S]
+    mask: torch.Tensor  # [B, S], 1 on real tokens
+    inputs_embeds: torch.Tensor | None  # [B, S, d], in the place of the embeddings of `input_ids`
+    rows: list[PromptRow]  # without their padding
+    starts: list[int]  # per row, the position of its first token
+    grids: dict[int, list[Grid]]  # per modality, in tokens of every image or video of the batch
+    seconds: Any  # per video, seconds per temporal patch
+    modalities: tuple[int, ...]  # whose tokens compete
+    present: list[torch.Tensor] | None = None  # per video [k], ascending, which of its tokens are there; all if `None`
 
     def competing(self, row: PromptRow) -> list[VisualSpan]:
         """The first span of each image or video whose tokens compete for the budget of a row."""

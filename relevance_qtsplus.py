@@ -181,12 +181,8 @@ def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Ten
         return parts[0][indices]
     starts = torch.tensor([0, *(len(part) for part in parts)], device=indices.device).cumsum(0)
     bounds = torch.searchsorted(indices, starts).tolist()
-    return torch.cat(
-        [
-            part[indices[low:high] - start]
-            for part, start, low, high in zip(parts, starts, bounds, bounds[1:], strict=False)
-        ]
-    )
+    pieces = zip(parts, starts, bounds, bounds[1:], strict=False)
+    return torch.cat([part[indices[low:high] - start] for part, start, low, high in pieces])
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -194,16 +190,9 @@ def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Ten
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def log_relevance(
-    query_states: torch.Tensor,
-    key_states: torch.Tensor,
-    query_lengths: Sequence[int] | None = None,
-    token_lengths: Sequence[int] | None = None,
-    token_mask: torch.Tensor | None = None,
-    reduction: str = "max",
-) -> torch.Tensor:
+def log_relevance(query_states: torch.Tensor, key_states: torch.Tensor, reduction: str = "max") -> torch.Tensor:
     """
-    The log-relevance of each visual token; see the head of this file.
+    The log-relevance of each visual token of a sample; see the head of this file.
 
     Where several heads or query tokens share the maximum, the first of them in the order (head, query token) takes the
     whole gradient.
@@ -211,39 +200,20 @@ def log_relevance(
     Args:
         query_states: `[heads, L, head_dim]`.
         key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
-        query_lengths, token_lengths: how many query and visual tokens each sample has, where several are packed one
-            behind the other along L and M.
-        token_mask: `[M]` bool; tokens that are `False` take no part and get minus infinity.
         reduction: over heads and query tokens, one of `REDUCTIONS`.
 
     Returns:
         `[M]` float32 (float64 for float64 states), at most 0.
 
     Raises:
-        ValueError: query heads that the key/value heads do not divide, lengths that do not add up, or an unknown
-            reduction.
+        ValueError: query heads that the key/value heads do not divide, or an unknown reduction.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: expected one of {REDUCTIONS}.")
-    (heads, num_queries, head_dim), (kv_heads, num_tokens, _) = query_states.shape, key_states.shape
-    query_lengths = [num_queries] if query_lengths is None else list(query_lengths)
-    token_lengths = [num_tokens] if token_lengths is None else list(token_lengths)
+    heads, kv_heads, head_dim = len(query_states), len(key_states), key_states.shape[-1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads: expected a multiple of the {kv_heads} key/value heads.")
-    if (sum(query_lengths), sum(token_lengths)) != (num_queries, num_tokens):
-        raise ValueError(
-            f"query_lengths={query_lengths} and token_lengths={token_lengths}: expected sums of {num_queries} and "
-            f"{num_tokens}, the packed query and visual tokens."
-        )
-    masks = [None] * len(token_lengths) if token_mask is None else token_mask.split(token_lengths)
-    kernel = relevance_kernel(key_states.device, key_states.dtype, head_dim, reduction)
-    samples = [
-        kernel(queries, keys, mask)
-        for queries, keys, mask in zip(
-            query_states.split(query_lengths, dim=1), key_states.split(token_lengths, dim=1), masks, strict=True
-        )
-    ]
-    return samples[0] if len(samples) == 1 else torch.cat(samples)
+    return relevance_kernel(key_states.device, key_states.dtype, head_dim, reduction)(query_states, key_states)
 
 
 @cache
@@ -274,7 +244,6 @@ def relevance_kernel(
 def chunked_log_relevance(
     query_states: torch.Tensor,
     key_states: torch.Tensor,
-    token_mask: torch.Tensor | None = None,
     block_size: int | None = None,
     reduction: str = "max",
 ) -> torch.Tensor:
@@ -295,13 +264,10 @@ def chunked_log_relevance(
     queries = query_states.reshape(kv_heads, -1, head_dim).to(precise) / math.sqrt(head_dim)
     rows = kv_heads * queries.shape[1]
     block_size = block_size or max(1, 2**21 // rows)
-    reduced = _ChunkedReduction.apply(queries, key_states, token_mask, block_size, reduction)
+    reduced = _ChunkedReduction.apply(queries, key_states, block_size, reduction)
     if reduction == "mean":
         return reduced - math.log(rows)
-    if reduction == "sum":
-        # Where no token takes part there is no softmax, and all stay minus infinity.
-        return reduced - torch.where((reduced > -math.inf).any(), reduced, 0.0).logsumexp(0)
-    return reduced
+    return reduced.log_softmax(0) if reduction == "sum" else reduced
 
 
 class _ChunkedReduction(torch.autograd.Function):
@@ -315,7 +281,7 @@ class _ChunkedReduction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, queries, keys, token_mask, block_size, reduction):
+    def forward(ctx, queries, keys, block_size, reduction):
         num_tokens = keys.shape[1]
         blocks = _blocks(num_tokens, block_size)
         by_maximum = reduction == "max"
@@ -323,33 +289,27 @@ class _ChunkedReduction(torch.autograd.Function):
         reduced = queries.new_empty(num_tokens)
         winners = torch.empty(num_tokens if differentiable and by_maximum else 0, dtype=torch.long, device=keys.device)
         with torch.autocast(keys.device.type, enabled=False):
-            normaliser = queries.new_zeros(queries.shape[:2])
+            normaliser = queries.new_zeros(*queries.shape[:2], 1)
             if blocks and reduction != "sum":
-                normaliser = torch.stack([_scores(queries, keys, token_mask, b).logsumexp(-1) for b in blocks])
-                normaliser = normaliser.logsumexp(0)
-            # A row of masked tokens alone has no softmax; its scores stay minus infinity.
-            normaliser = normaliser.masked_fill(normaliser == -math.inf, 0)[..., None]
+                sums = torch.stack([_scores(queries, keys, block).logsumexp(-1, keepdim=True) for block in blocks])
+                normaliser = sums.logsumexp(0)
             for block in blocks:
-                log_attention = _scores(queries, keys, token_mask, block).sub_(normaliser).flatten(0, 1)
+                log_attention = _scores(queries, keys, block).sub_(normaliser).flatten(0, 1)
                 if not by_maximum:
                     reduced[block] = log_attention.logsumexp(0)
                 elif differentiable:  # rows last: finding the place of a maximum is five times slower across rows
                     reduced[block], winners[block] = log_attention.t().contiguous().max(-1)
                 else:
                     reduced[block] = log_attention.amax(0)
-        # Masked tokens have no gradient; any finite number in the place of minus infinity keeps their shares at 0.
-        finite = None if by_maximum else reduced.masked_fill(reduced == -math.inf, 0)
-        ctx.save_for_backward(queries, keys, token_mask, normaliser, winners, finite)
+        ctx.save_for_backward(queries, keys, normaliser, winners, None if by_maximum else reduced)
         ctx.block_size, ctx.reduction = block_size, reduction
         return reduced
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        queries, keys, token_mask, normaliser, winners, reduced = ctx.saved_tensors
+        queries, keys, normaliser, winners, reduced = ctx.saved_tensors
         blocks = _blocks(keys.shape[1], ctx.block_size)
-        if token_mask is not None:
-            gradient = gradient.masked_fill(~token_mask, 0)
         grad_queries, grad_keys = torch.zeros_like(queries), torch.empty_like(keys)
         won = torch.zeros_like(normaliser)  # G
         with torch.autocast(keys.device.type, enabled=False):
@@ -357,10 +317,10 @@ class _ChunkedReduction(torch.autograd.Function):
                 won.view(-1).index_add_(0, winners, gradient)
             elif ctx.reduction == "mean":
                 for block in blocks:
-                    log_attention = _scores(queries, keys, token_mask, block).sub_(normaliser)
+                    log_attention = _scores(queries, keys, block).sub_(normaliser)
                     won += log_attention.sub_(reduced[block]).exp_().mul_(gradient[block]).sum(-1, keepdim=True)
             for block in blocks:
-                log_attention = _scores(queries, keys, token_mask, block).sub_(normaliser)
+                log_attention = _scores(queries, keys, block).sub_(normaliser)
                 if ctx.reduction == "max":
                     grad_scores = log_attention.exp_().mul_(-won)
                     rows = grad_scores.view(-1, grad_scores.shape[-1])
@@ -370,17 +330,16 @@ class _ChunkedReduction(torch.autograd.Function):
                     grad_scores = shares.sub_(log_attention.exp_().mul_(won)) if ctx.reduction == "mean" else shares
                 grad_queries += grad_scores @ keys[:, block].to(queries.dtype)
                 grad_keys[:, block] = grad_scores.transpose(1, 2) @ queries
-        return grad_queries, grad_keys, None, None, None
+        return grad_queries, grad_keys, None, None
 
 
 def _blocks(num_tokens: int, block_size: int) -> list[slice]:
     return [slice(start, start + block_size) for start in range(0, num_tokens, block_size)]
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, token_mask: torch.Tensor | None, block: slice) -> torch.Tensor:
+def _scores(queries: torch.Tensor, keys: torch.Tensor, block: slice) -> torch.Tensor:
     """`[kv_heads, heads / kv_heads * L, b]` of the visual tokens in `block`."""
-    scores = queries @ keys[:, block].to(queries.dtype).transpose(1, 2)
-    return scores if token_mask is None else scores.masked_fill_(~token_mask[block], -math.inf)
+    return queries @ keys[:, block].to(queries.dtype).transpose(1, 2)
 
 
 __all__ = [

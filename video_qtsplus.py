@@ -18,7 +18,7 @@ from transformers.utils import logging
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from .decoding_qtsplus import FrameChoice, Frames, open_video, shown_name
+from .decoding_qtsplus import FrameChoice, Frames, VideoFile, open_video, shown_name
 
 logger = logging.get_logger(__name__)
 
@@ -174,16 +174,20 @@ def _count_pictures(path: str) -> int:
         return 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
 
 
-def decode_images(paths: Sequence[str], size: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """
-    A video that is stored as images, `[H, W, 3]` uint8 each.
+def open_folder(folder: str, fps: float | None) -> VideoFile:
+    """A video that is stored as images, taken `fps` times a second; of its frames the first is read."""
+    paths = image_paths(folder)
+    warnings, metadata = find_gaps(paths), describe_frames(paths, None, fps)
+    _, height, width, _ = load_frames(paths[:1]).shape
+    decode = functools.partial(_decode_images, paths, (height, width))
+    return VideoFile(folder, metadata, (len(paths), height, width), decode, 0.0, warnings)
 
-    Raises:
-        ValueError: an image of another height and width than `size`, or one that cannot be read.
-    """
+
+def _decode_images(paths: Sequence[str], size: tuple[int, int]) -> Iterator[np.ndarray]:
+    """Raises `ValueError` for an image of another height and width, or one that cannot be read."""
     for path in paths:
         (frame,) = load_frames([path])
-        if frame.shape[:2] != tuple(size):
+        if frame.shape[:2] != size:
             raise ValueError(
                 f"The frame {path!r} has {frame.shape[0]} x {frame.shape[1]} pixels, the first one {size[0]} x "
                 f"{size[1]}; expected one size for the frames of a video."
@@ -331,28 +335,17 @@ class VideoChunks:
 
     Iterating gives `pixel_values_videos` `[k, d]` and `video_grid_thw` `[1, 3]` of each chunk. Joined, the pixel values
     are those of the whole video; nothing is kept of a chunk that was given out.
-
-    Args:
-        video_grid_thw: `[1, 3]`, of the whole video.
-        second_per_grid_ts: `[1]`, seconds per temporal patch.
-        metadata: of the whole video, with the indices of the frames that are looked at.
-        frames_per_chunk: a multiple of the temporal patch size.
-        decode: begins to read the frames, as large as they are in the video.
-        resize: brings one frame to the size that it has for the model.
-        preprocess: from frames to their pixel values and grid.
-        start: when a player shows the first frame, in seconds.
-        warnings: what is wrong with the file, one sentence each.
     """
 
-    video_grid_thw: torch.Tensor
-    second_per_grid_ts: list[float]
-    metadata: VideoMetadata
-    frames_per_chunk: int
-    decode: Frames
-    resize: Callable[[np.ndarray], np.ndarray]
-    preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]
-    start: float = 0.0
-    warnings: list[str] = field(default_factory=list)
+    video_grid_thw: torch.Tensor  # [1, 3], of the whole video
+    second_per_grid_ts: list[float]  # [1], seconds per temporal patch
+    metadata: VideoMetadata  # of the whole video, with the indices of the frames that are looked at
+    frames_per_chunk: int  # a multiple of the temporal patch size
+    decode: Frames  # begins to read the frames, as large as they are in the video
+    resize: Callable[[np.ndarray], np.ndarray]  # brings one frame to the size that it has for the model
+    preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]  # from frames to their pixel values and grid
+    start: float = 0.0  # when a player shows the first frame, in seconds
+    warnings: list[str] = field(default_factory=list)  # what is wrong with the file, one sentence each
 
     def __len__(self) -> int:
         return -(-len(self.metadata.frames_indices or ()) // self.frames_per_chunk)

@@ -129,7 +129,7 @@ def test_chunk_is_whole(kind, monkeypatch):
     monkeypatch.setattr(
         relevance,
         "relevance_kernel",
-        lambda *_: lambda queries, keys, mask: relevance.chunked_log_relevance(queries, keys, mask, block_size=3),
+        lambda *_: lambda queries, keys: relevance.chunked_log_relevance(queries, keys, block_size=3),
     )
     in_blocks = model(**inputs)
     torch.testing.assert_close(in_blocks.logits, whole.logits, atol=1e-5, rtol=1e-5)

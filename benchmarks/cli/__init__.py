@@ -2,11 +2,14 @@
 
 import typer
 
+from qtsplus.cli.console import FilledArguments
+
 from .comparing import ablation, attention, learned
 from .making import haystack, tiny, tinyworld, train
 from .measuring import efficiency, memory, rehearsal, scaling, speed, training_step
 
 app = typer.Typer(
+    cls=FilledArguments,
     help="Make worlds, teach tiny models, and measure speed, memory and accuracy. Results are JSON files with every "
     "repeat.",
     no_args_is_help=True,

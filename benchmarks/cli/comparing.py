@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from qtsplus.cli.console import fail, note, one_line_errors, require_fraction, require_seeds, require_text, wrote
+from qtsplus.cli.console import fail, note, one_line_errors, require_fraction, wrote
 from qtsplus.cli.models import check_model_options, load_model
 from qtsplus.cli.options import Device, Model, Overrides, Revision
 
-from .options import RESULTS, Results, folder, typed
+from .options import RESULTS, Results, typed
 
 _RECIPE = Path("benchmarks/recipes/qtsplus-tiny.yaml")
 _Test = Annotated[Path, typer.Option(help="Test questions, made by the command tinyworld.", show_default=False)]
@@ -21,7 +21,6 @@ def learned(
         typer.Option(
             help="A trained model that reads all tokens. May be repeated, once for each seed.",
             show_default=False,
-            parser=folder,
         ),
     ],
     test: _Test,
@@ -30,7 +29,7 @@ def learned(
     work: Annotated[Path, typer.Option(help="Where trained models and answers are kept.")] = Path("runs/learned"),
     seed: Annotated[
         list[int] | None,
-        typer.Option(help="A seed of training. May be repeated. Without it, 0, 1 and 2."),
+        typer.Option(help="A seed of training. May be repeated. Without it, 0, 1 and 2.", min=0, max=2**32 - 1),
     ] = None,
     variant: Annotated[
         list[str] | None,
@@ -43,7 +42,6 @@ def learned(
     overrides: Overrides = None,
 ) -> None:
     """Compare the accuracy of trained selectors, baselines and controls. What is on disk is not done again."""
-    require_seeds(*(seed or ()))
     with one_line_errors():
         from ..learned import run_learned
 
@@ -69,7 +67,6 @@ def attention(
         typer.Option(
             help="A trained model that reads all tokens. May be repeated, for bases of one backbone.",
             show_default=False,
-            parser=folder,
         ),
     ],
     test: _Test,
@@ -83,7 +80,6 @@ def attention(
     batch_size: Annotated[int, typer.Option(help="How many questions are asked at a time.", min=1)] = 64,
 ) -> None:
     """Compare selection by the language model's own attention, which needs no training, with all others."""
-    require_text(name=name)
     with one_line_errors():
         from ..learned.untrained import run_attention
 
@@ -111,7 +107,6 @@ def ablation(
             help="In the place of --model: a trained model that reads all tokens, from which a recipe trains the model "
             "and its variants.",
             show_default=False,
-            parser=folder,
         ),
     ] = None,
     recipe: Annotated[Path, typer.Option(help="With --base: the recipe.")] = _RECIPE,
@@ -122,7 +117,10 @@ def ablation(
             "Without it, every variant that differs from the recipe; with qtsplus, nothing else."
         ),
     ] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="With --base: a seed of training. May be repeated.")] = None,
+    seed: Annotated[
+        list[int] | None,
+        typer.Option(help="With --base: a seed of training. May be repeated.", min=0, max=2**32 - 1),
+    ] = None,
     retention: Annotated[
         list[float] | None,
         typer.Option(help="A fraction of the visual tokens to keep, in (0, 1]. May be repeated."),
@@ -144,8 +142,6 @@ def ablation(
 ) -> None:
     """Measure what each part of a model is worth: one table, with intervals and paired tests."""
     check_model_options(model, revision, device)
-    require_text(name=name)
-    require_seeds(*(seed or ()))
     for share in retention or ():
         require_fraction(share)
     if base is None and (variant or seed or overrides):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qtsplus.cli.console import note, one_line_errors, require_text, resumable, wrote
+from qtsplus.cli.console import note, one_line_errors, resumable, wrote
 from qtsplus.cli.options import Overrides, RecipeFile
 from qtsplus.cli.training import DryRun, Resume, quiet, results_only, train_by
 
@@ -111,7 +111,6 @@ def tiny(
     overrides: Overrides = None,
 ) -> None:
     """Make a qtsplus-tiny from nothing: render its videos, train its base, then its selector."""
-    require_text(work=work)
     with one_line_errors(), resumable():
         from ..teaching.tiny import make_tiny
 

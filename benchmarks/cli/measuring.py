@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from qtsplus.cli.console import console, notes, one_line_errors, require_text, resumable, wrote
+from qtsplus.cli.console import console, notes, one_line_errors, resumable, wrote
 from qtsplus.cli.options import Dtype
 
 from .options import RESULTS, Results, typed
@@ -50,7 +50,6 @@ def speed(
     sweep: Annotated[bool, typer.Option(help="Also measure with other numbers of frames.")] = True,
 ) -> None:
     """Time each stage, and the way from an mp4 to the first token: the stock model and ours, on the same weights."""
-    require_text(device=device)
     with one_line_errors(), resumable():
         from ..speed.speed import run_speed
 
@@ -77,7 +76,6 @@ def memory(
     dtype: _Dtype = Dtype.auto,
 ) -> None:
     """Measure peak memory: up to the first token, and of the relevance alone. Each runs in a process of its own."""
-    require_text(device=device)
     with one_line_errors(), resumable():
         from ..speed.memory import run_memory
 
@@ -97,7 +95,6 @@ def scaling(
     selection: _Selection = "qtsplus",
 ) -> None:
     """Measure how time and memory of the selection grow with the number of visual tokens."""
-    require_text(device=device)
     with one_line_errors(), resumable():
         from ..speed.scaling import run_scaling
 
@@ -117,7 +114,6 @@ def training_step(
     ] = None,
 ) -> None:
     """Measure the time and peak memory of a training step with gradient checkpointing, for the stock model and ours."""
-    require_text(device=device)
     with one_line_errors(), resumable():
         from ..speed.training_step import run_train
 
@@ -133,7 +129,6 @@ def efficiency(
     out: Results = RESULTS,
 ) -> None:
     """Draw the paper's efficiency figure: embeddings to the language model, and latency, by the number of frames."""
-    require_text(name=name)
     with one_line_errors():
         from ..speed.efficiency import run_efficiency
 

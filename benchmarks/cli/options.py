@@ -11,13 +11,6 @@ RESULTS = Path("benchmarks/results")
 Results = Annotated[Path, typer.Option(help="The folder of the results.")]
 
 
-def folder(text: str) -> Path:
-    """The path of a folder; an empty one is a script's unset variable, and not the working folder."""
-    if not text.strip():
-        raise typer.BadParameter("it is empty; expected a folder")
-    return Path(text)
-
-
 def typed() -> str:
     """The command as it was typed."""
     return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])

@@ -20,14 +20,10 @@ OURS = "_qtsplus"  # what our types have behind those of the stock models
 
 @dataclass(frozen=True)
 class Backbone:
-    """
-    Args:
-        config, model, processor: our classes; the model with a head.
-        stock_config, stock_model, stock_processor: those of Transformers that they derive from.
-    """
+    """Our classes, and those of Transformers that they derive from."""
 
     config: Any
-    model: Any
+    model: Any  # with a head
     processor: Any
     stock_config: Any
     stock_model: Any

@@ -98,13 +98,10 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
         chunks = processor.video_chunks(CLIP)
         # Two frames make one step in time.
         frames = np.stack([chunks.resize(frame) for frame in chunks.decode()])[::2]
-        kept = [
-            (
-                f"“{question.question}” {one.answer}: {one.kept_tokens} of {one.visual_tokens} visual tokens",
-                one.keep_map,
-            )
-            for question, one in zip(QUESTIONS, answers, strict=True)
-        ]
+        kept = []
+        for question, one in zip(QUESTIONS, answers, strict=True):
+            title = f"“{question.question}” {one.answer}: {one.kept_tokens} of {one.visual_tokens} visual tokens"
+            kept.append((title, one.keep_map))
         draw_kept_tokens(frames, kept, chunks.second_per_grid_ts[0], staging / "kept_tokens.png")
         say(f"Drew the kept tokens to {out / 'kept_tokens.png'}.")
     return list(zip(QUESTIONS, answers, strict=True))

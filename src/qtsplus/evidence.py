@@ -101,9 +101,8 @@ def evidence_intervals(
     weights = weights / weights.sum()
 
     intervals = []
-    for video, (is_strong, weight) in enumerate(
-        zip(token_maps(strong, grids), token_maps(weights, grids), strict=True)
-    ):
+    maps = zip(token_maps(strong, grids), token_maps(weights, grids), strict=True)
+    for video, (is_strong, weight) in enumerate(maps):
         seconds = float(second_per_grid_ts[video])
         for first, last in _runs(is_strong.any(2).any(1).tolist()):
             steps = slice(first, last + 1)

@@ -49,16 +49,10 @@ class TwoPasses:
 
 @dataclass(frozen=True)
 class Tiles:
-    """
-    The frames of a video, each cut into the same tiles. Those at the right and at the bottom may be smaller.
+    """The frames of a video, each cut into the same tiles. Those at the right and at the bottom may be smaller."""
 
-    Args:
-        grid: (time, height, width) of the video in tokens.
-        side: (height, width) of a tile in tokens.
-    """
-
-    grid: tuple[int, int, int]
-    side: tuple[int, int]
+    grid: tuple[int, int, int]  # (time, height, width) of the video in tokens
+    side: tuple[int, int]  # (height, width) of a tile in tokens
 
     @property
     def bounds(self) -> tuple[list[int], list[int]]:
@@ -111,43 +105,25 @@ def _shares(bounds: Sequence[int], parts: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Large:
-    """
-    A video at full size, of which nothing has been encoded.
+    """A video at full size, of which nothing has been encoded."""
 
-    Args:
-        chunks: the video as `processor.video_chunks` opens it.
-        tiles: the regions of which it is made.
-        count: the most tokens that may be encoded.
-        merge_size, temporal_patch_size: of the processor.
-        frame_tolerance: as for [`Repeats`], from step to step of a tile.
-    """
-
-    chunks: VideoChunks
-    tiles: Tiles
-    count: int
+    chunks: VideoChunks  # the video as `processor.video_chunks` opens it
+    tiles: Tiles  # the regions of which it is made
+    count: int  # the most tokens that may be encoded
     merge_size: int
     temporal_patch_size: int
-    frame_tolerance: float | None
+    frame_tolerance: float | None  # as for [`Repeats`], from step to step of a tile
 
 
 @dataclass(frozen=True)
 class SecondPass:
-    """
-    What the second pass has encoded for a question.
+    """What the second pass has encoded for a question."""
 
-    Args:
-        features: `[k, d]`.
-        places: `[k]` ascending, which of the whole video's tokens these are.
-        num_tokens: of the whole video.
-        retention: of the tokens that were encoded, so that as many are kept as of the whole video.
-        rho: the fraction of the whole video's tokens that the first pass aimed at, as far as they were encoded.
-    """
-
-    features: torch.Tensor
-    places: torch.Tensor
-    num_tokens: int
-    retention: float
-    rho: float
+    features: torch.Tensor  # [k, d]
+    places: torch.Tensor  # [k] ascending, which of the whole video's tokens these are
+    num_tokens: int  # of the whole video
+    retention: float  # of the tokens that were encoded, so that as many are kept as of the whole video
+    rho: float  # of the whole video's tokens, what the first pass aimed at, as far as they were encoded
 
     def of_the_whole(
         self, kept_indices: torch.Tensor, relevance: torch.Tensor | None

@@ -75,4 +75,4 @@ def test_qtsplus_tiny_is_made_from_nothing_and_not_twice(tmp_path):
 def test_an_empty_base_is_not_the_working_folder():
     for command in (["learned", "--test", "a"], ["attention", "--test", "a"], ["ablation", "a"]):
         result = CliRunner().invoke(app, [*command, "--base", ""])
-        assert result.exit_code == 2 and "it is empty; expected a folder" in result.output
+        assert result.exit_code == 2 and "--base is empty" in result.output

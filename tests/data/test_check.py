@@ -87,7 +87,7 @@ def test_folders_of_frames_are_looked_through(tmp_path):
     names = {
         "strided": ["f_0.png", "f_30.png", "f_60.png"],
         "unnumbered": ["a.png", "b_7.png"],
-        "gap": ["f_9.png", "f_10.png", "f_13.png"],
+        "gap": ["f_8.png", "f_9.png", "f_10.png", "f_13.png"],
         "other": ["0.png", "2.png"],
     }
     for folder, files in names.items():
@@ -103,7 +103,7 @@ def test_folders_of_frames_are_looked_through(tmp_path):
     records = [Answer(vision_id=name, question=f"Why {name}?", answer="So.") for name in (*names, "vast")]
     found = checked(tmp_path, records, media=True, media_root=media)
     assert [bad.row for bad in found.bad] == [3, 4, 5] and {bad.check for bad in found.bad} == {"media"}
-    expected = ["between 'f_10.png' and 'f_13.png'", "'1.HEIC'", "900000000 pixels"]
+    expected = ["1 gap, such as after 'f_10.png'", "'1.HEIC'", "900000000 pixels"]
     for bad, words in zip(found.bad, expected, strict=True):
         assert words in bad.reason, bad
 

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +95,9 @@ def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, name):
     with pytest.raises(ValueError, match="name of the output folder is empty"):
         write(name)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a place where nobody can make a file")
+def test_a_place_where_no_file_can_be_made_is_not_another_process():
+    with pytest.raises(ValueError, match="cannot be written"), whole_folder("/proc/qtsplus"):
+        pass

@@ -15,38 +15,29 @@ def states(heads, kv_heads, num_queries, num_tokens, head_dim=16, dtype=torch.fl
     return tuple(x.to(dtype).transpose(0, 1).requires_grad_() for x in (queries, keys))
 
 
-def a_mask(num_tokens, seed=0):
-    mask = torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.7
-    mask[-1] = True
-    return mask
-
-
-def has_one_maximum(queries, keys, token_mask=None):
+def has_one_maximum(queries, keys):
     """Tokens whose best row leads clearly: where two are equal but for rounding, there is no gradient to agree on."""
     with torch.no_grad():
         grouped = queries.float().reshape(len(keys), -1, queries.shape[-1])
         scores = grouped @ keys.float().transpose(1, 2) / queries.shape[-1] ** 0.5
-        if token_mask is not None:
-            scores = scores.masked_fill(~token_mask, -torch.inf)
         rows = (scores - scores.logsumexp(-1, keepdim=True)).flatten(0, 1)
         return (rows > rows.amax(0) - 1e-4).sum(0) == 1
 
 
-def assert_equal_to_twin(kernel, queries, keys, token_mask=None, relative=1e-5, reduction="max"):
+def assert_equal_to_twin(kernel, queries, keys, relative=1e-5, reduction="max"):
     """
     Output and gradients of `kernel` differ by at most `relative` times the largest value, or 1, from those of the twin.
     The twin computes in float64: over 70,001 tokens its own float32 gradients are off by 2.6e-5.
     """
     weights = torch.randn(keys.shape[1], generator=torch.Generator().manual_seed(1))
     if reduction == "max":
-        weights = weights.masked_fill(~has_one_maximum(queries, keys, token_mask), 0)
-    taking_part = slice(None) if token_mask is None else token_mask
+        weights = weights.masked_fill(~has_one_maximum(queries, keys), 0)
     results = []
     twin = partial(naive_log_relevance, reduction=reduction)
     for function, dtype in ((kernel, queries.dtype), (twin, torch.float64)):
         inputs = [x.detach().to(dtype).requires_grad_() for x in (queries, keys)]
-        log_r = function(*inputs, token_mask)
-        gradients = torch.autograd.grad((log_r * weights)[taking_part].sum(), inputs)
+        log_r = function(*inputs)
+        gradients = torch.autograd.grad((log_r * weights).sum(), inputs)
         assert all(gradient.dtype == dtype for gradient in gradients)
         results.append((log_r.detach(), *gradients))
     for name, mine, expected in zip(("log_r", "d queries", "d keys"), *results, strict=True):

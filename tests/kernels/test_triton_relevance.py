@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from relevance_problems import a_mask, assert_equal_to_twin, states
+from relevance_problems import assert_equal_to_twin, states
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -37,12 +37,11 @@ def on(device, *tensors):
     return [x.detach().to(device).requires_grad_() for x in tensors]
 
 
-def triton_kernel(queries, keys, token_mask=None):
+def triton_kernel(queries, keys):
     """As if it ran where its inputs are."""
     from qtsplus.kernels.triton_relevance import triton_log_relevance
 
-    mask = None if token_mask is None else token_mask.to(DEVICE)
-    return triton_log_relevance(queries.to(DEVICE), keys.to(DEVICE), mask).cpu()
+    return triton_log_relevance(queries.to(DEVICE), keys.to(DEVICE)).cpu()
 
 
 # heads, kv_heads, L, M, head_dim: one of all; a block of tokens less one, and with one more; several blocks of rows;
@@ -71,23 +70,6 @@ def test_values_and_gradients_equal_the_twins(shape):
 @pytest.mark.parametrize("num_tokens", [1, 63, 1111, 70_001])
 def test_every_awkward_shape_on_a_gpu(heads, num_queries, num_tokens):
     assert_equal_to_twin(triton_kernel, *states(*heads, num_queries, num_tokens, head_dim=128))
-
-
-@on_device
-@pytest.mark.parametrize("shape", [(4, 2, 3, 50, 16), (2, 1, 5, 33, 8)])
-def test_masks(shape):
-    heads, kv_heads, num_queries, num_tokens, head_dim = shape
-    queries, keys = states(heads, kv_heads, num_queries, num_tokens, head_dim)
-    assert_equal_to_twin(triton_kernel, queries, keys, a_mask(num_tokens))
-
-
-@on_device
-def test_nothing_but_masked_tokens_has_no_relevance_and_no_gradient():
-    queries, keys = states(2, 1, num_queries=3, num_tokens=5)
-    log_r = triton_kernel(queries, keys, torch.zeros(5, dtype=torch.bool))
-    assert (log_r == -torch.inf).all()
-    for gradient in torch.autograd.grad(log_r.exp().sum(), (queries, keys)):
-        assert not gradient.any()
 
 
 @on_device
@@ -131,14 +113,13 @@ def test_compiles_for_gpus_that_are_not_here(name, dtype, capability, tmp_path, 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     kernel = getattr(triton_relevance, name)
     constants = {
-        "HAS_MASK": True,
         "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
         "HEAD_DIM": 128,
         "BLOCK_D": 128,
         "BLOCK_R": triton_relevance.BLOCK_R,
         "BLOCK_M": 32 if dtype == "fp32" else 64,
     }
-    types = {"queries": f"*{dtype}", "keys": f"*{dtype}", "grad_keys": f"*{dtype}", "token_mask": "*i8"}
+    types = {"queries": f"*{dtype}", "keys": f"*{dtype}", "grad_keys": f"*{dtype}"}
     types |= {"winners": "*i32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
     types |= dict.fromkeys(["log_sums", "normaliser", "log_r", "gradient", "won", "partial"], "*fp32")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}

@@ -48,24 +48,10 @@ class FilledArguments(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-def require_text(**options: str | None) -> None:
-    """Ends the command for an option that was given and is empty: that is a script's unset variable, and no default."""
-    for name, value in options.items():
-        if value is not None and not value.strip():
-            fail(f"--{name.replace('_', '-')} is empty; give a value, or leave the option out")
-
-
 def require_fraction(retention: float | None) -> None:
     """Ends the command for a fraction out of (0, 1]."""
     if retention is not None and not 0 < retention <= 1:
         fail(f"--retention is {retention:g}; expected a fraction in (0, 1]")
-
-
-def require_seeds(*seeds: int) -> None:
-    """Ends the command for a seed that NumPy would not take."""
-    for seed in seeds:
-        if not 0 <= seed < 2**32:
-            fail(f"--seed is {seed}; expected a whole number from 0 to {2**32 - 1}")
 
 
 @contextmanager

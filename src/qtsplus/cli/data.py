@@ -4,13 +4,13 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..output import check_output
-from .console import fail, one_line_errors, require_text, wrote
-from .options import AsJson
+from .console import fail, one_line_errors, wrote
+from .options import AsJson, MediaRoot
 
 if TYPE_CHECKING:
     from ..data.check import Checked
@@ -18,26 +18,9 @@ if TYPE_CHECKING:
 data_app = typer.Typer(help="Make, check and describe training data.", no_args_is_help=True)
 
 
-def filled_path(text: str) -> Path:
-    """A path as it was typed; an empty one, such as a script's unset variable, is not the current folder."""
-    if not text.strip():
-        fail("the path is empty; name a file or folder (. is this folder)")
-    return Path(text)
-
-
-def path_argument(name: str, help: str) -> Any:
-    return typer.Argument(help=help, parser=filled_path, metavar=name)
-
-
-def path_option(name: str, help: str) -> Any:
-    return typer.Option(help=help, parser=filled_path, metavar=name)
-
-
 SetFile = Annotated[
-    Path, path_argument("SET", "JSONL, JSON or Parquet, or a folder of videos with their captions beside them.")
-]
-MediaRoot = Annotated[
-    Path | None, path_option("DIR", "The folder in which videos are looked for. Without it, the folder of the set.")
+    Path,
+    typer.Argument(help="JSONL, JSON or Parquet, or a folder of videos with captions beside them.", metavar="SET"),
 ]
 
 
@@ -46,7 +29,7 @@ def check(
     path: SetFile,
     media_root: MediaRoot = None,
     against: Annotated[
-        Path | None, path_option("SET", "Another set, such as the test set, that must not share a video with this one.")
+        Path | None, typer.Option(help="Another set, such as the test set, that must not share a video with this one.")
     ] = None,
     media: Annotated[
         bool, typer.Option("--media/--no-media", help="Look for every video, and decode a frame of it.")
@@ -92,7 +75,7 @@ def _print_check(found: "Checked") -> None:
 
 @data_app.command()
 def stats(
-    path: Annotated[Path, path_argument("SET", "A set, or a folder with the files of one.")],
+    path: Annotated[Path, typer.Argument(help="A set, or a folder with the files of one.", metavar="SET")],
     card: Annotated[bool, typer.Option("--card", help="Write README.md into the folder, for the Hub.")] = False,
     name: Annotated[str | None, typer.Option(help="For the card: what the set is called.")] = None,
     license: Annotated[str | None, typer.Option(help="For the card: the licence, such as cc-by-4.0.")] = None,
@@ -103,7 +86,6 @@ def stats(
     as_json: AsJson = False,
 ) -> None:
     """Count what a set holds: kinds, types, difficulty, right answers and lengths."""
-    require_text(name=name, license=license)
     if not card and (name or license or source or overwrite):
         fail("--name, --license, --source and --overwrite are about the card: give --card too")
     if card and not os.path.isdir(path):
@@ -124,7 +106,7 @@ def stats(
 @data_app.command()
 def convert(
     path: SetFile,
-    out: Annotated[Path, path_argument("OUT", "A name that ends in .jsonl or .json.")],
+    out: Annotated[Path, typer.Argument(help="A name that ends in .jsonl or .json.", metavar="OUT")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a set of any format as JSONL or JSON."""

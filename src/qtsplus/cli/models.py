@@ -4,12 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .console import fail, note, notes, require_text
+from .console import fail, note, notes
 
 
 def check_model_options(model: str | None, revision: str | None, device: str | None) -> None:
     """Ends the command for options that cannot hold, before anything heavy is imported."""
-    require_text(model=model, revision=revision, device=device)
     if revision is not None and (model is None or os.path.isdir(model)):
         fail("--revision is about a repository on the Hub; name one with --model ORG/NAME")
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..output import check_folder
-from .console import console, fail, one_line_errors, require_text, resumable, wrote
-from .data import MediaRoot, path_argument, path_option
+from .console import console, fail, one_line_errors, resumable, wrote
 from .models import check_model_options, check_selection, load_model
-from .options import Dtype
+from .options import Dtype, MediaRoot
 
 if TYPE_CHECKING:
     from ..synthesis.endpoint import Endpoint
@@ -117,16 +116,15 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-_Captions = Annotated[
-    Path, path_argument("CAPTIONS", "JSONL or Parquet with vision_id and caption, or a folder of texts beside videos.")
-]
-_Questions = Annotated[Path, path_argument("QUESTIONS", "Single-choice questions: JSONL or Parquet with options.")]
-_Out = Annotated[Path, path_option("DIR", "The folder for the set and the journal.")]
+_Questions = Annotated[Path, typer.Argument(help="Single-choice questions: JSONL or Parquet with options.")]
+_Out = Annotated[Path, typer.Option(help="The folder for the set and the journal.")]
 
 
 @_with_options
 def vscq1(
-    captions: _Captions,
+    captions: Annotated[
+        Path, typer.Argument(help="JSONL or Parquet with vision_id and caption, or a folder of texts beside videos.")
+    ],
     out: _Out,
     server: _Server,
     run: _Run,
@@ -187,7 +185,7 @@ def vqa(
 
 
 def merge(
-    out: Annotated[Path, path_argument("DIR", "The --out of the shards, which holds their folders.")],
+    out: Annotated[Path, typer.Argument(help="The --out of the shards, which holds their folders.")],
     price_in: Annotated[float | None, typer.Option(help="Price of a million tokens that were read.", min=0)] = None,
     price_out: Annotated[float | None, typer.Option(help="Price of a million tokens written.", min=0)] = None,
 ) -> None:
@@ -252,7 +250,6 @@ def _price(price_in: float | None, price_out: float | None) -> "Price | None":
 
 
 def _open(server: _Server, temperature: float = 0.0) -> "Endpoint":
-    require_text(endpoint=server.endpoint, teacher=server.teacher, ray=server.ray, api_key_env=server.api_key_env)
     if server.endpoint is None or server.teacher is None:
         fail("no teacher: give --endpoint URL and --teacher NAME")
     from ..synthesis.endpoint import Endpoint, EndpointSettings, read_key

@@ -25,17 +25,11 @@ MAX_SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """
-    A tensor that stays where it is until it is written elsewhere.
-
-    Args:
-        dtype, shape: of the tensor.
-        load: gives the tensor itself; from a safetensors file as a view of the file.
-    """
+    """A tensor that stays where it is until it is written elsewhere."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    load: Callable[[], torch.Tensor]
+    load: Callable[[], torch.Tensor]  # gives the tensor itself; from a safetensors file as a view of the file
 
     @property
     def num_bytes(self) -> int:

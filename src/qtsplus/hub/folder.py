@@ -70,6 +70,7 @@ def _sole_writer(folder: Path) -> Iterator[None]:
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        Path(lock.lock_file).touch()  # a FileLock takes some places that cannot be written for ones that are locked
         lock.acquire(timeout=0)
     except Timeout as error:
         raise ValueError(f"Another process is writing {folder}; wait until it is done or choose another.") from error

@@ -5,12 +5,7 @@ import math
 import torch
 
 
-def naive_log_relevance(
-    query_states: torch.Tensor,
-    key_states: torch.Tensor,
-    token_mask: torch.Tensor | None = None,
-    reduction: str = "max",
-) -> torch.Tensor:
+def naive_log_relevance(query_states: torch.Tensor, key_states: torch.Tensor, reduction: str = "max") -> torch.Tensor:
     """
     Log-relevance, all scores at once: `log_softmax(q k / sqrt(d_h))` over the tokens, and over heads and query tokens
     its maximum or the log of its mean; or, for `"sum"`, first the sum over query tokens and the log-sum-exp over heads.
@@ -20,17 +15,12 @@ def naive_log_relevance(
     Args:
         query_states: `[heads, L, head_dim]`.
         key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
-        token_mask: `[M]` bool; tokens that are `False` take no part and get minus infinity.
         reduction: `"max"`, `"mean"` or `"sum"`.
 
     Returns:
         `[M]` float32 (float64 for float64 states).
     """
     precise = torch.promote_types(key_states.dtype, torch.float32)
-    if token_mask is not None:
-        log_r = torch.full(token_mask.shape, -math.inf, dtype=precise, device=key_states.device)
-        log_r[token_mask] = naive_log_relevance(query_states, key_states[:, token_mask], None, reduction)
-        return log_r
     keys = key_states.to(precise).repeat_interleave(len(query_states) // len(key_states), dim=0)
     scores = query_states.to(precise) @ keys.transpose(1, 2) / math.sqrt(keys.shape[-1])
     if reduction == "max":

@@ -19,16 +19,13 @@ LEAST_SPLIT = 2048  # visual tokens of a program that walks along them
 MOST_SPLITS = 64
 
 
-def triton_log_relevance(
-    query_states: torch.Tensor, key_states: torch.Tensor, token_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def triton_log_relevance(query_states: torch.Tensor, key_states: torch.Tensor) -> torch.Tensor:
     """
     Log-relevance of one sample; as `chunked_log_relevance`, its gradient convention included.
 
     Args:
         query_states: `[heads, L, head_dim]`, float16, bfloat16 or float32.
         key_states: `[kv_heads, M, head_dim]`.
-        token_mask: `[M]` bool; tokens that are `False` take no part and get minus infinity.
 
     Returns:
         `[M]` float32.
@@ -37,39 +34,35 @@ def triton_log_relevance(
     dtype = torch.promote_types(query_states.dtype, key_states.dtype)
     rows = query_states.reshape(kv_heads, -1, head_dim)
     # Tokens first, as the projection leaves them in memory: no copy.
-    return _TritonLogRelevance.apply(rows.to(dtype), key_states.transpose(0, 1).to(dtype), token_mask)
+    return _TritonLogRelevance.apply(rows.to(dtype), key_states.transpose(0, 1).to(dtype))
 
 
 class _TritonLogRelevance(torch.autograd.Function):
     """The gradient is derived at `_ChunkedReduction` in relevance_qtsplus.py."""
 
     @staticmethod
-    def forward(ctx, queries, keys, token_mask):
+    def forward(ctx, queries, keys):
         queries, keys = queries.contiguous(), keys.contiguous()
-        problem = _Problem(queries, keys, token_mask)
+        problem = _Problem(queries, keys)
         kv_heads, num_rows, _ = queries.shape
         num_tokens = len(keys)
 
         log_sums = queries.new_empty(problem.splits, kv_heads, num_rows, dtype=torch.float32)
         problem.launch(_logsumexp_kernel, (problem.row_blocks, kv_heads, problem.splits), log_sums, problem.split_size)
         normaliser = log_sums.logsumexp(0)
-        # A row of masked tokens alone has no softmax; its scores stay minus infinity.
-        normaliser = normaliser.masked_fill(normaliser == -math.inf, 0)
 
         log_r = queries.new_empty(num_tokens, dtype=torch.float32)
         winners = queries.new_empty(num_tokens, dtype=torch.int32)
         problem.launch(_max_kernel, (problem.token_blocks,), normaliser, log_r, winners)
-        ctx.save_for_backward(queries, keys, token_mask, normaliser, winners)
+        ctx.save_for_backward(queries, keys, normaliser, winners)
         return log_r
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        queries, keys, token_mask, normaliser, winners = ctx.saved_tensors
+        queries, keys, normaliser, winners = ctx.saved_tensors
         gradient = gradient.float().contiguous()
-        if token_mask is not None:
-            gradient = gradient.masked_fill(~token_mask, 0)
-        problem = _Problem(queries, keys, token_mask)
+        problem = _Problem(queries, keys)
         kv_heads = len(queries)
         won = torch.zeros_like(normaliser)
         won.view(-1).index_add_(0, winners.long(), gradient)
@@ -85,15 +78,14 @@ class _TritonLogRelevance(torch.autograd.Function):
             partial,
             problem.split_size,
         )
-        return partial.sum(0).to(queries.dtype), grad_keys, None
+        return partial.sum(0).to(queries.dtype), grad_keys
 
 
 class _Problem:
     """What all four kernels take: the states, their sizes and how they are cut."""
 
-    def __init__(self, queries: torch.Tensor, keys: torch.Tensor, token_mask: torch.Tensor | None):
+    def __init__(self, queries: torch.Tensor, keys: torch.Tensor):
         self.queries, self.keys = queries, keys
-        self.token_mask = None if token_mask is None else token_mask.to(torch.int8)
         _, self.num_rows, self.head_dim = queries.shape
         self.num_tokens, self.kv_heads, _ = keys.shape
         self.row_blocks = triton.cdiv(self.num_rows, BLOCK_R)
@@ -109,13 +101,11 @@ class _Problem:
             kernel[grid](
                 self.queries,
                 self.keys,
-                self.keys if self.token_mask is None else self.token_mask,
                 self.num_rows,
                 self.num_tokens,
                 self.kv_heads,
                 1 / math.sqrt(self.head_dim),
                 *arguments,
-                HAS_MASK=self.token_mask is not None,
                 # TF32 holds every 16-bit number; float32 takes three products of it.
                 PRECISION="tf32x3" if self.keys.dtype == torch.float32 else "tf32",
                 HEAD_DIM=self.head_dim,
@@ -146,13 +136,10 @@ def _load_keys(keys, head, tokens, num_tokens, kv_heads, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
-def _scores(queries, keys, tokens, num_tokens, token_mask, scale, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr):
-    """`[BLOCK_R, BLOCK_M]` float32; minus infinity for tokens that take no part."""
+def _scores(queries, keys, tokens, num_tokens, scale, PRECISION: tl.constexpr):
+    """`[BLOCK_R, BLOCK_M]` float32; minus infinity behind the last token."""
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-    taking_part = tokens < num_tokens
-    if HAS_MASK:
-        taking_part = taking_part & (tl.load(token_mask + tokens, mask=taking_part, other=0) != 0)
-    return tl.where(taking_part[None, :], scores, -float("inf"))
+    return tl.where((tokens < num_tokens)[None, :], scores, -float("inf"))
 
 
 @triton.jit
@@ -171,14 +158,12 @@ def _grad_scores(scores, normaliser, winners, gradient, won, head, rows, tokens,
 def _logsumexp_kernel(
     queries,
     keys,
-    token_mask,
     num_rows,
     num_tokens,
     kv_heads,
     scale,
     log_sums,
     split_size,
-    HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -195,12 +180,12 @@ def _logsumexp_kernel(
     for first in range(start, tl.minimum(start + split_size, num_tokens), BLOCK_M):
         tokens = first + tl.arange(0, BLOCK_M)
         key = _load_keys(keys, head, tokens, num_tokens, kv_heads, HEAD_DIM, BLOCK_D)
-        scores = _scores(query, key, tokens, num_tokens, token_mask, scale, HAS_MASK, PRECISION)
+        scores = _scores(query, key, tokens, num_tokens, scale, PRECISION)
         higher = tl.maximum(highest, tl.max(scores, 1))
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(highest - shift) + tl.sum(tl.exp(scores - shift[:, None]), 1)
         highest = higher
-    # Without a token that takes part: minus infinity + log 1.
+    # Without a token: minus infinity + log 1.
     log_sum = highest + tl.log(tl.where(total > 0.0, total, 1.0))
     places = (split * kv_heads + head) * num_rows + rows
     tl.store(log_sums + places, log_sum, mask=rows < num_rows)
@@ -210,7 +195,6 @@ def _logsumexp_kernel(
 def _max_kernel(
     queries,
     keys,
-    token_mask,
     num_rows,
     num_tokens,
     kv_heads,
@@ -218,7 +202,6 @@ def _max_kernel(
     normaliser,
     log_r,
     winners,
-    HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -234,7 +217,7 @@ def _max_kernel(
         for first in range(0, num_rows, BLOCK_R):
             rows = first + tl.arange(0, BLOCK_R)
             query = _load_queries(queries, head, rows, num_rows, HEAD_DIM, BLOCK_D)
-            scores = _scores(query, key, tokens, num_tokens, token_mask, scale, HAS_MASK, PRECISION)
+            scores = _scores(query, key, tokens, num_tokens, scale, PRECISION)
             log_sum = tl.load(normaliser + head * num_rows + rows, mask=rows < num_rows, other=float("inf"))
             value, place = tl.max(scores - log_sum[:, None], 0, return_indices=True)
             winner = tl.where(value > best, head * num_rows + first + place, winner)
@@ -247,7 +230,6 @@ def _max_kernel(
 def _grad_keys_kernel(
     queries,
     keys,
-    token_mask,
     num_rows,
     num_tokens,
     kv_heads,
@@ -257,7 +239,6 @@ def _grad_keys_kernel(
     gradient,
     won,
     grad_keys,
-    HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -272,7 +253,7 @@ def _grad_keys_kernel(
     for first in range(0, num_rows, BLOCK_R):
         rows = first + tl.arange(0, BLOCK_R)
         query = _load_queries(queries, head, rows, num_rows, HEAD_DIM, BLOCK_D)
-        scores = _scores(query, key, tokens, num_tokens, token_mask, scale, HAS_MASK, PRECISION)
+        scores = _scores(query, key, tokens, num_tokens, scale, PRECISION)
         grad_scores = _grad_scores(scores, normaliser, winners, gradient, won, head, rows, tokens, num_rows, num_tokens)
         total += tl.dot(tl.trans(grad_scores), query, input_precision="tf32x3")
     columns = tl.arange(0, BLOCK_D)
@@ -285,7 +266,6 @@ def _grad_keys_kernel(
 def _grad_queries_kernel(
     queries,
     keys,
-    token_mask,
     num_rows,
     num_tokens,
     kv_heads,
@@ -296,7 +276,6 @@ def _grad_queries_kernel(
     won,
     partial,
     split_size,
-    HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -312,7 +291,7 @@ def _grad_queries_kernel(
     for first in range(start, tl.minimum(start + split_size, num_tokens), BLOCK_M):
         tokens = first + tl.arange(0, BLOCK_M)
         key = _load_keys(keys, head, tokens, num_tokens, kv_heads, HEAD_DIM, BLOCK_D)
-        scores = _scores(query, key, tokens, num_tokens, token_mask, scale, HAS_MASK, PRECISION)
+        scores = _scores(query, key, tokens, num_tokens, scale, PRECISION)
         grad_scores = _grad_scores(scores, normaliser, winners, gradient, won, head, rows, tokens, num_rows, num_tokens)
         total += tl.dot(grad_scores, key, input_precision="tf32x3")
     columns = tl.arange(0, BLOCK_D)

@@ -2,11 +2,10 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ..data.media import UNREADABLE
 from ..data.records import LETTERS, VideoRecord
@@ -49,40 +48,29 @@ def load_stock(weights: str, device: str | None = None, dtype: str = "auto") -> 
     return model.to(where).eval(), load_processor(None, weights, model.config)
 
 
+@dataclass
 class LocalTeacher:
-    """
-    A [`Teacher`] in this process.
+    """A [`Teacher`] in this process; `name` stands for model and processor in the settings."""
 
-    Args:
-        model, processor: as `qtsplus.session.load` gives them; `name` stands for them in the settings.
-        batch_size: questions at a time.
-        scoring: of options: by the "logprob" of their letters as the first token, or by the "letter" that is said.
-        max_tokens: of an answer in words.
-        selection: another way to choose visual tokens than the model's own.
-        fps: for questions without one.
-    """
+    model: Any  # as `qtsplus.session.load` gives them
+    processor: Any
+    name: str
+    batch_size: int = 16  # questions at a time
+    scoring: Scoring = "logprob"  # of options: by the log-probability of their letters, or by the letter that is said
+    max_tokens: int = 128  # of an answer in words
+    selection: str | None = None  # another way to choose visual tokens than the model's own
+    fps: float | None = None  # for questions without one
+    encoded: dict[str, EncodedVideo] = field(default_factory=dict, repr=False)
 
-    def __init__(
-        self,
-        model: Any,
-        processor: Any,
-        name: str,
-        batch_size: int = 16,
-        scoring: Scoring = "logprob",
-        max_tokens: int = 128,
-        selection: str | None = None,
-        fps: float | None = None,
-    ):
-        if fps is not None and not 0 < fps < float("inf"):
-            raise ValueError(f"fps is {fps:g}; expected a finite number above 0.")
-        self.fps = fps
-        self.model, self.processor, self.name = model, processor, name
-        self.batch_size, self.scoring, self.max_tokens, self.selection = batch_size, scoring, max_tokens, selection
-        ids = [processor.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in LETTERS]
-        if scoring == "logprob" and any(len(tokens) != 1 for tokens in ids):
-            raise ValueError(f"The tokenizer of {name} has no token for each of A, B, C and D: score by letter.")
+    def __post_init__(self) -> None:
+        if self.fps is not None and not 0 < self.fps < float("inf"):
+            raise ValueError(f"fps is {self.fps:g}; expected a finite number above 0.")
+        tokenizer = self.processor.tokenizer
+        tokenizer.padding_side = "left"
+        ids = [tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in LETTERS]
+        if self.scoring == "logprob" and any(len(tokens) != 1 for tokens in ids):
+            raise ValueError(f"The tokenizer of {self.name} has no token for each of A, B, C and D: score by letter.")
         self.letter_ids = [tokens[0] for tokens in ids]
-        self.encoded: dict[str, EncodedVideo] = {}
 
     def settings(self) -> dict[str, Any]:
         chosen = {"scoring": self.scoring, "max_tokens": self.max_tokens, "selection": self.selection}
@@ -159,36 +147,19 @@ class LocalTeacher:
     def _inputs(self, records: Sequence[VideoRecord]) -> dict[str, Any]:
         """One prompt for each record, padded on the left; all that a record says is text."""
         videos = [self.encoded[record.video] for record in records if record.video is not None]
-        prompts = [self._prompt(record) for record in records]
-        queries = [self._tokens(record.query or record.question, split=True) for record in records]
-        padding = self.processor.tokenizer.pad_token_id
-        inputs: dict[str, Any] = {
-            "input_ids": _pad(prompts, padding, "left"),
-            "attention_mask": _pad([torch.ones_like(ids) for ids in prompts], 0, "left"),
-            "query_input_ids": _pad(queries, padding, "right"),
-            "query_attention_mask": _pad([torch.ones_like(ids) for ids in queries], 0, "right"),
-        }
+        seen: dict[str, Any] = {}
         if videos:
-            inputs["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
-            inputs["second_per_grid_ts"] = torch.cat([torch.as_tensor(video.second_per_grid_ts) for video in videos])
-        inputs = {name: values.to(self.model.device) for name, values in inputs.items()}
-        return {**inputs, "video_features": [video.features for video in videos]} if videos else inputs
-
-    def _prompt(self, record: VideoRecord) -> torch.Tensor:
-        if record.video is not None:
-            video = self.encoded[record.video]
-            inputs = self.processor.question_inputs(record.question, video.video_grid_thw, [video.metadata])
-            return inputs["input_ids"][0]
-        blank = "\ue000"
-        messages = [{"role": "user", "content": [{"type": "text", "text": blank}]}]
-        template = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        before, after = map(self._tokens, template.split(blank))
-        return torch.cat([before, self._tokens(record.question, split=True), after])
-
-    def _tokens(self, text: str, split: bool = False) -> torch.Tensor:
-        """The tokens of a text `[S]`, with its special tokens split into plain ones where it is a record's."""
-        tokenizer = self.processor.tokenizer
-        return torch.tensor(tokenizer(text, add_special_tokens=False, split_special_tokens=split)["input_ids"])
+            seen["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
+            seen["video_metadata"] = [video.metadata for video in videos]
+        queries = [record.query or record.question for record in records]
+        conversations = [_conversation(record) for record in records]
+        inputs = self.processor.conversation_inputs(conversations, query=queries, **seen)
+        inputs = dict(inputs.to(self.model.device))
+        if videos:
+            seconds = torch.cat([torch.as_tensor(video.second_per_grid_ts) for video in videos])
+            inputs["second_per_grid_ts"] = seconds.to(self.model.device)
+            inputs["video_features"] = [video.features for video in videos]
+        return inputs
 
     def _score(self, records: Sequence[VideoRecord]) -> list[_Told]:
         inputs = self._inputs(records)
@@ -212,5 +183,6 @@ class LocalTeacher:
         return told
 
 
-def _pad(rows: list[torch.Tensor], value: int, side: str) -> torch.Tensor:
-    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+def _conversation(record: VideoRecord) -> list[dict[str, Any]]:
+    video = [] if record.video is None else [{"type": "video"}]
+    return [{"role": "user", "content": [*video, {"type": "text", "text": record.question}]}]

@@ -80,16 +80,11 @@ class Screen:
 
     What it answers wrong is dropped as "wrong", a reply without a letter as "no letter", and, with `drop_guessable`,
     what it answers right without the video as "guessable". By luck alone that is one question in four.
-
-    Args:
-        teacher: sees the videos.
-        find: where a video lies, by its `vision_id`.
-        drop_guessable: ask a second time, without the video.
     """
 
     teacher: Teacher
-    find: Callable[[str], str]
-    drop_guessable: bool = False
+    find: Callable[[str], str]  # where a video lies, by its `vision_id`
+    drop_guessable: bool = False  # ask a second time, without the video
 
     def settings(self) -> dict[str, Any]:
         return {**self.teacher.settings(), "drop_guessable": self.drop_guessable}
@@ -113,18 +108,11 @@ class Screen:
 
 @dataclass(frozen=True)
 class WriteAnswers:
-    """
-    The step from a [`Choice`] to an [`Answer`].
+    """The step from a [`Choice`] to an [`Answer`]."""
 
-    Args:
-        teacher: sees the videos. It is asked without the options.
-        find: where a video lies, by its `vision_id`.
-        most_words: of an answer that is kept.
-    """
-
-    teacher: Teacher
-    find: Callable[[str], str]
-    most_words: int = 80
+    teacher: Teacher  # is asked without the options
+    find: Callable[[str], str]  # where a video lies, by its `vision_id`
+    most_words: int = 80  # of an answer that is kept
 
     def settings(self) -> dict[str, Any]:
         return {**self.teacher.settings(), "most_words": self.most_words}
