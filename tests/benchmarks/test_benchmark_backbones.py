@@ -13,7 +13,7 @@ from benchmarks.speed.shapes import MODEL_SHAPES, SIDES, build_pair, make_config
 from model_checks import assert_one_model, counted_flops
 from qtsplus.results import read_json
 
-PAGE = Path(__file__).parents[2] / "docs" / "backbones.md"
+PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 # The toys' (time, height, width) in tokens.
 GRIDS = {
     "internvl2.5-8b": (4, 16, 16),
@@ -112,14 +112,13 @@ def test_the_operations_of_linear_attention_are_those_that_pytorch_counts():
 
 def test_the_page_says_what_fewer_tokens_save_with_and_without_linear_attention():
     lines = []
-    for time in (7, 30, 75, 150, 300):
+    for time in (7, 75, 300):
         cells = [f"{time * 600:,}"]
         for name in ("qwen3.5-9b", "qwen3-vl-8b"):
             costs = stage_costs(make_config(MODEL_SHAPES[name]), (time, 20, 30), 60, 40, 0.11)
             stock, ours = costs["stock"], costs["ours"]
             prefill, vision = stock["prefill"].flops, stock["vision"].flops
             rest = sum(ours[stage].flops for stage in ("relevance", "re-encode", "prefill"))
-            cells += [f"{prefill / 1e12:,.0f}", f"{rest / 1e12:,.1f}"]
             cells += [f"{prefill / rest:.1f}", f"{(prefill + vision) / (rest + vision):.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     assert "\n".join(lines) in PAGE.read_text()
