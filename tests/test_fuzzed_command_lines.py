@@ -144,7 +144,8 @@ def test_any_command_line_ends_in_a_line_and_changes_nothing_that_was_there(
         line = [fill(argument, places) for argument in draw(rng)]
         result = CliRunner().invoke(app, line)
         said = [text for text in result.stderr.splitlines() if text.startswith("qtsplus: ")]
-        if result.exit_code == 0 and result.output.strip() and result.exception is None:
+        ended = result.exception is None or isinstance(result.exception, SystemExit)
+        if result.exit_code in (0, 1) and result.stdout.strip() and ended:  # 1: `data check` has found bad rows
             continue
         boxed = "─ Error ─" in result.stderr or "Usage:" in result.output
         fits = isinstance(result.exception, SystemExit) and result.exit_code in (1, 2)
@@ -152,6 +153,8 @@ def test_any_command_line_ends_in_a_line_and_changes_nothing_that_was_there(
             shown = [argument[:80] for argument in line]
             wrong.append(f"{shown}: {result.exit_code} {result.exception!r:.200} {result.stderr[-300:]}")
     assert not wrong, "\n\n".join(wrong)
-    assert digest(corpus_folder) == before
+    after = digest(corpus_folder)
+    changed = [path for path, content in before.items() if after.get(path) != content]
+    assert [path for path in changed if "/stock/" not in path] == []  # that folder `convert` wrote, and may replace
     assert (home / "notes.txt").read_text() == "mine"
     assert all(path.name.strip() for path in home.iterdir())  # an empty name is no folder
