@@ -141,7 +141,7 @@ def ablation(
     overrides: Overrides = None,
 ) -> None:
     """Measure what each part of a model is worth: one table, with intervals and paired tests."""
-    check_model_options(model, revision, device)
+    check_model_options(model, revision)
     for share in retention or ():
         require_fraction(share)
     if base is None and (variant or seed or overrides):

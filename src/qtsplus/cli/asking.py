@@ -52,7 +52,7 @@ def ask(
     as_json: AsJson = False,
 ) -> None:
     """Answer a question about a video, and say which seconds the answer rests on."""
-    check_model_options(model, revision, device)
+    check_model_options(model, revision)
     _check_question(video, question, fps)
     require_fraction(retention)
     with one_line_errors():

@@ -66,7 +66,7 @@ def evaluate_tasks(
         return
     if tasks is None:
         fail("no benchmark is named; give --tasks, such as --tasks videomme, or one of the commands of `qtsplus eval`")
-    check_model_options(model, revision, device)
+    check_model_options(model, revision)
     with one_line_errors():
         from ..evaluation.harness import run as harness
         from ..evaluation.harness.loading import Reading, Selecting
@@ -174,7 +174,7 @@ def evaluate_records(
 
     A video that cannot be read does not end the run. Its questions count as wrong, and it is listed.
     """
-    check_model_options(model, revision, device)
+    check_model_options(model, revision)
     require_fraction(retention)
     if selection == "all" and retention is not None:
         fail("--retention has no effect with --selection all, which keeps every token")

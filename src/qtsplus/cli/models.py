@@ -7,8 +7,8 @@ from typing import Any
 from .console import fail, note, notes
 
 
-def check_model_options(model: str | None, revision: str | None, device: str | None) -> None:
-    """Ends the command for options that cannot hold, before anything heavy is imported."""
+def check_model_options(model: str | None, revision: str | None) -> None:
+    """Ends the command for a revision of no repository, before anything heavy is imported."""
     if revision is not None and (model is None or os.path.isdir(model)):
         fail("--revision is about a repository on the Hub; name one with --model ORG/NAME")
 

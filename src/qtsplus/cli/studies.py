@@ -56,7 +56,7 @@ def needle(
     device: Device = None,
 ) -> None:
     """Hide clips at chosen depths in long videos, ask for them, and draw what is found by length and depth."""
-    check_model_options(model, revision, device)
+    check_model_options(model, revision)
     _require_name(name)
     require_fraction(retention)
     if retention is not None and max_visual_tokens is not None:
@@ -109,7 +109,7 @@ def analysis(
     device: Device = None,
 ) -> None:
     """Hold the model's own budget against what it is made from."""
-    check_model_options(model, revision, device)
+    check_model_options(model, revision)
     _require_name(name)
     with one_line_errors():
         from ..data.formats import read_records

@@ -289,7 +289,7 @@ def _refuse(options: _Server | _Local, reason: str) -> None:
 
 
 def _local_teacher(model: str, local: _Local, scoring: Scoring | None, max_tokens: int) -> "Teacher":
-    check_model_options(model, local.revision, local.device)
+    check_model_options(model, local.revision)
     check_selection(local.selection)
     from ..backbones import OURS
     from ..synthesis.local_teacher import LocalTeacher, load_stock
