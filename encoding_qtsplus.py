@@ -27,7 +27,7 @@ class Repeats:
     Args:
         tolerance: the most by which a pixel value of a step may differ from the one that was encoded last, for its
             features to be taken: in normalised values, where one of the 255 levels of a colour is about 0.015 (0.008
-            with Qwen3-VL). 0 takes those of equal steps alone; `None` encodes every step.
+            with Qwen3-VL). 0 takes only those of equal steps; `None` encodes every step.
 
     Raises:
         ValueError: a tolerance below 0.

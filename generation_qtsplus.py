@@ -86,8 +86,8 @@ class QTSplusGenerationMixin:
         prompt.
 
         Args:
-            inputs_embeds (`torch.Tensor`, *optional*): in the place of the embeddings of `input_ids`, which tell where
-                images and videos stand. Without `input_ids` the returned sequences hold the answer alone, as stock's.
+            inputs_embeds (`torch.Tensor`, *optional*): in place of the embeddings of `input_ids`, which tell where
+                images and videos stand. Without `input_ids` the returned sequences hold only the answer, as stock's.
             past_key_values (`Cache`, *optional*): a cache from an earlier `generate` on the same conversation. What it
                 holds is neither encoded nor selected again, and need not be passed again as pixels.
             kwargs: as stock, and the fields of [`VisualInputs`] and [`SelectionInputs`], such as `retention`.
@@ -115,7 +115,7 @@ class QTSplusGenerationMixin:
         if cache is None or cache.get_seq_length() == 0:
             shortened = self.model.shorten(*prompt, visual, selection, sample_gate=False, pad_left=True)
         elif inputs_embeds is not None:
-            raise ValueError("Got inputs_embeds behind a cache: pass the conversation's input_ids alone.")
+            raise ValueError("Got inputs_embeds behind a cache: pass only the conversation's input_ids.")
         else:
             shortened = self._continue(cache, *prompt[:2], visual, selection)
         return self.generate_from(shortened, generation_config, streamer, embeddings_alone=embeddings_alone, **kwargs)
@@ -329,7 +329,7 @@ class QTSplusGenerationMixin:
 
 
 def _rows_of(cache: Cache) -> int:
-    """Rows of a filled cache. Layers of linear attention have a state in the place of keys."""
+    """Rows of a filled cache. Layers of linear attention have a state in place of keys."""
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
     return next(len(states) for states in keys if states is not None)
 

@@ -35,7 +35,7 @@ Features = dict[int, list[torch.Tensor]]
 class QTSplusBackboneMixin:
     """
     What a backbone may override: how its tower encodes, where its tokens stand, what its language model takes.
-    Everything has the value that fits Qwen2.5-VL, but for `merged_grid`; a backbone's own file says what differs.
+    Everything has the value that fits Qwen2.5-VL, except `merged_grid`; a backbone's own file says what differs.
 
     A backbone supplies `merged_grid`; beside it the usual `get_image_features`, `get_video_features`,
     `get_input_embeddings` and `language_model`, and `config.image_token_id` and `config.video_token_id`.
@@ -113,7 +113,7 @@ class QTSplusBackboneMixin:
 
     @property
     def line_end(self) -> torch.Tensor:
-        """`[d]`, what stands in the place of a newline."""
+        """`[d]`, what stands in place of a newline."""
         raise NotImplementedError
 
     def visual_spans(self, modality: int, grids: Sequence[tuple[int, int, int]]) -> list[VisualSpan]:
@@ -200,13 +200,13 @@ class QTSplusBackboneMixin:
     def language_inputs(
         self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: Mapping[str, Sequence[torch.Tensor]]
     ) -> dict[str, Any]:
-        """What the language model takes for features in the place of the placeholders' embeddings."""
+        """What the language model takes for features in place of the placeholders' embeddings."""
         return {"inputs_embeds": self.splice(inputs_embeds, input_ids, features)}
 
     def splice(
         self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor, features: Mapping[str, Sequence[torch.Tensor]]
     ) -> torch.Tensor:
-        """Puts features (per modality and row `[k, d]`) in the place of the placeholders' embeddings `[B, S, d]`."""
+        """Puts features (per modality and row `[k, d]`) in place of the placeholders' embeddings `[B, S, d]`."""
         types = self.token_types(input_ids)
         for modality, name in MODALITIES.items():
             if name not in features:
@@ -254,7 +254,7 @@ def lay_out(
         input_ids, attention_mask: `[B, S]`; padding may stand on either side.
         position_ids: the caller's own positions, `[B, S]`; `[3, B, S]` or `[4, B, S]` too where the language model
             takes them.
-        inputs_embeds: `[B, S, d]`, in the place of the embeddings of `input_ids`.
+        inputs_embeds: `[B, S, d]`, in place of the embeddings of `input_ids`.
         starts: per row, the position of its first token (0 if `None`).
 
     Raises:
@@ -464,7 +464,7 @@ def splice(
 def _row_features(
     model: QTSplusBackboneMixin, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor, features: Features
 ) -> dict[str, torch.Tensor]:
-    """What stands in the place of a row's image and video placeholders, `[k, token_width]` each."""
+    """What stands in place of a row's image and video placeholders, `[k, token_width]` each."""
     row_features = {}
     tokens, types = _with_line_ends(model, row, keep, tokens)
     for modality, name in MODALITIES.items():

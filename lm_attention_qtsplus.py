@@ -167,7 +167,7 @@ def group_shares(log_odds: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class LayerReader(nn.Module):
-    """Stands in the place of a layer of the language model: has its queries and keys read, and computes no more."""
+    """Stands in place of a layer of the language model: has its queries and keys read, and computes no more."""
 
     def __init__(self, layer: Any, read: Callable[[torch.Tensor, torch.Tensor, float], None]):
         super().__init__()
@@ -261,7 +261,7 @@ def _with_other_text(
 
 
 def _exchanged(ids, embeds, question, query):
-    """Pieces (ids, embeddings, whether they are the question) of a row, another question in the place of its own."""
+    """Pieces (ids, embeddings, whether they are the question) of a row, another question in place of its own."""
     words = question.nonzero()[:, 0]
     where = int(words[0]) if len(words) else len(ids)
     order = torch.arange(len(ids), device=ids.device)
@@ -392,7 +392,7 @@ def _read_group(
 
 
 def _first_layers(language_model: Any, layers: Sequence[nn.Module]) -> Any:
-    """A view of the language model that shares its weights, with these layers in the place of all, and no norm."""
+    """A view of the language model that shares its weights, with these layers in place of all, and no norm."""
     first: Any = copy.copy(language_model)
     first._modules = {**first._modules, "layers": nn.ModuleList(layers), "norm": nn.Identity()}
     return first

@@ -58,7 +58,7 @@ class Candidates:
     def log_attention(self) -> torch.Tensor:
         """`[M]` float32, at most 0: how much the language model attends to each token, in its first layers."""
         if self.attend is None:
-            raise ValueError("This selection asks the language model: call the whole model, not the selector alone.")
+            raise ValueError("This selection asks the language model: call the whole model, not only the selector.")
         return self.attend()
 
     @property

@@ -50,7 +50,7 @@ class QTSplusModelOutputWithPast(BaseModelOutputWithPast):
 class QTSplusCausalLMOutputWithPast(CausalLMOutputWithPast):
     """
     As the stock output, over the shortened prompt, with the selector's decisions as `qtsplus`. `loss` in training is
-    the language-modelling loss plus `qtsplus.loss_t + qtsplus.loss_m + qtsplus.loss_s`; in evaluation the former alone.
+    the language-modelling loss plus `qtsplus.loss_t + qtsplus.loss_m + qtsplus.loss_s`; in evaluation only the former.
     """
 
     qtsplus: QTSplusOutput | None = None
@@ -156,7 +156,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     ) -> list[torch.Tensor]:
         """
         Encodes videos once, for any number of questions: `forward` and `generate` take what this returns as
-        `video_features=`, in the place of `pixel_values_videos`. Without gradients; to train the encoder, pass pixels.
+        `video_features=`, in place of `pixel_values_videos`. Without gradients; to train the encoder, pass pixels.
 
         The vision tower looks at each temporal patch by itself, so chunks change nothing but the memory in use.
 
@@ -297,7 +297,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     def _plain_inputs(
         self, input_ids, attention_mask, position_ids, inputs_embeds, past_key_values, mm_encoder_outputs
     ) -> tuple[dict[str, Any], QTSplusOutput | None]:
-        """The language model's inputs for a prompt with selected features, or for text alone."""
+        """The language model's inputs for a prompt with selected features, or for text only."""
         qtsplus = None
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)

@@ -144,7 +144,7 @@ def varlen_attention_forward(
         cu_seq_lens_q: `[sequences + 1]` int32, where each sequence begins, and N; one sequence if `None`.
 
     Returns:
-        `[1, N, heads, head_dim]`, and `None` in the place of the attention weights.
+        `[1, N, heads, head_dim]`, and `None` instead of the attention weights.
 
     Raises:
         ValueError: asked for causal or masked attention, as by a language model.

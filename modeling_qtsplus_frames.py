@@ -1,10 +1,10 @@
 """The models whose vision tower sees one frame at a time, all of one size, with the query-aware selector: InternVL (2.5
 and 3), LLaVA-OneVision and LLaVA-Video; configurations, models and processors. Their grids count tokens.
 
-Stock InternVL knows images alone. Here a video is a sequence of frames, each with "Frame1: " and so on in front, and
+Stock InternVL knows only images. Here a video is a sequence of frames, each with "Frame1: " and so on in front, and
 its placeholders have an id of their own (`config.video_token_id`), so that the model can tell one from the other.
 
-LLaVA-OneVision and LLaVA-Video lay a video out alike, 14 x 14 pooled tokens per frame, but for their newlines:
+LLaVA-OneVision and LLaVA-Video lay a video out alike, 14 x 14 pooled tokens per frame, except for their newlines:
 LLaVA-OneVision ends the video with one, LLaVA-Video every row of every frame. Newlines are never scored; one stays
 where a token that it ends stays.
 """

@@ -131,7 +131,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         if video_grid_thw is not None:
             if videos is not None or text is None or kwargs.get("return_tensors") not in (None, "pt"):
                 raise ValueError(
-                    'Got `video_grid_thw`; expected it in the place of `videos`, with `text` and `return_tensors="pt"`.'
+                    'Got `video_grid_thw`; expected it in place of `videos`, with `text` and `return_tensors="pt"`.'
                 )
             _require_placeholders(text, self.video_token, len(video_grid_thw), "videos", kwargs)
             videos, kwargs = self._stand_ins(video_grid_thw, second_per_grid_ts, kwargs)
@@ -162,7 +162,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
         Args:
             conversations: messages as `apply_chat_template` takes them, whose contents are lists of parts; a video is
-                `{"type": "video"}` alone. Each ends where an answer begins.
+                only `{"type": "video"}`. Each ends where an answer begins.
             kwargs: as in a call, such as `query`, and `videos` or `video_grid_thw`.
 
         Returns:

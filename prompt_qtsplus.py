@@ -38,7 +38,7 @@ class VisualInputs:
         pixel_values, image_grid_thw: pixels of all images, and `[images, 3]`.
         pixel_values_videos, video_grid_thw: pixels of all videos, and `[videos, 3]`.
         second_per_grid_ts: `[videos]`, seconds per temporal patch.
-        video_features: per video `[k, d]`, as `encode_videos` returns them, in the place of its pixels. On another
+        video_features: per video `[k, d]`, as `encode_videos` returns them, in place of its pixels. On another
             device than the prompt, one row's are moved at a time.
     """
 
@@ -280,7 +280,7 @@ class Layout:
 
     input_ids: torch.Tensor  # [B, S]
     mask: torch.Tensor  # [B, S], 1 on real tokens
-    inputs_embeds: torch.Tensor | None  # [B, S, d], in the place of the embeddings of `input_ids`
+    inputs_embeds: torch.Tensor | None  # [B, S, d], in place of the embeddings of `input_ids`
     rows: list[PromptRow]  # without their padding
     starts: list[int]  # per row, the position of its first token
     grids: dict[int, list[Grid]]  # per modality, in tokens of every image or video of the batch

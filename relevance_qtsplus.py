@@ -153,7 +153,7 @@ def in_blocks(
 ) -> torch.Tensor:
     """
     A function of each row of `[n, d]`, for `block_size` rows at a time, so that nothing between input and result holds
-    all of them; gradients compute each block again. The rows may lie in several tensors, joined for gradients alone.
+    all of them; gradients compute each block again. The rows may lie in several tensors, joined only for gradients.
     """
     parts = [states] if isinstance(states, torch.Tensor) else states
     if len(parts) > 1 and torch.is_grad_enabled():
@@ -223,7 +223,7 @@ def relevance_kernel(
     """The function that computes the log-relevance of one sample: Triton's on a GPU that runs it, else the chunked."""
     kernel: Callable[..., torch.Tensor] = chunked_log_relevance
     if reduction != "max":
-        reason = "the Triton kernel knows the maximum alone"
+        reason = "the Triton kernel computes only the maximum"
     elif device.type != "cuda" or torch.version.hip is not None:
         reason = "the Triton kernel is for NVIDIA GPUs"
     elif torch.cuda.get_device_capability(device) < (8, 0):

@@ -1,7 +1,7 @@
 """The query-aware token selector: Algorithm 1 of the paper, from relevance to the re-encoded tokens.
 
 Independent of any backbone. [`QTSplusSelector`], at the end, runs it over a ragged batch; before it come the pieces in
-the paper's order, but for lines 1 and 2 (relevance_qtsplus.py). A gate does in training what the method `"qtsplus"`
+the paper's order, except lines 1 and 2 (relevance_qtsplus.py). A gate does in training what the method `"qtsplus"`
 (methods_qtsplus.py) does at inference, or nearly so. Symbols are the paper's, as words: visual (X, `[M, d]`), query (Q,
 `[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
 """
@@ -174,7 +174,7 @@ def soft_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n
     inference keeps: what is about to be dropped is half there, so the answers can tell whether it matters.
 
     z is the log-relevance in units of its own spread around its mean. Without, training makes the scores so far apart
-    that every gate is 0 or 1, and has no gradient left. The selector puts the mean of all tokens in the place of what a
+    that every gate is 0 or 1, and has no gradient left. The selector puts the mean of all tokens in place of what a
     gate leaves out, for a token times its gate looks like no token. As `tau_s` falls, noise and gates come closer to
     what inference does. Arguments as for [`gumbel_gate`].
     """

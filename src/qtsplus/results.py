@@ -39,14 +39,14 @@ class Journal:
         self.path = path
         self.done = _Entries(path)
         wanted = None if settings is None else json.loads(json.dumps(settings))
-        found = self._read() if path.exists() else None
-        if wanted is None and found is None:
+        earlier = self._read() if path.exists() else None
+        if wanted is None and earlier is None:
             raise ValueError(f"{path} holds a run that never began: begin it first.")
-        self.settings: dict[str, Any] = wanted or found or {}
-        if found is not None and (wanted is None or found == wanted):
+        self.settings: dict[str, Any] = wanted or earlier or {}
+        if earlier is not None and (wanted is None or earlier == wanted):
             return
-        if found is not None and not begin_anew:
-            raise ValueError(f"The run in {path.parent} {_difference(found, self.settings)}.")
+        if earlier is not None and not begin_anew:
+            raise ValueError(f"The run in {path.parent} {_difference(earlier, self.settings)}.")
         self.done.places.clear()
         with whole_file(path) as file:
             file.write(json.dumps(self.settings) + "\n")
@@ -110,9 +110,9 @@ class _Entries(Mapping[Key, Any]):
         return len(self.places)
 
 
-def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
-    differing = [f"{name}={found.get(name)}, not {wanted.get(name)}" for name in names]
+def _difference(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    names = [name for name in {**earlier, **wanted} if earlier.get(name) != wanted.get(name)]
+    differing = [f"{name}={earlier.get(name)}, not {wanted.get(name)}" for name in names]
     return f"was begun with {' and with '.join(differing)}: go on with the same settings, or choose another folder"
 
 

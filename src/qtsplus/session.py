@@ -201,7 +201,7 @@ def encode(
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
         frame_tolerance: frames that differ by no more from those before take their features and are not encoded again;
-            see [`Repeats`]. 0 does so with equal frames alone, `None` encodes every frame.
+            see [`Repeats`]. 0 does so only with equal frames, `None` encodes every frame.
         two_passes: encode the video small, and let every question choose the regions that are encoded at full size.
         progress: show a bar on standard error while a video of several chunks is encoded.
 

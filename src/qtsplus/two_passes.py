@@ -255,7 +255,7 @@ def encode_tiles(
     Encodes tiles of a video, each as a little frame of its own, those of one size together.
 
     The rotary positions of the tower are relative, so a tile at the corner of its little frame is what it is in the
-    whole one, but for what attention over whole frames would have told it of other tiles.
+    whole one, except for what attention over whole frames would have told it of other tiles.
 
     Args:
         large: the video. It is decoded up to the last chosen frame.

@@ -477,7 +477,7 @@ def edit_config(**values):
     ("spoil", "words"),
     [
         (cut, ["model.safetensors", "no whole safetensors file"]),
-        (pickled, ["pytorch_model.bin", "cannot be read as weights alone"]),
+        (pickled, ["pytorch_model.bin", "cannot be read as plain weights"]),
         (nested, ["pytorch_model.bin", "state dict"]),
         (without_shard, ["lacks model-00002-of-00002.safetensors"]),
         (lambda folder: (folder / "model.safetensors").unlink(), ["no weights"]),

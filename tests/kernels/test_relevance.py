@@ -168,7 +168,7 @@ def test_a_gpu_takes_the_chunked_one_for_other_reductions_and_says_so_once(a_gpu
         kernel = relevance_kernel(a_gpu, torch.bfloat16, 128, reduction)
         assert relevance_kernel(a_gpu, torch.bfloat16, 128, reduction) is kernel
     assert (kernel.func, kernel.keywords) == (chunked_log_relevance, {"reduction": reduction})
-    assert caplog.text.count("chunked_log_relevance (the Triton kernel knows the maximum alone)") == 1
+    assert caplog.text.count("chunked_log_relevance (the Triton kernel computes only the maximum)") == 1
 
 
 def test_a_cpu_takes_the_chunked_one(caplog):

@@ -51,26 +51,26 @@ def check(
         with one_line_errors():
             from ..data.check import check_set
 
-            found = check_set(path, media_root, against, media)
+            checked = check_set(path, media_root, against, media)
     finally:
         signal.signal(signal.SIGINT, interrupt)
     if as_json:
-        print(json.dumps(found.as_dict()))
+        print(json.dumps(checked.as_dict()))
     else:
-        _print_check(found)
-    if not found.good:
+        _print_check(checked)
+    if not checked.good:
         raise typer.Exit(1)
 
 
-def _print_check(found: "Checked") -> None:
-    for bad in found.bad:
+def _print_check(checked: "Checked") -> None:
+    for bad in checked.bad:
         name = "" if bad.id is None else f" ({bad.id})"
         print(f"Row {bad.row}{name}, {bad.check}: {' '.join(bad.reason.split())}")
-    if found.unbalanced:
-        print(f"The set: {found.unbalanced}")
-    bad_rows = len({bad.row for bad in found.bad})
-    rows = f"{found.rows} row{'' if found.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
-    print(f"{rows}; {found.videos} video{'' if found.videos == 1 else 's'} looked at.")
+    if checked.unbalanced:
+        print(f"The set: {checked.unbalanced}")
+    bad_rows = len({bad.row for bad in checked.bad})
+    rows = f"{checked.rows} row{'' if checked.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
+    print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")
 
 
 @data_app.command()

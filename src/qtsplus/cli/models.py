@@ -44,7 +44,7 @@ def name_model(model: str | None, revision: str | None) -> str:
     from ..demo import cached_tiny
 
     folder = cached_tiny()
-    note(f"No --model given: using the bundled tiny model at {folder}, which knows rendered shapes alone.")
+    note(f"No --model given: using the bundled tiny model at {folder}, which knows only rendered shapes.")
     return str(folder)
 
 

@@ -104,7 +104,7 @@ def calibrate(
         where = find_device(device)
         automatic = "bfloat16" if where.startswith("cuda") else "float32"
         loaded = load_model(None, model, {}, automatic if dtype is Dtype.auto else dtype.value).to(where)
-        found = calibration.calibrate(
+        result = calibration.calibrate(
             loaded,
             load_processor(None, model, loaded.config),
             questions,
@@ -113,30 +113,30 @@ def calibrate(
             heads=heads,
             processor_kwargs=None if settings is None else settings.data.processor_kwargs,
         )
-        write_json(out, found.as_dict())
-        _print_calibration(found)
+        write_json(out, result.as_dict())
+        _print_calibration(result)
         wrote(out)
-        configuration = calibration.write_attention(Path(model), found)
+        configuration = calibration.write_attention(Path(model), result)
         if configuration is not None:
             wrote(configuration)
 
 
-def _print_calibration(found: "Calibration") -> None:
+def _print_calibration(result: "Calibration") -> None:
     table = Table("layer", "needle tokens", "needles", "best head", "its needle tokens")
-    heads = found.measured.heads
-    for layer, recall in found.measured.layers.items():
+    heads = result.measured.heads
+    for layer, recall in result.measured.layers.items():
         best = max((pair for pair in heads if pair[0] == layer), key=lambda pair: heads[pair].tokens)
         shares = (f"{share:.1%}" for share in (recall.tokens, recall.needles))
         table.add_row(str(layer), *shares, str(best[1]), f"{heads[best].tokens:.1%}")
     console.print(table)
-    console.print(f"{found.measured.questions} questions. The choices on {found.checked} about other videos:")
-    for name, recall in found.found.items():
+    console.print(f"{result.measured.questions} questions. The choices on {result.checked} about other videos:")
+    for name, recall in result.found.items():
         tokens, needles = f"{recall.tokens:.1%} of the needle tokens", f"{recall.needles:.1%} of the needles"
         console.print(f"{name}: {tokens}, {needles}, and {recall.mass:.1%} of the attention is on them")
-    lines = [f"  {name}: {json.dumps(value)}" for name, value in found.fields().items() if value is not None]
-    figures = found.as_dict()["best_reading"]
+    lines = [f"  {name}: {json.dumps(value)}" for name, value in result.fields().items() if value is not None]
+    figures = result.as_dict()["best_reading"]
     console.print(
-        f"selection=lm_attention: {json.dumps(found.attention_fields())} finds {figures['tokens']:.1%} of the needle "
+        f"selection=lm_attention: {json.dumps(result.attention_fields())} finds {figures['tokens']:.1%} of the needle "
         f"tokens; the default, layer {figures['default']['layer']}, {figures['default']['tokens']:.1%}"
     )
     console.print("\n".join(["training:", *lines] if lines else ["All layers are best: a recipe needs no line."]))

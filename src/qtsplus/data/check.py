@@ -128,7 +128,7 @@ class _Seen:
         self.rows: dict[bytes, int] = {}
 
     def first(self, number: int, *texts: str | None) -> int | None:
-        """The earlier row with the same texts, but for case and spaces."""
+        """The earlier row with the same texts, apart from case and spaces."""
         normal = "\x00".join(" ".join((text or "").casefold().split()) for text in texts)
         return earlier if (earlier := self.rows.setdefault(_digest(normal), number)) != number else None
 
@@ -164,18 +164,18 @@ def _leak(record: Record) -> str | None:
     """Why the question gives its answer away; `None` where it does not."""
     if isinstance(record, Caption):
         return None
-    asked = to_video_record(record)
-    if asked.options is not None:
-        place = LETTERS.find(asked.answer) if len(asked.answer) == 1 else -1
-        right = asked.options[place] if 0 <= place < len(asked.options) else asked.answer
-        question, wrong = asked.query or asked.question, [text for text in asked.options if text != right]
+    item = to_video_record(record)
+    if item.options is not None:
+        place = LETTERS.find(item.answer) if len(item.answer) == 1 else -1
+        right = item.options[place] if 0 <= place < len(item.options) else item.answer
+        question, wrong = item.query or item.question, [text for text in item.options if text != right]
         # A question may name all that it lets choose from: "Is it red or blue?"
         if _holds(question, right) and not any(_holds(question, text) for text in wrong):
             return f"its question holds the right option, {right!r}, and no wrong one."
         return None
     if isinstance(record, Answer) and record.answer.strip().rstrip(".") in LETTERS:
         return f"its answer is the letter {record.answer.strip()}, and it has no options."
-    if len(_words(asked.answer)) >= LONG_ANSWER and _holds(asked.question, asked.answer):
+    if len(_words(item.answer)) >= LONG_ANSWER and _holds(item.question, item.answer):
         return "its question holds its answer."
     return None
 
@@ -192,10 +192,10 @@ def _words(text: str) -> list[str]:
 
 def _letter(record: Record | None) -> list[str]:
     """The letter that is right, of an item with four options."""
-    asked = None if record is None or isinstance(record, Caption) else to_video_record(record)
-    if asked is None or len(asked.options or ()) != len(LETTERS) or asked.answer not in tuple(LETTERS):
+    item = None if record is None or isinstance(record, Caption) else to_video_record(record)
+    if item is None or len(item.options or ()) != len(LETTERS) or item.answer not in tuple(LETTERS):
         return []
-    return [asked.answer]
+    return [item.answer]
 
 
 def _unbalanced(letters: dict[str, int]) -> str | None:

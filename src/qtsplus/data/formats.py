@@ -1,6 +1,6 @@
 """Sets on disk: records as JSONL, JSON, Parquet, LLaVA-Video conversations, or captions beside videos.
 
-Readers stream: what they hold does not grow with the file, but for a JSON array, which is read whole.
+Readers stream: what they hold does not grow with the file, except for a JSON array, which is read whole.
 """
 
 import json
@@ -94,14 +94,14 @@ def iter_captions(path: str | os.PathLike) -> Iterator[Caption]:
     The captions of a set: [`Caption`] rows, the answers of questions of the kind "caption", and those of LLaVA-Video
     conversations of one turn. A `ValueError` for a row that is not a record, or where there is none.
     """
-    found = False
+    any_caption = False
     for record in iter_records(path):
         if isinstance(record, VideoRecord) and _tells_all(record):
             record = Caption(vision_id=str(record.video), id=record.id, fps=record.fps, caption=record.answer)
         if isinstance(record, Caption):
-            found = True
+            any_caption = True
             yield record
-    if not found:
+    if not any_caption:
         raise ValueError(f"{path} holds no caption; expected rows with vision_id and caption.")
 
 
@@ -136,7 +136,7 @@ def media_folder(path: str | os.PathLike, media_root: str | os.PathLike | None =
 
 
 def locate(row: Row, root: Path) -> str | None:
-    """Where the video of a row should lie, see [`find_media`]; `None` for text alone."""
+    """Where the video of a row should lie, see [`find_media`]; `None` for text only."""
     name = None if row.record is None else media_name(row.record)
     source = row.content.get("data_source") if isinstance(row.content, Mapping) else None
     return None if name is None else find_media(name, root, source if isinstance(source, str) else None)

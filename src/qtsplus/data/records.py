@@ -132,7 +132,7 @@ class VideoRecord:
         ValueError: a value of another type or out of range, an empty text.
     """
 
-    video: Text | None  # a file, an address or a folder of frames; `None` for text alone
+    video: Text | None  # a file, an address or a folder of frames; `None` for text only
     question: Text  # the user's text, with the options where there are any
     answer: String  # what the assistant says; the only part that is supervised, with the token that ends it
     query: Text | None = None  # the text to select by, such as the question without its options
@@ -220,9 +220,9 @@ def all_texts(record: Record) -> list[str]:
     """Every text of a record that a model may read."""
     if isinstance(record, Caption):
         return [record.caption]
-    asked = to_video_record(record)
-    earlier = chain.from_iterable(asked.earlier)
-    return [asked.question, asked.answer, asked.query or "", *(asked.options or ()), *earlier]
+    item = to_video_record(record)
+    earlier = chain.from_iterable(item.earlier)
+    return [item.question, item.answer, item.query or "", *(item.options or ()), *earlier]
 
 
 def break_special_tokens(text: str) -> str:

@@ -50,11 +50,14 @@ class Statistics:
 
     def lines(self) -> list[str]:
         """As Markdown has it."""
-        told = self.as_dict()
+        figures = self.as_dict()
         lines = [f"{self.records:,} records about {self.videos:,} videos.", ""]
         titles = {"file": "files", "records": "kinds", "type": "types", "difficulty": "difficulties"}
         for title, name in {**titles, "right answer": "letters"}.items():
-            rows = [(key, f"{count:,}", f"{count / sum(told[name].values()):.1%}") for key, count in told[name].items()]
+            rows = [
+                (key, f"{count:,}", f"{count / sum(figures[name].values()):.1%}")
+                for key, count in figures[name].items()
+            ]
             lines += [*markdown_table((title, "number", "share"), rows), ""] if rows else []
         if self.letters:
             share = self.longest_is_right / self.letters.total()
@@ -62,7 +65,7 @@ class Statistics:
         header = ("text", "number", "mean words", "median", "95th percentile", "most")
         cells = [
             (name, f"{row['texts']:,}", f"{row['mean']:.1f}", *(str(row[key]) for key in ("median", "p95", "most")))
-            for name, row in told["words"].items()
+            for name, row in figures["words"].items()
         ]
         return [*lines, *markdown_table(header, cells), ""]
 
@@ -93,22 +96,22 @@ def _count(result: Statistics, record: Record) -> None:
         result.kinds["caption"] += 1
         _count_words(result, "caption", record.caption)
         return
-    asked = to_video_record(record)
-    kind = _KINDS[asked.source]
+    item = to_video_record(record)
+    kind = _KINDS[item.source]
     result.kinds[kind] += 1
-    result.types[asked.kind or NOT_SAID] += 1
+    result.types[item.kind or NOT_SAID] += 1
     if not isinstance(record, VideoRecord):
         result.difficulties[record.difficulty or NOT_SAID] += 1
-    _count_words(result, "question", asked.query or asked.question)
-    options = asked.options or ()
-    place = LETTERS.find(asked.answer) if len(asked.answer) == 1 else -1
+    _count_words(result, "question", item.query or item.question)
+    options = item.options or ()
+    place = LETTERS.find(item.answer) if len(item.answer) == 1 else -1
     if kind == "single choice" and 0 <= place < len(options):
-        result.letters[asked.answer] += 1
+        result.letters[item.answer] += 1
         result.longest_is_right += all(len(text) < len(options[place]) for text in options if text != options[place])
         for text in options:
             _count_words(result, "option", text)
     else:
-        _count_words(result, kind if kind == "caption" else "answer", asked.answer)
+        _count_words(result, kind if kind == "caption" else "answer", item.answer)
 
 
 def _count_words(result: Statistics, name: str, text: str) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 from ..data.records import VideoRecord
+from ..figures import save_figure
 from ..output import check_folder, check_output, markdown_table
 from ..results import Journal, environment, steps
 from ..selector_qtsplus import find_threshold
@@ -43,8 +45,8 @@ def run_analysis(
     progress: bool = True,
 ) -> Path:
     """
-    Lets the model choose for every question with its own budget: `analysis-NAME.json` and `.md`. An interrupted run
-    goes on where it stopped. Questions about videos that cannot be read are left out, and counted.
+    Lets the model choose for every question with its own budget: `analysis-NAME.json`, `.md` and `.png`. An
+    interrupted run goes on where it stopped. Questions about videos that cannot be read are left out, and counted.
 
     Args:
         records: questions about at least two videos; records without a video are left out.
@@ -84,6 +86,7 @@ def run_analysis(
         **summarise_choices(records, [journal.done[str(number)] for number in range(len(records))]),
     }
     target.with_suffix(".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
+    save_figure(draw(document), target.with_suffix(""))
     return journal.finish(target, document)
 
 
@@ -161,7 +164,7 @@ def summarise_choices(records: Sequence[VideoRecord], measured: Sequence[Mapping
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The page
+# The page and the figure
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -189,4 +192,19 @@ def _correlation(figures: Mapping[str, float]) -> str:
     return "{r:+.2f} ({low:+.2f} to {high:+.2f})".format(**figures) if figures else "one value only"
 
 
-__all__ = ["PUBLISHED", "QUANTITIES", "measure", "run_analysis", "summarise_choices"]
+def draw(document: Mapping[str, Any]) -> Figure:
+    """The paper's scatters: rho against each of [`QUANTITIES`], a point per question, and the least-squares line."""
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    rho = np.array([pair["rho"] for pair in document["pairs"]])
+    for axes, (name, title) in zip(figure.subplots(2, 3).flat, QUANTITIES.items(), strict=True):
+        values = np.array([pair[name] for pair in document["pairs"]])
+        axes.scatter(values, rho, s=6, alpha=0.4, color="#0b6e99", linewidths=0)
+        if document["correlations"][name]:
+            ends = np.array([values.min(), values.max()])
+            axes.plot(ends, np.polyval(np.polyfit(values, rho, 1), ends), "--", color="#c0392b")
+        axes.set_title(f"{title}: r = {_correlation(document['correlations'][name])}", fontsize=9)
+        axes.set_ylabel("rho")
+    return figure
+
+
+__all__ = ["PUBLISHED", "QUANTITIES", "draw", "measure", "run_analysis", "summarise_choices"]

@@ -54,7 +54,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class HeadRecalls:
-    """What so many questions find by each layer (the mean over its heads), and by each (layer, head) alone."""
+    """What so many questions find by each layer (the mean over its heads), and by each single (layer, head)."""
 
     questions: int
     layers: dict[int, Recall]
@@ -225,13 +225,13 @@ def _readings(
     return list(dict.fromkeys(choices))
 
 
-def write_attention(folder: Path, found: Calibration) -> Path | None:
+def write_attention(folder: Path, calibration: Calibration) -> Path | None:
     """Writes the best reading into a model's config.json; `None` where there is no folder with a QTSplus model."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if "qtsplus_config" not in config:
         return None
-    config["qtsplus_config"] |= found.attention_fields()
+    config["qtsplus_config"] |= calibration.attention_fields()
     with whole_file(path) as file:
         file.write(json.dumps(config, indent=2) + "\n")
     return path

@@ -60,7 +60,7 @@ def exact_match(
         retention: one for all records or one for each.
         selection, max_visual_tokens, reencode: as for `generate`.
         batch_size: questions at a time, which are asked in the order of the lengths of their answers.
-        features: of videos that were encoded before, in the place of their pixels.
+        features: of videos that were encoded before, in place of their pixels.
 
     Returns:
         one outcome per record, in order.

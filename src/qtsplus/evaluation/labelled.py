@@ -100,7 +100,7 @@ def read_questions(path: Path) -> list[LabelledQuestion]:
     """
     records = read_records(path)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    found = []
+    questions = []
     for record, line in zip(records, lines, strict=True):
         try:
             needles = [[Sighting(**seen) for seen in needle] for needle in line.get("evidence") or ()]
@@ -110,10 +110,10 @@ def read_questions(path: Path) -> list[LabelledQuestion]:
                 f"start, end and box: {error}"
             ) from error
         if record.video is not None:
-            found.append(LabelledQuestion(record, needles))
-    if not found:
+            questions.append(LabelledQuestion(record, needles))
+    if not questions:
         raise ValueError(f"{path} holds no question about a video.")
-    return found
+    return questions
 
 
 __all__ = ["LEAST_SHARE", "LabelledQuestion", "Sighting", "read_questions", "sighting_tokens"]

@@ -271,7 +271,7 @@ class _Hunt:
 
 
 def _call(selection: str, retention: float | None, max_visual_tokens: int | None) -> dict[str, Any]:
-    """What a selection is called with; the same number of tokens for all, but for the one that keeps everything."""
+    """What a selection is called with; the same number of tokens for all, except the one that keeps everything."""
     if selection == "all":
         return {"selection": selection}
     if max_visual_tokens is not None:

@@ -81,13 +81,13 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     weight_map = _weight_map(index)
     tensors: dict[str, StoredTensor] = {}
     for shard in shards:
-        found = _read_file(shard)
-        twice = sorted(tensors.keys() & found.keys())
-        lost = sorted(key for key, home in weight_map.items() if home == shard.name and key not in found)
+        shard_tensors = _read_file(shard)
+        twice = sorted(tensors.keys() & shard_tensors.keys())
+        lost = sorted(key for key, home in weight_map.items() if home == shard.name and key not in shard_tensors)
         if twice or lost:
             problem = f"holds {', '.join(twice)} again" if twice else f"lacks {', '.join(lost)}"
             raise ValueError(f"{shard} {problem}, against {index.name}.")
-        tensors.update(found)
+        tensors.update(shard_tensors)
     return tensors
 
 
@@ -144,7 +144,7 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         # Only the newer of the two formats can be mapped instead of loaded.
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as weights alone: {first_line(error)}") from error
+        raise ValueError(f"{path} cannot be read as plain weights: {first_line(error)}") from error
     if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise ValueError(f"{path} is no state dict; expected a mapping of names to tensors.")
     unknown = sorted(name for name, tensor in weights.items() if tensor.dtype not in _DTYPE_NAMES)

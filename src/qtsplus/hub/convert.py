@@ -143,17 +143,17 @@ def convert(
         )
 
     with whole_folder(out, overwrite) as staging:
-        found = _load_processor(folder if processor is None else processor, made.config, processor is not None, say)
-        if found is not None and model_type in _STOCK:
-            _take_over(found, made, say)
+        loaded = _load_processor(folder if processor is None else processor, made.config, processor is not None, say)
+        if loaded is not None and model_type in _STOCK:
+            _take_over(loaded, made, say)
         _write_weights(made.tensors, staging, max_shard_size, progress)
         _generation_config(folder, made).save_pretrained(staging)
         if model_type in model_types():
-            if found is not None:
-                _plain_processor(found).save_pretrained(staging)
+            if loaded is not None:
+                _plain_processor(loaded).save_pretrained(staging)
             made.config.save_pretrained(staging)
         else:
-            write_repository(staging, on_meta(made.config), found, f"org/{out.name}", made.about)
+            write_repository(staging, on_meta(made.config), loaded, f"org/{out.name}", made.about)
     return out
 
 

@@ -52,11 +52,11 @@ def _copy_attention(ours: Any, source: Any) -> None:
         *((getattr(ours, name), getattr(source.self_attn, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
     ]
     for target, origin in pairs:
-        given = origin.state_dict()
+        source_tensors = origin.state_dict()
         for name, parameter in target.named_parameters():
-            if name not in given or given[name].shape != parameter.shape:
+            if name not in source_tensors or source_tensors[name].shape != parameter.shape:
                 raise ValueError(
                     f"A {type(origin).__name__} of the language model has no {name} of shape {tuple(parameter.shape)} "
                     'to start the selector from; use "identity".'
                 )
-            parameter.copy_(given[name])
+            parameter.copy_(source_tensors[name])

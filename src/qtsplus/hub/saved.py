@@ -52,7 +52,7 @@ def load_processor(folder: str | Path, config: Any) -> Any:
     backbone = backbone_of(config.model_type)
     with reading(f"The processor of {folder}"):
         processor = backbone.processor.from_pretrained(folder, config=config)
-    # Transformers makes a tokenizer of special tokens alone where the file is missing.
+    # Transformers makes a tokenizer of only the special tokens where the file is missing.
     if len(processor.tokenizer) <= len(processor.tokenizer.added_tokens_decoder):
         raise ValueError(f"{folder} has a tokenizer without words; expected a tokenizer.json, or vocab and merges.")
     if isinstance(config, backbone.config):  # and not a stock one, which does not say

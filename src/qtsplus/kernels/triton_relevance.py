@@ -1,7 +1,7 @@
 """Relevance on a GPU: `chunked_log_relevance`'s two passes and their gradient as four Triton kernels.
 
 No scores leave the chip. A program holds `BLOCK_R` queries (of the `heads / kv_heads * L` that share a key/value
-head) against some visual tokens. Where rows alone are too few programs to fill a GPU, the visual tokens are split among
+head) against some visual tokens. Where the rows are too few programs to fill a GPU, the visual tokens are split among
 several, whose partial results PyTorch adds up. All arithmetic has float32's precision.
 
 `TRITON_INTERPRET=1`, set before the import, runs the kernels on a CPU.

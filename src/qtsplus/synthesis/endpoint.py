@@ -52,7 +52,7 @@ class EndpointSettings:
         if "@" in parts.netloc or parts.query:
             raise ValueError("The endpoint's address holds a password or a query; give the key as a key.")
         if self.key != NO_KEY and self.key in f"{self.url} {self.model} {json.dumps(dict(self.extra_body))}":
-            raise ValueError("The API key stands in another setting, which is written down; give it as a key alone.")
+            raise ValueError("The API key stands in another setting, which is written down; give it only as the key.")
         if not self.model.strip():
             raise ValueError("The teacher's name is empty; expected the model's name at the endpoint.")
         if not 0 < self.timeout <= LONGEST_TIMEOUT:
@@ -218,7 +218,7 @@ class Endpoint:
         if isinstance(error, APIConnectionError):
             kind = type(error.__cause__).__name__
             reason = f"No connection: {self._line(str(error.__cause__ or error) or kind)}."
-            # A server that is gone answers nobody; one that hangs up may do so for this request alone.
+            # A server that is gone answers nobody; one that hangs up may do so only for this request.
             return self._again(ledger, reason, everyone=kind in ("ConnectError", "ConnectTimeout"))
         if not isinstance(error, APIStatusError):
             return self._again(ledger, f"The request failed: {self._line(str(error))}.")

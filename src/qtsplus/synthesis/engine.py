@@ -138,7 +138,7 @@ def run(
     """
     Runs a job to its end, or goes on where it was stopped: finished items are in the journal and are not asked again.
 
-    Memory hardly grows with the input, but for a Ray runner, which holds all that is left to do. The files of a run
+    Memory hardly grows with the input, except with a Ray runner, which holds all that is left to do. The files of a run
     are written when all its items are finished: `<name>.jsonl`, `dropped.jsonl` and `failed.jsonl` in the input's
     order, and `summary.json`, which counts every request, also those of items that were cut off.
 
@@ -226,10 +226,10 @@ def write_sets(folder: Path, name: str, journals: Sequence[Journal], price: Pric
                 counts[count] += len(rows)
             causes.update(row["reason"].partition(":")[0] for row in entry["dropped"])
     costs = _total_costs(journals)
-    told = {**_shared(journals[0]), **counts, "failed": len(_write_failed(failed, journals)), **costs}
+    totals = {**_shared(journals[0]), **counts, "failed": len(_write_failed(failed, journals)), **costs}
     if price is not None:
-        told["cost"] = round(price.of(costs), 4)
-    write_json(summary, {**told, "dropped_because": dict(sorted(causes.items()))})
+        totals["cost"] = round(price.of(costs), 4)
+    write_json(summary, {**totals, "dropped_because": dict(sorted(causes.items()))})
     return kept
 
 

@@ -23,7 +23,7 @@ _Asked = tuple[VideoRecord, int | None]
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Outcome:
     """Log-probabilities of the letters or a reply, or why there is none; and the tokens of both sides."""
 
     logprobs: dict[str, float]
@@ -77,7 +77,7 @@ class LocalTeacher:
         return {"model": self.name, **chosen, "fps": self.fps}
 
     async def __aenter__(self) -> "LocalTeacher":
-        self.waiting: list[tuple[_Asked, asyncio.Future[_Told]]] = []
+        self.waiting: list[tuple[_Asked, asyncio.Future[_Outcome]]] = []
         self.turn = asyncio.Lock()
         return self
 
@@ -87,49 +87,49 @@ class LocalTeacher:
     async def choose(self, question: Question, ledger: Ledger) -> Verdict:
         if self.scoring == "logprob":
             return share_out((await self._ask(question, question.text, None, ledger)).logprobs)
-        told = await self._ask(question, question.text, LETTER_TOKENS, ledger)
-        return Verdict(read_letter(told.reply.text), {}, told.reply.text)
+        outcome = await self._ask(question, question.text, LETTER_TOKENS, ledger)
+        return Verdict(read_letter(outcome.reply.text), {}, outcome.reply.text)
 
     async def answer(self, question: Question, ledger: Ledger) -> Reply:
         return (await self._ask(question, f"{question.text}\n{FREE_ANSWER}", self.max_tokens, ledger)).reply
 
-    async def _ask(self, question: Question, text: str, max_tokens: int | None, ledger: Ledger) -> _Told:
+    async def _ask(self, question: Question, text: str, max_tokens: int | None, ledger: Ledger) -> _Outcome:
         record = VideoRecord(question.video, text, "", query=question.query, fps=question.fps or self.fps)
-        told = await self._in_batch((record, max_tokens))
-        ledger.spend(1, told.prompt_tokens, told.completion_tokens)
-        if told.problem is not None:
-            ledger.reasons.append(told.problem)
+        outcome = await self._in_batch((record, max_tokens))
+        ledger.spend(1, outcome.prompt_tokens, outcome.completion_tokens)
+        if outcome.problem is not None:
+            ledger.reasons.append(outcome.problem)
             raise ItemFailed
-        return told
+        return outcome
 
-    async def _in_batch(self, asked: _Asked) -> _Told:
+    async def _in_batch(self, asked: _Asked) -> _Outcome:
         """Whoever comes first asks the model for all who wait; the others come while it computes."""
-        future: asyncio.Future[_Told] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
         self.waiting.append((asked, future))
         async with self.turn:
             await asyncio.sleep(0)
             if not future.done():
                 batch, self.waiting = self.waiting[: self.batch_size], self.waiting[self.batch_size :]
-                told = await asyncio.to_thread(self._tell, [one for one, _ in batch])
-                for (_, waits), one in zip(batch, told, strict=True):
+                replies = await asyncio.to_thread(self._tell, [one for one, _ in batch])
+                for (_, waits), one in zip(batch, replies, strict=True):
                     waits.set_result(one)
         return future.result()
 
     @torch.inference_mode()
-    def _tell(self, batch: Sequence[_Asked]) -> list[_Told]:
+    def _tell(self, batch: Sequence[_Asked]) -> list[_Outcome]:
         problems = self._encode([record for record, _ in batch])
-        told: dict[int, _Told] = {}
+        replies: dict[int, _Outcome] = {}
         together: dict[tuple[bool, int | None], list[int]] = {}
         for index, (record, max_tokens) in enumerate(batch):
             if record.video in problems:
-                told[index] = _Told({}, Reply("", False), 0, 0, problems[record.video])
+                replies[index] = _Outcome({}, Reply("", False), 0, 0, problems[record.video])
             else:
                 together.setdefault((record.video is None, max_tokens), []).append(index)
         for (_, max_tokens), indices in together.items():
             records = [batch[index][0] for index in indices]
             answers = self._score(records) if max_tokens is None else self._write(records, max_tokens)
-            told.update(zip(indices, answers, strict=True))
-        return [told[index] for index in range(len(batch))]
+            replies.update(zip(indices, answers, strict=True))
+        return [replies[index] for index in range(len(batch))]
 
     def _encode(self, records: Sequence[VideoRecord]) -> dict[str | None, str]:
         """Encodes the videos of a batch, those that the batch before had are there. Returns why some cannot be read."""
@@ -161,26 +161,26 @@ class LocalTeacher:
             inputs["video_features"] = [video.features for video in videos]
         return inputs
 
-    def _score(self, records: Sequence[VideoRecord]) -> list[_Told]:
+    def _score(self, records: Sequence[VideoRecord]) -> list[_Outcome]:
         inputs = self._inputs(records)
         logits = self.model(**inputs, selection=self.selection, logits_to_keep=1).logits[:, -1].float()
-        found = logits.log_softmax(-1)[:, self.letter_ids].tolist()
+        letters = logits.log_softmax(-1)[:, self.letter_ids].tolist()
         prompts = inputs["attention_mask"].sum(1).tolist()
-        scores = [dict(zip(LETTERS, row, strict=True)) for row in found]
-        return [_Told(row, Reply("", True), tokens, 1) for row, tokens in zip(scores, prompts, strict=True)]
+        scores = [dict(zip(LETTERS, row, strict=True)) for row in letters]
+        return [_Outcome(row, Reply("", True), tokens, 1) for row, tokens in zip(scores, prompts, strict=True)]
 
-    def _write(self, records: Sequence[VideoRecord], max_tokens: int) -> list[_Told]:
+    def _write(self, records: Sequence[VideoRecord], max_tokens: int) -> list[_Outcome]:
         inputs = self._inputs(records)
         ids = self.model.generate(**inputs, selection=self.selection, max_new_tokens=max_tokens, do_sample=False)
         ends = self.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
-        told = []
+        replies = []
         prompts = inputs["attention_mask"].sum(1).tolist()
         for row, tokens in zip(ids[:, inputs["input_ids"].shape[1] :].tolist(), prompts, strict=True):
             stop = next((index for index, token in enumerate(row) if token in ends), None)
             text = self.processor.tokenizer.decode(row[:stop], skip_special_tokens=True).strip()
-            told.append(_Told({}, Reply(text, stop is not None), tokens, len(row[:stop]) + (stop is not None)))
-        return told
+            replies.append(_Outcome({}, Reply(text, stop is not None), tokens, len(row[:stop]) + (stop is not None)))
+        return replies
 
 
 def _conversation(record: VideoRecord) -> list[dict[str, Any]]:

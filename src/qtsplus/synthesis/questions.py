@@ -169,12 +169,12 @@ def read_drafts(
     Of a reply, the questions that can be used; the others, each with why; and all that is wrong, for the language model
     to mend.
     """
-    found = find_objects(text, "questions")
-    if not found:
+    entries = find_objects(text, "questions")
+    if not entries:
         return [], [], ["the reply holds no JSON object with questions"]
     good: list[Draft] = []
     bad: list[tuple[dict[str, Any], str]] = []
-    for entry in found:
+    for entry in entries:
         try:
             draft = Draft.model_validate(entry)
         except ValidationError as error:
@@ -240,7 +240,7 @@ def to_choice(draft: Draft, item: Item, number: int, place: int) -> Choice:
 
 
 def _plain(text: str) -> str:
-    """Words alone, in small letters: how quotes, dashes, stops and spaces are written makes no other text."""
+    """Only the words, in small letters: how quotes, dashes, stops and spaces are written makes no other text."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
@@ -249,11 +249,11 @@ def find_objects(text: str, key: str) -> list[dict[str, Any]]:
     The JSON objects in a list that a reply should hold as `{key: [...]}`, as far as they can be read: words and fences
     around it do no harm, and of a reply that is broken or ends too early, the whole objects are read.
     """
-    found: list[Any] = []
+    objects: list[Any] = []
     for entry in _whole_objects(strip_thoughts(text)):
         inner = entry.get(key, entry)
-        found += inner if isinstance(inner, list) else [inner]
-    return [entry for entry in found if isinstance(entry, dict)]
+        objects += inner if isinstance(inner, list) else [inner]
+    return [entry for entry in objects if isinstance(entry, dict)]
 
 
 def _whole_objects(text: str) -> Iterator[dict[str, Any]]:

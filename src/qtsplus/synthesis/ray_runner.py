@@ -82,10 +82,10 @@ def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[tup
         compute=ActorPoolStrategy(size=min(workers, len(blocks))),
     )
     for table in finished.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-        for found in _from_table(table):
-            if isinstance(found, ValueError):
-                raise found
-            yield found
+        for outcome in _from_table(table):
+            if isinstance(outcome, ValueError):
+                raise outcome
+            yield outcome
 
 
 class _Worker:

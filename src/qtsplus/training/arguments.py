@@ -78,7 +78,7 @@ class QTSplusTrainingArguments(TrainingArguments):
             `"detached"`.
         relevance_layers (`list[int]`, *optional*): the layers of the language model whose attention is summed, counted
             from 0; all if absent.
-        relevance_heads (`list[tuple[int, int]]`, *optional*): (layer, head) pairs in the place of whole layers;
+        relevance_heads (`list[tuple[int, int]]`, *optional*): (layer, head) pairs in place of whole layers;
             `qtsplus calibrate` finds those that look at what an answer rests on.
         relevance_from (`str`, defaults to `"answer"`): `"answer"` takes the attention at the positions that predict the
             answer, `"question"` at those of the last question.

@@ -37,7 +37,7 @@ class AttentionChoice:
 
     Args:
         layers: whose attention is summed over all heads, counted from 0; all if `None`.
-        heads: (layer, head) pairs, in the place of whole layers.
+        heads: (layer, head) pairs, in place of whole layers.
         positions: `"answer"` looks from the positions that predict the answer, `"question"` from the question's own,
             `"prompt"` from where `selection="lm_attention"` looks, which knows no answer.
         grouped: read groups of frames, through the layers up to `attention_layer` of `qtsplus_config`, with its heads;
@@ -91,7 +91,7 @@ def answer_attention(
     How the model with all visual tokens shares its attention out among them while it answers.
 
     The mean over positions, summed over heads and layers, of the softmax over all that a position sees; of it the
-    visual tokens' part, which is made to sum to 1. A row with earlier turns counts its last answer and question alone.
+    visual tokens' part, which is made to sum to 1. A row with earlier turns counts only its last answer and question.
 
     Args:
         model: a QTSplus model, or a `PeftModel` of one; put into evaluation mode for as long.
@@ -112,8 +112,8 @@ def _grouped_attention(model: nn.Module, inputs: Mapping[str, Any], labels: torc
     """The same from groups of frames, none of which sees another."""
     base, ids, rest = base_model(model).model, inputs["input_ids"], dict(inputs)
     visual, selection = take_inputs(rest)
-    given = (rest.get(name) for name in ("attention_mask", "position_ids", "inputs_embeds"))
-    layout = lay_out(base, visual, ids, *given)
+    stock_inputs = (rest.get(name) for name in ("attention_mask", "position_ids", "inputs_embeds"))
+    layout = lay_out(base, visual, ids, *stock_inputs)
     looking = _places(base, layout, selection.query_mask, labels, choice.positions)
     last = layout.mask.sum(1, keepdim=True) - 1  # somebody has to look, where nothing is taught too
     places = [seen_from if len(seen_from) else end for seen_from, end in zip(looking, last, strict=True)]
@@ -238,7 +238,7 @@ def attention_to_tokens(
     Causal attention from some places of a sequence to some of its tokens, `[heads, M]`: the mean over the places.
 
     Args:
-        queries: `[heads, n, head_dim]`, those of `places` alone.
+        queries: `[heads, n, head_dim]`, only those of `places`.
         keys: `[kv_heads, S, head_dim]`, all of them.
         places: `[n]`, where the queries stand.
         tokens: `[M]`, where the tokens stand.

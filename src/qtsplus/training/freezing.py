@@ -28,7 +28,7 @@ def vision_modules(model: Any) -> dict[str, nn.Module]:
 def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
     """
     Leaves trainable what the arguments name. Parameters of the selector that cannot receive a gradient stay frozen: the
-    last scoring layer is used for its attention weights alone.
+    last scoring layer is used only for its attention weights.
     """
     frozen = {
         "selector": args.freeze_selector,
@@ -95,11 +95,11 @@ def parameter_groups(model: nn.Module, args: QTSplusTrainingArguments, decayed: 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             groups.setdefault((part_of(name), name in with_decay), []).append(parameter)
-    found = []
+    optimizer_groups = []
     for (part, decay), parameters in groups.items():
         rate = args.learning_rate if rates[part] is None else rates[part]
-        found.append({"params": parameters, "lr": rate, "weight_decay": args.weight_decay if decay else 0.0})
-    return found
+        optimizer_groups.append({"params": parameters, "lr": rate, "weight_decay": args.weight_decay if decay else 0.0})
+    return optimizer_groups
 
 
 __all__ = ["PARTS", "ParameterCounts", "count_parameters", "freeze", "parameter_groups", "part_of"]

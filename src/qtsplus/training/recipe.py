@@ -32,7 +32,7 @@ class ModelArguments:
         attn_implementation: as for `from_pretrained`.
         relevance_teacher: for `relevance_weight`, a folder or Hub id with a model of the same backbone, tokenizer and
             visual tokens, with a selector or without; the model itself with all visual tokens when absent. With
-            `lm_attention` the model itself teaches, but reads groups of frames through its first layers alone: for
+            `lm_attention` the model itself teaches, but reads groups of frames through its first layers only: for
             videos that are too long to be read whole.
     """
 

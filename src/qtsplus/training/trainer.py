@@ -85,7 +85,7 @@ class QTSplusTrainer(Trainer):
         args: see [`QTSplusTrainingArguments`]; decides what is frozen, and puts adapters on the model.
         relevance_teacher: for `relevance_weight`, a QTSplus model with the same visual tokens; without one the model
             itself teaches, with all visual tokens. With `"lm_attention"` the model itself teaches too, reading groups
-            of frames through its first layers alone.
+            of frames through its first layers only.
         kwargs: as for [`Trainer`].
     """
 
@@ -196,7 +196,7 @@ class QTSplusTrainer(Trainer):
 
         Yields:
             The inputs that the model gets, and what makes further losses of its outputs: by a name in `loss_names` a
-            weight, and the losses `[k]` of some samples. They count in training alone, in which they are divided by
+            weight, and the losses `[k]` of some samples. They count only in training, where they are divided by
             the step's number of samples with visual tokens.
         """
         yield inputs, lambda outputs: {}

@@ -51,8 +51,8 @@ class Settings:
     limit: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        given = {name: value for name, value in self.options.items() if value is not None}
-        return {**asdict(self), "options": given}
+        chosen = {name: value for name, value in self.options.items() if value is not None}
+        return {**asdict(self), "options": chosen}
 
 
 def run(
@@ -171,10 +171,10 @@ def _command(
     names = [Path(task).stem if task.endswith(RECORDS) else task for task in tasks]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"Two files of records are named {repeated[0]}; rename one, since its task has that name.")
-    alone = [sys.executable, "-m"]
-    shared = [*alone, "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+    single_process = [sys.executable, "-m"]
+    many_processes = [*single_process, "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
     return [
-        *(alone if processes == 1 else shared),
+        *(single_process if processes == 1 else many_processes),
         "lmms_eval",
         *("--model", "qtsplus"),
         *("--model_args", ",".join(f"{name}={value}" for name, value in given.items() if value is not None)),
