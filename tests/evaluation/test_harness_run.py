@@ -96,6 +96,14 @@ def test_a_run_leaves_one_file_with_all_it_found(evaluate, tmp_path):
     assert re.search(r"exact_match\W+2\W+1\W+50.00\W+10.1%", result.stdout), result.stdout
 
 
+def test_what_its_math_verify_lacks_comes_with_advice(tmp_path):
+    log = tmp_path / "harness.log"
+    log.write_text("Traceback\nModuleNotFoundError: No module named 'latex2sympy2_extended'\n")
+    assert 'pip install --upgrade "math-verify>=0.8"' in harness._last_error(log)
+    log.write_text("Traceback\nModuleNotFoundError: No module named 'lmms_evil'\n")
+    assert harness._last_error(log) == "ModuleNotFoundError: No module named 'lmms_evil'"
+
+
 def test_what_the_harness_does_not_say_ends_the_run(evaluate):
     assert_refused(evaluate(), "left 0 results", "harness.log", code=1)
 

@@ -26,6 +26,10 @@ HARNESS = "lmms-eval"
 RECORDS = ".jsonl"  # what a task of one's own records ends with
 _WRITTEN = ("run.json", "answers", "samples", "tasks", "harness", "harness.log")  # in the folder of a run
 _PACKAGES = (HARNESS, "transformers", "torch", "av")
+_MATH_VERIFY = (
+    "The math_verify that lmms-eval pins lacks this module; "
+    '`pip install --upgrade "math-verify>=0.8"` mends the tasks with it, and breaks mathvision, stare and emma.'
+)
 
 
 class HarnessError(RuntimeError):
@@ -192,7 +196,8 @@ def _last_error(log: Path) -> str:
     """The last line of the log that names an error."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line and not line.startswith(("torch.distributed", "raise"))]
-    return (named or lines or ["it said nothing."])[-1][:500]
+    error = (named or lines or ["it said nothing."])[-1][:500]
+    return f"{error}. {_MATH_VERIFY}" if "latex2sympy2_extended" in error else error
 
 
 def _versions() -> dict[str, str]:
