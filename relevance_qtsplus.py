@@ -222,8 +222,8 @@ def relevance_kernel(
 ) -> Callable[..., torch.Tensor]:
     """The function that computes the log-relevance of one sample: Triton's on a GPU that runs it, else the chunked."""
     kernel: Callable[..., torch.Tensor] = chunked_log_relevance
-    if reduction != "max":
-        reason = "the Triton kernel computes only the maximum"
+    if reduction == "sum":
+        reason = "the Triton kernel computes only the maximum and the mean"
     elif device.type != "cuda" or torch.version.hip is not None:
         reason = "the Triton kernel is for NVIDIA GPUs"
     elif torch.cuda.get_device_capability(device) < (8, 0):

@@ -162,13 +162,17 @@ def test_states_or_gpus_that_do_not_fit_it_take_the_chunked_one(a_gpu, monkeypat
     assert relevance_kernel(a_gpu, dtype, head_dim) is chunked_log_relevance
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_gpu_takes_the_chunked_one_for_other_reductions_and_says_so_once(a_gpu, caplog, reduction):
+def test_a_gpu_takes_the_chunked_one_for_the_sum_and_says_so_once(a_gpu, caplog):
     with caplog.at_level(logging.INFO, "qtsplus.relevance_qtsplus"):
-        kernel = relevance_kernel(a_gpu, torch.bfloat16, 128, reduction)
-        assert relevance_kernel(a_gpu, torch.bfloat16, 128, reduction) is kernel
-    assert (kernel.func, kernel.keywords) == (chunked_log_relevance, {"reduction": reduction})
-    assert caplog.text.count("chunked_log_relevance (the Triton kernel computes only the maximum)") == 1
+        kernel = relevance_kernel(a_gpu, torch.bfloat16, 128, "sum")
+        assert relevance_kernel(a_gpu, torch.bfloat16, 128, "sum") is kernel
+    assert (kernel.func, kernel.keywords) == (chunked_log_relevance, {"reduction": "sum"})
+    assert caplog.text.count("chunked_log_relevance (the Triton kernel computes only the maximum and the mean)") == 1
+
+
+def test_a_gpu_takes_the_triton_one_for_the_mean(a_gpu):
+    kernel = relevance_kernel(a_gpu, torch.bfloat16, 128, "mean")
+    assert (kernel.func.__name__, kernel.keywords) == ("triton_log_relevance", {"reduction": "mean"})
 
 
 def test_a_cpu_takes_the_chunked_one(caplog):

@@ -8,6 +8,7 @@ process of its own.
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -37,11 +38,14 @@ def on(device, *tensors):
     return [x.detach().to(device).requires_grad_() for x in tensors]
 
 
-def triton_kernel(queries, keys):
+def triton_kernel(queries, keys, reduction="max"):
     """As if it ran where its inputs are."""
     from qtsplus.kernels.triton_relevance import triton_log_relevance
 
-    return triton_log_relevance(queries.to(DEVICE), keys.to(DEVICE)).cpu()
+    return triton_log_relevance(queries.to(DEVICE), keys.to(DEVICE), reduction).cpu()
+
+
+REDUCTIONS = pytest.mark.parametrize("reduction", ["max", "mean"])
 
 
 # heads, kv_heads, L, M, head_dim: one of all; a block of tokens less one, and with one more; several blocks of rows;
@@ -58,18 +62,28 @@ SHAPES = [
 
 
 @on_device
+@REDUCTIONS
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_and_gradients_equal_the_twins(shape):
+def test_values_and_gradients_equal_the_twins(shape, reduction):
     heads, kv_heads, num_queries, num_tokens, head_dim = shape
-    assert_equal_to_twin(triton_kernel, *states(heads, kv_heads, num_queries, num_tokens, head_dim))
+    problem = states(heads, kv_heads, num_queries, num_tokens, head_dim)
+    assert_equal_to_twin(partial(triton_kernel, reduction=reduction), *problem, reduction=reduction)
+
+
+@on_device
+def test_the_mean_of_scores_far_apart_stays_finite():
+    problem = states(4, 2, num_queries=3, num_tokens=70, scale=60.0)
+    assert_equal_to_twin(partial(triton_kernel, reduction="mean"), *problem, reduction="mean")
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@REDUCTIONS
 @pytest.mark.parametrize("heads", [(1, 1), (16, 2), (28, 4)])
 @pytest.mark.parametrize("num_queries", [1, 60])
 @pytest.mark.parametrize("num_tokens", [1, 63, 1111, 70_001])
-def test_every_awkward_shape_on_a_gpu(heads, num_queries, num_tokens):
-    assert_equal_to_twin(triton_kernel, *states(*heads, num_queries, num_tokens, head_dim=128))
+def test_every_awkward_shape_on_a_gpu(heads, num_queries, num_tokens, reduction):
+    problem = states(*heads, num_queries, num_tokens, head_dim=128)
+    assert_equal_to_twin(partial(triton_kernel, reduction=reduction), *problem, reduction=reduction)
 
 
 @on_device
@@ -95,15 +109,20 @@ def test_of_equal_maxima_the_first_takes_the_gradient():
     assert gradient[0, 12:].any() and not gradient[0, 2].any() and not gradient[1].any()
 
 
-KERNELS = ["_logsumexp_kernel", "_max_kernel", "_grad_keys_kernel", "_grad_queries_kernel"]
+# Each with what it takes of the reduction.
+MAXIMUM, MEAN = {"BY_MAXIMUM": True}, {"BY_MAXIMUM": False}
+KERNELS = [
+    *(("_logsumexp_kernel", {}), ("_max_kernel", {}), ("_sum_kernel", {}), ("_row_sums_kernel", {})),
+    *((name, choice) for name in ("_grad_keys_kernel", "_grad_queries_kernel") for choice in (MAXIMUM, MEAN)),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "choice"), KERNELS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_for_gpus_that_are_not_here(name, dtype, capability, tmp_path, monkeypatch):
+def test_compiles_for_gpus_that_are_not_here(name, choice, dtype, capability, tmp_path, monkeypatch):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -118,10 +137,12 @@ def test_compiles_for_gpus_that_are_not_here(name, dtype, capability, tmp_path, 
         "BLOCK_D": 128,
         "BLOCK_R": triton_relevance.BLOCK_R,
         "BLOCK_M": 32 if dtype == "fp32" else 64,
+        **choice,
     }
     types = {"queries": f"*{dtype}", "keys": f"*{dtype}", "grad_keys": f"*{dtype}"}
     types |= {"winners": "*i32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
-    types |= dict.fromkeys(["log_sums", "normaliser", "log_r", "gradient", "won", "partial"], "*fp32")
+    types["reduced"] = "*i32" if choice.get("BY_MAXIMUM") else "*fp32"
+    types |= dict.fromkeys(["log_sums", "normaliser", "log_r", "gradient", "row_sums", "partial"], "*fp32")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
     compiled = triton.compile(
         ASTSource(kernel, signature=signature, constexprs=constants),
