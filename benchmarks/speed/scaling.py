@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -180,9 +181,8 @@ def measure_lm_attention(
         by.append(peak.by)
         return relevance
 
-    mixin_qtsplus.log_attention = measured  # type: ignore[assignment]
     merge, call = processor.video_processor.merge_size, {"selection": "lm_attention", "retention": 1 / tokens}
-    with torch.inference_mode():
+    with patch.object(mixin_qtsplus, "log_attention", measured), torch.inference_mode():
         for size, times in ((min(tokens, 2048), 1), (tokens, repeats)):
             frame = math.gcd(size, 500)
             grid = torch.tensor([[size // frame, merge, frame * merge]])

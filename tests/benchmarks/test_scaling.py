@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.speed import scaling
+from qtsplus import mixin_qtsplus
 from qtsplus.results import read_json
 
 SIZES = (300, 1200, 2500)
@@ -37,10 +38,12 @@ def test_every_size_is_counted_and_kept(here, tmp_path):
 
 
 def test_attention_is_measured_in_groups(here, tmp_path, monkeypatch):
+    attend = mixin_qtsplus.log_attention
     """And what it leaves in memory is a number per token."""
     monkeypatch.setattr(scaling, "TINY_GROUP", 200)
     file = scaling.run_scaling("tiny", tmp_path, selection="lm_attention", sizes=SIZES, repeats=2, progress=False)
     document = read_json(file)
+    assert mixin_qtsplus.log_attention is attend
     assert file.name == "scaling-lm-attention-tiny.json" and "--selection lm_attention" in document["command"]
     assert here == list(SIZES) and document["settings"]["group"] == 200
     for point in document["sizes"]:
