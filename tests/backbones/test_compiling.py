@@ -28,7 +28,10 @@ def graphs(model, inputs):
 
 def test_decoding_is_as_many_graphs_as_stocks(backbone, all_tokens, model, stock, prepare):
     inputs = prepare("video")
-    expected, count = graphs(stock, backbone.stock_inputs(all_tokens, inputs))
+    try:
+        expected, count = graphs(stock, backbone.stock_inputs(all_tokens, inputs))
+    except torch._dynamo.exc.Unsupported:  # Transformers 5.17 branches on the position with `longrope`
+        pytest.skip("stock does not compile whole")
     output, own_count = graphs(all_tokens, inputs)
     assert own_count == count >= 1
     assert torch.equal(output[:, inputs["input_ids"].shape[1] :], expected[:, inputs["input_ids"].shape[1] :])
