@@ -277,9 +277,12 @@ def _check_equal(output: str, before: Mapping[str, Any]) -> Found:
 
 def _check_calibration(place: Place) -> Found:
     selector = read_json(place.folder / "model" / "config.json")["qtsplus_config"]
-    layer, figures = selector["attention_layer"], read_json(place.folder / "calibration.json")
+    layer, questions = selector["attention_layer"], read_json(place.folder / "calibration.json")["questions"]
     _require(layer is not None, "no layer was written")
-    return Found(f"layer {layer} and its heads are in the configuration, measured on {figures['questions']} questions")
+    return Found(
+        f"layer {layer} and its heads are in the configuration, measured on {questions['measured']} questions and "
+        f"checked on {questions['checked']}"
+    )
 
 
 def _last_line(output: str) -> dict[str, Any]:
