@@ -18,7 +18,7 @@ BOTH = pytest.mark.parametrize(
 
 
 def encoded(model, inputs, **options):
-    """The same inputs with features in the place of the videos' pixels."""
+    """The same inputs with features in place of the videos' pixels."""
     inputs = dict(inputs)
     features = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"], **options)
     return {**inputs, "video_features": features}

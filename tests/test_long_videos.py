@@ -116,7 +116,7 @@ def test_a_prompt_for_a_video_that_was_encoded_before(loaded, tiny_mp4):
     for name in ("input_ids", "attention_mask", "query_mask", "video_grid_thw"):
         assert torch.equal(later[name], whole[name]), name
     assert set(whole) - set(later) == {"pixel_values_videos", "second_per_grid_ts", "video_metadata"}
-    with pytest.raises(ValueError, match="in the place of `videos`, with `text`"):
+    with pytest.raises(ValueError, match="in place of `videos`, with `text`"):
         processor(text="<|video_pad|>", videos=str(tiny_mp4), video_grid_thw=whole["video_grid_thw"])
     with pytest.raises(ValueError, match="Got 1 videos and 0 placeholders"):
         processor(text="no video", video_grid_thw=whole["video_grid_thw"])

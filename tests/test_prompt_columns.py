@@ -1,4 +1,4 @@
-"""Inputs that speak of the full prompt's columns: logits_to_keep, shift_labels, embeddings in the place of ids."""
+"""Inputs that speak of the full prompt's columns: logits_to_keep, shift_labels, embeddings in place of ids."""
 
 import pytest
 import torch

@@ -129,7 +129,7 @@ class Models:
 
 class Checkpoint:
     """
-    One trained model, in the place of what [`Models`] trains.
+    One trained model, in place of what [`Models`] trains.
 
     Args:
         model, processor: as `qtsplus.session.load` gives them.

@@ -40,7 +40,7 @@ def run_memory(
         shape_name: of [`MODEL_SHAPES`].
         device: the shape's own when `None`.
         repeats: of each measurement.
-        relevance: sizes in the place of [`RELEVANCE`].
+        relevance: sizes in place of [`RELEVANCE`].
 
     Raises:
         ValueError: no such shape or device, or a number out of its range.

@@ -45,7 +45,7 @@ class Shape:
         size: (width, height) of the video in pixels; with Qwen-VL multiples of 28 (Qwen3-VL: 32), for one visual token
             for each 28 x 28 pixels of two frames.
         sweep: numbers of frames of the curve over them, fewest first.
-        sweep_shape: the shape that the curve is taken with in the place of this one.
+        sweep_shape: the shape that the curve is taken with in place of this one.
         source_fps: frames per second of the file, all of which have to be decoded.
         tokens: special tokens that the backbone's processor asks its tokenizer for.
     """

@@ -15,7 +15,7 @@ def scattered(grid):
 
 @pytest.fixture
 def encoded(model, prepare):
-    """Inputs with features in the place of pixels, some tokens of each video, and what a second pass encoded."""
+    """Inputs with features in place of pixels, some tokens of each video, and what a second pass encoded."""
     inputs = prepare("video", "two videos")
     grid = inputs["video_grid_thw"]
     whole = model.encode_videos(inputs.pop("pixel_values_videos"), grid)

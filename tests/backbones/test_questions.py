@@ -35,7 +35,7 @@ def asked(model, processor, encoded, monkeypatch):
 
 
 def spliced(ids, harmless, question):
-    """The ids of a prompt with the ids of another question in the place of its own."""
+    """The ids of a prompt with the ids of another question in place of its own."""
     start = next(at for at in range(len(ids)) if ids[at : at + len(harmless)] == harmless)
     return [*ids[:start], *question, *ids[start + len(harmless) :]]
 

@@ -47,7 +47,8 @@ def test_values_and_gradients_equal_the_twins(
 @pytest.mark.parametrize(("heads", "num_queries"), [((2, 1), 1), ((4, 2), 5)])
 def test_70_001_tokens(heads, num_queries, reduction):
     kernel = partial(chunked_log_relevance, reduction=reduction)
-    assert_equal_to_twin(kernel, *states(*heads, num_queries, 70_001), reduction=reduction)
+    problem = states(*heads, num_queries, 70_001)
+    assert_equal_to_twin(kernel, *problem, relative=2e-5, reduction=reduction)  # float32 over so many tokens
 
 
 @pytest.mark.slow
