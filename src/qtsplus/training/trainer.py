@@ -27,6 +27,7 @@ from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
 from .distillation import answer_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
+from .sharding import choose_layers, keep_gathered, layer_class
 from .targets import require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
@@ -232,7 +233,7 @@ class QTSplusTrainer(Trainer):
 
     def _probe_budget(self, inputs, labels, qtsplus, weights, factor: float) -> torch.Tensor | float:
         """A term whose gradient in log rho is the supervised loss's slope, measured between fewer and more tokens."""
-        if qtsplus is None or not qtsplus.rho.requires_grad:
+        if qtsplus is None or not (qtsplus.rho.requires_grad or self._others_may_wait(qtsplus)):
             return 0.0
         rho = qtsplus.rho
         with_vision = rho.detach() > 0
@@ -244,6 +245,10 @@ class QTSplusTrainer(Trainer):
                 measured.append(torch.zeros_like(rho).index_add(0, rows, weights * token_losses))
         slope = (measured[0] - measured[1]) / (2 * math.log(factor))
         return (slope * torch.where(with_vision, rho, 1.0).log()).sum()
+
+    def _others_may_wait(self, qtsplus: Any) -> bool:
+        """Whether a batch is of text alone while other processes, which share weights with this one, may have videos."""
+        return self.accelerator.num_processes > 1 and not qtsplus.num_tokens.any()
 
     def _token_weights(self, tokens: torch.Tensor) -> torch.Tensor:
         """The weight of a token of each source, from the step's number of supervised tokens of each."""
@@ -350,8 +355,17 @@ class QTSplusTrainer(Trainer):
         return self.skipped
 
     # ----------------------------------------------------------------------------------------------------------------
-    # Optimizer and checkpoints
+    # Sharding, optimizer and checkpoints
     # ----------------------------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock; shares out the layers of the language model alone, see sharding.py."""
+        model = base_model(self.model)
+        layer = layer_class(model)
+        choose_layers(self.accelerator.state, model)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        keep_gathered(self.model, layer, getattr(self.model_wrapped, "optimizer", None))
+        return prepared
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As stock, with a group for every part that has a learning rate of its own."""
@@ -382,6 +396,13 @@ class QTSplusTrainer(Trainer):
         about = {**self.model.known_front_matter(), **_hyperparameters(self), **self.about}
         card = model_card(self.model, repository or f"org/{folder.resolve().name}", about)
         (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """As stock. What was gathered from a sharded model has tied weights twice, of which a folder needs one."""
+        if state_dict:
+            tied = base_model(self.model).all_tied_weights_keys
+            state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
