@@ -37,18 +37,26 @@ def keep_gathered(model: nn.Module, layer: type[nn.Module], optimizer: Any) -> N
         layer: see [`layer_class`].
         optimizer: DeepSpeed's own, where there is one.
     """
-    layers = [module for module in model.modules() if isinstance(module, layer)]
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and module not in layers:
+    inside = {part for module in model.modules() if isinstance(module, layer) for part in module.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    for module in outside:
+        if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(False, recurse=False)
-    shared_out = {id(weight) for module in layers for weight in module.parameters()}
-    kept: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "ds_id")]
-    kept = [weight for weight in kept if weight.ds_persist or id(weight) not in shared_out]
-    for weight in kept:
-        weight.ds_persist = weight.is_external_param = True  # the end of a module does not let go of either
-    if kept:
-        optimizer.persistent_parameters[:] = kept  # which are gathered again behind every step
-        kept[0].all_gather(kept)
+    kept: list[Any] = [weight for module in outside for weight in module.parameters(recurse=False)]
+    if kept and hasattr(kept[0], "ds_id"):
+        _keep_in_zero3(outside, kept, optimizer)
+
+
+def _keep_in_zero3(modules: list[nn.Module], weights: list[Any], optimizer: Any) -> None:
+    """Has ZeRO-3 keep the weights of modules, the first of which is the whole model, and not watch their calls."""
+    for module in modules[1:]:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
+                del hooks[key]
+    for weight in weights:
+        weight.ds_persist = True
+    optimizer.persistent_parameters.extend(weights)  # which are gathered again behind every step
+    weights[0].all_gather(weights)
 
 
 __all__ = ["choose_layers", "keep_gathered", "layer_class"]
