@@ -53,10 +53,11 @@ def _keep_in_zero3(modules: list[nn.Module], weights: list[Any], optimizer: Any)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
                 del hooks[key]
-    for weight in weights:
+    more = [weight for weight in weights if not weight.ds_persist]  # than the small ones, which it keeps by itself
+    for weight in more:
         weight.ds_persist = True
-    optimizer.persistent_parameters.extend(weights)  # which are gathered again behind every step
-    weights[0].all_gather(weights)
+    optimizer.persistent_parameters.extend(more)  # which are gathered again behind every step
+    optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
 __all__ = ["choose_layers", "keep_gathered", "layer_class"]

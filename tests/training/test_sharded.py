@@ -1,0 +1,173 @@
+"""Two processes that share out a model train as one process does with the same global batch: real processes, by the
+configurations in recipes/accelerate.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from benchmarks.world.clip import render_clip
+from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+
+pytestmark = pytest.mark.slow
+CONFIGURATIONS = Path(__file__).parents[2] / "recipes/accelerate"
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+MODES = ["ddp", "fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+
+TRAINING = """
+training:
+  {output_dir: runs, max_steps: 4, per_device_train_batch_size: 1, learning_rate: 1.0e-3, lr_scheduler_type: constant,
+   gradient_accumulation_steps: 2, gradient_checkpointing: true, max_grad_norm: 1.0, max_skipped: 0.2, use_cpu: true,
+   save_strategy: "no", logging_steps: 1, report_to: none, retention_range: [0.1, 0.3]}
+"""
+# From pixels: the attention of the sharded model itself, then a language model that is trained whole.
+PIXELS = """
+  relevance: {training: {relevance_weight: 1.0, retention_share: 1.0}}
+  answers: {training: {freeze_scores: true, freeze_language_model: false, retention_share: 0.5, budget_probe: 2.0}}
+"""
+# From features: attention that is kept on disk, then adapters on a teacher that changes.
+FEATURES = """
+  relevance: {training: {relevance_weight: 1.0, retention_share: 1.0}}
+  adapters: {training: {relevance_weight: 1.0, lora_rank: 4, retention_share: 0.0}}
+"""
+
+
+def make_model(folder: Path, tiny: Path, processor, tied: bool) -> Path:
+    """A random model whose layers have weights that ZeRO-3 finds worth sharing out."""
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(tiny)
+    config.text_config.intermediate_size, config.tie_word_embeddings = 1024, tied
+    torch.manual_seed(0)
+    Qwen2_5_VLQTSplusForConditionalGeneration(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def make_recipe(folder: Path, tiny: Path, processor, stages: str, tied: bool, features: str = "") -> Path:
+    """Two videos, rows of text and one whose video is broken: in some steps a process sees no video."""
+    for name, seconds in (("a.mp4", 4), ("b.mp4", 2)):
+        render_clip(folder / name, seconds=seconds, fps=8, size=(112, 112), seed=seconds)
+    (folder / "broken.mp4").write_bytes(b"no video")
+    videos = ["a.mp4", "b.mp4", None, None, "b.mp4", "a.mp4", "a.mp4", "b.mp4", "broken.mp4", "b.mp4", "a.mp4", None]
+    answers = ["A red circle.", "It is blue, and large.", "Two."]
+    rows = [
+        {"video": video, "question": f"What is seen, number {row}?", "answer": answers[row % 3]}
+        for row, video in enumerate(videos)
+    ]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    model = make_model(folder / "model", tiny, processor, tied)
+    path = folder / "recipe.yaml"
+    path.write_text(
+        f"model: {{weights: {model}, selector: {{gate: detached, reduction: mean, query_states: layer}}}}\n"
+        f"data: {{train_files: [{folder}/train.jsonl], processor_kwargs: {{fps: 2}}{features}}}"
+        f"{TRAINING}stages:{stages}"
+    )
+    return path
+
+
+def train(recipe: Path, out: Path, mode: str = "one", *overrides: str, processes: int = 2, resume: bool = False):
+    """Runs a recipe by a configuration of accelerate, or in one process with a batch for two."""
+    settings = [f"training.output_dir={out}", *overrides]
+    command = [sys.executable, "-m", "qtsplus.cli", "train"]
+    if mode == "one":
+        settings.append("training.per_device_train_batch_size=2")
+    else:
+        settings.append(f"training.per_device_train_batch_size={2 // processes}")
+        launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        launcher += ["--config_file", str(CONFIGURATIONS / f"{mode}.yaml"), "--num_processes", str(processes)]
+        command = [*launcher, "--main_process_port", "0", str(Path(__file__).with_name("on_cpu.py")), "train"]
+    command += [str(recipe), *(part for setting in settings for part in ("--set", setting)), *["--resume"] * resume]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",  # else it looks for CUDA's compiler
+    }
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+
+
+def steps(folder: Path) -> list[dict]:
+    return [line for line in json.loads((folder / "trainer_state.json").read_text())["log_history"] if "loss" in line]
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_file()}
+
+
+def assert_same_run(folder: Path, expected: Path, weights: str = "model.safetensors") -> None:
+    """Losses of every step to 1e-5 of their size, and weights to what Adam makes of that in four steps of 1e-3."""
+    for line, other in zip(steps(folder), steps(expected), strict=True):
+        for name in [name for name in other if name.startswith("loss") or name in ("rho", "n", "n_asked")]:
+            torch.testing.assert_close(line[name], other[name], rtol=1e-5, atol=1e-5, msg=f"{name}: {line} {other}")
+    assert files(folder) == files(expected)
+    saved, others = load_file(folder / weights), load_file(expected / weights)
+    assert saved.keys() == others.keys()
+    for name, weight in others.items():
+        assert saved[name].dtype == weight.dtype
+        if not name.endswith("rho_history"):
+            torch.testing.assert_close(saved[name], weight, rtol=1e-3, atol=5e-4, msg=lambda text, name=name: name + text)
+
+
+def answer(folder: Path, video: Path) -> torch.Tensor:
+    """Greedy tokens of a folder that is loaded as a user of the Hub loads it."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    content = [{"type": "video", "video": str(video)}, {"type": "text", "text": "What is seen, number 1?"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"fps": 2},
+    )
+    return model.generate(**inputs, max_new_tokens=8, do_sample=False)
+
+
+@pytest.fixture(scope="module")
+def pixels(tmp_path_factory, tiny_published, tiny_processor) -> Path:
+    """The recipe, beside its run in one process."""
+    folder = tmp_path_factory.mktemp("pixels")
+    recipe = make_recipe(folder, tiny_published, tiny_processor, PIXELS, tied=True)
+    result = train(recipe, folder / "one", "one", "training.save_strategy=steps", "training.save_steps=2")
+    assert result.returncode == 0, result.stderr[-3000:]
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory, tiny_published, tiny_processor) -> Path:
+    folder = tmp_path_factory.mktemp("features")
+    kept = f", features: {folder}/kept"
+    recipe = make_recipe(folder, tiny_published, tiny_processor, FEATURES, tied=False, features=kept)
+    result = train(recipe, folder / "one")
+    assert result.returncode == 0, result.stderr[-3000:]
+    return recipe
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_both_stages_from_pixels(mode, pixels, tmp_path):
+    """Distillation with the sharded model as its own teacher, then the language model with a measured budget."""
+    result = train(pixels, tmp_path / "run", mode)
+    assert result.returncode == 0, result.stderr[-3000:]
+    one = pixels.parent / "one"
+    assert_same_run(tmp_path / "run/relevance", one / "relevance")
+    assert_same_run(tmp_path / "run", one)
+    video = pixels.parent / "a.mp4"
+    assert torch.equal(answer(tmp_path / "run", video), answer(one, video))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_features_and_adapters(mode, features, tmp_path):
+    result = train(features, tmp_path / "run", mode, f"data.features={tmp_path}/kept")
+    assert result.returncode == 0, result.stderr[-3000:]
+    one = features.parent / "one"
+    assert_same_run(tmp_path / "run/relevance", one / "relevance")
+    assert_same_run(tmp_path / "run", one, "adapter_model.safetensors")
