@@ -48,11 +48,13 @@ def keep_gathered(model: nn.Module, layer: type[nn.Module], optimizer: Any) -> N
 
 
 def _keep_in_zero3(modules: list[nn.Module], weights: list[Any], optimizer: Any) -> None:
-    """Has ZeRO-3 keep the weights of modules, the first of which is the whole model, and not watch their calls."""
-    for module in modules[1:]:
+    """Has ZeRO-3 keep the weights of modules, and not watch their calls, but for where a pass begins."""
+    beginning = optimizer.parameter_offload.fwd_pre_hook.id
+    for module in modules:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook.__module__.startswith("deepspeed.")]:
-                del hooks[key]
+                if key != beginning:
+                    del hooks[key]
     more = [weight for weight in weights if not weight.ds_persist]  # than the small ones, which it keeps by itself
     for weight in more:
         weight.ds_persist = True
