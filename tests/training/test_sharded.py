@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -108,12 +110,15 @@ def assert_same_run(folder: Path, expected: Path, weights: str = "model.safetens
         for name in [name for name in other if name.startswith("loss") or name in ("rho", "n", "n_asked")]:
             torch.testing.assert_close(line[name], other[name], rtol=1e-5, atol=1e-5, msg=f"{name}: {line} {other}")
     assert files(folder) == files(expected)
+    assert (folder / "README.md").read_text() == (expected / "README.md").read_text()  # has the number of parameters
     saved, others = load_file(folder / weights), load_file(expected / weights)
     assert saved.keys() == others.keys()
     for name, weight in others.items():
         assert saved[name].dtype == weight.dtype
         if not name.endswith("rho_history"):
-            torch.testing.assert_close(saved[name], weight, rtol=1e-3, atol=5e-4, msg=lambda text, name=name: name + text)
+            torch.testing.assert_close(
+                saved[name], weight, rtol=1e-3, atol=5e-4, msg=lambda text, name=name: name + text
+            )
 
 
 def answer(folder: Path, video: Path) -> torch.Tensor:
@@ -134,12 +139,8 @@ def answer(folder: Path, video: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def pixels(tmp_path_factory, tiny_published, tiny_processor) -> Path:
-    """The recipe, beside its run in one process."""
     folder = tmp_path_factory.mktemp("pixels")
-    recipe = make_recipe(folder, tiny_published, tiny_processor, PIXELS, tied=True)
-    result = train(recipe, folder / "one", "one", "training.save_strategy=steps", "training.save_steps=2")
-    assert result.returncode == 0, result.stderr[-3000:]
-    return recipe
+    return make_recipe(folder, tiny_published, tiny_processor, PIXELS, tied=True)
 
 
 @pytest.fixture(scope="module")
@@ -147,27 +148,79 @@ def features(tmp_path_factory, tiny_published, tiny_processor) -> Path:
     folder = tmp_path_factory.mktemp("features")
     kept = f", features: {folder}/kept"
     recipe = make_recipe(folder, tiny_published, tiny_processor, FEATURES, tied=False, features=kept)
-    result = train(recipe, folder / "one")
+    result = train(recipe, folder / "run")
     assert result.returncode == 0, result.stderr[-3000:]
     return recipe
 
 
+@pytest.fixture(scope="module")
+def run_by(pixels) -> Callable[[str], Path]:
+    """The folder of a run by a configuration, with a checkpoint in the middle of its last stage."""
+
+    @cache
+    def run(mode: str) -> Path:
+        folder = pixels.parent / mode / "run"
+        result = train(pixels, folder, mode, "training.save_strategy=steps", "training.save_steps=2")
+        assert result.returncode == 0, result.stderr[-3000:]
+        return folder
+
+    return run
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_both_stages_from_pixels(mode, pixels, tmp_path):
+def test_both_stages_from_pixels(mode, pixels, run_by):
     """Distillation with the sharded model as its own teacher, then the language model with a measured budget."""
-    result = train(pixels, tmp_path / "run", mode)
+    folder, one, video = run_by(mode), run_by("one"), pixels.parent / "a.mp4"
+    assert_same_run(folder / "relevance", one / "relevance")
+    assert_same_run(folder, one)
+    assert torch.equal(answer(folder, video), answer(one, video))
+
+
+GOES_ON = [("ddp", "one", 1), ("one", "ddp", 2), ("fsdp2", "fsdp2", 1)]
+GOES_ON += [pytest.param(mode, mode, 2, marks=needs_deepspeed) for mode in ("zero2", "zero3")]
+
+
+def interrupted(run: Path, folder: Path) -> Path:
+    """What a run had written when its last stage was half done."""
+    for name in ("relevance", "checkpoint-2"):
+        shutil.copytree(run / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(("mode", "other", "processes"), GOES_ON)
+def test_another_number_of_processes_goes_on(mode, other, processes, pixels, run_by, tmp_path):
+    folder = interrupted(run_by(mode), tmp_path / "run")
+    result = train(pixels, folder, other, processes=processes, resume=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    one = pixels.parent / "one"
-    assert_same_run(tmp_path / "run/relevance", one / "relevance")
-    assert_same_run(tmp_path / "run", one)
-    video = pixels.parent / "a.mp4"
-    assert torch.equal(answer(tmp_path / "run", video), answer(one, video))
+    assert_same_run(folder, run_by("one"))
+
+
+REFUSED = [
+    ("fsdp2", "one", 1, "was written by FSDP, and this run is by neither FSDP nor DeepSpeed"),
+    ("one", "fsdp2", 2, "was written by neither FSDP nor DeepSpeed, and this run is by FSDP"),
+    *(
+        pytest.param("zero2", other, 1, f"was written by ZeRO-2 in 2 processes, and {running}", marks=needs_deepspeed)
+        for other, running in (("one", "this run is by neither"), ("zero2", "this run is by ZeRO-2 in 1 processes"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "other", "processes", "message"), REFUSED)
+def test_what_another_engine_wrote_is_refused(mode, other, processes, message, pixels, run_by, tmp_path):
+    result = train(pixels, interrupted(run_by(mode), tmp_path / "run"), other, processes=processes, resume=True)
+    (line,) = {line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")}
+    assert message in line and result.returncode != 0
+
+
+def test_groups_of_frames_are_not_read_from_shared_layers(pixels, tmp_path):
+    result = train(pixels, tmp_path / "run", "fsdp2", "model.relevance_teacher=lm_attention")
+    assert "lm_attention reads the first layers by themselves" in result.stderr and result.returncode != 0
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_features_and_adapters(mode, features, tmp_path):
     result = train(features, tmp_path / "run", mode, f"data.features={tmp_path}/kept")
     assert result.returncode == 0, result.stderr[-3000:]
-    one = features.parent / "one"
+    one = features.parent / "run"
     assert_same_run(tmp_path / "run/relevance", one / "relevance")
     assert_same_run(tmp_path / "run", one, "adapter_model.safetensors")

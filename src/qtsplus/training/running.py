@@ -26,6 +26,7 @@ from .freezing import vision_modules
 from .models import check_weights, load_config, load_model, load_processor
 from .plan import make_plan
 from .recipe import Recipe
+from .sharding import check_checkpoint
 from .targets import note_targets, require_same_backbone, require_same_tokens
 from .trainer import SKIPPED_FILE, QTSplusTrainer
 
@@ -79,6 +80,8 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
         )
     make_plan(recipe).require_space()
     trainer = build_trainer(recipe)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, trainer.accelerator.state)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     trainer.create_model_card()

@@ -1,19 +1,45 @@
 """Which weights a sharded run shares out among its processes: those of the language model's layers.
 
-Every pass over a batch calls each of these layers once, whatever the batch holds. How often it calls the embeddings, the
-vision tower and the selector depends on its videos and questions. A process that gathers a weight waits for all others
-to gather it too, so what lies outside of the layers is gathered for a whole pass, or a whole step.
+Every pass over a batch calls each of these layers once, whatever the batch holds. How often it calls the embeddings,
+the vision tower and the selector depends on its videos and questions. A process that gathers a weight waits for all
+others to gather it too, so what lies outside of the layers is gathered for a whole pass, or a whole step.
 """
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+NEITHER = "neither FSDP nor DeepSpeed"
+
 
 def layer_class(model: Any) -> type[nn.Module]:
     """Of the language model's layers. What FSDP has wrapped derives from it."""
     return type(model.model.language_model.layers[0])
+
+
+def shares_layers(state: Any) -> bool:
+    """Whether a process holds a part of a layer, by accelerate's state: with FSDP and with ZeRO-3."""
+    deepspeed = getattr(state, "deepspeed_plugin", None)
+    return getattr(state, "fsdp_plugin", None) is not None or (deepspeed is not None and deepspeed.zero_stage == 3)
+
+
+def check_checkpoint(checkpoint: Path, state: Any) -> None:
+    """Raises `ValueError` for a checkpoint of another engine: FSDP and DeepSpeed alone read what they wrote."""
+    shares = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
+    written, running = NEITHER, NEITHER
+    if shares:
+        stage = 2 if any(checkpoint.glob("global_step*/mp_rank_00_model_states.pt")) else 3
+        written = f"ZeRO-{stage} in {shares} processes"
+    elif any(checkpoint.glob("pytorch_model_fsdp*")):
+        written = "FSDP"
+    if getattr(state, "deepspeed_plugin", None) is not None:
+        running = f"ZeRO-{state.deepspeed_plugin.zero_stage} in {state.num_processes} processes"
+    elif getattr(state, "fsdp_plugin", None) is not None:
+        running = "FSDP"
+    if written != running:
+        raise ValueError(f"{checkpoint} was written by {written}, and this run is by {running}: go on as it began.")
 
 
 def choose_layers(state: Any, model: Any) -> None:
@@ -62,4 +88,4 @@ def _keep_in_zero3(modules: list[nn.Module], weights: list[Any], optimizer: Any)
     optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-__all__ = ["choose_layers", "keep_gathered", "layer_class"]
+__all__ = ["check_checkpoint", "choose_layers", "keep_gathered", "layer_class", "shares_layers"]
