@@ -115,6 +115,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     qtsplus: QTSplusSelector
     language_model: Any
     post_init: Any
+    named_parameters: Any
     rope_deltas: Any = None  # [B, 1]: how far decoding stands from the count of the tokens
 
     def __init__(self, config: Any):
@@ -272,11 +273,13 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         """
         Scalars of what is trained in front of the language model's layers, beside the selector, which does as much for
         itself: made before anything else, so that the gradients there are whole last, in one order for every batch.
+        What FSDP has shared out is no plain parameter here, and is left out.
         """
         embed, apart = self.get_input_embeddings(), ("language_model.", "qtsplus.")
         first = [] if input_ids is None or not embed.weight.requires_grad else [embed(input_ids[:, :1]).sum()]
-        parameters = ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
-        return first + [parameter.sum() for name, parameter in parameters if not name.startswith(apart)]
+        trained = ((name, weight) for name, weight in self.named_parameters() if weight.requires_grad)
+        in_front = [weight for name, weight in trained if not name.startswith(apart)]
+        return first + [weight.sum() for weight in in_front if type(weight) is nn.Parameter]
 
     def _check_fresh(self, past_key_values, mm_encoder_outputs, kwargs) -> None:
         """Refuses pixels or features in a call that cannot be shortened; drops what says that nothing is packed."""
