@@ -215,6 +215,17 @@ def test_what_another_engine_wrote_is_refused(mode, other, processes, message, p
     assert message in line and result.returncode != 0
 
 
+def test_fsdp_does_not_round_relevance_to_bfloat16(pixels, tmp_path):
+    """It would make the divergence of the first step, which is small, several times as large."""
+    first = {}
+    for mode in ("one", "fsdp2"):
+        result = train(pixels, tmp_path / mode, mode, "training.bf16=true", "training.max_steps=1")
+        assert result.returncode == 0, result.stderr[-3000:]
+        first[mode] = steps(tmp_path / mode / "relevance")[0]
+    for name in ("loss", "loss_relevance", "rho", "grad_norm"):
+        assert first["fsdp2"][name] == pytest.approx(first["one"][name], rel=0.02), name
+
+
 def test_groups_of_frames_are_not_read_from_shared_layers(pixels, tmp_path):
     result = train(pixels, tmp_path / "run", "fsdp2", "model.relevance_teacher=lm_attention")
     assert "lm_attention reads the first layers by themselves" in result.stderr and result.returncode != 0

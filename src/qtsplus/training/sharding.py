@@ -5,6 +5,7 @@ the vision tower and the selector depends on its videos and questions. A process
 others to gather it too, so what lies outside of the layers is gathered for a whole pass, or a whole step.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,15 @@ def check_checkpoint(checkpoint: Path, state: Any) -> None:
 
 def choose_layers(state: Any, model: Any) -> None:
     """
-    Prepares accelerate's state: FSDP wraps the language model's layers, unless its configuration names others, and
-    ZeRO-3 gathers a layer when it is called. What would be called next it knows from the batch before.
+    Prepares accelerate's state: FSDP wraps the language model's layers, unless its configuration names others, and does
+    not round what the model gives, the relevance and the budget; ZeRO-3 gathers a layer when it is called, since what
+    comes next it would know from the batch before.
     """
     fsdp, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
     if fsdp is not None and fsdp.transformer_cls_names_to_wrap is None:
         fsdp.transformer_cls_names_to_wrap = [layer_class(model).__name__]
+    if fsdp is not None and fsdp.mixed_precision_policy is not None:
+        fsdp.mixed_precision_policy = replace(fsdp.mixed_precision_policy, output_dtype=None)
     if deepspeed is not None:
         deepspeed.deepspeed_config["zero_optimization"].setdefault("stage3_prefetch_bucket_size", 0)
 
