@@ -76,8 +76,16 @@ def make_recipe(folder: Path, tiny: Path, processor, stages: str, tied: bool, fe
     return path
 
 
-def train(recipe: Path, out: Path, mode: str = "one", *overrides: str, processes: int = 2, resume: bool = False):
-    """Runs a recipe by a configuration of accelerate, or in one process with a batch for two."""
+def train(
+    recipe: Path,
+    out: Path,
+    mode: str = "one",
+    *overrides: str,
+    processes: int = 2,
+    resume: bool = False,
+    options: tuple[str, ...] = (),
+):
+    """Runs a recipe by a configuration of accelerate and its options, or in one process with a batch for two."""
     settings = [f"training.output_dir={out}", *overrides]
     command = [sys.executable, "-m", "qtsplus.cli", "train"]
     if mode == "one":
@@ -86,7 +94,7 @@ def train(recipe: Path, out: Path, mode: str = "one", *overrides: str, processes
         settings.append(f"training.per_device_train_batch_size={2 // processes}")
         launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
         launcher += ["--config_file", str(CONFIGURATIONS / f"{mode}.yaml"), "--num_processes", str(processes)]
-        command = [*launcher, "--main_process_port", "0", str(Path(__file__).with_name("on_cpu.py")), "train"]
+        command = [*launcher, *options, "--main_process_port", "0", str(Path(__file__).with_name("on_cpu.py")), "train"]
     command += [str(recipe), *(part for setting in settings for part in ("--set", setting)), *["--resume"] * resume]
     environment = {
         **os.environ,
@@ -224,6 +232,21 @@ def test_fsdp_does_not_round_relevance_to_bfloat16(pixels, tmp_path):
         first[mode] = steps(tmp_path / mode / "relevance")[0]
     for name in ("loss", "loss_relevance", "rho", "grad_norm"):
         assert first["fsdp2"][name] == pytest.approx(first["one"][name], rel=0.02), name
+
+
+WITHOUT_A_FOLDER = [
+    ("fsdp2", ("--fsdp_state_dict_type", "SHARDED_STATE_DICT"), "expected fsdp_version 2, fsdp_state_dict_type FULL"),
+    ("fsdp2", ("--fsdp_cpu_ram_efficient_loading", "true"), "and fsdp_cpu_ram_efficient_loading false"),
+    pytest.param(
+        *("zero3", ("--zero3_save_16bit_model", "false"), "expected zero3_save_16bit_model true"), marks=needs_deepspeed
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "options", "message"), WITHOUT_A_FOLDER)
+def test_a_configuration_that_would_end_without_a_folder_is_refused(mode, options, message, pixels, tmp_path):
+    result = train(pixels, tmp_path / "run", mode, options=options)
+    assert message in result.stderr and result.returncode != 0
 
 
 def test_groups_of_frames_are_not_read_from_shared_layers(pixels, tmp_path):

@@ -50,12 +50,29 @@ def choose_layers(state: Any, model: Any) -> None:
     comes next it would know from the batch before.
     """
     fsdp, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
+    _check_engines(fsdp, deepspeed)
     if fsdp is not None and fsdp.transformer_cls_names_to_wrap is None:
         fsdp.transformer_cls_names_to_wrap = [layer_class(model).__name__]
     if fsdp is not None and fsdp.mixed_precision_policy is not None:
         fsdp.mixed_precision_policy = replace(fsdp.mixed_precision_policy, output_dtype=None)
     if deepspeed is not None:
         deepspeed.deepspeed_config["zero_optimization"].setdefault("stage3_prefetch_bucket_size", 0)
+
+
+def _check_engines(fsdp: Any, deepspeed: Any) -> None:
+    """Raises `ValueError` for a configuration that would end without a model's folder, or could not begin."""
+    if fsdp is not None and (
+        fsdp.fsdp_version != 2 or fsdp.state_dict_type.name != "FULL_STATE_DICT" or fsdp.cpu_ram_efficient_loading
+    ):
+        raise ValueError(
+            "accelerate's configuration of FSDP: expected fsdp_version 2, fsdp_state_dict_type FULL_STATE_DICT and "
+            "fsdp_cpu_ram_efficient_loading false, as in recipes/accelerate/fsdp2.yaml."
+        )
+    if deepspeed is not None and deepspeed.zero_stage == 3 and not deepspeed.zero3_save_16bit_model:
+        raise ValueError(
+            "accelerate's configuration of ZeRO-3: expected zero3_save_16bit_model true, as in "
+            "recipes/accelerate/zero3.yaml."
+        )
 
 
 def keep_gathered(model: nn.Module, layer: type[nn.Module], optimizer: Any) -> None:
