@@ -115,6 +115,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     qtsplus: QTSplusSelector
     language_model: Any
     post_init: Any
+    named_parameters: Any
     rope_deltas: Any = None  # [B, 1]: how far decoding stands from the count of the tokens
 
     def __init__(self, config: Any):
@@ -251,11 +252,14 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         visual, selection = take_inputs(kwargs)
         prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
         qtsplus: QTSplusOutput | None
+        anchors = self._anchors(input_ids) if self.training and torch.is_grad_enabled() else []
         if visual.given:
             self._check_fresh(past_key_values, mm_encoder_outputs, kwargs)
             inputs, qtsplus = self._shortened_inputs(*prompt, visual, selection)
         else:
             inputs, qtsplus = self._plain_inputs(*prompt, past_key_values, mm_encoder_outputs)
+        if anchors:
+            inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.stack(anchors).sum() * 0.0
         outputs = self.language_model(past_key_values=past_key_values, use_cache=use_cache, **inputs, **kwargs)
         return QTSplusModelOutputWithPast(
             last_hidden_state=outputs.last_hidden_state,
@@ -264,6 +268,18 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             attentions=outputs.attentions,
             qtsplus=qtsplus,
         )
+
+    def _anchors(self, input_ids: torch.Tensor | None) -> list[torch.Tensor]:
+        """
+        Scalars of what is trained in front of the language model's layers, beside the selector, which does as much for
+        itself: made before anything else, so that the gradients there are whole last, in one order for every batch.
+        What FSDP has shared out is no plain parameter here, and is left out.
+        """
+        embed, apart = self.get_input_embeddings(), ("language_model.", "qtsplus.")
+        first = [] if input_ids is None or not embed.weight.requires_grad else [embed(input_ids[:, :1]).sum()]
+        trained = ((name, weight) for name, weight in self.named_parameters() if weight.requires_grad)
+        in_front = [weight for name, weight in trained if not name.startswith(apart)]
+        return first + [weight.sum() for weight in in_front if type(weight) is nn.Parameter]
 
     def _check_fresh(self, past_key_values, mm_encoder_outputs, kwargs) -> None:
         """Refuses pixels or features in a call that cannot be shortened; drops what says that nothing is packed."""

@@ -303,8 +303,8 @@ def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = No
         backbone=model.backbone_name,
         repository=repository,
         weights=sections["weights"] or _describe_weights(about.get("base_model")),
-        parameters=model.num_parameters(),
-        selector_parameters=sum(parameter.numel() for parameter in model.model.qtsplus.parameters()),
+        parameters=_count_parameters(model),
+        selector_parameters=_count_parameters(model.model.qtsplus),
         layers=config.text_config.num_hidden_layers,
         width=config.text_config.hidden_size,
         training=_describe_training(sections),
@@ -313,6 +313,11 @@ def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = No
         **config.qtsplus_config.to_dict(),
     )
     return f"---\n{front_matter.strip()}\n---\n\n{body}"
+
+
+def _count_parameters(module: Any) -> int:
+    """Of a module, whole too where DeepSpeed has left this process a part of them."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
 def _describe_weights(base_model: str | None) -> str:

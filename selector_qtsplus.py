@@ -324,13 +324,14 @@ class QTSplusSelector(nn.Module):
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
         sample_gate = self.training if sample_gate is None else sample_gate
 
+        anchor = self._anchor() if self.training and torch.is_grad_enabled() else None
         rows = []
         for row, sample in enumerate(zip(visual, query, positions, grids, strict=True)):
             candidates = self._candidates(row, *sample, None if attention is None else attention[row])
             rows.append(self._select(candidates, selection, retentions[row], cap, sample_gate, reencode))
         features, kept_indices, log_relevance, rhos, thresholds = (list(field) for field in zip(*rows, strict=True))
-        if self.training and torch.is_grad_enabled():
-            features = self._reaching_every_parameter(features)
+        if anchor is not None:
+            features = [tokens + anchor.to(tokens.dtype) for tokens in features]
         rho = torch.stack(rhos)
         num_tokens = torch.tensor([sum(map(len, parts)) for parts in visual], device=rho.device)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
@@ -435,13 +436,14 @@ class QTSplusSelector(nn.Module):
         total = torch.stack([part.detach().sum(0, dtype=torch.float32) for part in visual]).sum(0)
         return torch.lerp((total / candidates.num_tokens).to(tokens.dtype), tokens, gates), kept, threshold
 
-    def _reaching_every_parameter(self, features: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same: a batch without visual tokens must reach every parameter too, or distributed training waits."""
+    def _anchor(self) -> torch.Tensor | None:
+        """
+        0, made of every parameter that is trained: a batch without visual tokens must reach them too, or distributed
+        training waits. It is made before the parameters are used, so that on the way back their gradients are whole
+        after it, in the same order for every batch: DeepSpeed adds up those of several processes in that order.
+        """
         trained = [p.sum().float() for p in self.parameters() if p.requires_grad]
-        if not trained:
-            return features
-        anchor = torch.stack(trained).sum() * 0.0
-        return [row + anchor.to(row.dtype) for row in features]
+        return torch.stack(trained).sum() * 0.0 if trained else None
 
     def _encode(self, layers: nn.ModuleList, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Lines 15 and 16: `[n, d]` tokens that have seen each other, where `[3, n]` says they stand."""

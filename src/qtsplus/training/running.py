@@ -3,10 +3,13 @@
 import gc
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -23,6 +26,7 @@ from .freezing import vision_modules
 from .models import check_weights, load_config, load_model, load_processor
 from .plan import make_plan
 from .recipe import Recipe
+from .sharding import check_checkpoint
 from .targets import note_targets, require_same_backbone, require_same_tokens
 from .trainer import SKIPPED_FILE, QTSplusTrainer
 
@@ -46,8 +50,10 @@ def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
         begun = index == 0 or last_checkpoint(stage.output_dir) is not None or is_finished(stage.output_dir)
         if resume and not begun:
             logger.warning(f"{stage.name} has no checkpoint yet and starts from its first step.")
-        run(stage, resume and begun)
+        # Arguments of its own prepare the process anew: a Trainer leaves its sharding behind.
+        run(replace(stage, training=replace(stage.training)), resume and begun)
         gc.collect()  # a Trainer refers to itself, and holds its model until it is looked for
+    PartialState().destroy_process_group()
     return stages[-1].output_dir
 
 
@@ -61,6 +67,7 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     Raises:
         ValueError: `output_dir` cannot be written, or holds files and `resume` is false; or there is nothing to resume.
     """
+    unset_hf_deepspeed_config()  # Transformers would share out the model before it is whole
     output_dir = check_folder(recipe.output_dir)
     checkpoint = last_checkpoint(output_dir)
     if not resume:
@@ -73,11 +80,12 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
         )
     make_plan(recipe).require_space()
     trainer = build_trainer(recipe)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, trainer.accelerator.state)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     trainer.create_model_card()
     trainer.save_state()  # the last file, which tells a finished run
-    trainer.accelerator.end_training()
     return output_dir
 
 

@@ -27,6 +27,7 @@ from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
 from .distillation import answer_logits
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
+from .sharding import choose_layers, keep_gathered, layer_class, shares_layers
 from .targets import require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
@@ -40,6 +41,8 @@ _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "
 _FREEZING = ("freeze_vision_model", "freeze_language_model", "freeze_selector", "sft_loss", "relevance_weight")
 _SELECTOR = ("gate", "query_states", "reduction", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
 
+
+_BESIDE_ADAPTERS = ".modules_to_save."  # what PEFT saves whole
 
 FurtherLosses = Callable[[Any], Mapping[str, tuple[float, torch.Tensor]]]
 
@@ -120,6 +123,7 @@ class QTSplusTrainer(Trainer):
         other = None if isinstance(relevance_teacher, str) else relevance_teacher
         reads = None if self._targets_are_kept else base_model(other or model)
         check_relevance(base_model(model), self.args, reads, grouped)
+        self._check_whole_layers(grouped and not self._targets_are_kept)
         self.attention_choice = AttentionChoice.of(self.args, grouped)
         self.relevance_teacher = None if other is None else other.to(self.args.device).eval().requires_grad_(False)
         self.about: dict[str, Any] = {}
@@ -130,6 +134,14 @@ class QTSplusTrainer(Trainer):
         self._retention: float | None = None
         self.budget = Budget(self.selector, self.args, self.running)
         self.add_callback(_StepCallback(self))
+
+    def _check_whole_layers(self, grouped: bool) -> None:
+        """Raises `ValueError` where layers are read one by one, whose weights are in parts on several processes."""
+        if shares_layers(self.accelerator.state) and (grouped or self.selector_config.selection == "lm_attention"):
+            raise ValueError(
+                "lm_attention reads the first layers by themselves, which FSDP and ZeRO-3 share out: train with "
+                "recipes/accelerate/zero2.yaml or ddp.yaml, or let a frozen model teach by data.features."
+            )
 
     # ----------------------------------------------------------------------------------------------------------------
     # The objective
@@ -232,7 +244,7 @@ class QTSplusTrainer(Trainer):
 
     def _probe_budget(self, inputs, labels, qtsplus, weights, factor: float) -> torch.Tensor | float:
         """A term whose gradient in log rho is the supervised loss's slope, measured between fewer and more tokens."""
-        if qtsplus is None or not qtsplus.rho.requires_grad:
+        if qtsplus is None or not (qtsplus.rho.requires_grad or self._others_may_wait(qtsplus)):
             return 0.0
         rho = qtsplus.rho
         with_vision = rho.detach() > 0
@@ -244,6 +256,11 @@ class QTSplusTrainer(Trainer):
                 measured.append(torch.zeros_like(rho).index_add(0, rows, weights * token_losses))
         slope = (measured[0] - measured[1]) / (2 * math.log(factor))
         return (slope * torch.where(with_vision, rho, 1.0).log()).sum()
+
+    def _others_may_wait(self, qtsplus: Any) -> bool:
+        """Whether a batch is of text alone, while other processes, with parts of the weights, may have videos."""
+        learns = not self.args.freeze_selector and self.selector_config.selection == "qtsplus"
+        return learns and self.accelerator.num_processes > 1 and not qtsplus.num_tokens.any()
 
     def _token_weights(self, tokens: torch.Tensor) -> torch.Tensor:
         """The weight of a token of each source, from the step's number of supervised tokens of each."""
@@ -350,8 +367,17 @@ class QTSplusTrainer(Trainer):
         return self.skipped
 
     # ----------------------------------------------------------------------------------------------------------------
-    # Optimizer and checkpoints
+    # Sharding, optimizer and checkpoints
     # ----------------------------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock; shares out the layers of the language model alone, see sharding.py."""
+        model = base_model(self.model)
+        layer = layer_class(model)
+        choose_layers(self.accelerator.state, model)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        keep_gathered(self.model, layer, getattr(self.model_wrapped, "optimizer", None))
+        return prepared
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As stock, with a group for every part that has a learning rate of its own."""
@@ -382,6 +408,19 @@ class QTSplusTrainer(Trainer):
         about = {**self.model.known_front_matter(), **_hyperparameters(self), **self.about}
         card = model_card(self.model, repository or f"org/{folder.resolve().name}", about)
         (folder / "README.md").write_text(card, encoding="utf-8")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """
+        As stock. What was gathered from a sharded model has tied weights twice, of which a folder needs one, and from
+        ZeRO-3 lacks what is frozen in a selector beside adapters, which belongs to its file.
+        """
+        if state_dict:
+            tied = base_model(self.model).all_tied_weights_keys
+            whole = {
+                name: weight.detach() for name, weight in self.model.named_parameters() if _BESIDE_ADAPTERS in name
+            }
+            state_dict = {name: weight for name, weight in {**whole, **state_dict}.items() if name not in tied}
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -1,0 +1,263 @@
+"""Two processes that share out a model train as one process does with the same global batch: real processes, by the
+configurations in recipes/accelerate.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from benchmarks.world.clip import render_clip
+from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+
+pytestmark = pytest.mark.slow
+CONFIGURATIONS = Path(__file__).parents[2] / "recipes/accelerate"
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+MODES = ["ddp", "fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+
+TRAINING = """
+training:
+  {output_dir: runs, max_steps: 4, per_device_train_batch_size: 1, learning_rate: 1.0e-3, lr_scheduler_type: constant,
+   gradient_accumulation_steps: 2, gradient_checkpointing: true, max_grad_norm: 1.0, max_skipped: 0.2, use_cpu: true,
+   save_strategy: "no", logging_steps: 1, report_to: none, retention_range: [0.1, 0.3]}
+"""
+# From pixels: the attention of the sharded model itself, then a model all of which is trained, and which is evaluated.
+PIXELS = """
+  relevance: {training: {relevance_weight: 1.0, retention_share: 1.0}}
+  answers: {training: {freeze_scores: true, freeze_language_model: false, freeze_vision_model: false,
+    retention_share: 0.5, budget_probe: 2.0, eval_strategy: steps, eval_steps: 2, per_device_eval_batch_size: 1}}
+"""
+# From features: attention that is kept on disk, then adapters on a teacher that changes.
+FEATURES = """
+  relevance: {training: {relevance_weight: 1.0, retention_share: 1.0}}
+  adapters: {training: {relevance_weight: 1.0, lora_rank: 4, retention_share: 0.0}}
+"""
+
+
+def make_model(folder: Path, tiny: Path, processor, tied: bool) -> Path:
+    """A random model whose layers have weights that ZeRO-3 finds worth sharing out."""
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(tiny)
+    config.text_config.intermediate_size, config.tie_word_embeddings = 1024, tied
+    torch.manual_seed(0)
+    Qwen2_5_VLQTSplusForConditionalGeneration(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def make_recipe(folder: Path, tiny: Path, processor, stages: str, tied: bool, features: str = "") -> Path:
+    """Two videos, rows of text and one whose video is broken: in some steps a process sees no video."""
+    for name, seconds in (("a.mp4", 4), ("b.mp4", 2)):
+        render_clip(folder / name, seconds=seconds, fps=8, size=(112, 112), seed=seconds)
+    (folder / "broken.mp4").write_bytes(b"no video")
+    videos = ["a.mp4", "b.mp4", None, None, "b.mp4", "a.mp4", "a.mp4", "b.mp4", "broken.mp4", "b.mp4", "a.mp4", None]
+    answers = ["A red circle.", "It is blue, and large.", "Two."]
+    rows = [
+        {"video": video, "question": f"What is seen, number {row}?", "answer": answers[row % 3]}
+        for row, video in enumerate(videos)
+    ]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    model = make_model(folder / "model", tiny, processor, tied)
+    path, records = folder / "recipe.yaml", f"[{folder}/train.jsonl]"
+    path.write_text(
+        f"model: {{weights: {model}, selector: {{gate: detached, reduction: mean, query_states: layer}}}}\n"
+        f"data: {{train_files: {records}, eval_files: {records}, processor_kwargs: {{fps: 2}}{features}}}"
+        f"{TRAINING}stages:{stages}"
+    )
+    return path
+
+
+def train(
+    recipe: Path,
+    out: Path,
+    mode: str = "one",
+    *overrides: str,
+    processes: int = 2,
+    resume: bool = False,
+    options: tuple[str, ...] = (),
+):
+    """Runs a recipe by a configuration of accelerate and its options, or in one process with a batch for two."""
+    settings = [f"training.output_dir={out}", *overrides]
+    command = [sys.executable, "-m", "qtsplus.cli", "train"]
+    if mode == "one":
+        settings.append("training.per_device_train_batch_size=2")
+    else:
+        settings.append(f"training.per_device_train_batch_size={2 // processes}")
+        launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        launcher += ["--config_file", str(CONFIGURATIONS / f"{mode}.yaml"), "--num_processes", str(processes)]
+        command = [*launcher, *options, "--main_process_port", "0", str(Path(__file__).with_name("on_cpu.py")), "train"]
+    command += [str(recipe), *(part for setting in settings for part in ("--set", setting)), *["--resume"] * resume]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",  # else it looks for CUDA's compiler
+    }
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+
+
+def steps(folder: Path) -> list[dict]:
+    """The lines of steps and of evaluations."""
+    lines = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [line for line in lines if "loss" in line or "eval_loss" in line]
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_file()}
+
+
+def assert_same_run(folder: Path, expected: Path, weights: str = "model.safetensors") -> None:
+    """Losses of every step to 1e-5 of their size, and weights to what Adam makes of that in four steps of 1e-3."""
+    for line, other in zip(steps(folder), steps(expected), strict=True):
+        for name in [name for name in other if "loss" in name or name in ("rho", "n", "n_asked")]:
+            torch.testing.assert_close(line[name], other[name], rtol=1e-5, atol=1e-5, msg=f"{name}: {line} {other}")
+    assert files(folder) == files(expected)
+    saved, others = load_file(folder / weights), load_file(expected / weights)
+    assert saved.keys() == others.keys()
+    for name, weight in others.items():
+        assert saved[name].dtype == weight.dtype
+        if not name.endswith("rho_history"):
+            torch.testing.assert_close(
+                saved[name], weight, rtol=1e-3, atol=5e-4, msg=lambda text, name=name: name + text
+            )
+
+
+def answer(folder: Path, video: Path) -> torch.Tensor:
+    """Greedy tokens of a folder that is loaded as a user of the Hub loads it."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    content = [{"type": "video", "video": str(video)}, {"type": "text", "text": "What is seen, number 1?"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"fps": 2},
+    )
+    return model.generate(**inputs, max_new_tokens=8, do_sample=False)
+
+
+@pytest.fixture(scope="module")
+def pixels(tmp_path_factory, tiny_published, tiny_processor) -> Path:
+    folder = tmp_path_factory.mktemp("pixels")
+    return make_recipe(folder, tiny_published, tiny_processor, PIXELS, tied=True)
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory, tiny_published, tiny_processor) -> Path:
+    folder = tmp_path_factory.mktemp("features")
+    kept = f", features: {folder}/kept"
+    recipe = make_recipe(folder, tiny_published, tiny_processor, FEATURES, tied=False, features=kept)
+    result = train(recipe, folder / "run")
+    assert result.returncode == 0, result.stderr[-3000:]
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def run_by(pixels) -> Callable[[str], Path]:
+    """The folder of a run by a configuration, with a checkpoint in the middle of its last stage."""
+
+    @cache
+    def run(mode: str) -> Path:
+        folder = pixels.parent / mode / "run"
+        result = train(pixels, folder, mode, "training.save_strategy=steps", "training.save_steps=2")
+        assert result.returncode == 0, result.stderr[-3000:]
+        return folder
+
+    return run
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_both_stages_from_pixels(mode, pixels, run_by):
+    """Distillation with the sharded model as its own teacher, then the language model with a measured budget."""
+    folder, one, video = run_by(mode), run_by("one"), pixels.parent / "a.mp4"
+    assert_same_run(folder / "relevance", one / "relevance")
+    assert_same_run(folder, one)
+    assert (folder / "README.md").read_text() == (one / "README.md").read_text()  # has the number of parameters
+    assert torch.equal(answer(folder, video), answer(one, video))
+
+
+GOES_ON = [("ddp", "one", 1), ("one", "ddp", 2), ("fsdp2", "fsdp2", 1)]
+GOES_ON += [pytest.param(mode, mode, 2, marks=needs_deepspeed) for mode in ("zero2", "zero3")]
+
+
+def interrupted(run: Path, folder: Path) -> Path:
+    """What a run had written when its last stage was half done."""
+    for name in ("relevance", "checkpoint-2"):
+        shutil.copytree(run / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(("mode", "other", "processes"), GOES_ON)
+def test_another_number_of_processes_goes_on(mode, other, processes, pixels, run_by, tmp_path):
+    folder = interrupted(run_by(mode), tmp_path / "run")
+    result = train(pixels, folder, other, processes=processes, resume=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert_same_run(folder, run_by("one"))
+
+
+REFUSED = [
+    ("fsdp2", "one", 1, "was written by FSDP, and this run is by neither FSDP nor DeepSpeed"),
+    ("one", "fsdp2", 2, "was written by neither FSDP nor DeepSpeed, and this run is by FSDP"),
+    *(
+        pytest.param("zero2", other, 1, f"was written by ZeRO-2 in 2 processes, and {running}", marks=needs_deepspeed)
+        for other, running in (("one", "this run is by neither"), ("zero2", "this run is by ZeRO-2 in 1 processes"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "other", "processes", "message"), REFUSED)
+def test_what_another_engine_wrote_is_refused(mode, other, processes, message, pixels, run_by, tmp_path):
+    result = train(pixels, interrupted(run_by(mode), tmp_path / "run"), other, processes=processes, resume=True)
+    (line,) = {line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")}
+    assert message in line and result.returncode != 0
+
+
+def test_fsdp_does_not_round_relevance_to_bfloat16(pixels, tmp_path):
+    """It would make the divergence of the first step, which is small, several times as large."""
+    first = {}
+    for mode in ("one", "fsdp2"):
+        result = train(pixels, tmp_path / mode, mode, "training.bf16=true", "training.max_steps=1")
+        assert result.returncode == 0, result.stderr[-3000:]
+        first[mode] = steps(tmp_path / mode / "relevance")[0]
+    for name in ("loss", "loss_relevance", "rho", "grad_norm"):
+        assert first["fsdp2"][name] == pytest.approx(first["one"][name], rel=0.02), name
+
+
+WITHOUT_A_FOLDER = [
+    ("fsdp2", ("--fsdp_state_dict_type", "SHARDED_STATE_DICT"), "expected fsdp_version 2, fsdp_state_dict_type FULL"),
+    ("fsdp2", ("--fsdp_cpu_ram_efficient_loading", "true"), "and fsdp_cpu_ram_efficient_loading false"),
+    pytest.param(
+        *("zero3", ("--zero3_save_16bit_model", "false"), "expected zero3_save_16bit_model true"), marks=needs_deepspeed
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "options", "message"), WITHOUT_A_FOLDER)
+def test_a_configuration_that_would_end_without_a_folder_is_refused(mode, options, message, pixels, tmp_path):
+    result = train(pixels, tmp_path / "run", mode, options=options)
+    assert message in result.stderr and result.returncode != 0
+
+
+def test_groups_of_frames_are_not_read_from_shared_layers(pixels, tmp_path):
+    result = train(pixels, tmp_path / "run", "fsdp2", "model.relevance_teacher=lm_attention")
+    assert "lm_attention reads the first layers by themselves" in result.stderr and result.returncode != 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_features_and_adapters(mode, features, tmp_path):
+    result = train(features, tmp_path / "run", mode, f"data.features={tmp_path}/kept")
+    assert result.returncode == 0, result.stderr[-3000:]
+    one = features.parent / "run"
+    assert_same_run(tmp_path / "run/relevance", one / "relevance")
+    assert_same_run(tmp_path / "run", one, "adapter_model.safetensors")
