@@ -140,19 +140,23 @@ def make_tokenizer(ranks: dict[bytes, int], tokenizer_class: Any = Qwen2Tokenize
         return "".join(letters[byte] for byte in token)
 
     by_rank = sorted(ranks, key=ranks.__getitem__)
-    merges = [tuple(map(text, _halves(token, ranks))) for token in by_rank if len(token) > 1]
+    # Of the newest vocabulary some tokens cannot be reached, for the tokens between are missing.
+    halves = (_halves(token, ranks) for token in by_rank if len(token) > 1)
+    merges = [tuple(map(text, pair)) for pair in halves if pair is not None]
     tokenizer = tokenizer_class(vocab={text(token): ranks[token] for token in by_rank}, merges=merges)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
     return tokenizer
 
 
-def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens that a token is merged of: its bytes, merged as far as the tokens before it go."""
+def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
+    """The two tokens that a token is merged of: its bytes, merged as far as the tokens before it go. `None` if short."""
     parts = [token[index : index + 1] for index in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(parts[index] + parts[index + 1], len(ranks)) for index in range(len(parts) - 1)]
         index = pairs.index(min(pairs))
+        if pairs[index] == len(ranks):
+            return None
         parts[index : index + 2] = [parts[index] + parts[index + 1]]
     first, second = parts
     return first, second

@@ -147,3 +147,11 @@ def test_a_vocabulary_of_tiktoken():
     ids = tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
     assert ids == list(range(len(ranks), len(ranks) + len(SPECIAL_TOKENS)))
     assert tokenizer.encode("<|im_start|>user") == [ids[1], ranks[b"user"]]
+
+
+def test_a_token_that_no_two_tokens_make_stands_in_the_vocabulary_only():
+    """As 201 of the newest vocabulary: what they would be merged of is missing."""
+    ranks = {**{bytes([byte]): byte for byte in range(256)}, b"abc": 256}
+    tokenizer = make_tokenizer(ranks)
+    assert tokenizer.convert_tokens_to_ids("abc") == 256
+    assert tokenizer.encode("abc") == [ranks[b"a"], ranks[b"b"], ranks[b"c"]]
