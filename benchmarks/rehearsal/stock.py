@@ -150,7 +150,7 @@ def make_tokenizer(ranks: dict[bytes, int], tokenizer_class: Any = Qwen2Tokenize
 
 
 def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two tokens that a token is merged of: its bytes, merged as far as the tokens before it go. `None` if short."""
+    """The two tokens that a token is merged of: its bytes, merged as far as the tokens before it go, if so far."""
     parts = [token[index : index + 1] for index in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(parts[index] + parts[index + 1], len(ranks)) for index in range(len(parts) - 1)]
