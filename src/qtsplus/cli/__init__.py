@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from .asking import ask, demo
+from .batch import batch
 from .console import FilledArguments, console
 from .data import data_app
 from .evaluating import eval_app
@@ -33,7 +34,7 @@ def qtsplus(
     """Query-aware visual-token selection for long videos."""
 
 
-for command in (demo, ask, convert, publish, train, calibrate):
+for command in (demo, ask, batch, convert, publish, train, calibrate):
     app.command()(command)
 for study in (needle, analysis):
     eval_app.command()(study)
