@@ -230,10 +230,10 @@ def test_a_run_without_an_answer_has_failed(batch, tmp_path):
 @pytest.mark.slow
 def test_processes_share_the_videos(videos, rows, tiny_published, tmp_path):
     file = write(tmp_path / "rows.jsonl", rows)
-    several = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "qtsplus.cli")
+    several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qtsplus.cli")
     for name, program in (("two", several), ("one", ("-m", "qtsplus.cli"))):
         process = start(file, tmp_path / name, tiny_published, "--media-root", videos, program=program)
-        _, said = process.communicate()
+        _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said
     assert read(tmp_path / "two") == read(tmp_path / "one")
     assert len(entries(tmp_path / "two")) == len(rows)

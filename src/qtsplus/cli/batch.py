@@ -65,10 +65,12 @@ def batch(
     with one_line_errors(), resumable():
         from accelerate import PartialState
 
+        from .. import session
         from ..batch import Asker, RayEngine, read_questions, run
 
         check_selection(selection)
-        questions, state = read_questions(file, media_root), PartialState()
+        questions = read_questions(file, media_root)
+        state = PartialState(cpu=session.find_device(device) == "cpu")
         if state.num_processes > 1:
             device = device or str(state.device)
         name = name_model(model, revision)
