@@ -1,15 +1,15 @@
-"""Asks the questions of a file, video by video: each row is answered exactly once, however often a run is killed."""
+"""Asks the questions of a file, video by video: each row is answered once, however often a run is killed."""
 
 import csv
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from filelock import FileLock
@@ -27,7 +27,7 @@ from .settings import show
 
 # By the numbers of the rows: the fields of an answer, or `error`.
 Results = Iterator[tuple[int, dict[str, Any]]]
-FAILURES = (*UNREADABLE, torch.OutOfMemoryError)  # of one video or one question, and the run goes on
+FAILURES = (*UNREADABLE, torch.OutOfMemoryError)  # of one video or question, and the run goes on
 
 
 class Question(BaseModel):
@@ -54,15 +54,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Questions:
-    """A file of questions."""
+    """The rows of a file, and those of them that can be asked; of the others the reason, by number."""
 
-    digest: str
     rows: list[Row]
     tasks: list[Task]
-    problems: dict[int, str]  # by number, why a row cannot be asked
+    problems: dict[int, str]
+
+    def digest(self) -> str:
+        return hashlib.sha256(repr([row.content for row in self.rows]).encode()).hexdigest()[:16]
 
     def videos(self) -> list[list[Task]]:
-        """The tasks about one video after those about another."""
+        """The tasks of each video, read at one rate."""
         videos: dict[tuple[str, float | None], list[Task]] = {}
         for task in self.tasks:
             videos.setdefault((task.place, task.question.fps), []).append(task)
@@ -71,36 +73,25 @@ class Questions:
 
 def read_questions(path: Path, media_root: Path | None = None) -> Questions:
     """
-    The rows of a JSONL, JSON, CSV or Parquet file; relative videos lie beside it, or under the media root.
+    Reads JSONL, JSON, CSV or Parquet; relative videos lie beside the file, or under the media root.
 
     Raises:
         ValueError: no such file, one that cannot be read, or one of which no row can be asked.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; expected a file of questions, such as JSONL, CSV or Parquet.")
-    rows = list(_read_csv(path) if path.suffix == ".csv" else iter_rows(path))
-    questions = Questions(hashlib.sha256(path.read_bytes()).hexdigest()[:16], rows, [], {})
     root = media_folder(path, media_root)
-    for row in rows:
+    questions = Questions(list(_read_csv(path) if path.suffix == ".csv" else iter_rows(path)), [], {})
+    for row in questions.rows:
         try:
-            question = _question(row)
+            question = _question(row.content, row.problem)
             questions.tasks.append(Task(row.number, question, find_media(question.video, root)))
         except ValueError as error:
             questions.problems[row.number] = explain(error) if isinstance(error, ValidationError) else str(error)
     if not questions.tasks:
-        reason = next((f" Row {number}: {problem}" for number, problem in questions.problems.items()), "")
-        raise ValueError(f"{path} holds no row with a video and a question.{reason}")
+        first = next((f" Row {number}: {problem}" for number, problem in questions.problems.items()), "")
+        raise ValueError(f"{path} holds no row with a video and a question.{first}")
     return questions
-
-
-def _question(row: Row) -> Question:
-    if isinstance(row.content, _Cells):
-        if None in row.content:
-            raise ValueError("it has more cells than the first line has names.")
-        return Question.model_validate_strings(row.content)
-    if not isinstance(row.content, Mapping):
-        raise ValueError(row.problem if row.content is None else f"it is {show(row.content)}; expected an object.")
-    return Question.model_validate(row.content)
 
 
 class _Cells(dict[Any, Any]):
@@ -116,13 +107,23 @@ def _read_csv(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
 
 
+def _question(content: Any, problem: str | None) -> Question:
+    if isinstance(content, _Cells):
+        if None in content:
+            raise ValueError("it has more cells than the first line has names.")
+        return Question.model_validate_strings(content)
+    if not isinstance(content, Mapping):
+        raise ValueError(problem if content is None else f"it is {show(content)}; expected an object.")
+    return Question.model_validate(content)
+
+
 @dataclass(frozen=True)
 class Asker:
     """
-    A model and how it is asked, where rows say nothing else; see [`session.load`] and [`session.ask`].
+    A model and how it is asked where a row does not say, as for [`session.load`] and [`session.ask`].
 
-    Called with the questions about one video, it encodes the video once. What is wrong with the video or with a
-    question is the `error` of its row.
+    Called with the tasks of one video, it encodes the video once; what is wrong with it or with a question is the
+    `error` of a row.
     """
 
     model: str
@@ -143,73 +144,63 @@ class Asker:
         """All that decides an answer."""
         return {name: value for name, value in vars(self).items() if name not in ("device", "loaded")}
 
-    def __call__(self, tasks: Sequence[Task]) -> Results:
+    def budget(self, question: Question) -> dict[str, Any]:
+        return {name: getattr(question, name) or getattr(self, name) for name in ("retention", "max_visual_tokens")}
+
+    def __call__(self, tasks: list[Task]) -> Results:
         model, processor = self.loaded
-        fps = tasks[0].question.fps or self.fps
         try:
-            video = session.encode(model, processor, tasks[0].place, fps=fps)
+            video = session.encode(model, processor, tasks[0].place, fps=tasks[0].question.fps or self.fps)
         except FAILURES as error:
-            yield from ((task.number, _failure(error)) for task in tasks)
+            yield from ((task.number, failure(error)) for task in tasks)
             return
+        choice: dict[str, Any] = {"selection": self.selection, "max_new_tokens": self.max_new_tokens}
         for task in tasks:
+            asked = {**choice, **self.budget(task.question)}
             try:
-                yield task.number, self._ask(video, task.question)
+                fields = session.ask(model, processor, video, task.question.question, **asked).as_dict()
             except FAILURES as error:
-                yield task.number, _failure(error)
-
-    def _ask(self, video: session.EncodedVideo, question: Question) -> dict[str, Any]:
-        choice = {name: getattr(question, name) or getattr(self, name) for name in ("retention", "max_visual_tokens")}
-        answer = session.ask(
-            *self.loaded,
-            video,
-            question.question,
-            selection=self.selection,
-            max_new_tokens=self.max_new_tokens,
-            **choice,
-        )
-        fields = answer.as_dict()
-        return {name: fields[name] for name in ("answer", "kept_tokens", "visual_tokens", "evidence", "warnings")}
+                yield task.number, failure(error)
+            else:
+                names = ("answer", "kept_tokens", "visual_tokens", "evidence", "warnings")
+                yield task.number, {name: fields[name] for name in names}
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
+def failure(error: BaseException) -> dict[str, str]:
+    """The result of a row that was not answered."""
     return {"error": " ".join(str(error).split()) or type(error).__name__}
 
 
 def answer_here(asker: Asker, videos: list[list[Task]]) -> Results:
     """One video after another."""
-    shown = track(videos, "Asking", console=(console := Console(stderr=True)), disable=not console.is_terminal)
-    return chain.from_iterable(map(asker, shown))
+    console = Console(stderr=True)
+    return chain.from_iterable(map(asker, track(videos, "Asking", console=console, disable=not console.is_terminal)))
 
 
-@dataclass(frozen=True)
-class RayEngine:
+def answer_on_ray(
+    asker: Asker, videos: list[list[Task]], address: str = "local", workers: int | None = None, cpus: float = 1.0
+) -> Results:
     """
-    Workers on a Ray cluster, each with a model of its own; a worker that dies has its video asked by another.
+    Workers on a Ray cluster, each with a model; when one dies, another asks about its video.
 
     Args:
-        address: of the cluster; "auto" for the one that this machine belongs to, "local" for a new one here.
-        workers: how many; as many as the cluster has GPUs, or else machines, when absent.
-        cpus: of each worker, where the cluster has no GPUs; may be a fraction.
+        address: "auto" for the cluster that this machine belongs to, "local" for a new one here.
+        workers: one on each GPU of the cluster, or else on each machine, when absent.
+        cpus: of each worker where there is no GPU; may be a fraction.
     """
+    import ray
 
-    address: str = "local"
-    workers: int | None = None
-    cpus: float = 1.0
+    from .synthesis.ray_runner import cluster, spread
 
-    def __call__(self, asker: Asker, videos: list[list[Task]]) -> Results:
-        if not videos:
-            return
-        import ray
-
-        from .synthesis.ray_runner import cluster, spread
-
-        with cluster(self.address) as machines:
-            gpus = int(ray.cluster_resources().get("GPU", 0))
-            resources: dict[str, float] = {"num_gpus": 1} if gpus else {"num_cpus": self.cpus}
-            yield from spread(partial(_ask_on_ray, asker), videos, self.workers or gpus or machines, **resources)
+    if not videos:
+        return
+    with cluster(address) as machines:
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        resources: dict[str, float] = {"num_gpus": 1} if gpus else {"num_cpus": cpus}
+        yield from spread(partial(_ask_there, asker), videos, workers or gpus or machines, **resources)
 
 
-def _ask_on_ray(asker: Asker, tasks: list[Task]) -> list[Any]:
+def _ask_there(asker: Asker, tasks: list[Task]) -> list[Any]:
     try:
         return list(asker(tasks))
     except (ValueError, OSError) as error:  # a model that cannot be loaded
@@ -220,56 +211,52 @@ def run(
     questions: Questions,
     out: Path,
     asker: Asker,
-    engine: Callable[[Asker, list[list[Task]]], Results] | None = None,
+    engine: Callable[[Asker, list[list[Task]]], Results] = answer_here,
     *,
     share: tuple[int, int] = (0, 1),
     retry_failed: bool = False,
 ) -> Counter[str] | None:
     """
-    Answers what is not answered yet, and writes all rows in the order of the file once there is nothing left.
+    Asks what is not answered yet, and writes all rows in the order of the file once nothing is left.
 
-    What is finished stands in the journal in the folder `<out>.run`, which processes share: each adds its own.
+    What is finished stands in the journal in the folder `<out>.run`, to which several processes may add.
 
     Args:
-        asker: a run goes on only with the same settings.
-        engine: has the asker answer the questions about each of some videos, in any order; here when absent.
         share: the index of this process among so many, which take the videos in turn.
-        retry_failed: ask again what has an error.
+        retry_failed: ask again where there is an error.
 
     Returns:
-        how many rows have an `answer` and an `error`; `None` where other processes are still at work.
+        how many rows have an `answer` and an `error`; `None` where other processes have not finished.
 
     Raises:
-        ValueError: a file that this run has not written, or a run that was begun with other settings.
+        ValueError: a file that no run has written, or a run that was begun with other questions or settings.
     """
     folder = Path(f"{out}.run")
     check_output(out, overwrite=folder.is_dir())
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    settings, lock = {"input": questions.digest(), **asker.settings()}, FileLock(folder / ".lock")
     with lock:
-        settings = {"input": questions.digest, **asker.settings()}
         journal = Journal(folder / "journal.jsonl", settings, begin_anew=False)
-        done = {number for number, result in journal.done.items() if not (retry_failed and "error" in result)}
+    done = {number for number in journal.done if not (retry_failed and "error" in journal.done[number])}
     mine = questions.videos()[share[0] :: share[1]]
     left = [tasks for video in mine if (tasks := [task for task in video if task.number not in done])]
-    for number, result in (engine or answer_here)(asker, left):
+    for number, result in engine(asker, left):
         with lock:
             journal.add(number, result)
     with lock:
         finished = Journal(journal.path).done
         if len(finished) < len(questions.tasks):
             return None
+        counts = Counter[str]()
         with whole_file(out) as file:
-            counts = Counter(_write(file, row, questions, finished) for row in questions.rows)
+            for row in questions.rows:
+                result = finished.get(row.number) or {"error": questions.problems[row.number]}
+                file.write(json.dumps({**_named(row), **result}) + "\n")
+                counts["error" if "error" in result else "answer"] += 1
     return counts
 
 
-def _write(file: IO[str], row: Row, questions: Questions, finished: Mapping[Any, Any]) -> str:
-    """Writes a row, and tells which kind it is."""
-    problem = questions.problems.get(row.number)
-    result = finished[row.number] if problem is None else {"error": problem}
+def _named(row: Row) -> dict[str, Any]:
     content = row.content if isinstance(row.content, Mapping) else {}
     named = {name: content.get(name) for name in ("id", "video", "question")}
-    named["id"] = row.number if named["id"] is None else named["id"]
-    file.write(json.dumps({**named, **result}) + "\n")
-    return "error" if "error" in result else "answer"
+    return {**named, "id": row.number if named["id"] is None else named["id"]}

@@ -1,6 +1,7 @@
 """`qtsplus batch`: the questions of a file."""
 
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,7 +67,7 @@ def batch(
         from accelerate import PartialState
 
         from .. import session
-        from ..batch import Asker, RayEngine, read_questions, run
+        from ..batch import Asker, answer_here, answer_on_ray, read_questions, run
 
         check_selection(selection)
         questions = read_questions(file, media_root)
@@ -75,9 +76,10 @@ def batch(
             device = device or str(state.device)
         name = name_model(model, revision)
         asker = Asker(name, revision, device, dtype.value, fps, retention, max_visual_tokens, selection, max_new_tokens)
-        on_ray = RayEngine(ray or "local", workers, cpus or 1.0) if engine is Engine.ray else None
+        on_ray = partial(answer_on_ray, address=ray or "local", workers=workers, cpus=cpus or 1.0)
         share = (state.process_index, state.num_processes)
-        counts = run(questions, out, asker, on_ray, share=share, retry_failed=retry_failed)
+        chosen = on_ray if engine is Engine.ray else answer_here
+        counts = run(questions, out, asker, chosen, share=share, retry_failed=retry_failed)
     if counts is None:
         note("The other processes are still at work; the last of them writes the answers.")
         return
