@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from enum import Enum
 from importlib.util import find_spec
@@ -49,11 +50,14 @@ def serve(
     """
     check_model_options(model, revision)
     require_fraction(retention)
-    if allow_media_root is not None and not allow_media_root.is_dir():
+    if allow_media_root is not None and not os.path.isdir(allow_media_root):  # where a Path may raise
         fail(f"there is no folder {allow_media_root}; expected the one that the videos lie in")
+    domains = allow_media_domain or []
+    if wrong := [domain for domain in domains if not re.fullmatch(r"[A-Za-z0-9._-]+", domain)]:
+        fail(f"--allow-media-domain is {wrong[0]!r}; expected the name of a host, such as videos.example.org")
     budget = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     budget = {name: value for name, value in budget.items() if value is not None}
-    name, domains = Path(model).resolve().name, allow_media_domain or []
+    name = os.path.basename(os.path.abspath(model))
     if engine is Engine.vllm:
         if device is not None:
             fail("--device is about --engine transformers; vLLM takes the device that it was built for")
