@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -20,7 +21,7 @@ from rich.progress import track
 from . import session
 from .data.formats import Row, iter_rows, media_folder
 from .data.media import UNREADABLE, find_media
-from .data.records import Rate, String, Text, explain
+from .data.records import Rate, String, Text, break_special_tokens, explain
 from .output import check_output, whole_file
 from .results import Journal
 from .settings import show
@@ -205,6 +206,55 @@ def _ask_there(asker: Asker, tasks: list[Task]) -> list[Any]:
         return list(asker(tasks))
     except (ValueError, OSError) as error:  # a model that cannot be loaded
         return [ValueError(str(error))]
+
+
+def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
+    """
+    vLLM, with all questions about a video at a time. It counts tokens before it encodes, so a row or the asker has to
+    state a budget; it does not say what an answer rests on.
+    """
+    from vllm import LLM, SamplingParams
+
+    if not videos:
+        return
+    processor = session.load_processor(asker.model, asker.revision)
+    llm = LLM(asker.model, revision=asker.revision, dtype=asker.dtype, limit_mm_per_prompt={"video": 1, "image": 0})
+    sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens)
+    for tasks in videos:
+        try:
+            chunks = processor.video_chunks(tasks[0].place, fps=tasks[0].question.fps or asker.fps)
+            frames = np.stack(list(map(chunks.resize, chunks.decode())))
+        except FAILURES as error:
+            yield from ((task.number, failure(error)) for task in tasks)
+            continue
+        metadata = {**vars(chunks.metadata), "video_backend": "opencv", "do_sample_frames": False}
+        data = {"video": [(frames, metadata)]}
+        prompts = [_prompt(processor, task.question, asker) | {"multi_modal_data": data} for task in tasks]
+        total = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
+        for task, output in zip(tasks, _generate(llm, prompts, sampling), strict=True):
+            if isinstance(output, ValueError):
+                yield task.number, failure(output)
+                continue
+            kept = output.prompt_token_ids.count(processor.tokenizer.convert_tokens_to_ids(processor.video_token))
+            fields = {"answer": output.outputs[0].text.strip(), "kept_tokens": kept, "visual_tokens": total}
+            yield task.number, {**fields, "warnings": chunks.warnings}
+
+
+def _prompt(processor: Any, question: Question, asker: Asker) -> dict[str, Any]:
+    content = [{"type": "video"}, {"type": "text", "text": break_special_tokens(question.question)}]
+    messages = [{"role": "user", "content": content}]
+    prompt = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    settings = {**asker.budget(question), "selection": asker.selection}
+    return {"prompt": prompt, "mm_processor_kwargs": {name: one for name, one in settings.items() if one is not None}}
+
+
+def _generate(llm: Any, prompts: list[dict[str, Any]], sampling: Any) -> list[Any]:
+    """An output for each prompt, or the error of one that vLLM refuses, which would refuse the others with it."""
+    try:
+        return llm.generate(prompts, sampling, use_tqdm=False)
+    except ValueError as error:
+        alone = ([prompt] for prompt in prompts)
+        return [error] if len(prompts) == 1 else [one for prompt in alone for one in _generate(llm, prompt, sampling)]
 
 
 def run(

@@ -119,15 +119,21 @@ def load(
             cannot be used; a revision of a folder.
     """
     device = find_device(device)
-    check_model(model, revision)
-    with reading(f"The processor of {str(model)!r}"):
-        processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
-        processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+    processor = load_processor(model, revision)
     with reading(f"The model {str(model)!r}"):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             model, trust_remote_code=True, dtype=dtype, revision=revision
         )
     return loaded.to(device).eval(), processor
+
+
+def load_processor(model: str | Path, revision: str | None = None) -> Any:
+    """The processor alone, see [`load`]."""
+    check_model(model, revision)
+    with reading(f"The processor of {str(model)!r}"):
+        processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
+        processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+    return processor
 
 
 def find_device(device: str | None) -> str:

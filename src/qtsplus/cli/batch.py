@@ -2,6 +2,7 @@
 
 from enum import Enum
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from .options import Device, Dtype, MediaRoot, Model, Retention, Revision, Selec
 class Engine(str, Enum):
     here = "here"
     ray = "ray"
+    vllm = "vllm"
 
 
 def batch(
@@ -39,7 +41,7 @@ def batch(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="An answer ends after this many tokens.")] = 128,
     media_root: MediaRoot = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask the rows with an error again.")] = False,
-    engine: Annotated[Engine, typer.Option(help="Where the model runs: here, or on a Ray cluster.")] = Engine.here,
+    engine: Annotated[Engine, typer.Option(help="Where the model runs.")] = Engine.here,
     ray: Annotated[
         str | None, typer.Option(help="The cluster's address, auto, or local for a new one, as without it.")
     ] = None,
@@ -62,24 +64,18 @@ def batch(
     require_fraction(retention)
     if fps is not None and not 0 < fps < float("inf"):
         fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
-    _check_ray(engine, ray=ray, workers=workers, cpus=cpus)
+    _check_engine(engine, device, ray=ray, workers=workers, cpus=cpus)
     with one_line_errors(), resumable():
-        from accelerate import PartialState
-
-        from .. import session
-        from ..batch import Asker, answer_here, answer_on_ray, read_questions, run
+        from ..batch import Asker, answer_here, answer_in_vllm, answer_on_ray, read_questions, run
 
         check_selection(selection)
         questions = read_questions(file, media_root)
-        state = PartialState(cpu=session.find_device(device) == "cpu")
-        if state.num_processes > 1:
-            device = device or str(state.device)
+        device, share = (device, (0, 1)) if engine is Engine.vllm else _share(device)
         name = name_model(model, revision)
         asker = Asker(name, revision, device, dtype.value, fps, retention, max_visual_tokens, selection, max_new_tokens)
         on_ray = partial(answer_on_ray, address=ray or "local", workers=workers, cpus=cpus or 1.0)
-        share = (state.process_index, state.num_processes)
-        chosen = on_ray if engine is Engine.ray else answer_here
-        counts = run(questions, out, asker, chosen, share=share, retry_failed=retry_failed)
+        engines: dict[Engine, Any] = {Engine.here: answer_here, Engine.ray: on_ray, Engine.vllm: answer_in_vllm}
+        counts = run(questions, out, asker, engines[engine], share=share, retry_failed=retry_failed)
     if counts is None:
         note("The other processes are still at work; the last of them writes the answers.")
         return
@@ -90,15 +86,27 @@ def batch(
         fail_run(f"no question of {file} was answered")
 
 
-def _check_ray(engine: Engine, **options: Any) -> None:
-    """Ends the command for what has no effect, or what no cluster can give."""
-    for name, value in options.items():
+def _share(device: str | None) -> tuple[str | None, tuple[int, int]]:
+    """The device of this process, and its index among those that accelerate or torchrun has started."""
+    from accelerate import PartialState
+
+    from ..session import find_device
+
+    state = PartialState(cpu=find_device(device) == "cpu")
+    if state.num_processes > 1 and device is None:
+        device = str(state.device)
+    return device, (state.process_index, state.num_processes)
+
+
+def _check_engine(engine: Engine, device: str | None, **of_ray: Any) -> None:
+    """Ends the command for what has no effect, and for an engine that is not here."""
+    for name, value in of_ray.items():
         if value is not None and engine is not Engine.ray:
             fail(f"--{name} is about a Ray cluster; give it with --engine ray")
-    if options["cpus"] is not None and not 0 < options["cpus"] < float("inf"):
-        fail(f"--cpus is {options['cpus']:g}; expected more than 0")
-    if engine is Engine.ray:
-        import importlib.util
-
-        if importlib.util.find_spec("ray") is None:
-            fail("the package ray is not installed: pip install 'qtsplus[ray]'")
+    if of_ray["cpus"] is not None and not 0 < of_ray["cpus"] < float("inf"):
+        fail(f"--cpus is {of_ray['cpus']:g}; expected more than 0")
+    if device is not None and engine is Engine.vllm:
+        fail("--device has no effect with --engine vllm, which takes the device that it was built for")
+    if engine is not Engine.here and find_spec(engine.value) is None:
+        extra = "'qtsplus[ray]'" if engine is Engine.ray else "vllm"
+        fail(f"the package {engine.value} is not installed: pip install {extra}")
