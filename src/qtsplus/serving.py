@@ -1,67 +1,45 @@
 """Chat completions of `transformers serve` for one QTSplus model, to try it: no path and no address is read unasked."""
 
+import copy
+import json
 import urllib.request
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import SimpleNamespace
+from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState, Modality
 
-from .data.records import String, Text, explain
 from .decoding_qtsplus import is_inline, shown_name
+from .settings import STRICT, build, show
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
-_MAX_TOKENS = AliasChoices("max_tokens", "max_completion_tokens")  # the older name and the newer one
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _TextPart(_Strict):
-    type: Literal["text"]
-    text: String
-
-
-class _Address(_Strict):
-    url: Text
-
-
-class _VideoPart(_Strict):
-    type: Literal["video_url"]
-    video_url: _Address
-
-
-def _parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-class _Message(_Strict):
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[list[Annotated[_TextPart | _VideoPart, Field(discriminator="type")]], BeforeValidator(_parts)]
-
-
-class _Budget(_Strict):
+@dataclass(frozen=True)
+class _Budget:
+    __pydantic_config__ = STRICT
     retention: Annotated[float, Field(gt=0, le=1)] | None = None
     max_visual_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
-class _Chat(_Strict):
-    """A request; a field of another engine is refused, since it would have no effect."""
+@dataclass(frozen=True)
+class _Chat:
+    """A request; a field of other servers is refused, since it would have no effect."""
 
+    __pydantic_config__ = STRICT
     model: str
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    mm_processor_kwargs: _Budget = _Budget()  # as vLLM takes it
-    max_tokens: Annotated[int, Field(ge=1, le=8192, validation_alias=_MAX_TOKENS)] = 1024
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    mm_processor_kwargs: _Budget = field(default_factory=_Budget)  # as vLLM takes it
+    max_tokens: Annotated[int, Field(ge=1, le=8192)] = 1024
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int | None = None
@@ -71,7 +49,7 @@ class _Chat(_Strict):
 @dataclass(frozen=True)
 class Door:
     """
-    What a request may name: videos in it (`data:`), in a folder (`file:///...`), and at addresses of some hosts.
+    Which videos a request may name: those in it (`data:`), in a folder (`file:///...`), at addresses of some hosts.
 
     Redirects are not followed: an allowed host could lead to one that is not.
     """
@@ -93,41 +71,35 @@ class Door:
             "server allows with --allow-media-root (as file:///...) or --allow-media-domain."
         )
 
+    def inputs(self, processor: Any, messages: list[dict[str, Any]]) -> Any:
+        """The model's inputs for a conversation, all of whose text is text."""
+        conversation: list[dict[str, Any]] = []
+        videos: list[str] = []
+        for message in messages:
+            role, content = message.get("role"), message.get("content")
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            if role not in ("system", "user", "assistant") or not isinstance(parts, list):
+                raise ValueError(f"messages holds {show(message)}; expected a role and a content.")
+            conversation.append({"role": role, "content": [_part(part, videos) for part in parts]})
+        return processor.conversation_inputs([conversation], videos=[self.place(url) for url in videos] or None)
+
+
+def _part(part: Any, videos: list[str]) -> dict[str, str]:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "video_url", "video_url": {"url": str(url)}}:
+            videos.append(url)
+            return {"type": "video"}
+    raise ValueError(f"content holds {show(part)}; expected a text or a video_url.")
+
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
-class _Prepared:
-    """The processor of a request whose inputs were made before, beside the event loop."""
-
-    def __init__(self, processor: Any):
-        self.processor = processor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.processor, name)
-
-    def apply_chat_template(self, *_: Any, prepared: Any, **__: Any) -> Any:
-        return prepared
-
-
-class _OneModel(ModelManager):
-    """`transformers serve` finds no class of remote code; here the model is loaded already."""
-
-    def __init__(self, name: str, model: Any, processor: Any):
-        super().__init__(device=str(model.device))
-        self.force_model, self.loaded = name, (model, _Prepared(processor))
-
-    def load_model_and_processor(self, *_: Any, **__: Any) -> Any:
-        return self.loaded
-
-    @staticmethod
-    def get_model_modality(*_: Any, **__: Any) -> Modality:
-        return Modality.VLM
-
-
-def build_app(name: str, model: Any, processor: Any, door: Door, budget: dict[str, Any]) -> FastAPI:
+def build_app(name: str, model: Any, processor: Any, door: Door, budget: Mapping[str, Any]) -> FastAPI:
     """
     The server's app: chat completions, the list of its one model, and its health.
 
@@ -135,22 +107,27 @@ def build_app(name: str, model: Any, processor: Any, door: Door, budget: dict[st
         budget: `retention` and `max_visual_tokens` of requests that say neither.
     """
     urllib.request.install_opener(urllib.request.build_opener(_NoRedirects))
-    handler = ChatCompletionHandler(model_manager=_OneModel(name, model, processor), generation_state=GenerationState())
+    prepared = copy.copy(processor)  # for requests whose inputs were made before, beside the event loop
+    prepared.apply_chat_template = lambda *_, inputs, **__: inputs
+    # That of Transformers finds no class of remote code; here the model is loaded already.
+    manager: Any = SimpleNamespace(force_model=name, process_model_name=str)
+    manager.load_model_and_processor = lambda *_, **__: (model, prepared)
+    manager.get_model_modality = lambda *_, **__: Modality.VLM
+    handler = ChatCompletionHandler(model_manager=manager, generation_state=GenerationState())
     app = FastAPI(openapi_url=None)
 
     @app.exception_handler(ValueError)
     async def refuse(_: Request, error: ValueError) -> JSONResponse:
-        text = explain(error) if isinstance(error, ValidationError) else str(error)
-        return JSONResponse({"error": {"message": " ".join(text.split()), "type": "invalid_request_error"}}, 400)
+        return JSONResponse({"error": {"message": " ".join(str(error).split()), "type": "invalid_request_error"}}, 400)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
-        asked = _Chat.model_validate_json(await _read(request))
-        own = asked.mm_processor_kwargs.model_dump(exclude_none=True)
-        inputs = await run_in_threadpool(_prepare, processor, asked.messages, door)
+        asked = await _read(request)
+        inputs = await run_in_threadpool(door.inputs, processor, asked.messages)
+        body = asdict(asked)
+        own = {name: value for name, value in body.pop("mm_processor_kwargs").items() if value is not None}
         inputs.update(own or budget)
-        body = asked.model_dump(include={"model", "max_tokens", "temperature", "top_p", "seed", "stream"})
-        body |= {"messages": [], "chat_template_kwargs": {"prepared": inputs}}
+        body |= {"messages": [], "chat_template_kwargs": {"inputs": inputs}}
         return await handler.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
 
     @app.get("/v1/models")
@@ -164,23 +141,20 @@ def build_app(name: str, model: Any, processor: Any, door: Door, budget: dict[st
     return app
 
 
-async def _read(request: Request) -> bytes:
-    """The body; what is too large is read to its end, so that the client hears why, and not kept."""
+async def _read(request: Request) -> _Chat:
+    """The request; one that is too large is read to its end, so that the client hears why, and not kept."""
     body, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size <= MAX_BODY:
-            body += chunk
+        body += chunk if size <= MAX_BODY else b""
     if size > MAX_BODY:
         raise HTTPException(413, f"The request is larger than {MAX_BODY / 2**20:.0f} MiB.")
-    return bytes(body)
-
-
-def _prepare(processor: Any, messages: list[_Message], door: Door) -> Any:
-    """The model's inputs; all text is text."""
-    conversation, videos = [], []
-    for message in messages:
-        videos += [door.place(part.video_url.url) for part in message.content if isinstance(part, _VideoPart)]
-        content = [{"type": "video"} if isinstance(part, _VideoPart) else part.model_dump() for part in message.content]
-        conversation.append({"role": message.role, "content": content})
-    return processor.conversation_inputs([conversation], videos=videos or None)
+    try:
+        fields = json.loads(body)
+    except RecursionError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError("The request is no JSON object.")
+    if "max_completion_tokens" in fields:  # the newer name
+        fields["max_tokens"] = fields.pop("max_completion_tokens")
+    return build("", _Chat, fields)

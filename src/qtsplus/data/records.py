@@ -184,8 +184,6 @@ _EXPECTED = {
     "string_type": "a text",
     "float_type": "a finite number",
     "finite_number": "a finite number",
-    "extra_forbidden": "no such field",
-    "json_invalid": "JSON",
     "tuple_type": "a list",
     "dict_type": "a mapping",
     "greater_than": "more than 0 frames per second",
@@ -193,7 +191,7 @@ _EXPECTED = {
 
 
 def _explain(problem: Any) -> str:
-    name = ".".join(str(part) for part in problem["loc"] if part != "[key]") or "it"
+    name = ".".join(str(part) for part in problem["loc"] if part != "[key]")
     if problem["type"] == "missing":
         return f"it lacks {name}"
     if problem["type"] == "value_error":
