@@ -1,11 +1,13 @@
 """`qtsplus batch`: every row of a file once, whatever is wrong with some and however often the run is killed."""
 
+import contextlib
 import csv
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -237,3 +239,49 @@ def test_processes_share_the_videos(videos, rows, tiny_published, tmp_path):
         assert process.returncode == 0, said
     assert read(tmp_path / "two") == read(tmp_path / "one")
     assert len(entries(tmp_path / "two")) == len(rows)
+
+
+@pytest.fixture
+def ray_folder(monkeypatch):
+    """A new Ray cluster's; its sockets need a short path."""
+    pytest.importorskip("ray.data", reason="needs Ray Data: pip install 'qtsplus[ray]'")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield folder
+
+
+def ray_workers(folder: str) -> list[int]:
+    """The processes of a cluster that answer."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line, settings = ((process / name).read_bytes() for name in ("cmdline", "environ"))
+            if line.startswith(b"ray::MapWorker") and folder.encode() in settings:
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.slow
+def test_ray_answers_what_is_answered_here_though_a_worker_is_killed(
+    batch, videos, rows, tmp_path, ray_folder, tiny_published
+):
+    rows = [{**row, "question": f"{row['question']} {number}"} for number in range(6) for row in rows]
+    rows += [{"video": "cut.mp4", "question": "What?"}]
+    for index in range(20):
+        (tmp_path / f"{index}.mp4").symlink_to(videos / f"clip{index % 3}.mp4")
+        rows += [{"video": str(tmp_path / f"{index}.mp4"), "question": "What?"}]
+    file, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "ray.jsonl"
+    spread = ("--media-root", videos, "--engine", "ray", "--workers", "2", "--cpus", "0.5")
+    process = start(file, out, tiny_published, *spread)
+    while len(entries(out)) < 5:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    os.kill(ray_workers(ray_folder)[0], signal.SIGKILL)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert batch(file, tmp_path / "here.jsonl", "--media-root", videos).exit_code == 0
+    assert read(out) == read(tmp_path / "here.jsonl")
+    assert sorted(json.loads(line)["key"] for line in entries(out)) == list(range(1, len(rows) + 1))
