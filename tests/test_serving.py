@@ -131,9 +131,9 @@ def test_answers_are_those_of_ask(shut, opened, tiny_mp4, tiny_published):
 @pytest.mark.slow
 def test_nothing_is_read_that_was_not_allowed(shut, opened, tiny_mp4, tmp_path, other_host):
     port, seen = other_host
-    (tmp_path / "link.mp4").symlink_to("/etc/passwd")
-    (tiny_mp4.parent / "link.mp4").symlink_to("/etc/passwd")
-    inside = f"file://{tiny_mp4.parent}"
+    (tmp_path / "secret.mp4").write_bytes(tiny_mp4.read_bytes())
+    (tiny_mp4.parent / "link.mp4").symlink_to(tmp_path / "secret.mp4")
+    secret, inside = str(tmp_path / "secret.mp4"), f"file://{tiny_mp4.parent}"
     addresses = [
         *(
             "file:///etc/passwd",
@@ -145,16 +145,17 @@ def test_nothing_is_read_that_was_not_allowed(shut, opened, tiny_mp4, tmp_path, 
             "file:///%00",
             " ",
         ),
-        *(f"{inside}/../../../../../../etc/passwd", f"{inside}/%2e%2e/%2e%2e/%2e%2e/etc/passwd", f"{inside}/link.mp4"),
+        *(f"{inside}/{'../' * 9}{secret}", f"{inside}/{'%2e%2e/' * 9}{secret}", f"{inside}/link.mp4", inside),
         *(f"http://127.0.0.1:{port}/a.mp4", f"HTTP://127.0.0.1:{port}/a.mp4", f"http://[::1]:{port}/a.mp4"),
         *(f"http://localhost@127.0.0.1:{port}/a.mp4", f"http://127.0.0.1:{port}\\@localhost/a.mp4", "http://[::1/a"),
-        *(f"http://localhost.evil.invalid:{port}/a.mp4", "ftp://localhost/a.mp4", "concat:/etc/passwd", "x" * 5000),
+        *(f"http://localhost.evil.invalid:{port}/a.mp4", "ftp://localhost/a.mp4", f"concat:{secret}", "x" * 5000),
     ]
     for address in addresses:
         for server in (shut, opened):
-            with pytest.raises(openai.APIStatusError) as refused:
+            with pytest.raises(
+                openai.BadRequestError, match=r"may not be read|Invalid IPv6|null byte|at .http:..\*\*\*@localhost"
+            ):
                 ask(server[0], address)
-            assert refused.value.status_code == 400, (address, refused.value)
     assert_refused("may not be read", shut[0], f"file://{tiny_mp4}")
     assert seen == []
     assert_refused("302", opened[0], f"http://localhost:{port}/there")

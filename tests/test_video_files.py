@@ -356,7 +356,7 @@ def test_what_was_sent_leads_nowhere(loaded):
             "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 40000 RTP/AVP 96\n",
         )
         for text in lists:
-            with pytest.raises(ValueError, match="Cannot decode"):
+            with pytest.raises(ValueError, match="Cannot decode.*(Invalid data|not permitted)"):
                 session.encode(*loaded, f"data:video/mp4;base64,{base64.b64encode(text.encode()).decode()}")
     assert asked == []
 
