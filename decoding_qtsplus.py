@@ -60,7 +60,7 @@ class _Stream:
 
 def open_video(path: str, choose: FrameChoice) -> VideoFile:
     """
-    Opens a video file, or the one at an `http(s)` address.
+    Opens a video file, the one at an `http(s)` address, or the one in a `data:` address.
 
     A variable frame rate is read as its mean rate: frame `i` is what the video shows at `i / fps` seconds, so times
     computed from the metadata hold for every file. Of a file that was cut off, what is there is read; the log and
@@ -72,7 +72,7 @@ def open_video(path: str, choose: FrameChoice) -> VideoFile:
 
     Raises:
         ValueError: the file is missing, cannot be decoded, has no video stream or no frame; an address that does not
-            answer, or with a file of more than 1 GiB.
+            answer, holds no base64, or has a file of more than 1 GiB.
         ImportError: PyAV is not installed.
     """
     if av is None:
@@ -113,6 +113,8 @@ def open_video(path: str, choose: FrameChoice) -> VideoFile:
 def _find(path: str) -> str | io.BytesIO:
     if is_address(path):
         return download(path)
+    if is_inline(path):
+        return _decode_inline(path)
     path = path.removeprefix("file://")
     if os.path.isfile(path):
         return path
@@ -178,6 +180,8 @@ def _decode(source: str | io.BytesIO, video: _Stream, instants: np.ndarray) -> I
 def _container(source: str | io.BytesIO) -> Any:
     if isinstance(source, io.BytesIO):
         source.seek(0)
+        # What strangers sent may be a list of other places, which FFmpeg would go to.
+        return av.open(source, options={"protocol_whitelist": "none"})
     return av.open(source)
 
 
@@ -224,8 +228,28 @@ def is_address(video: str) -> bool:
     return video.lower().startswith(("http://", "https://"))
 
 
+def is_inline(video: str) -> bool:
+    """Whether a video is a `data:` address, which holds the file itself."""
+    return video[:5].lower() == "data:"
+
+
+def _decode_inline(address: str) -> io.BytesIO:
+    """The file that `data:video/mp4;base64,...` holds."""
+    start = address.find(",", 0, 200) + 1
+    if len(address) > ADDRESS_BYTES * 4 / 3:
+        raise ValueError(f"The video in {shown_name(address)!r} is larger than {ADDRESS_BYTES / 2**20:.0f} MiB.")
+    try:
+        if not address[:start].lower().endswith(";base64,"):
+            raise ValueError("it does not begin with data:video/...;base64,")
+        return io.BytesIO(base64.b64decode(address[start:], validate=True))
+    except ValueError as error:
+        raise ValueError(f"Cannot read the video in {shown_name(address)!r}: {error}.") from error
+
+
 def shown_name(video: str) -> str:
-    """What messages and results call a video: its path, or its address without user and password."""
+    """What messages and results call a video: its path, or its address without user and password, or without a file."""
+    if is_inline(video):
+        return f"{video[:30]}..."
     host = re.split(r"[/?#]", video.partition("//")[2])[0]
     secret = is_address(video) and ("@" in host or not re.fullmatch(r"[^:]*(:\d*)?|\[.*", host))
     return re.sub(r"(?<=//).*@", "***@", video, count=1) if secret else video

@@ -64,6 +64,60 @@ def ask_lines() -> list[list[str]]:
     ]
 
 
+def batch_lines() -> list[list[str]]:
+    batch = ["batch", "{records}", "--out", "{out}.jsonl", "--model", "{model}"]
+    ray = [*batch, "--engine", "ray"]
+    return [
+        *(
+            ["batch", path, "--out", "{out}.jsonl", "--model", "{model}"]
+            for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "{text}", "{captions}", "", "\x00", LONG)
+        ),
+        *(["batch", "{records}", "--out", "{out}.jsonl", f"--model={model}"] for model in NO_MODELS[:9]),
+        *(
+            ["batch", "{records}", f"--out={out}", "--model", "{model}"]
+            for out in ("", " ", "{text}", "{empty_folder}", "{text}/x", "/dev/null/x", "\x00", LONG)
+        ),
+        *each_value(batch, "--retention", NO_FRACTIONS),
+        *each_value(batch, "--max-visual-tokens", NO_COUNTS),
+        *each_value(batch, "--max-new-tokens", NO_COUNTS),
+        *each_value(batch, "--fps", NO_RATES),
+        *each_value(batch, "--selection", SELECTIONS),
+        *each_value(batch, "--device", NO_DEVICES),
+        *each_value(batch, "--engine", ("", "best", "Ray", "local")),
+        *each_value(batch, "--media-root", ("", " ")),
+        *([*batch, *more] for more in (["--workers", "2"], ["--cpus", "0.5"], ["--ray", "auto"], ["extra"])),
+        *each_value(ray, "--workers", NO_COUNTS),
+        *each_value(ray, "--cpus", NO_RATES),
+        *each_value(ray, "--ray", ("", " ", "127.0.0.1:9")),
+        [*batch, "--revision", "main"],
+        ["batch", "{records}"],
+        ["batch"],
+    ]
+
+
+def serve_lines() -> list[list[str]]:
+    serve = ["serve", "{model}", "--engine", "transformers"]
+    domains = ("", " ", "http://a.org", "a.org/b", "a b", "*", "a.org:80", "user@a.org")
+    return [
+        *(["serve", model, "--engine", "transformers"] for model in NO_MODELS if model not in LOADABLE),
+        *(
+            ["serve", model]
+            for model in ("{missing}", "{stock}", "{empty_folder}", "{video}", "", "a/b/c", "\x00", LONG)
+        ),
+        *each_value(serve, "--port", ("0", "65536", *NO_COUNTS)),
+        *each_value(serve, "--host", ("", " ")),
+        *each_value(serve, "--allow-media-root", ("", " ", "{missing}", "{text}", "\x00", LONG)),
+        *each_value(serve, "--allow-media-domain", domains),
+        *each_value(serve, "--retention", NO_FRACTIONS),
+        *each_value(serve, "--max-visual-tokens", NO_COUNTS),
+        *each_value(serve, "--device", NO_DEVICES),
+        *each_value(serve, "--engine", ("", "best", "sglang")),
+        *([*serve, *more] for more in (["--", "--enforce-eager"], ["--enforce-eager"], ["--revision", "main"])),
+        ["serve", "{model}", "--device", "cpu"],
+        ["serve"],
+    ]
+
+
 def eval_lines() -> list[list[str]]:
     run = ["eval", "records", "{records}", "--model", "{model}"]
     return [
@@ -554,6 +608,8 @@ def command_lines() -> list[list[str]]:
     """All of them but those that read a record file or a recipe of their own."""
     groups = (
         ask_lines,
+        batch_lines,
+        serve_lines,
         eval_lines,
         study_lines,
         convert_lines,

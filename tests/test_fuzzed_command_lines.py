@@ -18,6 +18,7 @@ LINES = 300
 # A line that every command takes; options are put behind, changed or taken away.
 GOOD = {
     "ask": ["{video}", "What moves?", "--model", "{model}", "--max-new-tokens", "2"],
+    "batch": ["{records}", "--out", "{out}.jsonl", "--model", "{model}", "--max-new-tokens", "2"],
     "demo": ["--out", "{out}"],
     "convert": ["{stock}", "--out", "{out}", "--variant", "qtsplus-tiny"],
     "publish": ["{model}", "--to", "{out}"],

@@ -129,7 +129,7 @@ def test_a_revision_goes_to_the_model_and_its_processor(tiny_published, monkeypa
 
     note("AutoProcessor")
     note("AutoModelForImageTextToText")
-    monkeypatch.setattr(session, "_check_model", lambda *_: None)
+    monkeypatch.setattr(session, "check_model", lambda *_: None)
     session.load("lab/tiny", revision="v1.0")
     assert asked == {"AutoProcessor": "v1.0", "AutoModelForImageTextToText": "v1.0"}
 

@@ -329,6 +329,38 @@ def test_an_address_is_read_however_it_is_written(tiny_mp4, change):
     assert asked == ["/%C3%BC%20b%20c.mp4?d=%C3%A9"]
 
 
+def test_a_data_address_is_the_file(loaded, tiny_mp4, monkeypatch):
+    address = "data:video/mp4;base64," + base64.b64encode(tiny_mp4.read_bytes()).decode()
+    there, here = session.encode(*loaded, address), session.encode(*loaded, tiny_mp4)
+    assert torch.equal(there.features, here.features) and len(there.video) < 50
+    inputs = [
+        loaded[1](text=[loaded[1].video_token], videos=[video], return_tensors="pt") for video in (address, tiny_mp4)
+    ]
+    assert torch.equal(*(one["pixel_values_videos"] for one in inputs))
+    for wrong, said in ((",AAAA", "does not begin"), (";base64,@@", "base64"), (";base64,QUJD", "Cannot decode")):
+        with pytest.raises(ValueError, match=said) as refused:
+            session.encode(*loaded, f"data:video/mp4{wrong}")
+        assert len(str(refused.value)) < 300
+    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_BYTES", tiny_mp4.stat().st_size // 2)
+    with pytest.raises(ValueError, match="is larger than"):
+        session.encode(*loaded, address)
+
+
+def test_what_was_sent_leads_nowhere(loaded):
+    """FFmpeg reads lists of other places too."""
+    asked = []
+    with serving(lambda handler: asked.append(handler.path)) as address:
+        lists = (
+            f"#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2.0,\n{address}\n#EXT-X-ENDLIST\n",
+            f"ffconcat version 1.0\nfile {address}\n",
+            "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 40000 RTP/AVP 96\n",
+        )
+        for text in lists:
+            with pytest.raises(ValueError, match="Cannot decode.*(Invalid data|not permitted)"):
+                session.encode(*loaded, f"data:video/mp4;base64,{base64.b64encode(text.encode()).decode()}")
+    assert asked == []
+
+
 def test_a_password_is_used_and_not_said(loaded, tiny_mp4):
     sent = []
 

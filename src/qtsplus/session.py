@@ -119,15 +119,21 @@ def load(
             cannot be used; a revision of a folder.
     """
     device = find_device(device)
-    _check_model(model, revision)
-    with reading(f"The processor of {str(model)!r}"):
-        processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
-        processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+    processor = load_processor(model, revision)
     with reading(f"The model {str(model)!r}"):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             model, trust_remote_code=True, dtype=dtype, revision=revision
         )
     return loaded.to(device).eval(), processor
+
+
+def load_processor(model: str | Path, revision: str | None = None) -> Any:
+    """The processor alone, see [`load`]."""
+    check_model(model, revision)
+    with reading(f"The processor of {str(model)!r}"):
+        processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
+        processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
+    return processor
 
 
 def find_device(device: str | None) -> str:
@@ -147,8 +153,8 @@ def find_device(device: str | None) -> str:
     return device
 
 
-def _check_model(model: str | Path, revision: str | None) -> None:
-    """Before anything is loaded: whether it can be a model, and one with a selector."""
+def check_model(model: str | Path, revision: str | None) -> None:
+    """Before anything is loaded: a `ValueError` for what cannot be a model with a selector; see [`load`]."""
     name = str(model)
     if revision is not None and Path(model).is_dir():
         raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")

@@ -33,7 +33,7 @@ RULES = [
 @pytest.fixture
 def ray_logs(monkeypatch):
     """A new Ray cluster's folder; its sockets need a short path."""
-    pytest.importorskip("ray.data", reason="needs Ray Data: pip install 'qtsplus[ray]'")
+    pytest.importorskip("ray.data", reason="needs Ray Data: pip install -e '.[ray]'")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     # Else workers get what other work leaves over.
     monkeypatch.setenv("RAY_worker_niceness", "0")
@@ -99,7 +99,7 @@ def test_an_address_without_a_cluster_is_refused_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ray", "local"], "the package ray is not installed: pip install 'qtsplus[ray]'"),
+        (["--ray", "local"], "the package ray is not installed: pip install -e '.[ray]' in a clone"),
         (["--ray", ""], "--ray"),
     ],
 )

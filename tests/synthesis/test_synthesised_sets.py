@@ -99,7 +99,7 @@ def test_the_packages_of_endpoints_are_named(tmp_path, monkeypatch):
     arguments = ["captions.jsonl", "--out", "out", "--endpoint", "http://x/v1", "--teacher", "m"]
     result = CliRunner().invoke(app, ["data", "vscq1", *arguments])
     assert result.exit_code == 2
-    assert result.stderr == "qtsplus: the package openai is not installed: pip install 'qtsplus[data]'\n"
+    assert result.stderr == "qtsplus: the package openai is not installed: pip install -e '.[data]' in a clone\n"
 
 
 def test_a_run_of_which_nothing_comes_ends_with_1_and_its_reasons(tmp_path):

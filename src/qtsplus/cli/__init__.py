@@ -5,10 +5,12 @@ from typing import Annotated
 import typer
 
 from .asking import ask, demo
+from .batch import batch
 from .console import FilledArguments, console
 from .data import data_app
 from .evaluating import eval_app
 from .hub import convert, publish
+from .serve import serve
 from .studies import analysis, needle
 from .synthesis import merge, vqa, vscq1, vscq2
 from .training import calibrate, train
@@ -33,7 +35,7 @@ def qtsplus(
     """Query-aware visual-token selection for long videos."""
 
 
-for command in (demo, ask, convert, publish, train, calibrate):
+for command in (demo, ask, batch, serve, convert, publish, train, calibrate):
     app.command()(command)
 for study in (needle, analysis):
     eval_app.command()(study)

@@ -1,3 +1,4 @@
 from . import app
 
-app()
+if __name__ == "__main__":  # not in the processes that vLLM starts
+    app()

@@ -212,7 +212,7 @@ def _one_line() -> Iterator[None]:
             extra = {"openai": "data", "ray": "ray"}.get(package)
             if extra is None:
                 raise
-            fail(f"the package {package} is not installed: pip install 'qtsplus[{extra}]'")
+            fail(f"the package {package} is not installed: pip install -e '.[{extra}]' in a clone")
 
 
 def _make(

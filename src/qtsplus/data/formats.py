@@ -173,7 +173,7 @@ def _read_table(path: Path) -> Iterator[dict[str, Any]]:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ImportError("Parquet needs the package pyarrow: pip install 'qtsplus[parquet]'.") from error
+        raise ImportError("Parquet needs the package pyarrow: pip install -e '.[parquet]' in a clone.") from error
     try:
         with ParquetFile(path) as table:
             for batch in table.iter_batches(ROWS_AT_ONCE):

@@ -16,8 +16,10 @@ def find_media(name: str, root: str | os.PathLike, source: str | None = None) ->
     under the root, or under the folder of it that LLaVA-Video's rows name as their source. Else `root/name`.
     """
     plain = os.path.join(root, name)
-    if "://" in name or os.path.exists(plain):
-        return name if "://" in name else plain
+    if "://" in name or name.startswith("data:"):
+        return name
+    if os.path.exists(plain):
+        return plain
     bases = [plain, *([os.path.join(root, source, name)] if source else [])]
     return next((base + end for base in bases for end in ("", *VIDEO_SUFFIXES) if os.path.exists(base + end)), plain)
 

@@ -1,10 +1,11 @@
-"""Runs a step on the machines of a Ray cluster: the same step, and the same journal here."""
+"""Work on the machines of a Ray cluster: the same steps, and the same journal here."""
 
 import asyncio
 import itertools
 import pickle
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -32,27 +33,64 @@ class RayRunner:
         import ray.data  # noqa: F401
 
     def __call__(self, job: Job, items: Iterator[Item], concurrency: int, recorder: Recorder) -> None:
-        import ray
-
         first = next(items, None)
         if first is None:  # nothing is left to do
             return
-        try:
-            _knock(self.address)
-            # What workers print stays in Ray's logs on their machines.
-            ray.init(address=self.address, log_to_driver=False, logging_level="error")
-        except (OSError, ValueError, RuntimeError) as error:
-            place = self.address.rpartition("@")[2]  # without a password
-            raise ValueError(
-                f"--ray is {place!r}, and no Ray cluster answers there; expected an address such as "
-                "10.0.0.1:6379, auto or local."
-            ) from error
-        try:
-            for position, entry, ledger in _finished(job, itertools.chain([first], items), concurrency):
+        left = itertools.chain([first], items)
+        with cluster(self.address) as machines:
+            workers = min(concurrency, machines)
+            steps = _Steps(job, concurrency // workers)
+            blocks = iter(lambda: list(itertools.islice(left, BLOCK * steps.concurrency)), [])
+            for position, entry, ledger in spread(steps, blocks, workers):
                 recorder.spend(ledger.costs)
                 recorder.record(position, entry, ledger)
-        finally:
-            ray.shutdown()
+
+
+class _Steps:
+    """A job's step with blocks, one after another, with one teacher for all of them."""
+
+    def __init__(self, job: Job, concurrency: int):
+        self.step, self.teacher, self.concurrency = job.step, job.teacher, concurrency
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self, block: list[Item]) -> list[tuple[int, Entry, Ledger] | ValueError]:
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+            # It is left when Ray ends this process.
+            self.loop.run_until_complete(self.teacher.__aenter__())
+        rows: list[tuple[int, Entry, Ledger] | ValueError] = []
+        work = finish_all(self.step, iter(block), self.concurrency, lambda *finished: rows.append(finished))
+        try:
+            self.loop.run_until_complete(work)
+        except ValueError as error:
+            rows.append(ValueError(str(error)))
+        return rows
+
+
+@contextmanager
+def cluster(address: str) -> Iterator[int]:
+    """
+    A connection to a Ray cluster, which gives how many machines it has.
+
+    Raises:
+        ValueError: no cluster answers.
+    """
+    import ray
+
+    try:
+        _knock(address)
+        # What workers print stays in Ray's logs on their machines.
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except (OSError, ValueError, RuntimeError) as error:
+        place = address.rpartition("@")[2]  # without a password
+        raise ValueError(
+            f"--ray is {place!r}, and no Ray cluster answers there; expected an address such as "
+            "10.0.0.1:6379, auto or local."
+        ) from error
+    try:
+        yield sum(node["Alive"] for node in ray.nodes())
+    finally:
+        ray.shutdown()
 
 
 def _knock(address: str) -> None:
@@ -63,23 +101,30 @@ def _knock(address: str) -> None:
             pass
 
 
-def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[tuple[int, Entry, Ledger]]:
-    """The entries of items as their blocks are finished, with what they cost."""
+def spread(
+    work: Callable[[list[Any]], list[Any]], blocks: Iterable[list[Any]], workers: int, **resources: float
+) -> Iterator[Any]:
+    """
+    What `work` makes of blocks, on a [`cluster`], as each is finished; the block of a worker that dies is done again.
+
+    Args:
+        work: each worker has a copy. A `ValueError` among its results is raised here: raised there, it would come with
+            Ray's traces, and without what the block has finished.
+        resources: of each worker, such as `num_gpus=1`.
+    """
     import ray
     from ray.data import ActorPoolStrategy, DataContext, from_arrow_refs
 
     DataContext.get_current().enable_progress_bars = False
-    workers = min(concurrency, sum(node["Alive"] for node in ray.nodes()))
-    share = concurrency // workers
-    # An object of Ray's, not an argument: Ray writes arguments into its logs, and the endpoint holds the key.
-    work = ray.put((job.step, job.teacher))
-    blocks = [ray.put(_to_table(block)) for block in iter(lambda: list(itertools.islice(items, BLOCK * share)), [])]
-    finished = from_arrow_refs(blocks).map_batches(
+    tables = [ray.put(_to_table(block)) for block in blocks]
+    finished = from_arrow_refs(tables).map_batches(
         _Worker,
-        fn_constructor_args=(work, share),
+        # An object of Ray's, not an argument: Ray writes arguments into its logs, and an endpoint holds the key.
+        fn_constructor_args=(ray.put(work),),
         batch_size=None,  # a block
         batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=min(workers, len(blocks))),
+        compute=ActorPoolStrategy(size=min(workers, len(tables))),
+        **resources,
     )
     for table in finished.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         for outcome in _from_table(table):
@@ -89,26 +134,13 @@ def _finished(job: Job, items: Iterator[Item], concurrency: int) -> Iterator[tup
 
 
 class _Worker:
-    """Works on blocks, one after another, with one teacher for all of them."""
-
-    def __init__(self, work: Any, concurrency: int):
+    def __init__(self, work: Any):
         import ray
 
-        self.step, teacher = ray.get(work)
-        self.concurrency = concurrency
-        self.loop = asyncio.new_event_loop()
-        # It is left when Ray ends this process.
-        self.loop.run_until_complete(teacher.__aenter__())
+        self.work = ray.get(work)
 
     def __call__(self, block: "pyarrow.Table") -> "pyarrow.Table":
-        rows: list[tuple[int, Entry, Ledger] | ValueError] = []
-        work = finish_all(self.step, _from_table(block), self.concurrency, lambda *finished: rows.append(finished))
-        try:
-            self.loop.run_until_complete(work)
-        except ValueError as error:
-            # Raised here, it would come with Ray's traces, and without what the block has finished.
-            rows.append(ValueError(str(error)))
-        return _to_table(rows)
+        return _to_table(self.work(list(_from_table(block))))
 
 
 def _to_table(rows: Iterable[Any]) -> "pyarrow.Table":

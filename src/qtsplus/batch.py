@@ -1,0 +1,312 @@
+"""Asks the questions of a file, video by video: each row is answered once, however often a run is killed."""
+
+import csv
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.console import Console
+from rich.progress import track
+
+from . import session
+from .data.formats import Row, iter_rows, media_folder
+from .data.media import UNREADABLE, find_media
+from .data.records import Rate, String, Text, break_special_tokens, explain
+from .output import check_output, whole_file
+from .results import Journal
+from .settings import show
+
+# By the numbers of the rows: the fields of an answer, or `error`.
+Results = Iterator[tuple[int, dict[str, Any]]]
+FAILURES = (*UNREADABLE, torch.OutOfMemoryError)  # of one video or question, and the run goes on
+
+
+class Question(BaseModel):
+    """What a row says; other columns are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    video: Text
+    question: Text
+    id: String | int | None = None
+    fps: Rate | None = None
+    retention: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_visual_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row that can be asked."""
+
+    number: int  # of the row, from 1
+    question: Question
+    place: str  # where the video lies
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The rows of a file, and those of them that can be asked; of the others the reason, by number."""
+
+    rows: list[Row]
+    tasks: list[Task]
+    problems: dict[int, str]
+
+    def digest(self) -> str:
+        return hashlib.sha256(repr([row.content for row in self.rows]).encode()).hexdigest()[:16]
+
+    def videos(self) -> list[list[Task]]:
+        """The tasks of each video, read at one rate."""
+        videos: dict[tuple[str, float | None], list[Task]] = {}
+        for task in self.tasks:
+            videos.setdefault((task.place, task.question.fps), []).append(task)
+        return list(videos.values())
+
+
+def read_questions(path: Path, media_root: Path | None = None) -> Questions:
+    """
+    Reads JSONL, JSON, CSV or Parquet; relative videos lie beside the file, or under the media root.
+
+    Raises:
+        ValueError: no such file, one that cannot be read, or one of which no row can be asked.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; expected a file of questions, such as JSONL, CSV or Parquet.")
+    root = media_folder(path, media_root)
+    questions = Questions(list(_read_csv(path) if path.suffix == ".csv" else iter_rows(path)), [], {})
+    for row in questions.rows:
+        try:
+            question = _question(row.content, row.problem)
+            questions.tasks.append(Task(row.number, question, find_media(question.video, root)))
+        except ValueError as error:
+            questions.problems[row.number] = explain(error) if isinstance(error, ValidationError) else str(error)
+    if not questions.tasks:
+        first = next((f" Row {number}: {problem}" for number, problem in questions.problems.items()), "")
+        raise ValueError(f"{path} holds no row with a video and a question.{first}")
+    return questions
+
+
+class _Cells(dict[Any, Any]):
+    """A row of texts alone."""
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            for number, cells in enumerate(csv.DictReader(file, strict=True), start=1):
+                yield Row(number, _Cells({name: cell for name, cell in cells.items() if cell not in (None, "")}))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
+
+
+def _question(content: Any, problem: str | None) -> Question:
+    if isinstance(content, _Cells):
+        if None in content:
+            raise ValueError("it has more cells than the first line has names.")
+        return Question.model_validate_strings(content)
+    if not isinstance(content, Mapping):
+        raise ValueError(problem if content is None else f"it is {show(content)}; expected an object.")
+    return Question.model_validate(content)
+
+
+@dataclass(frozen=True)
+class Asker:
+    """
+    A model and how it is asked where a row does not say, as for [`session.load`] and [`session.ask`].
+
+    Called with the tasks of one video, it encodes the video once; what is wrong with it or with a question is the
+    `error` of a row.
+    """
+
+    model: str
+    revision: str | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    fps: float | None = None
+    retention: float | None = None
+    max_visual_tokens: int | None = None
+    selection: str | None = None
+    max_new_tokens: int = 128
+
+    @cached_property
+    def loaded(self) -> tuple[Any, Any]:
+        return session.load(self.model, self.device, self.dtype, revision=self.revision)
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides an answer."""
+        return {name: value for name, value in vars(self).items() if name not in ("device", "loaded")}
+
+    def budget(self, question: Question) -> dict[str, Any]:
+        return {name: getattr(question, name) or getattr(self, name) for name in ("retention", "max_visual_tokens")}
+
+    def __call__(self, tasks: list[Task]) -> Results:
+        model, processor = self.loaded
+        try:
+            video = session.encode(model, processor, tasks[0].place, fps=tasks[0].question.fps or self.fps)
+        except FAILURES as error:
+            yield from ((task.number, failure(error)) for task in tasks)
+            return
+        choice: dict[str, Any] = {"selection": self.selection, "max_new_tokens": self.max_new_tokens}
+        for task in tasks:
+            asked = {**choice, **self.budget(task.question)}
+            try:
+                fields = session.ask(model, processor, video, task.question.question, **asked).as_dict()
+            except FAILURES as error:
+                yield task.number, failure(error)
+            else:
+                names = ("answer", "kept_tokens", "visual_tokens", "evidence", "warnings")
+                yield task.number, {name: fields[name] for name in names}
+
+
+def failure(error: BaseException) -> dict[str, str]:
+    """The result of a row that was not answered."""
+    return {"error": " ".join(str(error).split()) or type(error).__name__}
+
+
+def answer_here(asker: Asker, videos: list[list[Task]]) -> Results:
+    """One video after another."""
+    console = Console(stderr=True)
+    return chain.from_iterable(map(asker, track(videos, "Asking", console=console, disable=not console.is_terminal)))
+
+
+def answer_on_ray(
+    asker: Asker, videos: list[list[Task]], address: str = "local", workers: int | None = None, cpus: float = 1.0
+) -> Results:
+    """
+    Workers on a Ray cluster, each with a model; when one dies, another asks about its video.
+
+    Args:
+        address: "auto" for the cluster that this machine belongs to, "local" for a new one here.
+        workers: one on each GPU of the cluster, or else on each machine, when absent.
+        cpus: of each worker where there is no GPU; may be a fraction.
+    """
+    import ray
+
+    from .synthesis.ray_runner import cluster, spread
+
+    if not videos:
+        return
+    with cluster(address) as machines:
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        resources: dict[str, float] = {"num_gpus": 1} if gpus else {"num_cpus": cpus}
+        yield from spread(partial(_ask_there, asker), videos, workers or gpus or machines, **resources)
+
+
+def _ask_there(asker: Asker, tasks: list[Task]) -> list[Any]:
+    try:
+        return list(asker(tasks))
+    except (ValueError, OSError) as error:  # a model that cannot be loaded
+        return [ValueError(str(error))]
+
+
+def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
+    """
+    vLLM, with all questions about a video at a time. It counts tokens before it encodes, so a row or the asker has to
+    state a budget; it does not say what an answer rests on.
+    """
+    from vllm import LLM, SamplingParams
+
+    if not videos:
+        return
+    processor = session.load_processor(asker.model, asker.revision)
+    llm = LLM(asker.model, revision=asker.revision, dtype=asker.dtype, limit_mm_per_prompt={"video": 1, "image": 0})
+    sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens)
+    for tasks in videos:
+        try:
+            chunks = processor.video_chunks(tasks[0].place, fps=tasks[0].question.fps or asker.fps)
+            frames = np.stack(list(map(chunks.resize, chunks.decode())))
+        except FAILURES as error:
+            yield from ((task.number, failure(error)) for task in tasks)
+            continue
+        metadata = {**vars(chunks.metadata), "video_backend": "opencv", "do_sample_frames": False}
+        data = {"video": [(frames, metadata)]}
+        prompts = [_prompt(processor, task.question, asker) | {"multi_modal_data": data} for task in tasks]
+        total = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
+        for task, output in zip(tasks, _generate(llm, prompts, sampling), strict=True):
+            if isinstance(output, ValueError):
+                yield task.number, failure(output)
+                continue
+            kept = output.prompt_token_ids.count(processor.tokenizer.convert_tokens_to_ids(processor.video_token))
+            fields = {"answer": output.outputs[0].text.strip(), "kept_tokens": kept, "visual_tokens": total}
+            yield task.number, {**fields, "warnings": chunks.warnings}
+
+
+def _prompt(processor: Any, question: Question, asker: Asker) -> dict[str, Any]:
+    content = [{"type": "video"}, {"type": "text", "text": break_special_tokens(question.question)}]
+    messages = [{"role": "user", "content": content}]
+    prompt = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    settings = {**asker.budget(question), "selection": asker.selection}
+    return {"prompt": prompt, "mm_processor_kwargs": {name: one for name, one in settings.items() if one is not None}}
+
+
+def _generate(llm: Any, prompts: list[dict[str, Any]], sampling: Any) -> list[Any]:
+    """An output for each prompt, or the error of one that vLLM refuses, which would refuse the others with it."""
+    try:
+        return llm.generate(prompts, sampling, use_tqdm=False)
+    except ValueError as error:
+        alone = ([prompt] for prompt in prompts)
+        return [error] if len(prompts) == 1 else [one for prompt in alone for one in _generate(llm, prompt, sampling)]
+
+
+def run(
+    questions: Questions,
+    out: Path,
+    asker: Asker,
+    engine: Callable[[Asker, list[list[Task]]], Results] = answer_here,
+    *,
+    share: tuple[int, int] = (0, 1),
+    retry_failed: bool = False,
+) -> Counter[str] | None:
+    """
+    Asks what is not answered yet, and writes all rows in the order of the file once nothing is left.
+
+    What is finished stands in the journal in the folder `<out>.run`, to which several processes may add.
+
+    Args:
+        share: the index of this process among so many, which take the videos in turn.
+        retry_failed: ask again where there is an error.
+
+    Returns:
+        how many rows have an `answer` and an `error`; `None` where other processes have not finished.
+
+    Raises:
+        ValueError: a file that no run has written, or a run that was begun with other questions or settings.
+    """
+    folder = Path(f"{out}.run")
+    check_output(out, overwrite=folder.is_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    settings, lock = {"input": questions.digest(), **asker.settings()}, FileLock(folder / ".lock")
+    with lock:
+        journal = Journal(folder / "journal.jsonl", settings, begin_anew=False)
+    done = {number for number in journal.done if not (retry_failed and "error" in journal.done[number])}
+    mine = questions.videos()[share[0] :: share[1]]
+    left = [tasks for video in mine if (tasks := [task for task in video if task.number not in done])]
+    for number, result in engine(asker, left):
+        with lock:
+            journal.add(number, result)
+    with lock:
+        finished = Journal(journal.path).done
+        if len(finished) < len(questions.tasks):
+            return None
+        counts = Counter[str]()
+        with whole_file(out) as file:
+            for row in questions.rows:
+                result = finished.get(row.number) or {"error": questions.problems[row.number]}
+                file.write(json.dumps({**_named(row), **result}) + "\n")
+                counts["error" if "error" in result else "answer"] += 1
+    return counts
+
+
+def _named(row: Row) -> dict[str, Any]:
+    content = row.content if isinstance(row.content, Mapping) else {}
+    named = {name: content.get(name) for name in ("id", "video", "question")}
+    return {**named, "id": row.number if named["id"] is None else named["id"]}

@@ -1,0 +1,101 @@
+"""`qtsplus serve`: starts a server that others wrote, with nothing open that was not asked for."""
+
+import json
+import os
+import re
+import sys
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from .console import fail, note, one_line_errors, require_fraction
+from .models import check_model_options, load_model
+from .options import Device, Dtype, Retention, Revision
+
+
+class Engine(str, Enum):
+    vllm = "vllm"
+    transformers = "transformers"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A folder or a Hub id.", show_default=False)],
+    more: Annotated[
+        list[str] | None, typer.Argument(help="Behind --, more options for vLLM's server.", show_default=False)
+    ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="vllm, to serve it; transformers, to try it: one request after another.")
+    ] = Engine.vllm,
+    host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    allow_media_root: Annotated[
+        Path | None, typer.Option(help="A folder whose videos requests may name as file:///...; none without it.")
+    ] = None,
+    allow_media_domain: Annotated[
+        list[str] | None, typer.Option(help="A host whose videos requests may name. May be repeated; none without it.")
+    ] = None,
+    retention: Retention = None,
+    max_visual_tokens: Annotated[int | None, typer.Option(min=1, help="Keep at most this many visual tokens.")] = None,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights. auto takes what the checkpoint has.")] = Dtype.auto,
+) -> None:
+    """
+    Serve a model under an OpenAI-compatible API.
+
+    A request may bring its videos as data:, and its own budget as mm_processor_kwargs.
+    """
+    check_model_options(model, revision)
+    require_fraction(retention)
+    if allow_media_root is not None and not os.path.isdir(allow_media_root):  # where a Path may raise
+        fail(f"there is no folder {allow_media_root}; expected the one that the videos lie in")
+    domains = allow_media_domain or []
+    if wrong := [domain for domain in domains if not re.fullmatch(r"[A-Za-z0-9._-]+", domain)]:
+        fail(f"--allow-media-domain is {wrong[0]!r}; expected the name of a host, such as videos.example.org")
+    budget = {"retention": retention, "max_visual_tokens": max_visual_tokens}
+    budget = {name: value for name, value in budget.items() if value is not None}
+    name = os.path.basename(os.path.abspath(model))
+    if engine is Engine.vllm:
+        if device is not None:
+            fail("--device is about --engine transformers; vLLM takes the device that it was built for")
+        if find_spec("vllm") is None:
+            fail("vLLM is not installed: pip install vllm, or try the model with --engine transformers")
+        with one_line_errors():
+            from ..session import check_model
+
+            check_model(model, revision)
+        options = ["--model", model, "--served-model-name", name, "--host", host, "--port", str(port)]
+        options += ["--dtype", dtype.value, *(["--revision", revision] if revision else [])]
+        _become_vllm([*options, *_media(allow_media_root, domains), *(more or [])], budget)
+    if more:
+        fail(f"{more[0]} is for vLLM's server; leave it out with --engine transformers")
+    if missing := [name for name in ("fastapi", "openai", "uvicorn") if find_spec(name) is None]:
+        fail(f"the package {missing[0]} is not installed: pip install -e '.[serve]' in a clone")
+    with one_line_errors():
+        import uvicorn
+
+        from ..serving import Door, build_app
+
+        loaded, processor = load_model(model, revision, device, dtype.value)
+        app = build_app(name, loaded, processor, Door(allow_media_root, domains), budget)
+        note(f"Serving {name} at http://{host}:{port}/v1")
+        uvicorn.run(app, host=host, port=port, log_level="warning")
+
+
+def _media(root: Path | None, domains: list[str]) -> list[str]:
+    """vLLM fetches from anywhere unless some host is named; this one cannot exist."""
+    local = [] if root is None else ["--allowed-local-media-path", str(root.resolve())]
+    return [*local, "--allowed-media-domains", *(domains or ["none.invalid"])]
+
+
+def _become_vllm(options: list[str], budget: dict[str, Any]) -> NoReturn:
+    if budget:
+        options += ["--mm-processor-kwargs", json.dumps(budget)]
+    else:
+        note("Without --retention or --max-visual-tokens, every request has to state one in mm_processor_kwargs.")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--trust-request-mm-kwargs", *options]
+    # An allowed host could lead to one that is not.
+    os.execve(sys.executable, command, {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", **os.environ})

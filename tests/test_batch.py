@@ -1,0 +1,287 @@
+"""`qtsplus batch`: every row of a file once, whatever is wrong with some and however often the run is killed."""
+
+import contextlib
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.world.clip import render_clip
+from qtsplus import session
+from qtsplus.cli import app
+
+FIELDS = {"id", "video", "question", "answer", "kept_tokens", "visual_tokens", "evidence", "warnings"}
+COLOURS = ("red", "blue", "green")
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+    """Three clips and what looks like one, in a folder."""
+    folder = tmp_path_factory.mktemp("videos")
+    for seed in range(3):
+        render_clip(folder / f"clip{seed}.mp4", seconds=2, fps=8, size=(112, 112), seed=seed)
+    (folder / "cut.mp4").write_bytes((folder / "clip0.mp4").read_bytes()[:200])
+    return folder
+
+
+@pytest.fixture
+def rows():
+    """Videos by turns, so that rows of one video do not stand together."""
+    return [
+        {"video": f"clip{video}.mp4", "question": f"What colour is the {colour} circle?"}
+        for colour in COLOURS
+        for video in range(3)
+    ]
+
+
+def write(path: Path, rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def command(file, out, model, *more):
+    return ["batch", str(file), "--out", str(out), "--model", str(model), "--max-new-tokens", "3", *map(str, more)]
+
+
+@pytest.fixture
+def batch(shared_model, tiny_published):
+    def run(file, out, *more):
+        return CliRunner().invoke(app, command(file, out, tiny_published, *more))
+
+    return run
+
+
+def count_encoded(monkeypatch):
+    """The names of the videos as they are encoded."""
+    encode, encoded = session.encode, []
+
+    def counting(model, processor, video, **more):
+        encoded.append(Path(video).name)
+        return encode(model, processor, video, **more)
+
+    monkeypatch.setattr(session, "encode", counting)
+    return encoded
+
+
+def test_answers_are_those_of_ask_and_a_video_is_encoded_once(batch, videos, rows, tiny_published, monkeypatch):
+    encoded = count_encoded(monkeypatch)
+    rows[1] |= {"id": "mine", "retention": 0.5, "answer": "ignored"}
+    out = videos / "once.jsonl"
+    result = batch(write(videos / "rows.jsonl", rows), out, "--retention", "0.25")
+    assert result.exit_code == 0, result.stderr
+    assert Counter(encoded) == {f"clip{video}.mp4": 1 for video in range(3)}
+
+    answers = read(out)
+    assert [(row["video"], row["question"]) for row in answers] == [(row["video"], row["question"]) for row in rows]
+    assert [row["id"] for row in answers] == [1, "mine", *range(3, 10)]
+    model = session.load(tiny_published, "cpu")
+    for row, wanted in zip(answers, rows, strict=True):
+        asked = {"retention": wanted.get("retention", 0.25), "max_new_tokens": 3}
+        alone = session.ask(*model, videos / row["video"], row["question"], **asked).as_dict()
+        assert set(row) == FIELDS
+        assert {name: row[name] for name in FIELDS - {"id", "video"}} | {"evidence": []} == {
+            **{name: alone[name] for name in FIELDS - {"id", "video", "question"}},
+            "question": row["question"],
+            "evidence": [],
+        }
+        assert [round(one["weight"], 5) for one in row["evidence"]] == [
+            round(one["weight"], 5) for one in alone["evidence"]
+        ]
+
+
+def test_bad_videos_and_bad_rows_are_rows_with_their_error(batch, videos, rows, tmp_path):
+    bad = [
+        {"video": "cut.mp4", "question": "What?"},
+        {"video": "none.mp4", "question": "What?", "id": "gone"},
+        {"video": "clip0.mp4", "question": " "},
+        {"video": "clip0.mp4", "question": "What?", "retention": 2},
+        {"video": "clip0.mp4", "question": "What?", "retention": True},
+        {"video": "clip0.mp4", "question": "word " * 40000},
+        {"question": "What?"},
+        ["clip0.mp4"],
+    ]
+    file = write(tmp_path / "rows.jsonl", [*rows[:2], *bad, rows[2]])
+    file.write_text(file.read_text() + '{"video": "clip0.mp4", "quest')
+    result = batch(file, tmp_path / "out.jsonl", "--media-root", videos)
+    assert result.exit_code == 0 and "9 of 12 rows have an error" in result.stderr
+    answers = read(tmp_path / "out.jsonl")
+    assert [row["id"] for row in answers] == [1, 2, 3, "gone", *range(5, 13)]
+    assert ["answer" in row for row in answers] == [True] * 2 + [False] * 8 + [True, False]
+    words = ("cut.mp4", "none.mp4", "question is empty", "retention is 2", "retention is true", "tokens", "lacks video")
+    for row, said in zip(answers[2:], (*words, "expected an object"), strict=False):
+        assert said in row["error"] and "\n" not in row["error"]
+    assert "no JSON" in answers[-1]["error"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
+def test_other_formats_give_what_jsonl_gives(batch, videos, rows, tmp_path, kind):
+    rows[4] |= {"id": "007", "retention": 0.5, "max_visual_tokens": 3, "fps": 1}
+    rows[5] |= {"id": "a, b", "question": 'What is "it",\nand where?'}
+    rows, file = rows[3:], tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        with open(file, "w", newline="") as target:
+            names = ["video", "question", "id", "retention", "max_visual_tokens", "fps"]
+            writer = csv.DictWriter(target, names)
+            writer.writeheader()
+            writer.writerows(rows)
+    elif kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        texts = [(name, pyarrow.string()) for name in ("video", "question", "id")]
+        numbers = [("retention", pyarrow.float64()), ("max_visual_tokens", pyarrow.int64()), ("fps", pyarrow.int64())]
+        parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(texts + numbers)), file)
+    else:
+        file.write_text(json.dumps(rows))
+    for name, source in (("here", file), ("jsonl", write(tmp_path / "rows.jsonl", rows))):
+        assert batch(source, tmp_path / name, "--media-root", videos).exit_code == 0
+    assert read(tmp_path / "here") == read(tmp_path / "jsonl")
+    assert read(tmp_path / "here")[1]["kept_tokens"] == 3
+
+
+def test_a_row_of_csv_with_a_comma_too_many_is_not_cut(batch, videos, tmp_path):
+    (tmp_path / "rows.csv").write_text("video,question\nclip0.mp4,Who, and when?\nclip0.mp4,Who?\n")
+    assert batch(tmp_path / "rows.csv", tmp_path / "out", "--media-root", videos).exit_code == 0
+    assert ["more cells" in row.get("error", "") for row in read(tmp_path / "out")] == [True, False]
+
+
+def start(file, out, model, *more, program=("-m", "qtsplus.cli")):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, *program, *command(file, out, model, *more)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def entries(out: Path) -> list[str]:
+    """The whole lines of the journal behind its settings."""
+    journal = Path(f"{out}.run", "journal.jsonl")
+    return [line for line in journal.read_text().splitlines(True)[1:] if line[-1] == "\n"] if journal.exists() else []
+
+
+def test_a_killed_run_goes_on_where_it_stopped(batch, videos, rows, tiny_published, tmp_path, monkeypatch):
+    many = [{**row, "question": f"{row['question']} {number}"} for number in range(12) for row in rows]
+    file, out = write(tmp_path / "rows.jsonl", many), tmp_path / "out.jsonl"
+    process = start(file, out, tiny_published, "--media-root", videos)
+    while len(entries(out)) < 5:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = entries(out)
+    assert 5 <= len(done) < len(many) and not out.exists()
+    journal = Path(f"{out}.run", "journal.jsonl")
+    # A line of which a crash left half.
+    journal.write_text(journal.read_text() + '{"key": 108, "value": {"ans')
+
+    encoded = count_encoded(monkeypatch)
+    assert batch(file, out, "--media-root", videos).exit_code == 0
+    assert entries(out)[: len(done)] == done and len(entries(out)) == len(many)
+    assert sorted(json.loads(line)["key"] for line in entries(out)) == list(range(1, len(many) + 1))
+    assert len(encoded) == len(set(encoded))
+    answers = out.read_text()
+    assert [row["question"] for row in read(out)] == [row["question"] for row in many]
+
+    # Again, with nothing left to do.
+    assert batch(file, out, "--media-root", videos).exit_code == 0
+    assert out.read_text() == answers and len(entries(out)) == len(many)
+    assert batch(file, tmp_path / "whole.jsonl", "--media-root", videos).exit_code == 0
+    assert (tmp_path / "whole.jsonl").read_text() == answers
+
+
+def test_other_settings_and_other_peoples_files_are_refused(batch, videos, rows, tmp_path):
+    file, out = write(tmp_path / "rows.jsonl", rows[:1]), tmp_path / "out.jsonl"
+    assert batch(file, out, "--media-root", videos).exit_code == 0
+    answers = out.read_text()
+    for more in (["--retention", "0.5"], ["--selection", "uniform"], ["--fps", "1"]):
+        result = batch(file, out, "--media-root", videos, *more)
+        assert result.exit_code == 2 and "was begun with" in result.stderr, result.stderr
+    write(file, rows[:2])
+    assert "was begun with input=" in batch(file, out, "--media-root", videos).stderr
+    (tmp_path / "thesis.tex").write_text("mine")
+    assert "is there already" in batch(file, tmp_path / "thesis.tex", "--media-root", videos).stderr
+    assert (tmp_path / "thesis.tex").read_text() == "mine" and out.read_text() == answers
+
+
+def test_failed_rows_can_be_asked_again(batch, videos, rows, tmp_path):
+    file, out = write(tmp_path / "rows.jsonl", [rows[0], {"video": "late.mp4", "question": "What?"}]), tmp_path / "out"
+    (tmp_path / "clip0.mp4").write_bytes((videos / "clip0.mp4").read_bytes())
+    assert batch(file, out).exit_code == 0 and "error" in read(out)[1]
+    (tmp_path / "late.mp4").write_bytes((videos / "clip1.mp4").read_bytes())
+    assert batch(file, out).exit_code == 0 and "error" in read(out)[1]
+    assert batch(file, out, "--retry-failed").exit_code == 0 and "answer" in read(out)[1]
+
+
+def test_a_run_without_an_answer_has_failed(batch, tmp_path):
+    file = write(tmp_path / "rows.jsonl", [{"video": "none.mp4", "question": "What?"}])
+    result = batch(file, tmp_path / "out")
+    assert result.exit_code == 1 and "no question of" in result.stderr and "error" in read(tmp_path / "out")[0]
+
+
+@pytest.mark.slow
+def test_processes_share_the_videos(videos, rows, tiny_published, tmp_path):
+    file = write(tmp_path / "rows.jsonl", rows)
+    several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qtsplus.cli")
+    for name, program in (("two", several), ("one", ("-m", "qtsplus.cli"))):
+        process = start(file, tmp_path / name, tiny_published, "--media-root", videos, program=program)
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+    assert read(tmp_path / "two") == read(tmp_path / "one")
+    assert len(entries(tmp_path / "two")) == len(rows)
+
+
+@pytest.fixture
+def ray_folder(monkeypatch):
+    """A new Ray cluster's; its sockets need a short path."""
+    pytest.importorskip("ray.data", reason="needs Ray Data: pip install -e '.[ray]'")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield folder
+
+
+def ray_workers(folder: str) -> list[int]:
+    """The processes of a cluster that answer."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line, settings = ((process / name).read_bytes() for name in ("cmdline", "environ"))
+            if line.startswith(b"ray::MapWorker") and folder.encode() in settings:
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.slow
+def test_ray_answers_what_is_answered_here_though_a_worker_is_killed(
+    batch, videos, rows, tmp_path, ray_folder, tiny_published
+):
+    rows = [{**row, "question": f"{row['question']} {number}"} for number in range(6) for row in rows]
+    rows += [{"video": "cut.mp4", "question": "What?"}]
+    for index in range(20):
+        (tmp_path / f"{index}.mp4").symlink_to(videos / f"clip{index % 3}.mp4")
+        rows += [{"video": str(tmp_path / f"{index}.mp4"), "question": "What?"}]
+    file, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "ray.jsonl"
+    spread = ("--media-root", videos, "--engine", "ray", "--workers", "2", "--cpus", "0.5")
+    process = start(file, out, tiny_published, *spread)
+    while len(entries(out)) < 5:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    os.kill(ray_workers(ray_folder)[0], signal.SIGKILL)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert batch(file, tmp_path / "here.jsonl", "--media-root", videos).exit_code == 0
+    assert read(out) == read(tmp_path / "here.jsonl")
+    assert sorted(json.loads(line)["key"] for line in entries(out)) == list(range(1, len(rows) + 1))
