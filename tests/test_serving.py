@@ -292,7 +292,7 @@ def start_vllm(tmp_path, *options) -> list[str]:
 
 def test_vllm_is_started_with_nothing_open(tmp_path, tiny_published):
     shared = ["--trust-request-mm-kwargs", "--model", str(tiny_published), "--served-model-name", tiny_published.name]
-    shared += ["--host", "127.0.0.1", "--port", "8000", "--dtype", "auto"]
+    shared += ["--host", "127.0.0.1", "--port", "8000", "--dtype", "float32"]
     shut = ["--allowed-media-domains", "none.invalid"]
     assert start_vllm(tmp_path, tiny_published) == [*shared, *shut, "0"]
     allowed = ["--allow-media-root", tmp_path, "--allow-media-domain", "a.org", "--allow-media-domain", "b.org"]

@@ -218,7 +218,8 @@ def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
     if not videos:
         return
     processor = session.load_processor(asker.model, asker.revision)
-    llm = LLM(asker.model, revision=asker.revision, dtype=asker.dtype, limit_mm_per_prompt={"video": 1, "image": 0})
+    dtype = session.stored_dtype(asker.model, asker.revision) if asker.dtype == "auto" else asker.dtype
+    llm = LLM(asker.model, revision=asker.revision, dtype=dtype, limit_mm_per_prompt={"video": 1, "image": 0})
     sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens)
     for tasks in videos:
         try:

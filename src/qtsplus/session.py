@@ -136,6 +136,12 @@ def load_processor(model: str | Path, revision: str | None = None) -> Any:
     return processor
 
 
+def stored_dtype(model: str | Path, revision: str | None = None) -> str:
+    """What a model's configuration says of its weights, for vLLM: its own "auto" shortens float32."""
+    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    return config.get("dtype") or config.get("torch_dtype") or "auto"
+
+
 def find_device(device: str | None) -> str:
     """
     The device that was asked for, or else a GPU where there is one.

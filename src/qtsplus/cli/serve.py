@@ -64,11 +64,12 @@ def serve(
         if find_spec("vllm") is None:
             fail("vLLM is not installed: pip install vllm, or try the model with --engine transformers")
         with one_line_errors():
-            from ..session import check_model
+            from ..session import check_model, stored_dtype
 
             check_model(model, revision)
+            weights = stored_dtype(model, revision) if dtype is Dtype.auto else dtype.value
         options = ["--model", model, "--served-model-name", name, "--host", host, "--port", str(port)]
-        options += ["--dtype", dtype.value, *(["--revision", revision] if revision else [])]
+        options += ["--dtype", weights, *(["--revision", revision] if revision else [])]
         _become_vllm([*options, *_media(allow_media_root, domains), *(more or [])], budget)
     if more:
         fail(f"{more[0]} is for vLLM's server; leave it out with --engine transformers")
