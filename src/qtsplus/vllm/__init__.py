@@ -9,7 +9,8 @@ import logging
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM
-BACKBONES = ("Qwen2_5_VLQTSplus",)  # how the names of our classes begin, here and in models.py
+# How the names of our classes begin, here and in models.py.
+BACKBONES = ("Qwen2_5_VLQTSplus", "Qwen2VLQTSplus", "Qwen3VLQTSplus", "Qwen3_5QTSplus")
 
 
 def register() -> None:

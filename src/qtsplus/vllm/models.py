@@ -6,12 +6,13 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 
 import json
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import CUDAGraphMode
-from vllm.model_executor.models import qwen2_5_vl
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
@@ -137,7 +138,10 @@ class QTSplusForVLLM:
             second_per_grid_ts=item["second_per_grid_ts"],
         )
         device = "cpu" if features is None else self.visual.device
-        return lay_out(self.hooks, visual, item["prompt_ids"][None].to(device))
+        layout = lay_out(self.hooks, visual, item["prompt_ids"][None].to(device))
+        row = layout.rows[0]
+        # Which frames will have kept tokens is not known where vLLM counts: the times of all of them stay.
+        return replace(layout, rows=[replace(row, separators=row.separators[:, :0])])
 
     # --- Positions ---
 
@@ -162,10 +166,11 @@ class QTSplusForVLLM:
         if multimodal_embeddings is not None and len(multimodal_embeddings):
             columns = kwargs["is_multimodal"].nonzero()[:, 0].split([len(rows) for rows in multimodal_embeddings])
             width = self.hooks.token_width
-            wide = [(at, rows) for at, rows in zip(columns, multimodal_embeddings, strict=True) if rows.shape[1] > width]
-            if wide:
-                positions = [rows[:, width:].contiguous().view(torch.int32).T for _, rows in wide]
-                self.moved = torch.cat([at for at, _ in wide]), torch.cat(positions, dim=1)
+            pairs = zip(columns, multimodal_embeddings, strict=True)
+            videos = [(at, rows[:, width:]) for at, rows in pairs if rows.shape[1] > width]
+            if videos:
+                positions = [behind.contiguous().view(torch.int32).T for _, behind in videos]
+                self.moved = torch.cat([at for at, _ in videos]), torch.cat(positions, dim=1)
             multimodal_embeddings = [rows[:, :width] for rows in multimodal_embeddings]
         return super().embed_input_ids(input_ids, multimodal_embeddings, **kwargs)  # type: ignore[misc]
 
@@ -209,7 +214,17 @@ def with_selector(stock: Any) -> WeightsMapper:
 
 
 class Qwen2_5_VLProcessor(QTSplusMultiModalProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
-    """Of Qwen2.5-VL."""
+    """Of Qwen2.5-VL, and of Qwen2-VL, whose own does not take the times of frames."""
+
+
+class Qwen2VLInfo(qwen2_vl.Qwen2VLProcessingInfo):
+    """Of Qwen2-VL, whose videos come with the times of their frames."""
+
+    get_data_parser = qwen2_5_vl.Qwen2_5_VLProcessingInfo.get_data_parser
+
+
+class Qwen3VLProcessor(QTSplusMultiModalProcessor, qwen3_vl.Qwen3VLMultiModalProcessor):
+    """Of Qwen3-VL and Qwen3.5."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -221,3 +236,30 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen2_5_vl.Qwen2
     """Qwen2.5-VL."""
 
     hf_to_vllm_mapper = with_selector(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration)
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen2_5_VLProcessor, info=Qwen2VLInfo, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder
+)
+class Qwen2VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen2_vl.Qwen2VLForConditionalGeneration):
+    """Qwen2-VL."""
+
+    hf_to_vllm_mapper = with_selector(qwen2_vl.Qwen2VLForConditionalGeneration)
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen3VLProcessor, info=qwen3_vl.Qwen3VLProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
+)
+class Qwen3VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen3_vl.Qwen3VLForConditionalGeneration):
+    """Qwen3-VL; the levels of DeepStack stand behind a token's values, and go with it."""
+
+    hf_to_vllm_mapper = with_selector(qwen3_vl.Qwen3VLForConditionalGeneration)
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen3VLProcessor, info=qwen3_5.Qwen3_5ProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
+)
+class Qwen3_5QTSplusForConditionalGeneration(QTSplusForVLLM, qwen3_5.Qwen3_5ForConditionalGeneration):
+    """Qwen3.5."""
+
+    hf_to_vllm_mapper = with_selector(qwen3_5.Qwen3_5ForConditionalGeneration)

@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.video_utils import VideoMetadata
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
+    MultiModalFieldConfig,
     MultiModalFieldElem,
     MultiModalKwargsItem,
     MultiModalKwargsItems,
@@ -77,14 +79,18 @@ class QTSplusMultiModalProcessor:
         dummy = super().get_dummy_inputs(*args, **kwargs)  # type: ignore[misc]
         return replace(dummy, hf_processor_mm_kwargs={"selection": "all"})
 
-    def _call_hf_processor(self, hf_data: Mapping[str, Any], hf_kwargs: Mapping[str, Any]) -> Any:
-        """As vLLM's, without our settings, which it adds where the server was started with them."""
-        processor = self.info.get_hf_processor(**hf_kwargs)
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
+        """As vLLM's, with the seconds of a temporal patch, which it drops for most backbones."""
+        processed = super()._apply_hf_processor_main(mm_items, hf_kwargs)  # type: ignore[misc]
+        if "video_grid_thw" in processed and "second_per_grid_ts" not in processed:
+            step = self.info.get_hf_config().vision_config.temporal_patch_size
+            described = [VideoMetadata(**_described(metadata)) for _, metadata in mm_items["video"].get_all()]
+            processed["second_per_grid_ts"] = torch.tensor([step / one.sampled_fps for one in described])
+        return processed
 
-        def call(**kwargs: Any) -> Any:
-            return processor(**{name: value for name, value in kwargs.items() if name not in SETTINGS})
-
-        return self.info.ctx.call_hf_processor(call, hf_data, hf_kwargs)
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)  # type: ignore[misc]
+        return {**fields, "second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """
@@ -137,6 +143,11 @@ class QTSplusMultiModalProcessor:
                 "video": [PlaceholderRange(offset=start, length=length)],
             },
         }
+
+
+def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What Transformers takes of vLLM's description of a video."""
+    return {name: value for name, value in metadata.items() if name != "do_sample_frames"}
 
 
 def question_mask(config: Any, ids: list[int]) -> torch.Tensor:
