@@ -26,7 +26,17 @@ from ..methods_qtsplus import METHODS, check_budget
 from ..prompt_qtsplus import find_query_mask, join
 from ..selector_qtsplus import kept_count
 
-SETTINGS = ("retention", "max_visual_tokens", "selection", "reencode")  # of a request's mm_processor_kwargs
+BUDGET = ("retention", "max_visual_tokens")
+SETTINGS = (*BUDGET, "selection", "reencode")  # of a request's mm_processor_kwargs
+
+
+def settings_of_request(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request states of [`SETTINGS`], and what it leaves to the server's `defaults`: its budget as a whole."""
+    stated = {name: value for name, value in request.items() if value is not None}
+    left = {name: defaults[name] for name in SETTINGS if defaults.get(name) is not None}
+    if set(BUDGET) & stated.keys() or stated.get("selection") == "all":
+        left = {name: value for name, value in left.items() if name not in BUDGET}
+    return {**left, **stated}
 
 
 def count_kept(config: Any, num_tokens: int, settings: Mapping[str, Any]) -> int:
@@ -101,13 +111,13 @@ class QTSplusMultiModalProcessor:
         """
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         defaults = self.info.ctx.model_config.get_multimodal_config().mm_processor_kwargs or {}
-        settings = {name: kwargs.pop(name, defaults.get(name)) for name in SETTINGS}
+        settings = settings_of_request(defaults, {name: kwargs.pop(name) for name in SETTINGS if name in kwargs})
         cache = inputs.cache and self._processed
         stock = replace(inputs, hf_processor_mm_kwargs=kwargs, cache=cache)
         processed = super().apply(stock, timing_ctx)  # type: ignore[misc]
         if not processed["mm_placeholders"].get("video"):
             return processed
-        return self._shorten(processed, {name: value for name, value in settings.items() if value is not None})
+        return self._shorten(processed, settings)
 
     def _shorten(self, processed: Any, settings: dict[str, Any]) -> Any:
         config, ids = self.info.get_hf_config(), processed["prompt_token_ids"]
