@@ -84,13 +84,13 @@ class QTSplusForVLLM:
         settings = settings_of(item)
         features = self._encode(item, settings["hashes"])
         layout = self._lay_out(item, features)
-        retention = settings.get("retention")
-        if retention is None and settings["selection"] != "all":
+        retention, most = settings.get("retention"), settings.get("max_visual_tokens")
+        if most is not None and retention is None:
             retention = 1.0  # the cap alone decides
         selection = SelectionInputs(
             query_mask=item["query_mask"].to(layout.mask.device)[None],
             retention=retention,
-            max_visual_tokens=settings.get("max_visual_tokens"),
+            max_visual_tokens=None if most is None else int(most),
             selection=settings["selection"],
             reencode=settings.get("reencode", True),
         )

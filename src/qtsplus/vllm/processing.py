@@ -68,7 +68,7 @@ def count_kept(config: Any, num_tokens: int, settings: Mapping[str, Any]) -> int
             "for all requests as --mm-processor-kwargs at the server's start."
         )
     # A cap alone is the budget.
-    return kept_count(1.0 if retention is None else retention, num_tokens, min(config.n_max, most or config.n_max))
+    return kept_count(1.0 if retention is None else retention, num_tokens, int(min(config.n_max, most or config.n_max)))
 
 
 class QTSplusMultiModalProcessor:
