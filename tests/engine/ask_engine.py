@@ -49,10 +49,10 @@ def main(model: str, folder: Path) -> None:
     requests = json.loads((folder / "requests.json").read_text())
     llm = LLM(
         model=model,
-        dtype="float32",
+        dtype=requests.pop("dtype"),
         enforce_eager=True,
         max_model_len=1024,
-        max_num_batched_tokens=96,  # prompts are read in pieces
+        max_num_batched_tokens=192,  # prompts of a batch are read in pieces
         limit_mm_per_prompt={"video": 3, "image": 2},
         mm_processor_kwargs={"retention": 0.4},
         enable_prefix_caching=False,

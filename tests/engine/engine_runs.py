@@ -73,6 +73,14 @@ def picture() -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 255, (84, 56, 3), dtype=np.uint8))
 
 
+def processor_of(backbone: Any) -> Any:
+    """vLLM gives videos the mean and the deviation of images, which are the same in all published models."""
+    processor = backbone.processor()
+    for name in ("image_mean", "image_std"):
+        setattr(processor.image_processor, name, getattr(processor.video_processor, name))
+    return processor
+
+
 def build(backbone: Any, processor: Any, **selector: Any) -> Any:
     """A random model whose shape vLLM takes."""
     fields = backbone.config(processor, selector).to_dict()
@@ -81,6 +89,8 @@ def build(backbone: Any, processor: Any, **selector: Any) -> Any:
     rope = fields["text_config"]["rope_parameters"]
     rope |= {"rope_type": "default", "rope_theta": 1e4, "mrope_section": SECTIONS[backbone.name]}
     fields["text_config"] |= {"hidden_size": 128, "head_dim": 32, "rope_parameters": rope}
+    if backbone.name == "qwen3_5":
+        fields["text_config"] |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     width = "hidden_size" if backbone.name == "qwen2_vl" else "out_hidden_size"
     fields["vision_config"][width] = 128
     torch.manual_seed(0)
@@ -147,11 +157,12 @@ class Engine:
 
 def start(backbone: Any, positions: str, requests: dict[str, Any], folder: Path) -> Engine:
     """Asks vLLM everything, and waits for it."""
-    processor = backbone.processor()
-    model = build(backbone, processor, position_ids=positions)
+    processor = processor_of(backbone)
+    dtype = "bfloat16" if backbone.name == "qwen3_5" else "float32"  # all that its linear attention takes on a CPU
+    model = build(backbone, processor, position_ids=positions).to(getattr(torch, dtype))
     published = write_folder(model, processor, folder)
     prompts = {name: {**asked, "prompt": prompt_of(processor, asked)} for name, asked in requests.items()}
-    (folder / "requests.json").write_text(json.dumps(prompts))
+    (folder / "requests.json").write_text(json.dumps({**prompts, "dtype": dtype}))
     command = [sys.executable, str(Path(__file__).with_name("ask_engine.py")), str(published), str(folder)]
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     run = subprocess.run(command, env={**engine_environment(), "PYTHONPATH": path}, capture_output=True, text=True)

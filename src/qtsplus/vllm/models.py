@@ -117,7 +117,7 @@ class QTSplusForVLLM:
             if known is None:
                 one = slice(index, index + 1)
                 known = super().embed_multimodal(  # type: ignore[misc]
-                    pixel_values_videos=pixels[index].to(self.visual.device, self.visual.dtype),
+                    pixel_values_videos=pixels[index].to(self.visual.device),
                     video_grid_thw=grids[one],
                     second_per_grid_ts=item["second_per_grid_ts"][one],
                 )[0]
