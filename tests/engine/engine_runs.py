@@ -90,7 +90,7 @@ def build(backbone: Any, processor: Any, **selector: Any) -> Any:
     rope |= {"rope_type": "default", "rope_theta": 1e4, "mrope_section": SECTIONS[backbone.name]}
     fields["text_config"] |= {"hidden_size": 128, "head_dim": 32, "rope_parameters": rope}
     if backbone.name == "qwen3_5":
-        fields["text_config"] |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+        fields["text_config"] |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     width = "hidden_size" if backbone.name == "qwen2_vl" else "out_hidden_size"
     fields["vision_config"][width] = 128
     torch.manual_seed(0)
@@ -123,6 +123,7 @@ class Engine:
         alone: per request what vLLM answers when it is asked alone: `tokens`, `logprobs` of the first of them by id,
             `length` of the prompt, `kept` of the visual tokens, `tower_calls`.
         together: the same, when all requests are one batch.
+        dtype: of the weights. In half precision both round at other places.
     """
 
     model: Any
@@ -130,6 +131,11 @@ class Engine:
     requests: dict[str, dict[str, Any]]
     alone: dict[str, dict[str, Any]]
     together: dict[str, dict[str, Any]]
+    dtype: str = "float32"
+
+    @property
+    def exact(self) -> bool:
+        return self.dtype == "float32"
 
     def here(self, asked: dict[str, Any], **overrides: Any) -> Any:
         """What our Transformers model generates: (tokens, log-probabilities of the first, qtsplus)."""
@@ -168,7 +174,7 @@ def start(backbone: Any, positions: str, requests: dict[str, Any], folder: Path)
     run = subprocess.run(command, env={**engine_environment(), "PYTHONPATH": path}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     answers = json.loads((folder / "answers.json").read_text())
-    return Engine(model, processor, requests, answers["alone"], answers["together"])
+    return Engine(model, processor, requests, answers["alone"], answers["together"], dtype)
 
 
 def engine_environment() -> dict[str, str]:

@@ -5,16 +5,18 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-TOLERANCE = 1e-3  # of log-probabilities, float32
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}  # of log-probabilities
 
 
-def check_answer(answer, tokens, log_probabilities):
-    assert answer["tokens"] == tokens
+def check_answer(engine, answer, tokens, log_probabilities):
+    tolerance = TOLERANCE[engine.dtype]
     for token, value in answer["logprobs"].items():
-        assert value == pytest.approx(float(log_probabilities[int(token)]), abs=TOLERANCE)
+        assert value == pytest.approx(float(log_probabilities[int(token)]), abs=tolerance)
+    if engine.exact:
+        assert answer["tokens"] == tokens
 
 
-def names_kept(engine, asked):
+def drops_times(engine, asked):
     """Whether Transformers drops the times of frames of which nothing stays, which vLLM cannot."""
     return engine.model.model.frames_apart and asked["videos"] and asked["settings"].get("selection") != "all"
 
@@ -24,19 +26,24 @@ def test_the_same_tokens_stay(engine):
         if not asked["videos"] or asked["settings"].get("selection") == "random":
             continue
         *_, qtsplus = engine.here(asked)
-        assert engine.alone[name]["kept"] == qtsplus.kept_indices[0].tolist(), name
+        here, there = qtsplus.kept_indices[0].tolist(), engine.alone[name]["kept"]
+        assert len(here) == len(there)
+        if engine.exact:
+            assert here == there, name
+        else:
+            assert len({*here} & {*there}) >= 0.75 * len(here), name
 
 
 def test_the_same_answers(engine):
     for name, asked in engine.requests.items():
-        if names_kept(engine, asked):
+        if drops_times(engine, asked):
             continue
         overrides = {}
         if asked["settings"].get("selection") == "random":
             kept = torch.tensor(engine.alone[name]["kept"])
             overrides["selection"] = lambda candidates, n, kept=kept: kept
         tokens, log_probabilities, _ = engine.here(asked, **overrides)
-        check_answer(engine.alone[name], tokens, log_probabilities)
+        check_answer(engine, engine.alone[name], tokens, log_probabilities)
 
 
 def test_a_request_in_a_batch_is_answered_as_alone(engine):
@@ -44,8 +51,10 @@ def test_a_request_in_a_batch_is_answered_as_alone(engine):
         if asked["settings"].get("selection") == "random":
             continue
         alone, together = engine.alone[name], engine.together[name]
-        assert (alone["tokens"], alone["length"]) == (together["tokens"], together["length"]), name
-        assert alone["logprobs"] == pytest.approx(together["logprobs"], abs=TOLERANCE), name
+        assert alone["length"] == together["length"], name
+        if engine.exact:
+            assert alone["tokens"] == together["tokens"], name
+            assert alone["logprobs"] == pytest.approx(together["logprobs"], abs=TOLERANCE["float32"]), name
 
 
 def test_the_question_decides_and_the_tower_runs_once(engine):
