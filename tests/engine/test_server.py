@@ -11,6 +11,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from PIL import Image
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -71,16 +72,29 @@ def healthy(port):
         return False
 
 
+def picture(clips):
+    path = clips / "picture.png"
+    Image.new("RGB", (84, 56), "red").save(path)
+    return path
+
+
 def forget(server):
     """What vLLM remembers of prompts and videos; the features of videos stay."""
     for name in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):
         urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="POST"), timeout=30).close()
 
 
+def video_part(clips, video):
+    return {"type": "video_url", "video_url": {"url": f"file://{clips / f'{video}.mp4'}"}}
+
+
 def ask(server, clips, videos, question, budget, timeout=120.0):
     """(text, tokens of the prompt)."""
+    return ask_about(server, [video_part(clips, video) for video in videos], question, budget, timeout)
+
+
+def ask_about(server, content, question, budget, timeout=120.0):
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=timeout, max_retries=0)
-    content = [{"type": "video_url", "video_url": {"url": f"file://{clips / f'{video}.mp4'}"}} for video in videos]
     with client:
         answer = client.chat.completions.create(
             model="tiny",
@@ -146,4 +160,9 @@ def test_what_cannot_be_is_refused_and_the_server_stays(server, clips):
         assert reason in str(refusal.value), budget
     with pytest.raises(openai.BadRequestError, match="no text to select by"):
         ask(server, clips, [0], "", {"retention": 0.5})
-    assert ask(server, clips, [0], QUESTIONS[0], {"retention": 0.5})
+    image = {"type": "image_url", "image_url": {"url": f"file://{picture(clips)}"}}
+    first, second = video_part(clips, 0), video_part(clips, 1)
+    with pytest.raises(openai.BadRequestError, match="between two videos"):
+        ask_about(server, [first, image, second], QUESTIONS[0], {"retention": 0.5})
+    for content in ([image, first, second], [first, second, image]):
+        assert ask_about(server, content, QUESTIONS[0], {"retention": 0.5})

@@ -57,9 +57,11 @@ class QTSplusForVLLM:
 
     config: Any
     language_model: Any
+    visual: Any
+    hooks: Any
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         check_engine(vllm_config, self.config.qtsplus_config)
         with torch.device("meta"):
             hooks = backbone_of(self.config.model_type).model.model_class(self.config)
