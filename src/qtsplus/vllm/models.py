@@ -32,6 +32,10 @@ class FeatureCache:
         self.limit, self.size = limit, 0  # bytes
         self._features: OrderedDict[str, torch.Tensor] = OrderedDict()
 
+    def clear(self) -> None:
+        self._features.clear()
+        self.size = 0
+
     def get(self, key: str) -> torch.Tensor | None:
         if key in self._features:
             self._features.move_to_end(key)
@@ -196,14 +200,24 @@ def check_engine(vllm_config: Any, config: Any) -> None:
     Refuses what would be wrong in silence.
 
     Raises:
-        ValueError: images that compete; graphs or stages that would not see the kept tokens' positions.
+        ValueError: images that compete; graphs or stages that would not see the kept tokens or their positions.
     """
-    if config.select_images:
-        raise ValueError("select_images=True: expected False in vLLM, where images pass through whole.")
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise ValueError("pipeline_parallel_size: expected 1, positions of kept tokens do not travel between stages.")
-    if vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL:
-        raise ValueError("cudagraph_mode FULL: expected FULL_AND_PIECEWISE or PIECEWISE, for prefill runs our code.")
+    graphs = vllm_config.compilation_config
+    refused = {
+        "select_images=True: expected False in vLLM, where images pass through whole": config.select_images,
+        "pipeline_parallel_size above 1: expected 1, positions of kept tokens do not travel between stages": (
+            vllm_config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "cudagraph_mode FULL: expected FULL_AND_PIECEWISE, PIECEWISE or NONE, for our code runs in every prefill": (
+            graphs.cudagraph_mode == CUDAGraphMode.FULL
+        ),
+        "cudagraph_mm_encoder: expected false, graphs of the tower would bypass the selector": getattr(
+            graphs, "cudagraph_mm_encoder", False
+        ),
+    }
+    for reason, holds in refused.items():
+        if holds:
+            raise ValueError(f"{reason}.")
 
 
 def with_selector(stock: Any) -> WeightsMapper:

@@ -127,6 +127,8 @@ class QTSplusMultiModalProcessor:
         start, stop = videos[0].offset, videos[-1].offset + videos[-1].length
         if any(start < image.offset < stop for image in images):
             raise ValueError("An image stands between two videos: put images in front of the videos or behind them.")
+        if any("pixel_values_videos" not in video for video in items["video"]):
+            raise ValueError("A video came encoded (video_embeds): expected its frames, or a file.")
 
         num_tokens = ids[start:stop].count(config.video_token_id)
         kept = count_kept(config.qtsplus_config, num_tokens, settings)
