@@ -7,15 +7,15 @@ from qtsplus import layout_qtsplus
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}  # of log-probabilities
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4}  # of log-probabilities
 
 
 def check_answer(engine, answer, tokens, log_probabilities):
     tolerance = TOLERANCE[engine.dtype]
     for token, value in answer["logprobs"].items():
         assert value == pytest.approx(float(log_probabilities[int(token)]), abs=tolerance)
-    if engine.exact:
-        assert answer["tokens"] == tokens
+    compared = len(tokens) if engine.exact else 1
+    assert answer["tokens"][:compared] == tokens[:compared]
 
 
 @pytest.fixture
