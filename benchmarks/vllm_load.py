@@ -27,7 +27,7 @@ from qtsplus.results import environment, write_json
 from .speed.results import spread
 from .speed.shapes import build, find_shape, make_processor, prompt_text
 
-VIDEOS, QUESTIONS, REQUESTS, NEW_TOKENS, REPEATS = 8, 12, 96, 16, 3
+VIDEOS, QUESTIONS, REQUESTS, NEW_TOKENS, REPEATS = 8, 12, 96, 16, 7
 RETENTIONS = (0.05, 0.1, 0.2)
 SHAPE, FRAMES = "small", 64
 
@@ -131,13 +131,11 @@ def measure(out: Path) -> dict[str, Any]:
             "transformers_one_by_one": load.ask_transformers,
         }
         runs: dict[str, list[float]] = {name: [] for name in sides}
-        for repeat in range(REPEATS + 1):
+        for _ in range(REPEATS):
             for name, run in sides.items():
                 load.forget()
-                seconds = seconds_of(run)
-                if repeat:  # the first run warms up
-                    runs[name].append(seconds)
-                print(f"{name}: {seconds:.1f} s", file=sys.stderr)
+                runs[name].append(seconds_of(run))
+                print(f"{name}: {runs[name][-1]:.1f} s", file=sys.stderr)
     medians = {name: statistics.median(times) for name, times in runs.items()}
     document = {
         "command": f"python -m benchmarks.vllm_load {out.name}",

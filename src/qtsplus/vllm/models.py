@@ -77,6 +77,10 @@ class QTSplusForVLLM:
         self.encoded = FeatureCache(int(gigabytes * 2**30))
         self.moved: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def load_weights(self, weights: Any) -> Any:
+        self.encoded.clear()  # of other weights, where these replace them
+        return super().load_weights(weights)  # type: ignore[misc]
+
     # --- Choosing ---
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
