@@ -136,10 +136,12 @@ def measure(out: Path) -> dict[str, Any]:
                 load.forget()
                 runs[name].append(seconds_of(run))
                 print(f"{name}: {runs[name][-1]:.1f} s", file=sys.stderr)
+    from vllm import __version__ as vllm_version
+
     medians = {name: statistics.median(times) for name, times in runs.items()}
     document = {
-        "command": f"python -m benchmarks.vllm_load {out.name}",
-        "environment": environment("cpu"),
+        "command": "python -m benchmarks.vllm_load benchmarks/results/vllm-load-cpu.json",
+        "environment": {**environment("cpu"), "vllm": vllm_version},
         "settings": {
             "shape": SHAPE,
             "frames": FRAMES,
