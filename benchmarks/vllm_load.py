@@ -48,7 +48,7 @@ class Load:
         assemble_folder(folder / "saved", folder / "published")
         rng, (width, height) = np.random.default_rng(0), shape.size
         self.videos = [rng.integers(0, 255, (FRAMES, height, width, 3), dtype=np.uint8) for _ in range(VIDEOS)]
-        self.described = {"fps": 2.0, "total_num_frames": FRAMES, "frames_indices": list(range(FRAMES))}
+        self.described: dict[str, Any] = {"fps": 2.0, "total_num_frames": FRAMES, "frames_indices": list(range(FRAMES))}
         draw = random.Random(0)
         self.requests = [
             (draw.randrange(VIDEOS), f"What is in the picture number {draw.randrange(QUESTIONS)}?", retention)
