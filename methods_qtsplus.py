@@ -229,7 +229,7 @@ def check_budget(
         if retention is not None and not (_is_number(retention) and 0 < retention <= 1):
             raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens, a number in (0, 1].")
     count = max_visual_tokens
-    if count is not None and not (_is_number(count) and count >= 1 and count == int(count)):
+    if count is not None and not (_is_number(count) and count >= 1 and count % 1 == 0):
         raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
     fixed = any(retention not in (None, 1.0) for retention in retentions)
     if selection == "all" and (fixed or max_visual_tokens is not None):

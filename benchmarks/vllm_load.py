@@ -1,0 +1,164 @@
+"""Many questions about a few videos at once: vLLM with the selector, the same vLLM with all tokens, and Transformers
+with the selector, one question after another.
+
+    python -m benchmarks.vllm_load benchmarks/results/vllm-load-cpu.json
+
+It needs vLLM, and runs in one process with a model of random weights. Every run begins with no video known; within a
+run each side encodes a video once. Frames are handed over decoded.
+"""
+
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.video_utils import VideoMetadata
+
+from qtsplus.hub.publish import assemble_folder
+from qtsplus.results import environment, write_json
+
+from .speed.results import spread
+from .speed.shapes import build, find_shape, make_processor, prompt_text
+
+VIDEOS, QUESTIONS, REQUESTS, NEW_TOKENS, REPEATS = 8, 12, 96, 16, 7
+RETENTIONS = (0.05, 0.1, 0.2)
+SHAPE, FRAMES = "small", 64
+
+
+class Load:
+    """
+    The requests, and the three ways to answer them.
+
+    Args:
+        shape: of the model.
+        folder: an empty one, for the published model.
+    """
+
+    def __init__(self, shape: Any, folder: Path):
+        self.processor, self.model = make_processor(shape), build(shape, "ours", "cpu", torch.float32)
+        for part in (self.model, self.processor):
+            part.save_pretrained(folder / "saved")
+        assemble_folder(folder / "saved", folder / "published")
+        rng, (width, height) = np.random.default_rng(0), shape.size
+        self.videos = [rng.integers(0, 255, (FRAMES, height, width, 3), dtype=np.uint8) for _ in range(VIDEOS)]
+        self.described: dict[str, Any] = {"fps": 2.0, "total_num_frames": FRAMES, "frames_indices": list(range(FRAMES))}
+        draw = random.Random(0)
+        self.requests = [
+            (draw.randrange(VIDEOS), f"What is in the picture number {draw.randrange(QUESTIONS)}?", retention)
+            for retention in draw.choices(RETENTIONS, k=REQUESTS)
+        ]
+        self.llm = self._start_vllm(folder / "published")
+
+    def _start_vllm(self, folder: Path) -> Any:
+        from vllm import LLM
+
+        sizes: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "max_num_seqs": 32}
+        options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, **sizes}
+        return LLM(model=str(folder), limit_mm_per_prompt={"video": 1, "image": 0}, **options)
+
+    def ask_vllm(self, all_tokens: bool) -> None:
+        """All requests at once."""
+        from vllm import SamplingParams
+
+        prompts = []
+        for video, question, retention in self.requests:
+            described = {**self.described, "duration": FRAMES / 2, "video_backend": "opencv", "do_sample_frames": False}
+            prompts.append(
+                {
+                    "prompt": prompt_text(self.processor, question),
+                    "multi_modal_data": {"video": [(self.videos[video], described)]},
+                    "mm_processor_kwargs": (
+                        {"selection": "all", "reencode": False} if all_tokens else {"retention": retention}
+                    ),
+                }
+            )
+        settings = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        self.llm.generate(prompts, settings, use_tqdm=False)
+
+    def ask_transformers(self) -> None:
+        """One request after another."""
+        known: dict[int, Any] = {}
+        for video, question, retention in self.requests:
+            if video not in known:
+                known[video] = self._encode(video)
+            features, metadata, grid = known[video]
+            inputs = self.processor.question_inputs(question, grid, [metadata])
+            settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "retention": retention}
+            self.model.generate(**inputs, video_features=features, **settings)
+
+    def _encode(self, video: int) -> tuple[list[torch.Tensor], VideoMetadata, torch.Tensor]:
+        metadata = VideoMetadata(**self.described)
+        inputs = self.processor(
+            text=[prompt_text(self.processor, "")],
+            videos=[self.videos[video]],
+            video_metadata=[metadata],
+            do_sample_frames=False,
+            return_tensors="pt",
+        )
+        grid = inputs["video_grid_thw"]
+        return self.model.encode_videos(inputs["pixel_values_videos"], grid), metadata, grid
+
+    def forget(self) -> None:
+        """What vLLM and the plugin know of videos."""
+        self.llm.llm_engine.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+        self.llm.apply_model(lambda model: model.encoded.clear())
+
+
+def seconds_of(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(out: Path) -> dict[str, Any]:
+    """Runs the three ways in turn, and writes every run."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    shape = find_shape(SHAPE)
+    with tempfile.TemporaryDirectory() as folder:
+        load = Load(shape, Path(folder))
+        sides: dict[str, Callable[[], None]] = {
+            "vllm": lambda: load.ask_vllm(all_tokens=False),
+            "vllm_all_tokens": lambda: load.ask_vllm(all_tokens=True),
+            "transformers_one_by_one": load.ask_transformers,
+        }
+        runs: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(REPEATS):
+            for name, run in sides.items():
+                load.forget()
+                runs[name].append(seconds_of(run))
+                print(f"{name}: {runs[name][-1]:.1f} s", file=sys.stderr)
+    from vllm import __version__ as vllm_version
+
+    medians = {name: statistics.median(times) for name, times in runs.items()}
+    document = {
+        "command": "python -m benchmarks.vllm_load benchmarks/results/vllm-load-cpu.json",
+        "environment": {**environment("cpu"), "vllm": vllm_version},
+        "settings": {
+            "shape": SHAPE,
+            "frames": FRAMES,
+            **{"videos": VIDEOS, "questions": QUESTIONS, "requests": REQUESTS, "new_tokens": NEW_TOKENS},
+            "retentions": RETENTIONS,
+        },
+        "figures": {
+            "all_tokens_over_ours": medians["vllm_all_tokens"] / medians["vllm"],
+            "one_by_one_over_ours": medians["transformers_one_by_one"] / medians["vllm"],
+            "requests_per_second": REQUESTS / medians["vllm"],
+        },
+        "seconds": {name: spread(times) for name, times in runs.items()},
+        "runs": runs,
+    }
+    write_json(out, document)
+    return document
+
+
+if __name__ == "__main__":
+    print(measure(Path(sys.argv[1]))["figures"])

@@ -1,0 +1,37 @@
+"""The published models inside vLLM, as models out of its tree: vLLM finds [`register`] by itself, as a plugin.
+
+`LLM(model=folder)` and vLLM's OpenAI server take a published folder as it is. vLLM's own classes run the vision tower
+and the language model; between them stands the selector of this package, the same code as in Transformers.
+"""
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM
+# How the names of our classes begin, here and in models.py.
+BACKBONES = ("Qwen2_5_VLQTSplus", "Qwen2VLQTSplus", "Qwen3VLQTSplus", "Qwen3_5QTSplus")
+
+
+def register() -> None:
+    """
+    Makes the models known to vLLM, in each of its processes. In a vLLM that was never tried it says so instead, and
+    leaves vLLM's own models alone.
+    """
+    import vllm
+
+    if not OLDEST <= tuple(vllm.__version_tuple__[:2]) <= NEWEST:
+        known = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
+        logger.error("qtsplus takes vLLM %s, and this is %s: its models are not registered.", known, vllm.__version__)
+        return
+    import transformers
+
+    import qtsplus
+
+    for name in BACKBONES:
+        config, processor = getattr(qtsplus, f"{name}Config"), getattr(qtsplus, f"{name}Processor")
+        # The code of this package in the place of a folder's own, so that no folder has to be trusted.
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        transformers.AutoProcessor.register(config, processor, exist_ok=True)
+        architecture = f"{name}ForConditionalGeneration"
+        vllm.ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")

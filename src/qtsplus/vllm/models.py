@@ -1,0 +1,285 @@
+"""vLLM's models with the selector between their vision tower and their language model.
+
+A video's tokens are chosen where vLLM asks for its embeddings. Every row of those carries its position behind its
+values, so what vLLM does with them (caching, prefill in chunks, batches) needs not know of the selection.
+"""
+
+import json
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from ..backbones import backbone_of
+from ..layout_qtsplus import lay_out, splice
+from ..mixin_qtsplus import choose
+from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs
+from .processing import QTSplusMultiModalProcessor
+
+CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
+
+
+class FeatureCache:
+    """What videos were encoded to, `[k, token_width]` each, in main memory; the least recently used go first."""
+
+    def __init__(self, limit: int):
+        self.limit, self.size = limit, 0  # bytes
+        self._features: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    def clear(self) -> None:
+        self._features.clear()
+        self.size = 0
+
+    def get(self, key: str) -> torch.Tensor | None:
+        if key in self._features:
+            self._features.move_to_end(key)
+        return self._features.get(key)
+
+    def put(self, key: str, features: torch.Tensor) -> None:
+        if features.nbytes > self.limit:
+            return
+        self._features[key] = features.cpu()
+        self.size += features.nbytes
+        while self.size > self.limit:
+            _, oldest = self._features.popitem(last=False)
+            self.size -= oldest.nbytes
+
+
+class QTSplusForVLLM:
+    """
+    In front of a model of vLLM's, with its selector as `qtsplus`.
+
+    `hooks` is our Transformers model of the same backbone without a tower and a language model: it says where tokens
+    stand, and the functions that select and splice take it as it is.
+    """
+
+    config: Any
+    language_model: Any
+    visual: Any
+    hooks: Any
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        check_engine(vllm_config, self.config.qtsplus_config)
+        with torch.device("meta"):
+            hooks = backbone_of(self.config.model_type).model.model_class(self.config)
+        del hooks.visual, hooks.language_model
+        hooks.get_input_embeddings = lambda: self.language_model.model.embed_tokens
+        self.qtsplus = hooks.qtsplus = hooks.build_selector(self.config)
+        object.__setattr__(self, "hooks", hooks.eval())  # no part of the weights
+        gigabytes = float(vllm_config.additional_config.get("qtsplus_cache_gb", CACHE_GB))
+        self.encoded = FeatureCache(int(gigabytes * 2**30))
+        self.moved: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def load_weights(self, weights: Any) -> Any:
+        self.encoded.clear()  # of other weights, where these replace them
+        return super().load_weights(weights)  # type: ignore[misc]
+
+    # --- Choosing ---
+
+    def embed_multimodal(self, **kwargs: Any) -> Any:
+        """Per video item `[length, token_width + positions]`; images as they are."""
+        if "settings" not in kwargs:
+            return super().embed_multimodal(**kwargs)  # type: ignore[misc]
+        names = list(kwargs)
+        return [self._embed(dict(zip(names, item, strict=True))) for item in zip(*kwargs.values(), strict=True)]
+
+    def _embed(self, item: dict[str, Any]) -> torch.Tensor:
+        settings = settings_of(item)
+        features = self._encode(item, settings["hashes"])
+        layout = self._lay_out(item, features)
+        retention, most = settings.get("retention"), settings.get("max_visual_tokens")
+        if most is not None and retention is None:
+            retention = 1.0  # the cap alone decides
+        selection = SelectionInputs(
+            query_mask=item["query_mask"].to(layout.mask.device)[None],
+            retention=retention,
+            max_visual_tokens=None if most is None else int(most),
+            selection=settings["selection"],
+            reencode=settings.get("reencode", True),
+        )
+        nothing = self.hooks.no_features(layout.mask.device)
+        by_modality = {VIDEO: features, IMAGE: [nothing] * len(item["image_grids"])}
+        selected, qtsplus = choose(self.hooks, layout, by_modality, selection)
+        prompt = splice(self.hooks, layout, by_modality, selected, qtsplus, pad_left=False)
+
+        part = slice(settings["start"], settings["start"] + settings["length"])
+        ids = prompt.input_ids[0, part]
+        rows = self.hooks.get_input_embeddings()(ids)
+        rows = nn.functional.pad(rows, (0, self.hooks.token_width - rows.shape[-1]))
+        rows[ids == self.config.video_token_id] = prompt.features["video"][0].to(rows.dtype)
+        positions = self.hooks.language_axes(prompt.position_ids)[:, 0, part]
+        return torch.cat([rows, positions.T.int().contiguous().view(rows.dtype)], dim=1)
+
+    def _encode(self, item: dict[str, Any], hashes: list[str]) -> list[torch.Tensor]:
+        """Per video `[k, token_width]`; the tower sees those that are not in the cache."""
+        grids = item["video_grid_thw"]
+        pixels = item["pixel_values_videos"].split(grids.prod(-1).tolist())
+        features = []
+        for index, key in enumerate(hashes):
+            known = self.encoded.get(key)
+            if known is None:
+                one = slice(index, index + 1)
+                known = super().embed_multimodal(  # type: ignore[misc]
+                    pixel_values_videos=pixels[index].to(self.visual.device),
+                    video_grid_thw=grids[one],
+                    second_per_grid_ts=item["second_per_grid_ts"][one],
+                )[0]
+                self.encoded.put(key, known)
+            features.append(known)
+        return features
+
+    def _lay_out(self, item: dict[str, Any], features: list[torch.Tensor] | None = None) -> Layout:
+        """The full prompt of a request; without `features` for its positions alone."""
+        videos, images = item["video_grid_thw"], item["image_grids"]
+        pixels = [torch.empty(int(grids.prod(-1).sum()), device="meta") for grids in (videos, images)]
+        visual = VisualInputs(
+            pixel_values=pixels[1] if len(images) else None,
+            image_grid_thw=images if len(images) else None,
+            pixel_values_videos=pixels[0] if features is None else None,
+            video_features=features,
+            video_grid_thw=videos,
+            second_per_grid_ts=item["second_per_grid_ts"],
+        )
+        device = "cpu" if features is None else self.visual.device
+        layout = lay_out(self.hooks, visual, item["prompt_ids"][None].to(device))
+        row = layout.rows[0]
+        # Which frames will have kept tokens is not known where vLLM counts: the times of all of them stay.
+        return replace(layout, rows=[replace(row, separators=row.separators[:, :0])])
+
+    # --- Positions ---
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Any) -> tuple[torch.Tensor, int]:
+        """`[3, S]` of the shortened prompt, right outside of its video item, and what decoding adds to the count."""
+        if self.config.qtsplus_config.position_ids == "sequential":
+            return torch.arange(len(input_tokens)).expand(3, -1).clone(), 0
+        videos = [feature.data for feature in mm_features if feature.modality == "video"]
+        if not videos:
+            return super().get_mrope_input_positions(input_tokens, mm_features)  # type: ignore[misc]
+        item = videos[0].get_data()
+        settings = settings_of(item)
+        full = self._lay_out(item).rows[0].language_positions
+        around = [full[:, : settings["start"]], full.new_zeros(3, settings["length"]), full[:, settings["stop"] :]]
+        positions = torch.cat(around, dim=1)
+        behind = int(full[:, -1].max()) + 1 - positions.shape[1]
+        answer = torch.arange(positions.shape[1], len(input_tokens)) + behind  # of a request that is taken up again
+        return torch.cat([positions, answer.expand(3, -1)], dim=1), behind
+
+    def embed_input_ids(self, input_ids: torch.Tensor, multimodal_embeddings: Any = None, **kwargs: Any) -> Any:
+        """As vLLM's; the positions behind the embeddings are kept for [`forward`]."""
+        if multimodal_embeddings is not None and len(multimodal_embeddings):
+            columns = kwargs["is_multimodal"].nonzero()[:, 0].split([len(rows) for rows in multimodal_embeddings])
+            width = self.hooks.token_width
+            pairs = zip(columns, multimodal_embeddings, strict=True)
+            videos = [(at, rows[:, width:]) for at, rows in pairs if rows.shape[1] > width]
+            if videos:
+                positions = [behind.contiguous().view(torch.int32).T for _, behind in videos]
+                self.moved = torch.cat([at for at, _ in videos]), torch.cat(positions, dim=1)
+            multimodal_embeddings = [rows[:, :width] for rows in multimodal_embeddings]
+        return super().embed_input_ids(input_ids, multimodal_embeddings, **kwargs)  # type: ignore[misc]
+
+    def forward(self, input_ids: Any, positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, with the positions of what was kept of videos."""
+        if self.moved is not None:
+            columns, moved = self.moved
+            # In place: graphs that were captured read this very memory.
+            positions[:, columns.to(positions.device)] = moved.to(positions.device, positions.dtype)
+            self.moved = None
+        return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
+
+
+def settings_of(item: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a request; see `processing.merged_item`."""
+    return json.loads(bytes(item["settings"].tolist()))
+
+
+def check_engine(vllm_config: Any, config: Any) -> None:
+    """
+    Refuses what would be wrong in silence.
+
+    Raises:
+        ValueError: images that compete; graphs or stages that would not see the kept tokens or their positions.
+    """
+    graphs = vllm_config.compilation_config
+    refused = {
+        "select_images=True: expected False in vLLM, where images pass through whole": config.select_images,
+        "pipeline_parallel_size above 1: expected 1, positions of kept tokens do not travel between stages": (
+            vllm_config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "cudagraph_mode FULL: expected FULL_AND_PIECEWISE, PIECEWISE or NONE, for our code runs in every prefill": (
+            graphs.cudagraph_mode == CUDAGraphMode.FULL
+        ),
+        "cudagraph_mm_encoder: expected false, graphs of the tower would bypass the selector": getattr(
+            graphs, "cudagraph_mm_encoder", False
+        ),
+    }
+    for reason, holds in refused.items():
+        if holds:
+            raise ValueError(f"{reason}.")
+
+
+def with_selector(stock: Any) -> WeightsMapper:
+    """The names of the weights of a vLLM model, with those of the selector."""
+    mapper = stock.hf_to_vllm_mapper
+    prefixes = {"model.qtsplus.": "qtsplus.", **mapper.orig_to_new_prefix}
+    return WeightsMapper(orig_to_new_suffix={".rho_history": None}) | WeightsMapper(
+        **{**vars(mapper), "orig_to_new_prefix": prefixes}
+    )
+
+
+class Qwen2_5_VLProcessor(QTSplusMultiModalProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
+    """Of Qwen2.5-VL, and of Qwen2-VL, whose own does not take the times of frames."""
+
+
+class Qwen2VLInfo(qwen2_vl.Qwen2VLProcessingInfo):
+    """Of Qwen2-VL, whose videos come with the times of their frames."""
+
+    get_data_parser = qwen2_5_vl.Qwen2_5_VLProcessingInfo.get_data_parser
+
+
+class Qwen3VLProcessor(QTSplusMultiModalProcessor, qwen3_vl.Qwen3VLMultiModalProcessor):
+    """Of Qwen3-VL and Qwen3.5."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen2_5_VLProcessor,
+    info=qwen2_5_vl.Qwen2_5_VLProcessingInfo,
+    dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder,
+)
+class Qwen2_5_VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
+    """Qwen2.5-VL."""
+
+    hf_to_vllm_mapper = with_selector(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration)
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen2_5_VLProcessor, info=Qwen2VLInfo, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder
+)
+class Qwen2VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen2_vl.Qwen2VLForConditionalGeneration):
+    """Qwen2-VL."""
+
+    hf_to_vllm_mapper = with_selector(qwen2_vl.Qwen2VLForConditionalGeneration)
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen3VLProcessor, info=qwen3_vl.Qwen3VLProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
+)
+class Qwen3VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen3_vl.Qwen3VLForConditionalGeneration):
+    """Qwen3-VL; the levels of DeepStack stand behind a token's values, and go with it."""
+
+    hf_to_vllm_mapper = with_selector(qwen3_vl.Qwen3VLForConditionalGeneration)
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Qwen3VLProcessor, info=qwen3_5.Qwen3_5ProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
+)
+class Qwen3_5QTSplusForConditionalGeneration(QTSplusForVLLM, qwen3_5.Qwen3_5ForConditionalGeneration):
+    """Qwen3.5."""
+
+    hf_to_vllm_mapper = with_selector(qwen3_5.Qwen3_5ForConditionalGeneration)

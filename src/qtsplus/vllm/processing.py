@@ -1,0 +1,201 @@
+"""A request on its way to the engine: how many tokens its videos may keep, and what the engine needs to choose them.
+
+vLLM counts the tokens of a prompt before it encodes anything. So a request's budget has to be a number here already,
+and its videos, which share that budget, become one item of the prompt.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.video_utils import VideoMetadata
+from vllm.multimodal.cache import MultiModalProcessorOnlyCache
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldConfig,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
+
+from ..methods_qtsplus import METHODS, check_budget
+from ..prompt_qtsplus import find_query_mask, join
+from ..selector_qtsplus import kept_count
+
+BUDGET = ("retention", "max_visual_tokens")
+SETTINGS = (*BUDGET, "selection", "reencode")  # of a request's mm_processor_kwargs
+
+
+def settings_of_request(defaults: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request states of [`SETTINGS`], and what it leaves to the server's `defaults`: its budget as a whole."""
+    stated = {name: value for name, value in request.items() if value is not None}
+    left = {name: defaults[name] for name in SETTINGS if defaults.get(name) is not None}
+    if set(BUDGET) & stated.keys() or stated.get("selection") == "all":
+        left = {name: value for name, value in left.items() if name not in BUDGET}
+    return {**left, **stated}
+
+
+def count_kept(config: Any, num_tokens: int, settings: Mapping[str, Any]) -> int:
+    """
+    How many of a request's visual tokens stay: what the selector comes to with the same settings.
+
+    Args:
+        config: [`QTSplusConfig`].
+        num_tokens: M, of all videos together.
+        settings: those of [`SETTINGS`] that the request or the server's start states.
+
+    Raises:
+        ValueError: no budget, or one out of range; a selection that is unknown or not possible here.
+    """
+    selection, retention, most = settings["selection"], settings.get("retention"), settings.get("max_visual_tokens")
+    possible = sorted(set(METHODS) - {"lm_attention"})
+    if not isinstance(selection, str) or selection not in possible:
+        reason = " (vLLM does not give the language model's attention)" if selection == "lm_attention" else ""
+        raise ValueError(f"selection={selection!r}: expected one of {', '.join(possible)} in vLLM{reason}.")
+    if not isinstance(settings.get("reencode", True), bool):
+        raise ValueError(f"reencode={settings['reencode']!r}: expected true or false.")
+    check_budget(selection, [retention], 1, most)
+    if selection == "all":
+        return num_tokens
+    if retention is None and most is None:
+        raise ValueError(
+            "vLLM counts the tokens before it sees the video, so the model's own budget cannot be asked: give "
+            'retention or max_visual_tokens, with the request as mm_processor_kwargs (such as {"retention": 0.1}) or '
+            "for all requests as --mm-processor-kwargs at the server's start."
+        )
+    # A cap alone is the budget.
+    return kept_count(1.0 if retention is None else retention, num_tokens, int(min(config.n_max, most or config.n_max)))
+
+
+class QTSplusMultiModalProcessor:
+    """
+    In front of a backbone's processor for vLLM, which does its work as if nothing were selected, and never hears of the
+    question: so its cache of processed videos serves every question about one.
+    """
+
+    info: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # vLLM's own would leave out of a request what the engine has seen already. An item of ours is new each time.
+        self._processed = MultiModalProcessorOnlyCache(self.info.ctx.model_config)
+
+    def get_dummy_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """What vLLM measures its memory with has no question."""
+        dummy = super().get_dummy_inputs(*args, **kwargs)  # type: ignore[misc]
+        return replace(dummy, hf_processor_mm_kwargs={"selection": "all"})
+
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
+        """As vLLM's, with the seconds of a temporal patch, which it drops for most backbones."""
+        processed = super()._apply_hf_processor_main(mm_items, hf_kwargs)  # type: ignore[misc]
+        if "video_grid_thw" in processed and "second_per_grid_ts" not in processed:
+            step = self.info.get_hf_config().vision_config.temporal_patch_size
+            described = [VideoMetadata(**_described(metadata)) for _, metadata in mm_items["video"].get_all()]
+            processed["second_per_grid_ts"] = torch.tensor([step / one.sampled_fps for one in described])
+        return processed
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)  # type: ignore[misc]
+        return {**fields, "second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """
+        As vLLM's, with the request's videos shortened to what may stay of them.
+
+        Raises:
+            ValueError: as [`count_kept`]; no question; an image between two videos.
+        """
+        kwargs = dict(inputs.hf_processor_mm_kwargs)
+        defaults = self.info.ctx.model_config.get_multimodal_config().mm_processor_kwargs or {}
+        settings = settings_of_request(defaults, {name: kwargs.pop(name) for name in SETTINGS if name in kwargs})
+        cache = inputs.cache and self._processed
+        stock = replace(inputs, hf_processor_mm_kwargs=kwargs, cache=cache)
+        processed = super().apply(stock, timing_ctx)  # type: ignore[misc]
+        if not processed["mm_placeholders"].get("video"):
+            return processed
+        return self._shorten(processed, settings)
+
+    def _shorten(self, processed: Any, settings: dict[str, Any]) -> Any:
+        config, ids = self.info.get_hf_config(), processed["prompt_token_ids"]
+        items, ranges = processed["mm_kwargs"], processed["mm_placeholders"]
+        settings = {"selection": config.qtsplus_config.selection, **settings}
+        videos, images = ranges["video"], ranges.get("image", [])
+        start, stop = videos[0].offset, videos[-1].offset + videos[-1].length
+        if any(start < image.offset < stop for image in images):
+            raise ValueError("An image stands between two videos: put images in front of the videos or behind them.")
+        if any("pixel_values_videos" not in video for video in items["video"]):
+            raise ValueError("A video came encoded (video_embeds): expected its frames, or a file.")
+
+        num_tokens = ids[start:stop].count(config.video_token_id)
+        kept = count_kept(config.qtsplus_config, num_tokens, settings)
+        mask = question_mask(config, ids)
+        if settings["selection"] == "qtsplus" and not mask.any():
+            raise ValueError("The last user turn has no text to select by: expected a question beside the video.")
+        length = kept + (stop - start) - num_tokens  # the text between the videos is part of the item
+
+        hashes = processed["mm_hashes"]
+        settings |= {"start": start, "stop": stop, "length": length, "hashes": hashes["video"]}
+        item = merged_item(items, ids, mask, settings)
+        key = json.dumps([hashes, ids, sorted(settings.items())]).encode()
+        moved = [
+            replace(image, offset=image.offset - (stop - start) + length) if image.offset >= stop else image
+            for image in images
+        ]
+        return {
+            **processed,
+            "prompt_token_ids": ids[:start] + [config.video_token_id] * length + ids[stop:],
+            "mm_kwargs": MultiModalKwargsItems({**items, "video": [item]}),
+            "mm_hashes": {**hashes, "video": [hashlib.sha256(key).hexdigest()]},
+            "mm_placeholders": {
+                **({"image": moved} if images else {}),
+                "video": [PlaceholderRange(offset=start, length=length)],
+            },
+        }
+
+
+def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What Transformers takes of vLLM's description of a video."""
+    return {name: value for name, value in metadata.items() if name != "do_sample_frames"}
+
+
+def question_mask(config: Any, ids: list[int]) -> torch.Tensor:
+    """`[S]` bool, the question's tokens in a prompt."""
+    return find_query_mask(
+        torch.tensor([ids]),
+        None,
+        config.user_turn_token_ids,
+        config.turn_end_token_id,
+        config.special_token_ids,
+        config.video_token_id,
+        getattr(config, "frame_text_token_ids", ()),
+    )[0].bool()
+
+
+def merged_item(items: Any, ids: list[int], mask: torch.Tensor, settings: dict[str, Any]) -> MultiModalKwargsItem:
+    """
+    All videos of a request as one item, with what the engine needs to choose among their tokens.
+
+    Args:
+        items: vLLM's, per modality and video or image.
+        ids: `[S]`, the prompt with every placeholder.
+        mask: `[S]`, its question.
+        settings: what goes along as JSON.
+    """
+    videos = [item.get_data() for item in items["video"]]
+    images = [item["image_grid_thw"].data for item in items.get("image", [])]
+    nothing = torch.zeros(0, 3, dtype=torch.long)
+    fields = {
+        "pixel_values_videos": join([video["pixel_values_videos"] for video in videos], nothing),
+        "video_grid_thw": torch.stack([video["video_grid_thw"] for video in videos]),
+        "second_per_grid_ts": torch.stack([torch.as_tensor(video["second_per_grid_ts"]) for video in videos]),
+        "image_grids": torch.stack(images) if images else nothing,
+        "prompt_ids": torch.tensor(ids),
+        "query_mask": mask,
+        "settings": torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8),
+    }
+    field = MultiModalBatchedField(keep_on_cpu=True)
+    return MultiModalKwargsItem({name: MultiModalFieldElem(data=data, field=field) for name, data in fields.items()})

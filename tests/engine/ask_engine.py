@@ -1,0 +1,72 @@
+"""Asks vLLM the requests of a folder, first one by one and then together, and writes answers.json into it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from engine_runs import TOKENS, described, frames_of, picture
+
+
+class Watch:
+    """Counts calls of the tower, and keeps what the selector keeps."""
+
+    def __init__(self, model: Any):
+        self.tower_calls, self.kept = 0, []
+        model.visual.register_forward_hook(self._saw)
+        model.qtsplus.register_forward_hook(self._chose)
+
+    def _saw(self, *args: Any) -> None:
+        self.tower_calls += 1
+
+    def _chose(self, module: Any, args: Any, output: Any) -> None:
+        self.kept = output[1].kept_indices[0].tolist()
+
+
+def prompt_of(asked: dict[str, Any]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    if asked["videos"]:
+        taken = {"do_sample_frames": False}
+        data["video"] = [(frames_of(count), {**described(count), **taken}) for count in asked["videos"]]
+    if asked["images"]:
+        data["image"] = [picture()] * asked["images"]
+    return {"prompt": asked["prompt"], "multi_modal_data": data, "mm_processor_kwargs": asked["settings"]}
+
+
+def ask(llm: LLM, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    settings = SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True, logprobs=5)
+    answers = []
+    for output in llm.generate(prompts, settings, use_tqdm=False):
+        first = {str(token): known.logprob for token, known in output.outputs[0].logprobs[0].items()}
+        tokens, length = list(output.outputs[0].token_ids), len(output.prompt_token_ids)
+        answers.append({"tokens": tokens, "logprobs": first, "length": length})
+    return answers
+
+
+def main(model: str, folder: Path) -> None:
+    requests = json.loads((folder / "requests.json").read_text())
+    llm = LLM(
+        model=model,
+        dtype=requests.pop("dtype"),
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_batched_tokens=192,  # prompts of a batch are read in pieces
+        limit_mm_per_prompt={"video": 3, "image": 2},
+        mm_processor_kwargs={"retention": 0.4},
+        enable_prefix_caching=False,
+    )
+    watch = llm.apply_model(Watch)[0]
+    alone = {}
+    for name, asked in requests.items():
+        watch.tower_calls, watch.kept = 0, []
+        (answer,) = ask(llm, [prompt_of(asked)])
+        alone[name] = {**answer, "kept": watch.kept, "tower_calls": watch.tower_calls}
+    llm.llm_engine.reset_encoder_cache()
+    together = dict(zip(requests, ask(llm, [prompt_of(asked) for asked in requests.values()]), strict=True))
+    (folder / "answers.json").write_text(json.dumps({"alone": alone, "together": together}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,183 @@
+"""A tiny published folder that vLLM can run, and what vLLM answers from it, in a process of its own.
+
+The models have random weights and the usual rotary positions: those of qtsplus-tiny (longrope with sections) and heads
+of 16 numbers do not run in vLLM on a CPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers.video_utils import VideoMetadata
+
+from qtsplus.hub.publish import assemble_folder
+
+TOKENS = 6  # of every answer
+POSITIONS = ("original", "sequential")
+SECTIONS = {"qwen2_5_vl": [8, 4, 4], "qwen2_vl": [8, 4, 4], "qwen3_vl": [8, 4, 4], "qwen3_5": [4, 2, 2]}
+WHICH, WHERE = "What is in the red ring?", "Where does the blue square go?"
+
+
+def request(question: str, videos=(), images: int = 0, **settings: Any) -> dict[str, Any]:
+    """
+    A question about videos, each of them a number of frames.
+
+    Args:
+        settings: the request's mm_processor_kwargs.
+    """
+    return {"question": question, "videos": list(videos), "images": images, "settings": settings}
+
+
+def requests_of(positions: str) -> dict[str, dict[str, Any]]:
+    """Named requests; those whose name ends in "again" are about videos that were encoded before."""
+    both = {
+        "trained": request(WHICH, [12], retention=0.3),
+        "other question again": request(WHERE, [12], retention=0.3),
+        "two videos": request(WHICH, [12, 8], retention=0.25),
+        "image and two videos": request(WHERE, [12, 8], 1, max_visual_tokens=7),
+        "text": request("Hello you"),
+        "image": request("Hello you", images=1),
+    }
+    if positions == "sequential":
+        return both
+    fixed = ("diversity", "temporal_redundancy", "uniform", "random")
+    methods = {name: request(WHICH, [12, 8], retention=0.2, selection=name) for name in fixed}
+    return {
+        **both,
+        **methods,
+        "all": request(WHICH, [12, 8], selection="all"),
+        "as they are": request(WHICH, [12], retention=0.3, reencode=False),
+        "both budgets": request(WHERE, [8], retention=0.5, max_visual_tokens=11),
+        "server's budget": request(WHICH, [8]),
+    }
+
+
+def frames_of(count: int) -> np.ndarray:
+    """`[T, 112, 112, 3]` uint8: a video that is known by its number of frames."""
+    return np.random.default_rng(count).integers(0, 255, (count, 112, 112, 3), dtype=np.uint8)
+
+
+def described(count: int) -> dict[str, Any]:
+    times = {"fps": 2.0, "total_num_frames": count, "duration": count / 2, "frames_indices": list(range(count))}
+    return {**times, "video_backend": "opencv"}
+
+
+def picture() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (84, 56, 3), dtype=np.uint8))
+
+
+def processor_of(backbone: Any) -> Any:
+    """vLLM gives videos the mean and the deviation of images, which are the same in all published models."""
+    processor = backbone.processor()
+    for name in ("image_mean", "image_std"):
+        setattr(processor.image_processor, name, getattr(processor.video_processor, name))
+    return processor
+
+
+def build(backbone: Any, processor: Any, **selector: Any) -> Any:
+    """A random model whose shape vLLM takes."""
+    fields = backbone.config(processor, selector).to_dict()
+    for name in ("model_type", "dtype", "architectures"):
+        fields.pop(name, None)
+    rope = fields["text_config"]["rope_parameters"]
+    rope |= {"rope_type": "default", "rope_theta": 1e4, "mrope_section": SECTIONS[backbone.name]}
+    fields["text_config"] |= {"hidden_size": 128, "head_dim": 32, "rope_parameters": rope}
+    if backbone.name == "qwen3_5":
+        fields["text_config"] |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    width = "hidden_size" if backbone.name == "qwen2_vl" else "out_hidden_size"
+    fields["vision_config"][width] = 128
+    torch.manual_seed(0)
+    model = backbone.model(backbone.model.config_class(**fields))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 and "norm" in name else 0.0, 0.12)
+    return model.eval()
+
+
+def write_folder(model: Any, processor: Any, folder: Path) -> Path:
+    for part in (model, processor):
+        part.save_pretrained(folder / "saved")
+    assemble_folder(folder / "saved", folder / "published")
+    return folder / "published"
+
+
+def prompt_of(processor: Any, asked: dict[str, Any]) -> str:
+    content = [{"type": "image"}] * asked["images"] + [{"type": "video"}] * len(asked["videos"])
+    message = {"role": "user", "content": [*content, {"type": "text", "text": asked["question"]}]}
+    return processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+
+
+@dataclass
+class Engine:
+    """
+    The same weights here and there.
+
+    Args:
+        alone: per request what vLLM answers when it is asked alone: `tokens`, `logprobs` of the first of them by id,
+            `length` of the prompt, `kept` of the visual tokens, `tower_calls`.
+        together: the same, when all requests are one batch.
+        dtype: of the weights. In half precision both round at other places.
+    """
+
+    model: Any
+    processor: Any
+    requests: dict[str, dict[str, Any]]
+    alone: dict[str, dict[str, Any]]
+    together: dict[str, dict[str, Any]]
+    dtype: str = "float32"
+
+    @property
+    def exact(self) -> bool:
+        return self.dtype == "float32"
+
+    def here(self, asked: dict[str, Any], **overrides: Any) -> Any:
+        """What our Transformers model generates: (tokens, log-probabilities of the first, qtsplus)."""
+        videos = [frames_of(count) for count in asked["videos"]]
+        metadata = [VideoMetadata(**described(count)) for count in asked["videos"]]
+        given = {"videos": videos, "video_metadata": metadata, "do_sample_frames": False} if videos else {}
+        images = [picture()] * asked["images"] or None
+        inputs = self.processor(text=[prompt_of(self.processor, asked)], images=images, return_tensors="pt", **given)
+        inputs.pop("mm_token_type_ids", None)
+        budget = dict(asked["settings"])
+        if videos and not {"retention", "selection"} & budget.keys():
+            budget["retention"] = 1.0 if "max_visual_tokens" in budget else 0.4
+        output = self.model.generate(
+            **inputs,
+            **{**budget, **overrides},
+            max_new_tokens=TOKENS,
+            min_new_tokens=TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        return tokens, output.logits[0][0].log_softmax(-1), output.qtsplus
+
+
+def start(backbone: Any, positions: str, requests: dict[str, Any], folder: Path) -> Engine:
+    """Asks vLLM everything, and waits for it."""
+    processor = processor_of(backbone)
+    dtype = "bfloat16" if backbone.name == "qwen3_5" else "float32"  # all that its linear attention takes on a CPU
+    model = build(backbone, processor, position_ids=positions).to(getattr(torch, dtype))
+    published = write_folder(model, processor, folder)
+    prompts = {name: {**asked, "prompt": prompt_of(processor, asked)} for name, asked in requests.items()}
+    (folder / "requests.json").write_text(json.dumps({**prompts, "dtype": dtype}))
+    command = [sys.executable, str(Path(__file__).with_name("ask_engine.py")), str(published), str(folder)]
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    run = subprocess.run(command, env={**engine_environment(), "PYTHONPATH": path}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    answers = json.loads((folder / "answers.json").read_text())
+    return Engine(model, processor, requests, answers["alone"], answers["together"], dtype)
+
+
+def engine_environment() -> dict[str, str]:
+    """One process, a gigabyte of keys and values, one thread."""
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **settings, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -1,0 +1,66 @@
+"""In vLLM a published folder keeps the same tokens and gives the same answers as in Transformers."""
+
+import pytest
+import torch
+
+from qtsplus import layout_qtsplus
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4}  # of log-probabilities
+
+
+def check_answer(engine, answer, tokens, log_probabilities):
+    tolerance = TOLERANCE[engine.dtype]
+    for token, value in answer["logprobs"].items():
+        assert value == pytest.approx(float(log_probabilities[int(token)]), abs=tolerance)
+    compared = len(tokens) if engine.exact else 1
+    assert answer["tokens"][:compared] == tokens[:compared]
+
+
+@pytest.fixture
+def all_times(monkeypatch):
+    """Has our models keep the times of frames of which nothing stays, as vLLM has to."""
+    monkeypatch.setattr(layout_qtsplus, "find_separators", lambda spans, length: torch.zeros(3, 0, dtype=torch.long))
+
+
+def test_the_same_tokens_stay(engine):
+    for name, asked in engine.requests.items():
+        if not asked["videos"] or asked["settings"].get("selection") == "random":
+            continue
+        *_, qtsplus = engine.here(asked)
+        here, there = qtsplus.kept_indices[0].tolist(), engine.alone[name]["kept"]
+        assert len(here) == len(there)
+        if engine.exact:
+            assert here == there, name
+        else:
+            assert len({*here} & {*there}) >= 0.75 * len(here), name
+
+
+def test_the_same_answers(engine, all_times):
+    for name, asked in engine.requests.items():
+        overrides = {}
+        drawn = asked["settings"].get("selection") == "random"
+        if drawn or (not engine.exact and asked["settings"].get("selection") != "all"):
+            kept = torch.tensor(engine.alone[name]["kept"])
+            overrides["selection"] = lambda candidates, n, kept=kept: kept
+        tokens, log_probabilities, _ = engine.here(asked, **overrides)
+        check_answer(engine, engine.alone[name], tokens, log_probabilities)
+
+
+def test_a_request_in_a_batch_is_answered_as_alone(engine):
+    for name, asked in engine.requests.items():
+        if asked["settings"].get("selection") == "random":
+            continue
+        alone, together = engine.alone[name], engine.together[name]
+        assert alone["length"] == together["length"], name
+        if engine.exact:
+            assert alone["tokens"] == together["tokens"], name
+            assert alone["logprobs"] == pytest.approx(together["logprobs"], abs=TOLERANCE["float32"]), name
+
+
+def test_the_question_decides_and_the_tower_runs_once(engine):
+    first, second = engine.alone["trained"], engine.alone["other question again"]
+    assert first["kept"] != second["kept"]
+    assert (first["tower_calls"], second["tower_calls"]) == (1, 0)
+    assert engine.alone["two videos"]["tower_calls"] == 1  # of the second video

@@ -1,0 +1,168 @@
+"""vLLM's own OpenAI server with a published folder: many clients at once, budgets that cannot be, one who hangs up."""
+
+import contextlib
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+import openai
+
+from benchmarks.world.clip import render_clip
+from engine_runs import build, engine_environment, write_folder
+from tiny_backbones import QWEN2_5_VL
+
+VIDEOS, CLIENTS = 8, 32
+COLOURS = ("red", "blue", "green", "yellow", "white", "black")
+QUESTIONS = [f"{words} the {colour} circle?" for colour in COLOURS for words in ("Where is", "When do you see")]
+BUDGETS = ({"retention": 0.1}, {"retention": 0.4}, {"max_visual_tokens": 9})
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    for seed in range(VIDEOS):
+        render_clip(folder / f"{seed}.mp4", seconds=2, fps=8, size=(112, 112), seed=seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, clips):
+    """(address, its log)."""
+    folder = tmp_path_factory.mktemp("served")
+    processor = QWEN2_5_VL.processor()
+    published = write_folder(build(QWEN2_5_VL, processor), processor, folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"model": published, "served-model-name": "tiny", "host": "127.0.0.1", "port": port, "dtype": "float32"}
+    options |= {"max-model-len": 1024, "limit-mm-per-prompt": json.dumps({"video": 3, "image": 2})}
+    options |= {"allowed-local-media-path": clips}
+    flags = ["--enforce-eager", "--trust-request-mm-kwargs"]
+    command = [*(f"--{name}={value}" for name, value in options.items()), *flags]
+    environment = {**engine_environment(), "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    log = folder / "server.log"
+    with open(log, "w") as output:
+        program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command]
+        process = subprocess.Popen(program, stdout=output, stderr=output, env=environment)
+    try:
+        while not healthy(port):
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def healthy(port):
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def picture(clips):
+    path = clips / "picture.png"
+    Image.new("RGB", (84, 56), "red").save(path)
+    return path
+
+
+def forget(server):
+    """What vLLM remembers of prompts and videos; the features of videos stay."""
+    for name in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):
+        urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="POST"), timeout=30).close()
+
+
+def video_part(clips, video):
+    return {"type": "video_url", "video_url": {"url": f"file://{clips / f'{video}.mp4'}"}}
+
+
+def ask(server, clips, videos, question, budget, timeout=120.0):
+    """(text, tokens of the prompt)."""
+    return ask_about(server, [video_part(clips, video) for video in videos], question, budget, timeout)
+
+
+def ask_about(server, content, question, budget, timeout=120.0):
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=timeout, max_retries=0)
+    with client:
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
+            temperature=0,
+            max_tokens=6,
+            extra_body={"mm_processor_kwargs": budget, "ignore_eos": True},
+        )
+    return answer.choices[0].message.content, answer.usage.prompt_tokens
+
+
+def test_many_clients_get_what_each_would_get_alone(server, clips):
+    draw = random.Random(0)
+    asked = [
+        (draw.sample(range(VIDEOS), draw.choice((1, 1, 2))), draw.choice(QUESTIONS), draw.choice(BUDGETS))
+        for _ in range(2 * CLIENTS)
+    ]
+    asked.append(([], QUESTIONS[0], {}))
+
+    def hang_up(number):
+        with contextlib.suppress(openai.APITimeoutError):
+            ask(server, clips, range(3), f"What is number {number}?", {"retention": 1.0}, timeout=0.3)
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        gone = [pool.submit(hang_up, number) for number in range(2)]
+        together = list(pool.map(lambda one: ask(server, clips, *one), asked))
+        [one.result() for one in gone]
+    forget(server)
+    assert [ask(server, clips, *one) for one in asked] == together
+    assert len(set(together)) > CLIENTS  # the requests are not all the same
+
+
+def test_a_budget_is_the_prompts_length(server, clips):
+    lengths = [ask(server, clips, [0], QUESTIONS[0], {"max_visual_tokens": count})[1] for count in (5, 10.0, 1e300)]
+    assert lengths[1] - lengths[0] == 5
+    assert lengths[2] == ask(server, clips, [0], QUESTIONS[0], {"selection": "all"})[1]
+
+
+REFUSED = (
+    ({}, "retention or max_visual_tokens"),
+    ({"selection": "uniform"}, "retention or max_visual_tokens"),
+    ({"retention": 0}, "(0, 1]"),
+    ({"retention": -1}, "(0, 1]"),
+    ({"retention": 1.5}, "(0, 1]"),
+    ({"retention": "much"}, "(0, 1]"),
+    ({"retention": [0.5]}, "(0, 1]"),
+    ({"retention": True}, "(0, 1]"),
+    ({"max_visual_tokens": 0}, "at least 1"),
+    ({"max_visual_tokens": 2.5}, "at least 1"),
+    ({"max_visual_tokens": {"a": 1}}, "at least 1"),
+    ({"retention": 0.5, "selection": "best"}, "selection='best'"),
+    ({"retention": 0.5, "selection": ["uniform"]}, "selection="),
+    ({"retention": 0.5, "selection": "lm_attention"}, "attention"),
+    ({"retention": 0.5, "selection": "all"}, "keeps every visual token"),
+    ({"retention": 0.5, "reencode": "no"}, "reencode='no'"),
+)
+
+
+def test_what_cannot_be_is_refused_and_the_server_stays(server, clips):
+    for budget, reason in REFUSED:
+        with pytest.raises(openai.BadRequestError) as refusal:
+            ask(server, clips, [0], QUESTIONS[0], budget)
+        assert reason in str(refusal.value), budget
+    with pytest.raises(openai.BadRequestError, match="no text to select by"):
+        ask(server, clips, [0], "", {"retention": 0.5})
+    image = {"type": "image_url", "image_url": {"url": f"file://{picture(clips)}"}}
+    first, second = video_part(clips, 0), video_part(clips, 1)
+    with pytest.raises(openai.BadRequestError, match="between two videos"):
+        ask_about(server, [first, image, second], QUESTIONS[0], {"retention": 0.5})
+    for content in ([image, first, second], [first, second, image]):
+        assert ask_about(server, content, QUESTIONS[0], {"retention": 0.5})
