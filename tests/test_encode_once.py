@@ -163,8 +163,8 @@ def test_gradients_reach_the_features():
     assert all(bool(one.grad.any()) for one in inputs["video_features"])
     pairs = zip(from_pixels.named_parameters(), from_features.parameters(), strict=True)
     for (name, expected), parameter in pairs:
-        if ".visual." in name:
-            assert parameter.grad is None, name
+        if ".visual." in name:  # zeros, so that no process of several waits for it
+            assert not parameter.grad.any(), name
         elif expected.requires_grad:
             torch.testing.assert_close(parameter.grad, expected.grad, atol=1e-6, rtol=1e-5)
 

@@ -211,7 +211,7 @@ def test_a_broken_table_is_named(tmp_path):
 def test_without_pyarrow_a_table_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "set.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"pip install 'qtsplus\[parquet\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[parquet\]' in a clone"):
         list(iter_rows(tmp_path / "set.parquet"))
 
 
