@@ -5,17 +5,15 @@ import contextlib
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
 
 from qtsplus import session
+from server_process import free_port, healthy, running_server
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -24,37 +22,13 @@ pytest.importorskip("uvicorn")
 QUESTION = "What colour is the circle?"
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @contextlib.contextmanager
 def serving(model, log, *options):
     """A server; ends with the block."""
     port = free_port()
-    command = [sys.executable, "-m", "qtsplus.cli", "serve", str(model), "--engine", "transformers"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(log, "w") as output:
-        line = [*command, "--port", str(port), *map(str, options)]
-        process = subprocess.Popen(line, stdout=output, stderr=output, env=environment)
-    try:
-        while not healthy(port):
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.2)
+    command = ["-m", "qtsplus.cli", "serve", str(model), "--engine", "transformers", "--port", str(port)]
+    with running_server(port, log, *command, *map(str, options)) as process:
         yield port, process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def healthy(port):
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 @pytest.fixture

@@ -3,10 +3,6 @@
 import contextlib
 import json
 import random
-import socket
-import subprocess
-import sys
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +15,7 @@ import openai
 
 from benchmarks.world.clip import render_clip
 from engine_runs import build, engine_environment, write_folder
+from server_process import free_port, running_server
 from tiny_backbones import QWEN2_5_VL
 
 VIDEOS, CLIENTS = 8, 32
@@ -41,35 +38,16 @@ def server(tmp_path_factory, clips):
     folder = tmp_path_factory.mktemp("served")
     processor = QWEN2_5_VL.processor()
     published = write_folder(build(QWEN2_5_VL, processor), processor, folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = {"model": published, "served-model-name": "tiny", "host": "127.0.0.1", "port": port, "dtype": "float32"}
     options |= {"max-model-len": 1024, "limit-mm-per-prompt": json.dumps({"video": 3, "image": 2})}
     options |= {"allowed-local-media-path": clips}
     flags = ["--enforce-eager", "--trust-request-mm-kwargs"]
     command = [*(f"--{name}={value}" for name, value in options.items()), *flags]
     environment = {**engine_environment(), "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    log = folder / "server.log"
-    with open(log, "w") as output:
-        program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command]
-        process = subprocess.Popen(program, stdout=output, stderr=output, env=environment)
-    try:
-        while not healthy(port):
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.5)
+    program = ["-m", "vllm.entrypoints.openai.api_server"]
+    with running_server(port, folder / "server.log", *program, *command, environment=environment):
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def healthy(port):
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 def picture(clips):

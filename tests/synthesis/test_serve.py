@@ -4,12 +4,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 
 import pytest
 
@@ -20,6 +14,7 @@ from qtsplus.synthesis.endpoint_teacher import EndpointTeacher
 from qtsplus.synthesis.engine import Item, ItemFailed, Job, Ledger, RunFailed, run
 from qtsplus.synthesis.questions import WriteQuestions
 from qtsplus.synthesis.video_steps import Screen, WriteAnswers
+from server_process import free_port, running_server
 
 pytestmark = pytest.mark.slow
 
@@ -27,31 +22,12 @@ pytestmark = pytest.mark.slow
 @contextlib.contextmanager
 def serving(model, log):
     """A server with one model; ends with the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # As the console script `transformers serve` does.
     program = "from transformers.cli.transformers import main; main()"
     options = ["serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    with open(log, "w") as output:
-        command = [sys.executable, "-c", program, *options]
-        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        while not healthy(port):
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.2)
+    with running_server(port, log, "-c", program, *options):
         yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def healthy(port):
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 def choices(count):

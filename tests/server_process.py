@@ -1,0 +1,49 @@
+"""A server in a process of its own, which others wrote or we did, for as long as a test needs it."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running_server(
+    port: int, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
+    """
+    Starts Python with arguments, waits until /health answers, and stops it at the end of the block.
+
+    Args:
+        environment: what is added to this process's.
+    """
+    added = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    with open(log, "w") as output:
+        command = [sys.executable, *arguments]
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **added})
+    try:
+        while not healthy(port):
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
