@@ -1,5 +1,5 @@
-"""Many questions about a few videos at once: vLLM with the selector, the same vLLM with all tokens, and Transformers
-with the selector, one question after another.
+"""Many questions about a few videos at once: vLLM with the selector, the same vLLM with all tokens, vLLM with its own
+pruning (EVS, which never sees the question), and Transformers with the selector, one question after another.
 
     python -m benchmarks.vllm_load benchmarks/results/vllm-load-cpu.json
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers.video_utils import VideoMetadata
 
+from qtsplus.hub.convert import convert
 from qtsplus.hub.publish import assemble_folder
 from qtsplus.results import environment, write_json
 
@@ -34,7 +35,7 @@ SHAPE, FRAMES = "small", 64
 
 class Load:
     """
-    The requests, and the three ways to answer them.
+    The requests, and the ways to answer them.
 
     Args:
         shape: of the model.
@@ -49,22 +50,28 @@ class Load:
         rng, (width, height) = np.random.default_rng(0), shape.size
         self.videos = [rng.integers(0, 255, (FRAMES, height, width, 3), dtype=np.uint8) for _ in range(VIDEOS)]
         self.described: dict[str, Any] = {"fps": 2.0, "total_num_frames": FRAMES, "frames_indices": list(range(FRAMES))}
+        self.prompt_tokens: dict[str, float] = {}  # of a request, on average
         draw = random.Random(0)
         self.requests = [
             (draw.randrange(VIDEOS), f"What is in the picture number {draw.randrange(QUESTIONS)}?", retention)
             for retention in draw.choices(RETENTIONS, k=REQUESTS)
         ]
+        convert(folder / "published", folder / "stock", progress=False)
         self.llm = self._start_vllm(folder / "published")
+        # As many tokens as the requests keep on average.
+        fraction = statistics.mean(retention for _, _, retention in self.requests)
+        self.evs = self._start_vllm(folder / "stock", video_pruning_rate=1 - fraction)
+        self.evs.collective_rpc(_switch_pruning_on)
 
-    def _start_vllm(self, folder: Path) -> Any:
+    def _start_vllm(self, folder: Path, **more: Any) -> Any:
         from vllm import LLM
 
         sizes: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "max_num_seqs": 32}
         options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, **sizes}
-        return LLM(model=str(folder), limit_mm_per_prompt={"video": 1, "image": 0}, **options)
+        return LLM(model=str(folder), limit_mm_per_prompt={"video": 1, "image": 0}, **options, **more)
 
-    def ask_vllm(self, all_tokens: bool) -> None:
-        """All requests at once."""
+    def ask_vllm(self, way: str) -> None:
+        """All requests at once, with the "selector", "all" tokens, or "evs"."""
         from vllm import SamplingParams
 
         prompts = []
@@ -74,13 +81,16 @@ class Load:
                 {
                     "prompt": prompt_text(self.processor, question),
                     "multi_modal_data": {"video": [(self.videos[video], described)]},
-                    "mm_processor_kwargs": (
-                        {"selection": "all", "reencode": False} if all_tokens else {"retention": retention}
-                    ),
+                    "mm_processor_kwargs": {
+                        "selector": {"retention": retention},
+                        "all": {"selection": "all", "reencode": False},
+                        "evs": {},
+                    }[way],
                 }
             )
         settings = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-        self.llm.generate(prompts, settings, use_tqdm=False)
+        outputs = (self.evs if way == "evs" else self.llm).generate(prompts, settings, use_tqdm=False)
+        self.prompt_tokens[way] = statistics.mean(len(output.prompt_token_ids) for output in outputs)
 
     def ask_transformers(self) -> None:
         """One request after another."""
@@ -107,9 +117,15 @@ class Load:
 
     def forget(self) -> None:
         """What vLLM and the plugin know of videos."""
-        self.llm.llm_engine.reset_mm_cache()
-        self.llm.llm_engine.reset_encoder_cache()
+        for llm in (self.llm, self.evs):
+            llm.llm_engine.reset_mm_cache()
+            llm.llm_engine.reset_encoder_cache()
         self.llm.apply_model(lambda model: model.encoded.clear())
+
+
+def _switch_pruning_on(worker: Any) -> None:
+    """vLLM 0.32 forgets to on a CPU."""
+    worker.model_runner.is_multimodal_pruning_enabled = True
 
 
 def seconds_of(run: Callable[[], None]) -> float:
@@ -119,15 +135,16 @@ def seconds_of(run: Callable[[], None]) -> float:
 
 
 def measure(out: Path) -> dict[str, Any]:
-    """Runs the three ways in turn, and writes every run."""
+    """Runs the ways in turn, and writes every run."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     shape = find_shape(SHAPE)
     with tempfile.TemporaryDirectory() as folder:
         load = Load(shape, Path(folder))
         sides: dict[str, Callable[[], None]] = {
-            "vllm": lambda: load.ask_vllm(all_tokens=False),
-            "vllm_all_tokens": lambda: load.ask_vllm(all_tokens=True),
+            "vllm": lambda: load.ask_vllm("selector"),
+            "vllm_all_tokens": lambda: load.ask_vllm("all"),
+            "vllm_evs": lambda: load.ask_vllm("evs"),
             "transformers_one_by_one": load.ask_transformers,
         }
         runs: dict[str, list[float]] = {name: [] for name in sides}
@@ -150,9 +167,11 @@ def measure(out: Path) -> dict[str, Any]:
         },
         "figures": {
             "all_tokens_over_ours": medians["vllm_all_tokens"] / medians["vllm"],
+            "evs_over_ours": medians["vllm_evs"] / medians["vllm"],
             "one_by_one_over_ours": medians["transformers_one_by_one"] / medians["vllm"],
             "requests_per_second": REQUESTS / medians["vllm"],
         },
+        "prompt_tokens": load.prompt_tokens,
         "seconds": {name: spread(times) for name, times in runs.items()},
         "runs": runs,
     }
