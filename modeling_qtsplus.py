@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLModel,
+    Qwen2_5_VLVisionAttention,
+    apply_rotary_pos_emb_vision,
+)
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLForConditionalGeneration, Qwen2VLModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLModel
@@ -38,6 +43,7 @@ except ImportError:
 logger = logging.get_logger(__name__)
 
 VARLEN_ATTENTION = "qtsplus_varlen"
+ROWS_IN_CACHE = 128  # of queries and keys in float32: about 1 MB
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -89,7 +95,7 @@ class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qw
             config.vision_config._attn_implementation = VARLEN_ATTENTION
         super().__init__(config)
         for block in self.visual.blocks:
-            block.attn.register_forward_pre_hook(attend_together, with_kwargs=True)
+            block.attn.__class__ = WindowsTogether
 
     @property
     def tokens_per_second(self) -> float:
@@ -117,8 +123,46 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
 #
 # It attends within windows, and in some layers within whole frames. Without the flash-attn package, stock Transformers
 # calls attention once per window: about 340,000 calls for 600 frames. Here a layer's windows are handed over together
-# ([`attend_together`]) to an attention function that is registered with Transformers as "qtsplus_varlen".
+# to an attention function that is registered with Transformers as "qtsplus_varlen".
 # --------------------------------------------------------------------------------------------------------------------
+
+
+class WindowsTogether(Qwen2_5_VLVisionAttention):
+    """
+    Qwen2.5-VL's vision attention, which calls [`varlen_attention_forward`] once for all windows of a layer, and without
+    gradients on a CPU rotates queries and keys where they lie. With another `attn_implementation` it is stock's.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor, position_embeddings: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """`[N, d]`, and `[sequences + 1]` int32 where each sequence begins -> `[N, d]`."""
+        if self.config._attn_implementation != VARLEN_ATTENTION:
+            return super().forward(hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs)
+        states = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
+        query, key = rotate(states[:, :2], *position_embeddings)
+        states = (heads.transpose(0, 1)[None] for heads in (query, key, states[:, 2]))
+        attended, _ = varlen_attention_forward(self, *states, scaling=self.scaling, cu_seq_lens_q=cu_seqlens)
+        return self.proj(attended.reshape(len(hidden_states), -1))
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """
+    Queries and keys `[N, 2, heads, head_dim]` with rotary positions, `[N, heads, head_dim]` each. Without gradients on
+    a CPU in their own memory, block by block in its cache, with the same rounding: 0.4 times stock's time.
+    """
+    if states.requires_grad or states.device.type != "cpu" or torch.compiler.is_compiling():
+        return apply_rotary_pos_emb_vision(*states.unbind(1), cos, sin)
+    half = states.shape[-1] // 2
+    cos, sin = (angles.float()[:, None, None] for angles in (cos, sin))
+    for block, c, s in zip(*(tensor.split(ROWS_IN_CACHE) for tensor in (states, cos, sin)), strict=True):
+        block_float = block.float()
+        first, second = block_float.split(half, dim=-1)
+        rotated = block_float * c
+        rotated[..., :half] -= second * s[..., :half]
+        rotated[..., half:] += first * s[..., half:]
+        block.copy_(rotated)
+    return states.unbind(1)
 
 
 def varlen_attention_forward(
@@ -210,23 +254,6 @@ def attend_by_length(
         # Not `heads[rows]`: on a CPU that copies number by number what this copies row by row.
         attended.index_copy_(0, rows, attend([heads.index_select(0, rows) for heads in states], length))
     return attended
-
-
-def attend_together(attention: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """
-    Hook before Qwen2.5-VL's vision attention: has it call [`varlen_attention_forward`] once, for all sequences.
-
-    For attention functions other than flash-attn's, the stock module cuts its input at `cu_seqlens` and calls the
-    function for each piece. It is told of one piece; where the sequences begin goes to the function.
-    """
-    if attention.config._attn_implementation == VARLEN_ATTENTION:
-        cu_seqlens = kwargs["cu_seqlens"]
-        # Made on the CPU, so that reading it does not wait for the GPU.
-        one_piece = torch.tensor(
-            [0, len(args[0] if args else kwargs["hidden_states"])], dtype=torch.int32, device="cpu"
-        )
-        kwargs = {**kwargs, "cu_seqlens": one_piece, "cu_seq_lens_q": cu_seqlens}
-    return args, kwargs
 
 
 AttentionInterface.register(VARLEN_ATTENTION, varlen_attention_forward)

@@ -8,12 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, Qwen2_5_VLModel
+from transformers import Qwen2_5_VLModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 import qtsplus.modeling_qtsplus as attention
 from model_checks import shared_model
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.modeling_qtsplus import VARLEN_ATTENTION, PatchProjection, attend_by_length, varlen_attention_forward
+from qtsplus.modeling_qtsplus import (
+    VARLEN_ATTENTION,
+    PatchProjection,
+    attend_by_length,
+    rotate,
+    varlen_attention_forward,
+)
 from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_config, tiny_model
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -122,8 +129,6 @@ def test_torch_s_own_is_called_once_per_layer(monkeypatch, models):
         calls.append(len(lengths))
         return one_by_one(query, key, value, lengths)
 
-    # A model that other tests load as remote code has registered that code's function under the same name.
-    AttentionInterface.register(VARLEN_ATTENTION, varlen_attention_forward)
     monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
     monkeypatch.setattr(attention, "_torch_has_varlen_for", lambda *_: True)
     grid, pixels = video((2, 3, 5), (1, 2, 2))
@@ -223,3 +228,21 @@ def test_the_patch_projection_is_stock_s_convolution(patches, bias, dtype):
         (output * weights).sum().backward()
     for own, stock in zip(projection.parameters(), convolution.parameters(), strict=True):
         torch.testing.assert_close(own.grad, stock.grad, atol=10 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("patches", [1, 127, 128, 300])
+def test_rotation_in_place_is_stock_s(patches, dtype):
+    """Bit for bit; with gradients it is stock's own function."""
+    torch.manual_seed(0)
+    states = torch.randn(patches, 3, 2, 20, dtype=dtype)
+    angles = torch.rand(patches, 10).repeat(1, 2)
+    expected = apply_rotary_pos_emb_vision(*states[:, :2].unbind(1), angles.cos(), angles.sin())
+    values = states[:, 2].clone()
+
+    leaf = states.clone().requires_grad_()
+    for rotated in (rotate(leaf[:, :2], angles.cos(), angles.sin()), rotate(states[:, :2], angles.cos(), angles.sin())):
+        for mine, stock in zip(rotated, expected, strict=True):
+            assert torch.equal(mine, stock)
+    assert torch.equal(states[:, 2], values)
+    assert all(torch.equal(states[:, part], stock) for part, stock in enumerate(expected)), "not in its own memory"
