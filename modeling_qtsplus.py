@@ -133,7 +133,7 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
     gradients on a CPU rotates queries and keys where they lie. With another `attn_implementation` it is stock's.
     """
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor, position_embeddings: Any = None, **kwargs: Any
     ) -> torch.Tensor:
         """`[N, d]`, and `[sequences + 1]` int32 where each sequence begins -> `[N, d]`."""
@@ -152,7 +152,8 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[
     a CPU in their own memory, block by block in its cache, with the same rounding: 0.4 times stock's time.
     """
     if states.requires_grad or states.device.type != "cpu" or torch.compiler.is_compiling():
-        return apply_rotary_pos_emb_vision(*states.unbind(1), cos, sin)
+        query, key = states.unbind(1)
+        return apply_rotary_pos_emb_vision(query, key, cos, sin)
     half = states.shape[-1] // 2
     cos, sin = (angles.float()[:, None, None] for angles in (cos, sin))
     for block, c, s in zip(*(tensor.split(ROWS_IN_CACHE) for tensor in (states, cos, sin)), strict=True):
