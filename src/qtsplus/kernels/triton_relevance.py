@@ -58,8 +58,9 @@ class _TritonLogRelevance(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         states = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
+        queries, keys = states
         with torch.enable_grad():
-            log_r = chunked_log_relevance(*states, reduction=ctx.reduction)
+            log_r = chunked_log_relevance(queries, keys, reduction=ctx.reduction)
         return *torch.autograd.grad(log_r, states, gradient), None
 
 
