@@ -336,9 +336,6 @@ def synthesis_lines() -> list[list[str]]:
             *each_value(both, "--limit", (*NO_COUNTS, "99999999999999999999")),
             *each_value(both, "--shard", ("", "1", "0/2", "3/2", "1/0", "a/b", "1/2/3", "-1/2", LONG)),
             *each_value(both, "--extra-body", ("", "3", "[]", "{{", "null", "[" * 5000, '"x"', "NaN")),
-            *each_value(both, "--api-key-env", ("", " ", "NO_SUCH_KEY", "a=b", LONG)),
-            *each_value(both, "--price-in", ("1", "-1", "nan", *NO_NUMBERS)),
-            *each_value(both, "--ray", ("", " ")),
             [*make, "--teacher", "m"],
             [*make, "--endpoint", "http://127.0.0.1:9/v1"],
             [*make, "--endpoint", "http://127.0.0.1:9/v1", "--teacher="],
@@ -351,8 +348,8 @@ def synthesis_lines() -> list[list[str]]:
         local = (["--fps", "2"], ["--device", "cpu"], ["--dtype", "auto"], ["--batch-size", "2"], ["--revision", "x"])
         lines += [
             *([*both, *more] for more in (*local, ["--selection", "all"], ["--fps", "-1", "--device", "tpu"])),
-            *([*here, *more] for more in (server[:2], server[2:], ["--timeout", "3"], ["--ray", "auto"])),
-            *([*here, *more] for more in (["--frames", "3"], ["--concurrency", "3"], ["--api-key-env", "HOME"])),
+            *([*here, *more] for more in (server[:2], server[2:], ["--timeout", "3"])),
+            *([*here, *more] for more in (["--frames", "3"], ["--concurrency", "3"])),
             *each_value(both, "--frames", (*NO_COUNTS, "1000000000")),
             *each_value(both, "--media-root", ("", " ", "{missing}", "{text}")),
             *each_value(here, "--fps", NO_RATES),

@@ -13,10 +13,7 @@ from ..output import first_line
 from ..session import EncodedVideo, encode, find_device
 from ..training.models import load_model, load_processor
 from .engine import ItemFailed, Ledger
-from .video_steps import FREE_ANSWER, Question, Reply, Scoring, Verdict, read_letter, share_out
-
-LETTER_TOKENS = 16  # of a reply whose letter is read
-
+from .video_steps import FREE_ANSWER, Question, Reply, Verdict, share_out
 
 # A question, and up to how many tokens are written; `None` has the letters scored.
 _Asked = tuple[VideoRecord, int | None]
@@ -50,13 +47,15 @@ def load_stock(weights: str, device: str | None = None, dtype: str = "auto") -> 
 
 @dataclass
 class LocalTeacher:
-    """A [`Teacher`] in this process; `name` stands for model and processor in the settings."""
+    """
+    A [`Teacher`] in this process. It chooses options by the log-probability of their letters. `name` stands for model
+    and processor in the settings.
+    """
 
     model: Any  # as `qtsplus.session.load` gives them
     processor: Any
     name: str
     batch_size: int = 16  # questions at a time
-    scoring: Scoring = "logprob"  # of options: by the log-probability of their letters, or by the letter that is said
     max_tokens: int = 128  # of an answer in words
     selection: str | None = None  # another way to choose visual tokens than the model's own
     fps: float | None = None  # for questions without one
@@ -68,12 +67,12 @@ class LocalTeacher:
         tokenizer = self.processor.tokenizer
         tokenizer.padding_side = "left"
         ids = [tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in LETTERS]
-        if self.scoring == "logprob" and any(len(tokens) != 1 for tokens in ids):
-            raise ValueError(f"The tokenizer of {self.name} has no token for each of A, B, C and D: score by letter.")
+        if any(len(tokens) != 1 for tokens in ids):
+            raise ValueError(f"The tokenizer of {self.name} has no token for each of A, B, C and D: ask an endpoint.")
         self.letter_ids = [tokens[0] for tokens in ids]
 
     def settings(self) -> dict[str, Any]:
-        chosen = {"scoring": self.scoring, "max_tokens": self.max_tokens, "selection": self.selection}
+        chosen = {"scoring": "logprob", "max_tokens": self.max_tokens, "selection": self.selection}
         return {"model": self.name, **chosen, "fps": self.fps}
 
     async def __aenter__(self) -> "LocalTeacher":
@@ -85,10 +84,7 @@ class LocalTeacher:
         self.encoded.clear()
 
     async def choose(self, question: Question, ledger: Ledger) -> Verdict:
-        if self.scoring == "logprob":
-            return share_out((await self._ask(question, question.text, None, ledger)).logprobs)
-        outcome = await self._ask(question, question.text, LETTER_TOKENS, ledger)
-        return Verdict(read_letter(outcome.reply.text), {}, outcome.reply.text)
+        return share_out((await self._ask(question, question.text, None, ledger)).logprobs)
 
     async def answer(self, question: Question, ledger: Ledger) -> Reply:
         return (await self._ask(question, f"{question.text}\n{FREE_ANSWER}", self.max_tokens, ledger)).reply
