@@ -105,6 +105,3 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: 
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in [header, *rows]]
     head, *body = ["| " + " | ".join(row) + " |" for row in cells]
     return [head, "|" + "---|" * texts + "---:|" * (len(header) - texts), *body]
-
-
-__all__ = ["check_folder", "check_output", "first_line", "markdown_table", "require_space", "size", "whole_file"]

@@ -112,6 +112,3 @@ def show(value: Any) -> str:
     """A value as YAML and JSON write it, cut where it is long."""
     constants = {None: "null", True: "true", False: "false"}
     return constants[value] if value is None or isinstance(value, bool) else reprlib.repr(value)
-
-
-__all__ = ["STRICT", "build", "check_types", "parse_yaml", "show"]

@@ -330,6 +330,3 @@ def best_of(recalls: Mapping[K, Recall], count: int) -> tuple[K, ...]:
     order = sorted(recalls, key=lambda key: -recalls[key].tokens)
     most = [key for key in order if recalls[key].tokens >= recalls[order[0]].tokens / 2]
     return tuple(sorted(most[: min(count, max(1, len(recalls) // 2))]))
-
-
-__all__ = ["Calibration", "Recall", "best_of", "calibrate", "measure_heads", "read_labelled", "write_attention"]

@@ -138,6 +138,3 @@ def _refuse_token(files: Iterable[Path]) -> None:
             with open(path, encoding="utf-8", errors="replace") as lines:
                 if any(token in line for line in lines):
                     raise ValueError(f"{path} holds this machine's access token; take it out before it is published.")
-
-
-__all__ = ["CARD", "published_files", "set_files", "write_card"]

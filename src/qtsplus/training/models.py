@@ -154,6 +154,3 @@ def model_type(weights: str) -> str:
     except OSError as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"There is no folder {weights}, and the Hub did not give it: {reason}") from error
-
-
-__all__ = ["check_weights", "load_config", "load_model", "load_processor", "model_type"]

@@ -145,6 +145,3 @@ def _step(recipe: Recipe, config: Any, model: Any, tokens: int) -> tuple[int, fl
         held, flops = max(held, (prompt + tokens) * layer), flops + forward(prompt + tokens)
     patches = tokens * getattr(config.vision_config, "spatial_merge_size", 2) ** 2
     return held, flops + 2 * patches * sizes["vision"]
-
-
-__all__ = ["Plan", "make_plan"]

@@ -238,6 +238,3 @@ def _encode(recipe: Recipe, model: Any, processor: Any, records: list[VideoRecor
 def _mixed(training: QTSplusTrainingArguments) -> torch.dtype | None:
     """What mixed-precision training computes in."""
     return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
-
-
-__all__ = ["build_trainer", "is_finished", "last_checkpoint", "require_free", "run", "run_stages"]

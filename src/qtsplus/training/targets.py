@@ -108,6 +108,3 @@ def require_same_tokens(teacher: Any, student: Any, video_grid_thw: torch.Tensor
                 f"Video {video} is {math.prod(other)} visual tokens {tuple(other)} to relevance_teacher and "
                 f"{math.prod(own)} {tuple(own)} to the model: expected a teacher with the same visual tokens."
             )
-
-
-__all__ = ["note_targets", "require_same_backbone", "require_same_tokens"]

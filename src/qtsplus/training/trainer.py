@@ -143,9 +143,7 @@ class QTSplusTrainer(Trainer):
                 "recipes/accelerate/zero2.yaml or ddp.yaml, or let a frozen model teach by data.features."
             )
 
-    # ----------------------------------------------------------------------------------------------------------------
-    # The objective
-    # ----------------------------------------------------------------------------------------------------------------
+    # --- The objective ---
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """As stock; counts what the terms of this optimizer step are means over."""
@@ -306,9 +304,7 @@ class QTSplusTrainer(Trainer):
     def sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values.clone(), reduction="sum")
 
-    # ----------------------------------------------------------------------------------------------------------------
-    # The log
-    # ----------------------------------------------------------------------------------------------------------------
+    # --- The log ---
 
     def _note_tokens(self, token_losses: torch.Tensor, token_source: torch.Tensor) -> None:
         running = self.running[self.model.training]
@@ -366,9 +362,7 @@ class QTSplusTrainer(Trainer):
             self.skipped = dict(gather_object(list(self.skipped.items())))
         return self.skipped
 
-    # ----------------------------------------------------------------------------------------------------------------
-    # Sharding, optimizer and checkpoints
-    # ----------------------------------------------------------------------------------------------------------------
+    # --- Sharding, optimizer and checkpoints ---
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """As stock; shares out the layers of the language model alone, see sharding.py."""
@@ -470,6 +464,3 @@ def _sources(batch: Mapping[str, Any]) -> torch.Tensor:
         return batch["source_ids"]
     ids = batch["input_ids"]
     return torch.full((len(ids),), SOURCES.index("vqa"), device=ids.device)
-
-
-__all__ = ["SKIPPED_FILE", "STATE_FILE", "QTSplusTrainer"]

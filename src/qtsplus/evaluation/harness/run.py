@@ -204,9 +204,7 @@ def _versions() -> dict[str, str]:
     return {"qtsplus": __version__, **{name: version(name) for name in _PACKAGES}, "python": platform.python_version()}
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What the harness left
-# --------------------------------------------------------------------------------------------------------------------
+# --- What the harness left ---
 
 
 def collect(folder: Path, log: Path) -> dict[str, Any]:
