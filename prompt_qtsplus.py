@@ -24,8 +24,8 @@ MODALITIES = {IMAGE: "image", VIDEO: "video"}
 Grid = tuple[int, int, int]  # (time, height, width)
 
 # --- What a call brings beside its text ---
-# Each of these arguments is named here and nowhere else: `forward` and `generate` take them as keywords, and hand them on
-# as they are.
+# Each of these arguments is named here and nowhere else: `forward` and `generate` take them as keywords, and hand them
+# on as they are.
 
 
 @dataclass
