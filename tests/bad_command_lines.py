@@ -170,7 +170,6 @@ def study_lines() -> list[list[str]]:
         [*both, "--selection", "uniform", "--selection", "uniform"],
         [*both, "--selection", "all", "--retention", "0.5"],
         [*both, "--selection", "all", "--max-visual-tokens", "5"],
-        *each_value(both, "--name", ("", "../../evil", "a/b", "..", "/tmp/evil")),
         *each_value(both, "--out", ("{records}", "{records}/in")),
         *each_value(both, "--work", ("{records}",)),
         [*needle, *hidden],
@@ -179,7 +178,6 @@ def study_lines() -> list[list[str]]:
             ["eval", "analysis", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
             for path in ("", "{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
         ),
-        *each_value(["eval", "analysis", "{records}", "--model", "{model}", "--work", "{out}"], "--name", ("", "../x")),
     ]
 
 

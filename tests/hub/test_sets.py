@@ -107,7 +107,6 @@ def test_the_splits_of_a_card_are_those_that_datasets_loads(folder, tmp_path):
         (["{empty}"], "holds no set; expected files that end in .jsonl, .json, .parquet"),
         (["{set}", "--license", "mit"], "give --card too"),
         (["{set}", "--card", "--name", ""], "--name is empty"),
-        (["{set}", "--card", "--license", "cc-by-5.0"], "The Hub knows no licence 'cc-by-5.0'"),
         ([""], "is empty"),
         (["{bad}"], "Row 1 of"),
         (["{nothing}"], "nothing.jsonl holds no record"),

@@ -39,7 +39,7 @@ def run_analysis(
     records: Sequence[VideoRecord],
     out: Path,
     *,
-    name: str,
+    name: str = "videos",
     work: Path = Path("runs/analysis"),
     command: str = "",
     progress: bool = True,

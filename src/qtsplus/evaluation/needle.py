@@ -81,7 +81,6 @@ def run_needle(
     background: str,
     out: Path,
     *,
-    name: str,
     lengths: Sequence[float],
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     selections: Sequence[str] = SELECTIONS,
@@ -90,6 +89,7 @@ def run_needle(
     fps: float | None = None,
     work: Path = Path("runs/needle"),
     command: str = "",
+    name: str = "videos",
     progress: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
