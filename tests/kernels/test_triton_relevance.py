@@ -111,10 +111,13 @@ def test_of_equal_maxima_the_first_takes_the_gradient():
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
-@pytest.mark.parametrize("name", ["_logsumexp_kernel", "_max_kernel", "_sum_kernel"])
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [("_logsumexp_kernel", {}), ("_reduce_kernel", {"BY_MAXIMUM": True}), ("_reduce_kernel", {"BY_MAXIMUM": False})],
+)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_for_gpus_that_are_not_here(name, dtype, capability, tmp_path, monkeypatch):
+def test_compiles_for_gpus_that_are_not_here(name, choice, dtype, capability, tmp_path, monkeypatch):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -124,6 +127,7 @@ def test_compiles_for_gpus_that_are_not_here(name, dtype, capability, tmp_path, 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     kernel = getattr(triton_relevance, name)
     constants = {
+        **choice,
         "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
         "HEAD_DIM": 128,
         "BLOCK_D": 128,

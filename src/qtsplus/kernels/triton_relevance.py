@@ -50,8 +50,7 @@ class _TritonLogRelevance(torch.autograd.Function):
         sums = queries.new_empty(problem.splits, *queries.shape[:2], dtype=torch.float32)
         problem.launch(_logsumexp_kernel, problem.row_grid, sums, problem.split_size)
         log_r = queries.new_empty(len(keys), dtype=torch.float32)
-        kernel = _max_kernel if reduction == "max" else _sum_kernel
-        problem.launch(kernel, (problem.token_blocks,), sums.logsumexp(0), log_r)
+        problem.launch(_reduce_kernel, (problem.token_blocks,), sums.logsumexp(0), log_r, reduction == "max")
         return log_r if reduction == "max" else log_r - math.log(queries.shape[0] * queries.shape[1])
 
     @staticmethod
@@ -163,7 +162,7 @@ def _logsumexp_kernel(
 
 
 @triton.jit
-def _max_kernel(
+def _reduce_kernel(
     queries,
     keys,
     num_rows,
@@ -172,43 +171,14 @@ def _max_kernel(
     scale,
     normaliser,
     log_r,
+    BY_MAXIMUM: tl.constexpr,
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Log-relevance of some tokens."""
-    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    best = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    for head in range(0, kv_heads):
-        key = _load_keys(keys, head, tokens, num_tokens, kv_heads, HEAD_DIM, BLOCK_D)
-        for first in range(0, num_rows, BLOCK_R):
-            rows = first + tl.arange(0, BLOCK_R)
-            query = _load_queries(queries, head, rows, num_rows, HEAD_DIM, BLOCK_D)
-            scores = _scores(query, key, tokens, num_tokens, scale, PRECISION)
-            log_sum = tl.load(normaliser + head * num_rows + rows, mask=rows < num_rows, other=float("inf"))
-            best = tl.maximum(best, tl.max(scores - log_sum[:, None], 0))
-    tl.store(log_r + tokens, best, mask=tokens < num_tokens)
-
-
-@triton.jit
-def _sum_kernel(
-    queries,
-    keys,
-    num_rows,
-    num_tokens,
-    kv_heads,
-    scale,
-    normaliser,
-    log_r,
-    PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Log of what all rows of all heads sum to, for some tokens."""
+    """For some tokens, the most that a row of any head gives, or the log of what all rows sum to."""
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -221,8 +191,10 @@ def _sum_kernel(
             log_sum = tl.load(normaliser + head * num_rows + rows, mask=rows < num_rows, other=float("inf"))
             scores = scores - log_sum[:, None]
             higher = tl.maximum(highest, tl.max(scores, 0))
-            shift = tl.where(higher == -float("inf"), 0.0, higher)
-            total = total * tl.exp(highest - shift) + tl.sum(tl.exp(scores - shift[None, :]), 0)
+            if not BY_MAXIMUM:
+                shift = tl.where(higher == -float("inf"), 0.0, higher)
+                total = total * tl.exp(highest - shift) + tl.sum(tl.exp(scores - shift[None, :]), 0)
             highest = higher
-    log_total = highest + tl.log(tl.where(total > 0.0, total, 1.0))
-    tl.store(log_r + tokens, log_total, mask=tokens < num_tokens)
+    if not BY_MAXIMUM:
+        highest += tl.log(tl.where(total > 0.0, total, 1.0))
+    tl.store(log_r + tokens, highest, mask=tokens < num_tokens)
