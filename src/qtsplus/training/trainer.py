@@ -121,6 +121,8 @@ class QTSplusTrainer(Trainer):
         if grouped and relevance_teacher != "lm_attention":
             raise ValueError(f"relevance_teacher={relevance_teacher!r}: expected a model, or 'lm_attention'.")
         other = None if isinstance(relevance_teacher, str) else relevance_teacher
+        if other is not None:
+            require_same_tokens(base_model(other).config, base_model(model).config)
         reads = None if self._targets_are_kept else base_model(other or model)
         check_relevance(base_model(model), self.args, reads, grouped)
         self._check_whole_layers(grouped and not self._targets_are_kept)
@@ -270,8 +272,6 @@ class QTSplusTrainer(Trainer):
         """The attention with all tokens, where it is not kept."""
         if targets is not None or self._targets_are_kept:
             return targets
-        if self.relevance_teacher is not None:
-            require_same_tokens(self.relevance_teacher, self.model, inputs.get("video_grid_thw"))
         return answer_attention(self.relevance_teacher or self.model, inputs, labels, self.attention_choice)
 
     @property
