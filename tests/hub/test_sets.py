@@ -2,12 +2,10 @@
 
 import json
 
-import huggingface_hub.constants
 import pytest
 from huggingface_hub import DatasetCard
 from typer.testing import CliRunner
 
-from loopback import loopback_hub
 from qtsplus.cli import app
 from qtsplus.data.formats import write_records
 from qtsplus.data.records import Answer, Caption, Choice, VideoRecord
@@ -120,66 +118,6 @@ def test_what_cannot_be_counted_ends_in_one_line(arguments, message, folder, tmp
     names |= {name: tmp_path / f"{name}.jsonl" for name in ("bad", "nothing")}
     result = stats(*(argument.format(**names) for argument in arguments))
     assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    with loopback_hub() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", "hf_loopback")
-        yield hub
-
-
-def test_a_set_is_published_with_its_card_and_without_its_journal(hub, folder):
-    assert stats(folder, "--card").exit_code == 0
-    result = publish(folder, "--private")
-    assert result.exit_code == 0, result.output
-    name = f"datasets/{REPOSITORY}"
-    assert list(hub.repositories) == [name] and hub.private[name] and hub.commits == 1
-    files = hub.repositories[name]
-    assert set(files) == {"README.md", "vqa.json", "vscq2-test.jsonl", "vscq2-train.jsonl"}
-    for file, content in files.items():
-        assert content == (folder / file).read_bytes()
-    # Again with another row: one more commit, and what others put there stays.
-    hub.repositories[name]["notes.md"] = b"mine"
-    write_records(folder / "vqa.json", RECORDS[3:4] * 2)
-    assert publish(folder).exit_code == 0
-    assert hub.commits == 2 and b"notes.md" not in hub.repositories[name]["vqa.json"]
-    assert hub.repositories[name]["notes.md"] == b"mine"
-
-
-def test_a_dry_run_of_a_set_names_files_and_calls_nobody(hub, folder):
-    assert stats(folder, "--card").exit_code == 0
-    result = publish(folder, "--dry-run")
-    assert result.exit_code == 0 and hub.calls == [], result.output
-    assert "vqa.json" in result.stdout and "journal" not in result.stdout and "the dataset lab/" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda folder: (folder / "README.md").unlink(), "has no README.md; write one with"),
-        (lambda folder: (folder / "README.md").write_text("# A set"), "has no front matter"),
-        (lambda folder: (folder / "README.md").write_text("---\n: [\n---\n"), "cannot be read as a dataset card"),
-        (lambda folder: [path.unlink() for path in folder.glob("v*")], "holds no set"),
-        (lambda folder: (folder / "more.jsonl").write_text('{"note": "hf_loopback"}'), "holds this machine's access"),
-    ],
-)
-def test_what_is_no_set_is_not_published(spoil, message, hub, folder):
-    assert stats(folder, "--card").exit_code == 0
-    spoil(folder)
-    result = publish(folder)
-    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
-    assert hub.calls == []
-
-
-def test_publish_refuses_what_is_about_a_model(folder):
-    result = publish(folder, "--to", str(folder / "x"))
-    assert result.exit_code == 2 and "are about a model" in result.stderr
-    result = CliRunner().invoke(app, ["publish", str(folder), "--type", "dataset"])
-    assert result.exit_code == 2 and "give --repo ORG/NAME" in result.stderr
 
 
 def test_convert_writes_another_format(folder, tmp_path):

@@ -76,8 +76,6 @@ def calibrate(
     ],
     recipe: Annotated[Path | None, typer.Option(help="Read videos as this recipe does.")] = None,
     out: Annotated[Path, typer.Option(help="The file for all figures.")] = Path("calibration.json"),
-    layers: Annotated[int, typer.Option(help="How many of the best layers are summed.", min=1)] = 4,
-    heads: Annotated[int, typer.Option(help="How many of the best heads are summed.", min=1)] = 20,
     skip_kind: Annotated[
         list[str] | None, typer.Option(help="Leave out the questions of this kind. May be repeated.")
     ] = None,
@@ -109,8 +107,6 @@ def calibrate(
             load_processor(None, model, loaded.config),
             questions,
             positions="answer" if settings is None else settings.training.relevance_from,
-            layers=layers,
-            heads=heads,
             processor_kwargs=None if settings is None else settings.data.processor_kwargs,
         )
         write_json(out, result.as_dict())

@@ -1,20 +1,17 @@
-"""Sets on the Hub: the card of a set, and the upload of its folder."""
+"""The card of a set, as the Hub reads it."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCard, DatasetCardData, get_token
-from yaml import YAMLError
+from huggingface_hub import DatasetCard, DatasetCardData
 
 from ..data.statistics import Statistics, count_set
 from ..output import whole_file
 
 CARD = "README.md"
 TABLES = (".jsonl", ".json", ".parquet")
-# What belongs to a set; journals, keys and media stay where they are.
-PUBLISHED = (CARD, "LICENSE", "LICENSE.md")
 SPLITS = ("train", "validation", "test")
 _SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M", 10_000_000: "1M<n<10M"}
 
@@ -96,32 +93,3 @@ def _configs(files: Sequence[Path]) -> list[dict[str, Any]]:
         config = path.stem if split is None else path.stem.removesuffix(split).rstrip("-") or "default"
         configs.setdefault(config, []).append({"split": split or "train", "path": path.name})
     return [{"config_name": name, "data_files": entries} for name, entries in configs.items()]
-
-
-def published_files(folder: str | os.PathLike) -> dict[str, int]:
-    """
-    The files of a set's folder that are uploaded, with their sizes in bytes: its records, its card and its licence. A
-    `ValueError` without a set, without a card that the Hub can read, or with this machine's access token in a file.
-    """
-    files = set_files(folder)
-    card = Path(folder) / CARD
-    if not card.exists():
-        raise ValueError(f"{folder} has no {CARD}; write one with `qtsplus data stats {folder} --card`.")
-    try:
-        data: Mapping[str, Any] = DatasetCard.load(card).data.to_dict()
-    except (ValueError, TypeError, YAMLError) as error:
-        raise ValueError(f"{card} cannot be read as a dataset card: {' '.join(str(error).split())}") from error
-    if not data:
-        raise ValueError(f"{card} has no front matter; write one with `qtsplus data stats {folder} --card`.")
-    files += [path for path in map(Path(folder).joinpath, PUBLISHED) if path.exists()]
-    _refuse_token(files)
-    return {path.name: path.stat().st_size for path in sorted(files)}
-
-
-def _refuse_token(files: Iterable[Path]) -> None:
-    token = get_token()
-    for path in files:
-        if token and path.suffix != ".parquet":
-            with open(path, encoding="utf-8", errors="replace") as lines:
-                if any(token in line for line in lines):
-                    raise ValueError(f"{path} holds this machine's access token; take it out before it is published.")
