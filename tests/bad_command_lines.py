@@ -21,7 +21,6 @@ NO_MODELS = (
     *("{wrong_types}", "{foreign}", "{number_type}", "{binary_config}", "{garbage_weights}", "{no_tokenizer}"),
     *("org//name", "org/na me", "ünïcode/модель", "-", ".", "..", "https://example.invalid/model", "\n", LONG),
 )
-NO_SETS = ("", " ", "{missing}", "{video}", "{empty_folder}", "{records}", "{frames}", "\x00", LONG)
 NO_VIDEOS = (
     *("{missing}.mp4", "{empty}", "{garbage}", "{cut}", "{text}", "{records}", "/dev/null", "", " "),
     *("ftp://example.invalid/a.mp4", "file:///nonexistent.mp4", "http://", "http://127.0.0.1:9/a.mp4", "://", LONG),

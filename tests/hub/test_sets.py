@@ -1,4 +1,4 @@
-"""What a set holds, counted and drawn; its card; and its way to the Hub."""
+"""What a set holds, counted and drawn; its card; and its other formats."""
 
 import json
 
@@ -11,7 +11,6 @@ from qtsplus.data.formats import write_records
 from qtsplus.data.records import Answer, Caption, Choice, VideoRecord
 from qtsplus.data.statistics import count_set
 
-REPOSITORY = "lab/QTS-VSCQ2"
 OPTIONS = {"A": "a cup", "B": "a very long rope", "C": "a hat", "D": "a phone"}
 RECORDS = [
     Choice(vision_id="v_1.mp4", question="What is held?", options=OPTIONS, answer="B", type="object"),
@@ -36,11 +35,6 @@ def folder(tmp_path):
 
 def stats(*arguments):
     return CliRunner().invoke(app, ["data", "stats", *map(str, arguments)])
-
-
-def publish(folder, *arguments):
-    command = ["publish", str(folder), "--type", "dataset", "--repo", REPOSITORY, *arguments]
-    return CliRunner().invoke(app, command)
 
 
 def test_everything_is_counted_once(tmp_path):
