@@ -340,18 +340,16 @@ def synthesis_lines() -> list[list[str]]:
             lines += each_value(both, "--per-caption", ("0", "10", "-1", *NO_NUMBERS))
             continue
         here = [*make, "--model", "{model}"]
-        local = (["--fps", "2"], ["--device", "cpu"], ["--dtype", "auto"], ["--batch-size", "2"], ["--revision", "x"])
+        local = (["--fps", "2"], ["--device", "cpu"], ["--dtype", "auto"], ["--batch-size", "2"])
         lines += [
-            *([*both, *more] for more in (*local, ["--selection", "all"], ["--fps", "-1", "--device", "tpu"])),
+            *([*both, *more] for more in (*local, ["--fps", "-1", "--device", "tpu"])),
             *([*here, *more] for more in (server[:2], server[2:], ["--timeout", "3"])),
             *([*here, *more] for more in (["--frames", "3"], ["--concurrency", "3"])),
             *each_value(both, "--frames", (*NO_COUNTS, "1000000000")),
             *each_value(both, "--media-root", ("", " ", "{missing}", "{text}")),
             *each_value(here, "--fps", NO_RATES),
             *each_value(here, "--batch-size", (*NO_COUNTS, "1000000000")),
-            *each_value(here, "--selection", SELECTIONS),
             *each_value(here, "--device", NO_DEVICES),
-            [*here, "--revision", "main"],
         ]
     return lines
 

@@ -12,7 +12,7 @@ from qtsplus.cli import app
 from qtsplus.data.formats import iter_records
 from qtsplus.data.records import Answer, Choice
 from qtsplus.hub.convert import convert
-from qtsplus.synthesis.local_teacher import load_stock
+from qtsplus.synthesis.local_teacher import load_teacher
 from scripted_server import KEY, scripted_server
 
 
@@ -34,7 +34,7 @@ def test_captions_to_training(tmp_path, tiny_published, monkeypatch):
     choices = list(iter_records(sets / "vscq1" / "vscq1.jsonl"))
     assert choices and all(isinstance(choice, Choice) for choice in choices)
 
-    local = ["--model", tiny_published, "--selection", "all", "--media-root", worlds, "--batch-size", "4"]
+    local = ["--model", tiny_published, "--media-root", worlds, "--batch-size", "4"]
     told.append(command("data", "vscq2", sets / "vscq1" / "vscq1.jsonl", "--out", sets / "vscq2", *local))
     screened = list(iter_records(sets / "vscq2" / "vscq2.jsonl"))
     dropped = [json.loads(line) for line in (sets / "vscq2" / "dropped.jsonl").read_text().splitlines()]
@@ -86,8 +86,7 @@ def test_a_stock_teacher_reads_all_tokens(tmp_path, tiny_published, tiny_mp4):
     kept = len((tmp_path / "out" / "vscq2.jsonl").read_text().splitlines())
     dropped = len((tmp_path / "out" / "dropped.jsonl").read_text().splitlines())
     assert kept + dropped == 8
-    model, _ = load_stock(str(tmp_path / "stock"), "cpu")
-    assert model.config.qtsplus_config.selection == "all"
+    model, _ = load_teacher(str(tmp_path / "stock"), "cpu")
     assert model.config.qtsplus_config.reencode_layers == 0
 
 
@@ -152,14 +151,12 @@ THERE = [*VQA, *SERVER]
         ([*HERE, "--timeout", "3"], "--timeout has no effect here: --model"),
         ([*HERE, "--concurrency", "3"], "--concurrency has no effect here: --model"),
         ([*HERE, "--frames", "3"], "--frames has no effect here: --model"),
-        ([*VQA, "--model", ".", "--revision", "main"], "--revision is about a repository on the Hub"),
         ([*VQA, "--model", ""], "--model is empty"),
         (
             [*THERE, "--fps", "-1", "--device", "tpu"],
             "--device has no effect here: it is about",
         ),
         ([*THERE, "--batch-size", "4"], "--batch-size has no effect here"),
-        ([*THERE, "--revision", "main"], "--revision has no effect here"),
         ([*THERE, "--media-root", "nowhere"], "no folder"),
         ([*THERE, "--media-root", ""], "is empty"),
         (["merge", "."], "There is no shard"),

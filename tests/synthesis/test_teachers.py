@@ -208,12 +208,12 @@ def test_special_tokens_in_a_record_are_text(tiny, tiny_mp4, video):
 def test_a_local_teacher_s_scores_are_the_model_s(tiny, tiny_mp4):
     model, processor = tiny
     (question,) = local_questions(tiny_mp4, 1)
-    (verdict,) = ask_all(LocalTeacher(*tiny, "tiny", selection="all"), [question], "choose")
+    (verdict,) = ask_all(LocalTeacher(*tiny, "tiny"), [question], "choose")
     messages = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question.text}]}]
     prompt = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     inputs = processor(text=[prompt], videos=[str(tiny_mp4)], query=[question.query], return_tensors="pt")
     with torch.no_grad():
-        logits = model(**inputs, selection="all").logits[0, -1]
+        logits = model(**inputs, selection="all", reencode=False).logits[0, -1]
     ids = [processor.tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "ABCD"]
     assert list(verdict.shares.values()) == pytest.approx(logits[ids].softmax(0).tolist(), abs=1e-4)
 

@@ -13,7 +13,6 @@ import typer
 
 from ..output import check_folder
 from .console import console, fail, one_line_errors, resumable, wrote
-from .models import check_model_options, check_selection, load_model
 from .options import Dtype, MediaRoot
 
 if TYPE_CHECKING:
@@ -67,8 +66,6 @@ class _Local:
     """A video teacher that runs here."""
 
     model: str | None = _option("A teacher that runs here, in place of an endpoint: a folder or Hub id.")
-    revision: str | None = _option("A commit, branch or tag of a QTSplus model on the Hub.")
-    selection: str | None = _option("Choose tokens in another way than a QTSplus model's own, such as all.")
     device: str | None = _option("Where to run, such as cuda or cpu. Without it, a GPU if there is one.")
     dtype: Dtype | None = _option("Of its weights; auto without it.")
     batch_size: int | None = _option("How many questions it reads at a time; 16 without it.", min=1, max=4096)
@@ -251,20 +248,10 @@ def _refuse(options: _Server | _Local, reason: str) -> None:
 
 
 def _local_teacher(model: str, local: _Local, max_tokens: int) -> "Teacher":
-    check_model_options(model, local.revision)
-    check_selection(local.selection)
-    from ..backbones import OURS
-    from ..synthesis.local_teacher import LocalTeacher, load_stock
-    from ..training.models import model_type
+    from ..synthesis.local_teacher import LocalTeacher, load_teacher
 
-    dtype = (local.dtype or Dtype.auto).value
-    if model_type(model).endswith(OURS):
-        loaded, processor = load_model(model, local.revision, local.device, dtype)
-    elif local.revision is not None or local.selection is not None:
-        fail("--revision and --selection are about a QTSplus model; this one is stock, and reads all tokens")
-    else:
-        loaded, processor = load_stock(model, local.device, dtype)
-    return LocalTeacher(loaded, processor, model, local.batch_size or 16, max_tokens, local.selection, local.fps)
+    loaded, processor = load_teacher(model, local.device, (local.dtype or Dtype.auto).value)
+    return LocalTeacher(loaded, processor, model, local.batch_size or 16, max_tokens, local.fps)
 
 
 def _choices(path: Path) -> Iterator[Any]:
