@@ -267,7 +267,7 @@ def data_lines() -> list[list[str]]:
         ["data", "bigworld"],
         *(
             ["data", *command, path]
-            for command in (["check", "--no-media"], ["stats"], ["convert", "--overwrite", "--", "{missing}"])
+            for command in (["check", "--no-media"], ["stats"])
             for path in ("{missing}", "/dev/null/x", "\x00", LONG)
         ),
         *(["data", "stats", path] for path in ("{video}", "{garbage}", "{text}", "{empty}", "{empty_folder}")),
@@ -277,7 +277,6 @@ def data_lines() -> list[list[str]]:
             for more in (["--media-root", "{missing}"], ["--against", "{missing}"])
         ),
         *(["data", "check", "{records}", *more] for more in (["--media-root", "{video}"], ["extra"], ["--json=1"])),
-        *(["data", "convert", "{records}", out] for out in ("{out}.csv", "{video}", "/dev/null/x.jsonl", "\x00")),
         *(["data", "check", path] for path in ("", " ", "\n")),
         *(["data", "check", "{records}", name, ""] for name in ("--media-root", "--against")),
         *(
@@ -287,10 +286,7 @@ def data_lines() -> list[list[str]]:
         ["data", "check", "{records}", "--no-media", "--media-root", "{empty_folder}"],
         *(["data", "check", path, "--no-media"] for path in ("{empty}", "{empty_folder}")),
         *(["data", "stats", path] for path in ("", " ")),
-        *(["data", "convert", "{records}", out] for out in ("", " ", "{empty_folder}", "{out}", "{records}", LONG)),
-        ["data", "convert", "{records}", "{out}.jsonl", "--layout", "llava"],
         ["data", "check"],
-        ["data", "convert", "{records}"],
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a set holds, counted and drawn; its card; and its other formats."""
+"""What a set holds, counted and drawn; and its card."""
 
 import json
 
@@ -7,9 +7,9 @@ from huggingface_hub import DatasetCard
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
-from qtsplus.data.formats import write_records
 from qtsplus.data.records import Answer, Caption, Choice, VideoRecord
 from qtsplus.data.statistics import count_set
+from set_files import write_records
 
 OPTIONS = {"A": "a cup", "B": "a very long rope", "C": "a hat", "D": "a phone"}
 RECORDS = [
@@ -112,14 +112,3 @@ def test_what_cannot_be_counted_ends_in_one_line(arguments, message, folder, tmp
     names |= {name: tmp_path / f"{name}.jsonl" for name in ("bad", "nothing")}
     result = stats(*(argument.format(**names) for argument in arguments))
     assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-def test_convert_writes_another_format(folder, tmp_path):
-    source, target = folder / "vscq2-train.jsonl", tmp_path / "set.json"
-    result = CliRunner().invoke(app, ["data", "convert", str(source), str(target)])
-    assert result.exit_code == 0 and "(2 records)" in result.stdout, result.output
-    assert json.loads(target.read_text())[0] == RECORDS[0].row()
-    for out, message in ((target, "is there already"), (folder, "is a folder"), ("", "is empty")):
-        result = CliRunner().invoke(app, ["data", "convert", str(source), str(out)])
-        assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
-    assert CliRunner().invoke(app, ["data", "convert", str(source), str(target), "--overwrite"]).exit_code == 0
