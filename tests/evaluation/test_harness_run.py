@@ -18,8 +18,8 @@ from qtsplus.cli import app
 from qtsplus.data.formats import read_records
 from qtsplus.evaluation.harness import run as harness
 from qtsplus.evaluation.harness.answers import Answered, AnswerLog
-from qtsplus.evaluation.harness.catalogue import PAPER, SHARES, resolve
 from qtsplus.evaluation.harness.record_tasks import write_task
+from qtsplus.evaluation.harness.run import PAPER, SHARES, resolve
 
 NEEDS_HARNESS = pytest.mark.skipif(
     find_spec("lmms_eval") is None, reason='lmms-eval is not installed: pip install -e ".[eval]"'

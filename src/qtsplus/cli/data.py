@@ -17,15 +17,12 @@ if TYPE_CHECKING:
 data_app = typer.Typer(help="Make, check and describe training data.", no_args_is_help=True)
 
 
-SetFile = Annotated[
-    Path,
-    typer.Argument(help="JSONL, JSON or Parquet, or a folder of videos with captions beside them.", metavar="SET"),
-]
-
-
 @data_app.command()
 def check(
-    path: SetFile,
+    path: Annotated[
+        Path,
+        typer.Argument(help="JSONL, JSON or Parquet, or a folder of videos with captions beside them.", metavar="SET"),
+    ],
     media_root: MediaRoot = None,
     against: Annotated[
         Path | None, typer.Option(help="Another set, such as the test set, that must not share a video with this one.")

@@ -156,7 +156,8 @@ def run(
         if retry_failed:
             finished -= {position for position, entry in _entries([journal]) if entry["failed"]}
         unfinished = (item for item in _mine(job, positions) if item.position not in finished)
-        with Recorder(journal, len(positions), len(finished), concurrency, progress) as recorder:
+        recorder = Recorder(journal, len(positions), len(finished), concurrency, progress)
+        with recorder.bar:
             asyncio.run(_finish_all(job, unfinished, concurrency, recorder))
         return write_sets(folder, job.name, [journal])
 
@@ -288,13 +289,6 @@ class Recorder:
         self.bar = Progress(*columns, console=console, disable=not (progress and console.is_terminal))
         name = journal.settings["step"]
         self.task = self.bar.add_task(f"Making {name}", total=items, completed=finished, cost=self._cost())
-
-    def __enter__(self) -> "Recorder":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
 
     def spend(self, costs: Mapping[str, int]) -> None:
         """Notes a cost, also of an item that is never finished."""
