@@ -225,6 +225,9 @@ def test_answers_of_all_processes_are_found_by_the_next(tmp_path):
     assert log.found["failed"].failed == "no video"
     expected = {"0": Answered("answer 0"), "1": Answered("answer 1"), key: Answered("yes", kept_visual_tokens=3)}
     assert AnswerLog(tmp_path, 5, {}).found == expected, "what failed is tried again"
+    (tmp_path / "answers-7.jsonl").write_text('{"key": "0", "text": "of another program"}\n')
+    with pytest.raises(ValueError, match="choose another folder"):
+        AnswerLog(tmp_path, 0, {})
     same = AnswerLog(None, 1, {"retention": 0.1})
     assert same.key("crowd", 1, dict(asked), generation) == key
     assert AnswerLog(None, 0, {"retention": 0.2}).key("crowd", 1, asked, generation) != key

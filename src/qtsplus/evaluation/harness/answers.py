@@ -42,9 +42,9 @@ class AnswerLog:
         if folder is None:
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(Path(folder) / f"answers-{rank}.jsonl", {})
+        self.journal = Journal(Path(folder) / f"answers-{rank}.jsonl", {}, begin_anew=False)
         for path in sorted(Path(folder).glob("answers-*.jsonl")):
-            answers = {str(key): Answered(**entry) for key, entry in Journal(path).done.items()}
+            answers = {str(key): Answered(**entry) for key, entry in Journal(path, {}, begin_anew=False).done.items()}
             self.found |= {key: answer for key, answer in answers.items() if answer.failed is None}
 
     def key(self, task: str, doc_id: Any, asked: Mapping[str, Any], generation: Mapping[str, Any]) -> str:
