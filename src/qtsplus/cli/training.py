@@ -92,19 +92,14 @@ def calibrate(
         from ..evaluation import calibration
         from ..output import check_output
         from ..results import write_json
-        from ..session import find_device
-        from ..training.models import load_model, load_processor
+        from ..synthesis.local_teacher import load_teacher
         from ..training.recipe import load_recipe
 
         check_output(out)
         questions = calibration.read_labelled(records, skip_kind or ())
         settings = None if recipe is None else load_recipe(recipe, ["training.use_cpu=true"])
-        where = find_device(device)
-        automatic = "bfloat16" if where.startswith("cuda") else "float32"
-        loaded = load_model(None, model, {}, automatic if dtype is Dtype.auto else dtype.value).to(where)
         result = calibration.calibrate(
-            loaded,
-            load_processor(None, model, loaded.config),
+            *load_teacher(model, device, dtype.value),
             questions,
             positions="answer" if settings is None else settings.training.relevance_from,
             processor_kwargs=None if settings is None else settings.data.processor_kwargs,
