@@ -257,6 +257,3 @@ def _check_finite(features: torch.Tensor, pixels: torch.Tensor, name: str) -> No
 def _is_finite(values: torch.Tensor) -> bool:
     """By the extremes, which unlike a sum in float32 need no wider copy of 16-bit values."""
     return bool(torch.stack(values.detach().aminmax()).isfinite().all())
-
-
-__all__ = ["PATCHES_PER_CHUNK", "Repeats", "chunk_grids", "encode", "encode_visual"]

@@ -233,9 +233,7 @@ class QTSplusBackboneMixin:
         return input_ids
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Laying out
-# --------------------------------------------------------------------------------------------------------------------
+# --- Laying out ---
 
 
 def lay_out(
@@ -396,9 +394,7 @@ def check_grids(
     return model.merged_grid(grid_thw, modality)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Splicing
-# --------------------------------------------------------------------------------------------------------------------
+# --- Splicing ---
 
 
 def splice(
@@ -487,14 +483,3 @@ def _with_line_ends(model, row: PromptRow, keep: torch.Tensor, tokens: torch.Ten
         spread[is_token] = tokens
         tokens = spread
     return tokens, types.to(tokens.device)
-
-
-__all__ = [
-    "Features",
-    "QTSplusBackboneMixin",
-    "find_questions",
-    "lay_out",
-    "lay_out_again",
-    "query_embeds",
-    "splice",
-]

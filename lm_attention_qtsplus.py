@@ -26,9 +26,7 @@ from .selector_qtsplus import QTSplusOutput
 DEPTH = 0.65  # of the layers: where published work reads (18 and 19 of 28, 23 of 36), unless a model was calibrated
 READING_ATTENTION = "qtsplus_reading"
 
-# --------------------------------------------------------------------------------------------------------------------
-# Which layer and which heads
-# --------------------------------------------------------------------------------------------------------------------
+# --- Which layer and which heads ---
 
 
 def attention_layer(text_config: Any, layer: int | None = None) -> int:
@@ -65,9 +63,7 @@ def check_attention(text_config: Any, selector: Any) -> None:
         raise ValueError(f"QTSplusConfig got attention_heads={list(heads)}; expected heads from 0 to {count - 1}.")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Groups
-# --------------------------------------------------------------------------------------------------------------------
+# --- Groups ---
 
 
 @dataclass
@@ -161,9 +157,7 @@ def group_shares(log_odds: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.zeros_like(odds[:1]), odds]).softmax(0)[1:].flatten(1).mean(1)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The first layers of the language model
-# --------------------------------------------------------------------------------------------------------------------
+# --- The first layers of the language model ---
 
 
 class LayerReader(nn.Module):
@@ -396,14 +390,3 @@ def _first_layers(language_model: Any, layers: Sequence[nn.Module]) -> Any:
     first: Any = copy.copy(language_model)
     first._modules = {**first._modules, "layers": nn.ModuleList(layers), "norm": nn.Identity()}
     return first
-
-
-__all__ = [
-    "FrameGroups",
-    "Reading",
-    "attention_layer",
-    "check_attention",
-    "full_attention_layers",
-    "log_attention",
-    "reading_of",
-]

@@ -81,9 +81,7 @@ class Candidates:
 Method = Callable[[Candidates, int], torch.Tensor]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The methods
-# --------------------------------------------------------------------------------------------------------------------
+# --- The methods ---
 
 
 def most_relevant(candidates: Candidates, n: int) -> torch.Tensor:
@@ -189,9 +187,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What a call may ask for
-# --------------------------------------------------------------------------------------------------------------------
+# --- What a call may ask for ---
 
 
 def find_method(selection: str | Method) -> Method:
@@ -241,6 +237,3 @@ def check_budget(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-__all__ = ["METHODS", "Candidates", "Method", "attention_share", "check_budget", "check_kept", "find_method", "top_n"]

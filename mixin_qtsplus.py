@@ -372,9 +372,7 @@ def _says_several(name: str, value: Any) -> bool:
     return not name.startswith("max_length") and len(value) != 2
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# With a language-modelling head
-# --------------------------------------------------------------------------------------------------------------------
+# --- With a language-modelling head ---
 
 
 class QTSplusHeadMixin(QTSplusGenerationMixin):
@@ -472,12 +470,3 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             attentions=outputs.attentions,
             qtsplus=qtsplus,
         )
-
-
-__all__ = [
-    "QTSplusCausalLMOutputWithPast",
-    "QTSplusHeadMixin",
-    "QTSplusModelMixin",
-    "QTSplusModelOutputWithPast",
-    "choose",
-]

@@ -101,9 +101,7 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
         return torch.empty(t, 3, 1, 1, device="meta")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# InternVL
-# --------------------------------------------------------------------------------------------------------------------
+# --- InternVL ---
 
 
 class InternVLQTSplusConfig(QTSplusConfigMixin, InternVLConfig):
@@ -242,9 +240,7 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
         }
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# LLaVA-OneVision and LLaVA-Video
-# --------------------------------------------------------------------------------------------------------------------
+# --- LLaVA-OneVision and LLaVA-Video ---
 
 
 class LlavaOnevisionQTSplusConfig(QTSplusConfigMixin, LlavaOnevisionConfig):

@@ -23,10 +23,9 @@ MODALITIES = {IMAGE: "image", VIDEO: "video"}
 
 Grid = tuple[int, int, int]  # (time, height, width)
 
-# --------------------------------------------------------------------------------------------------------------------
-# What a call brings beside its text. Each of these arguments is named here and nowhere else: `forward` and `generate`
-# take them as keywords, and hand them on as they are.
-# --------------------------------------------------------------------------------------------------------------------
+# --- What a call brings beside its text ---
+# Each of these arguments is named here and nowhere else: `forward` and `generate` take them as keywords, and hand them
+# on as they are.
 
 
 @dataclass
@@ -108,9 +107,7 @@ def names_inputs(forward: T) -> T:
     return forward
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The question
-# --------------------------------------------------------------------------------------------------------------------
+# --- The question ---
 
 
 def find_query_mask(
@@ -186,9 +183,7 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] |
     return list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Images and videos
-# --------------------------------------------------------------------------------------------------------------------
+# --- Images and videos ---
 
 
 @dataclass

@@ -31,9 +31,7 @@ logger = logging.get_logger(__name__)
 
 REDUCTIONS = ("max", "mean", "sum")
 
-# --------------------------------------------------------------------------------------------------------------------
-# The layer
-# --------------------------------------------------------------------------------------------------------------------
+# --- The layer ---
 
 
 class QTSplusRMSNorm(nn.Module):
@@ -185,9 +183,7 @@ def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Ten
     return torch.cat([part[indices[low:high] - start] for part, start, low, high in pieces])
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Log-relevance
-# --------------------------------------------------------------------------------------------------------------------
+# --- Log-relevance ---
 
 
 def log_relevance(query_states: torch.Tensor, key_states: torch.Tensor, reduction: str = "max") -> torch.Tensor:
@@ -340,14 +336,3 @@ def _blocks(num_tokens: int, block_size: int) -> list[slice]:
 def _scores(queries: torch.Tensor, keys: torch.Tensor, block: slice) -> torch.Tensor:
     """`[kv_heads, heads / kv_heads * L, b]` of the visual tokens in `block`."""
     return queries @ keys[:, block].to(queries.dtype).transpose(1, 2)
-
-
-__all__ = [
-    "REDUCTIONS",
-    "QTSplusLayer",
-    "chunked_log_relevance",
-    "log_relevance",
-    "relevance_kernel",
-    "rotary_tables",
-    "take_rows",
-]

@@ -201,9 +201,7 @@ class QTSplusPreTrainedMixin:
         return None if path is None else Path(path)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The model card (README.md) of a Hub repository
-# --------------------------------------------------------------------------------------------------------------------
+# --- The model card (README.md) of a Hub repository ---
 
 SECTIONS = ("weights", "training_data", "hyperparameters", "recipe", "results", "limits")
 
@@ -334,6 +332,3 @@ def _describe_training(sections: Mapping[str, Any]) -> str:
         rows = [f"| {name} | {value} |" for name, value in sections["hyperparameters"].items()]
         parts.append("\n".join(["| hyperparameter | |", "|---|---|", *rows]))
     return "\n\n".join(parts) or _NO_TRAINING
-
-
-__all__ = ["SECTIONS", "QTSplusPreTrainedMixin", "auto_map", "code_of", "commit_folder", "model_card"]

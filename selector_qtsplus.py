@@ -22,9 +22,7 @@ from .relevance_qtsplus import QTSplusLayer, rotary_tables, take_rows
 SOFT_TOKENS = 3  # times what inference keeps, through the soft gate
 EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
 
-# --------------------------------------------------------------------------------------------------------------------
-# Lines 3-4: budget
-# --------------------------------------------------------------------------------------------------------------------
+# --- Lines 3-4: budget ---
 
 
 def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tensor:
@@ -72,9 +70,7 @@ class QTSplusBudgetHead(nn.Module):
         return rho_min + (rho_max - rho_min) * torch.sigmoid(logit[0])
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Lines 5-14: the gates, on the threshold of Algorithm 2
-# --------------------------------------------------------------------------------------------------------------------
+# --- Lines 5-14: the gates, on the threshold of Algorithm 2 ---
 
 
 class Gated(NamedTuple):
@@ -192,9 +188,7 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, int, int], Gated]]
     "soft": soft_gate,
 }
 
-# --------------------------------------------------------------------------------------------------------------------
-# The whole
-# --------------------------------------------------------------------------------------------------------------------
+# --- The whole ---
 
 
 @dataclass

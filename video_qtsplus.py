@@ -26,9 +26,7 @@ DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 FRAME_SUFFIXES = (*IMAGE_SUFFIXES, ".gif")  # in a folder; elsewhere a GIF is a video
 
-# --------------------------------------------------------------------------------------------------------------------
-# Which frames of a video are looked at
-# --------------------------------------------------------------------------------------------------------------------
+# --- Which frames of a video are looked at ---
 
 
 def choose_frames(
@@ -135,9 +133,7 @@ def naming(video: str) -> Iterator[None]:
         raise ValueError(f"The video {shown_name(video)!r} cannot be sized for the model: {error}") from error
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Frames that are given
-# --------------------------------------------------------------------------------------------------------------------
+# --- Frames that are given ---
 
 
 def load_frames(folder: str | list[str]) -> np.ndarray:

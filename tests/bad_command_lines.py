@@ -21,7 +21,6 @@ NO_MODELS = (
     *("{wrong_types}", "{foreign}", "{number_type}", "{binary_config}", "{garbage_weights}", "{no_tokenizer}"),
     *("org//name", "org/na me", "ünïcode/модель", "-", ".", "..", "https://example.invalid/model", "\n", LONG),
 )
-NO_SETS = ("", " ", "{missing}", "{video}", "{empty_folder}", "{records}", "{frames}", "\x00", LONG)
 NO_VIDEOS = (
     *("{missing}.mp4", "{empty}", "{garbage}", "{cut}", "{text}", "{records}", "/dev/null", "", " "),
     *("ftp://example.invalid/a.mp4", "file:///nonexistent.mp4", "http://", "http://127.0.0.1:9/a.mp4", "://", LONG),
@@ -170,7 +169,6 @@ def study_lines() -> list[list[str]]:
         [*both, "--selection", "uniform", "--selection", "uniform"],
         [*both, "--selection", "all", "--retention", "0.5"],
         [*both, "--selection", "all", "--max-visual-tokens", "5"],
-        *each_value(both, "--name", ("", "../../evil", "a/b", "..", "/tmp/evil")),
         *each_value(both, "--out", ("{records}", "{records}/in")),
         *each_value(both, "--work", ("{records}",)),
         [*needle, *hidden],
@@ -179,7 +177,6 @@ def study_lines() -> list[list[str]]:
             ["eval", "analysis", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
             for path in ("", "{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
         ),
-        *each_value(["eval", "analysis", "{records}", "--model", "{model}", "--work", "{out}"], "--name", ("", "../x")),
     ]
 
 
@@ -230,7 +227,6 @@ def convert_lines() -> list[list[str]]:
         *each_value(convert, "--init", ("best", "", "language_model", "Identity")),
         *each_value(convert, "--set", settings),
         *each_value(convert, "--seed", NO_SEEDS),
-        *each_value(convert, "--max-shard-size", ("", "big", "-5GB", "0", "5XB", "nanGB", "GB", "1.5.2GB")),
         *each_value(convert, "--vision-config", ("{missing}", "{video}", "{stock}")),
         *each_value(convert, "--processor", ("", "{missing}", "{video}", "{empty_folder}", "a/b/c")),
         *each_value(convert, "--revision", ("", "main")),
@@ -254,7 +250,6 @@ def publish_lines() -> list[list[str]]:
         ),
         ["publish", "{model}"],
         ["publish"],
-        *(["publish", folder, "--type", "dataset", "--repo", "a/b", "--dry-run"] for folder in NO_SETS),
         *(["publish", "{empty_folder}", f"--type={name}", "--repo", "a/b"] for name in ("", "space", "Dataset")),
         ["publish", "{model}", "--dry-run"],
         ["publish", "{model}", "--private", "--to", "{out}"],
@@ -272,7 +267,7 @@ def data_lines() -> list[list[str]]:
         ["data", "bigworld"],
         *(
             ["data", *command, path]
-            for command in (["check", "--no-media"], ["stats"], ["convert", "--overwrite", "--", "{missing}"])
+            for command in (["check", "--no-media"], ["stats"])
             for path in ("{missing}", "/dev/null/x", "\x00", LONG)
         ),
         *(["data", "stats", path] for path in ("{video}", "{garbage}", "{text}", "{empty}", "{empty_folder}")),
@@ -282,7 +277,6 @@ def data_lines() -> list[list[str]]:
             for more in (["--media-root", "{missing}"], ["--against", "{missing}"])
         ),
         *(["data", "check", "{records}", *more] for more in (["--media-root", "{video}"], ["extra"], ["--json=1"])),
-        *(["data", "convert", "{records}", out] for out in ("{out}.csv", "{video}", "/dev/null/x.jsonl", "\x00")),
         *(["data", "check", path] for path in ("", " ", "\n")),
         *(["data", "check", "{records}", name, ""] for name in ("--media-root", "--against")),
         *(
@@ -292,10 +286,7 @@ def data_lines() -> list[list[str]]:
         ["data", "check", "{records}", "--no-media", "--media-root", "{empty_folder}"],
         *(["data", "check", path, "--no-media"] for path in ("{empty}", "{empty_folder}")),
         *(["data", "stats", path] for path in ("", " ")),
-        *(["data", "convert", "{records}", out] for out in ("", " ", "{empty_folder}", "{out}", "{records}", LONG)),
-        ["data", "convert", "{records}", "{out}.jsonl", "--layout", "llava"],
         ["data", "check"],
-        ["data", "convert", "{records}"],
     ]
 
 
@@ -336,9 +327,6 @@ def synthesis_lines() -> list[list[str]]:
             *each_value(both, "--limit", (*NO_COUNTS, "99999999999999999999")),
             *each_value(both, "--shard", ("", "1", "0/2", "3/2", "1/0", "a/b", "1/2/3", "-1/2", LONG)),
             *each_value(both, "--extra-body", ("", "3", "[]", "{{", "null", "[" * 5000, '"x"', "NaN")),
-            *each_value(both, "--api-key-env", ("", " ", "NO_SUCH_KEY", "a=b", LONG)),
-            *each_value(both, "--price-in", ("1", "-1", "nan", *NO_NUMBERS)),
-            *each_value(both, "--ray", ("", " ")),
             [*make, "--teacher", "m"],
             [*make, "--endpoint", "http://127.0.0.1:9/v1"],
             [*make, "--endpoint", "http://127.0.0.1:9/v1", "--teacher="],
@@ -348,18 +336,16 @@ def synthesis_lines() -> list[list[str]]:
             lines += each_value(both, "--per-caption", ("0", "10", "-1", *NO_NUMBERS))
             continue
         here = [*make, "--model", "{model}"]
-        local = (["--fps", "2"], ["--device", "cpu"], ["--dtype", "auto"], ["--batch-size", "2"], ["--revision", "x"])
+        local = (["--fps", "2"], ["--device", "cpu"], ["--dtype", "auto"], ["--batch-size", "2"])
         lines += [
-            *([*both, *more] for more in (*local, ["--selection", "all"], ["--fps", "-1", "--device", "tpu"])),
-            *([*here, *more] for more in (server[:2], server[2:], ["--timeout", "3"], ["--ray", "auto"])),
-            *([*here, *more] for more in (["--frames", "3"], ["--concurrency", "3"], ["--api-key-env", "HOME"])),
+            *([*both, *more] for more in (*local, ["--fps", "-1", "--device", "tpu"])),
+            *([*here, *more] for more in (server[:2], server[2:], ["--timeout", "3"])),
+            *([*here, *more] for more in (["--frames", "3"], ["--concurrency", "3"])),
             *each_value(both, "--frames", (*NO_COUNTS, "1000000000")),
             *each_value(both, "--media-root", ("", " ", "{missing}", "{text}")),
             *each_value(here, "--fps", NO_RATES),
             *each_value(here, "--batch-size", (*NO_COUNTS, "1000000000")),
-            *each_value(here, "--selection", SELECTIONS),
             *each_value(here, "--device", NO_DEVICES),
-            [*here, "--revision", "main"],
         ]
     return lines
 

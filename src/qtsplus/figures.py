@@ -13,6 +13,3 @@ def save_figure(figure: Figure, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path.with_name(path.name + ".png"), dpi=150, metadata={"Software": None})
-
-
-__all__ = ["save_figure"]

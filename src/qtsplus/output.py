@@ -62,21 +62,22 @@ def check_folder(path: str | os.PathLike) -> Path:
 
 
 def _check_folder(folder: Path) -> None:
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
+    existing = _existing(folder)
     if not existing.is_dir():
         raise ValueError(f"{existing} is a file; expected a folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{existing} cannot be written: choose another place, or change its permissions.")
 
 
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
 def require_space(folder: Path, needed: float, what: str) -> None:
     """Raises `ValueError` for a disk without so many free bytes."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(_existing(folder.absolute())).free
     if needed > free:
         raise ValueError(f"{folder} has {size(free)} free, but {what} take about {size(needed)}: free some space.")
 
@@ -105,6 +106,3 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: 
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in [header, *rows]]
     head, *body = ["| " + " | ".join(row) + " |" for row in cells]
     return [head, "|" + "---|" * texts + "---:|" * (len(header) - texts), *body]
-
-
-__all__ = ["check_folder", "check_output", "first_line", "markdown_table", "require_space", "size", "whole_file"]

@@ -172,6 +172,3 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-__all__ = ["Journal", "environment", "read_json", "steps", "write_json"]

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
+from .output import first_line
+
 Settings = TypeVar("Settings")
 
 # No unknown fields, and neither NaN nor infinity is a number.
@@ -50,8 +52,7 @@ def parse_yaml(text: str, name: str) -> Any:
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
         raise ValueError(f"{name} is not YAML that can be read{line}: {error.problem}.") from error
     except (yaml.YAMLError, RecursionError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{name} is not YAML that can be read: {reason}.") from error
+        raise ValueError(f"{name} is not YAML that can be read: {first_line(error)}.") from error
 
 
 def build(where: str, kind: type[Settings], values: Mapping[str, Any]) -> Settings:
@@ -112,6 +113,3 @@ def show(value: Any) -> str:
     """A value as YAML and JSON write it, cut where it is long."""
     constants = {None: "null", True: "true", False: "false"}
     return constants[value] if value is None or isinstance(value, bool) else reprlib.repr(value)
-
-
-__all__ = ["STRICT", "build", "check_types", "parse_yaml", "show"]

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.data.check import check_set
-from qtsplus.data.formats import write_records
 from qtsplus.data.records import Answer, Caption, Choice, VideoRecord
+from set_files import write_records
 
 OPTIONS = {"A": "a cup", "B": "a rope", "C": "a hat", "D": "a phone"}
 

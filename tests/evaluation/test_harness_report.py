@@ -1,7 +1,6 @@
 """Runs side by side: ranks, gains at equal tokens, and what a report says of its runs."""
 
 import json
-import re
 
 import pytest
 from typer.testing import CliRunner
@@ -107,26 +106,12 @@ def test_the_pages_link_the_log_of_every_sample(runs, tmp_path):
         app, ["eval", "report", *(str(run.folder) for run in runs), "--out", str(tmp_path / "made" / "report.md")]
     )
     assert result.exit_code == 0, result.output
-    page = (tmp_path / "made" / "report.html").read_text()
+    page = (tmp_path / "made" / "report.md").read_text()
     link = "../own/samples/crowd.jsonl"
-    assert f'<a href="{link}">tiny, 10%: crowd</a>' in page and (tmp_path / "made" / link).exists()
-    assert f"[tiny, 10%: crowd]({link})" in (tmp_path / "made" / "report.md").read_text()
+    assert f"[tiny, 10%: crowd]({link})" in page and (tmp_path / "made" / link).exists()
     tables = json.loads((tmp_path / "made" / "report.json").read_text())
     assert [table["title"] for table in tables] == ["Accuracy", "Gains at equal tokens", "Tokens", "Settings"]
-    assert "lmms-eval 0.7.3" in page and "retention 0.1" in page and "<b>66.67" in page
-    assert page.count("<div><table>") == page.count("<table>") and "div{overflow-x:auto}" in page
-
-
-def test_no_text_of_a_run_becomes_a_link_or_markup(tmp_path):
-    evil = "[me](javascript:alert(1)) [you](https://example.org) <script>alert(1)</script>"
-    folder = write_run(tmp_path / "a [b](javascript:x)", [1, 0], task="crowd")
-    document = json.loads((folder / "run.json").read_text())
-    document["settings"]["model"] = evil
-    document["tasks"]["crowd"]["samples"][0]["failed"] = evil
-    (folder / "run.json").write_text(json.dumps(document))
-    page = write_report(read_runs([folder]), tmp_path / "report.md")[1].read_text()
-    assert "<script>" not in page and "javascript:alert(1)" in page
-    assert re.findall(r'href="([^"]*)"', page) == ["a%20%5Bb%5D%28javascript%3Ax%29/samples/crowd.jsonl"]
+    assert "lmms-eval 0.7.3" in page and "retention 0.1" in page and "**66.67" in page
 
 
 @pytest.mark.parametrize(
@@ -151,7 +136,7 @@ def test_what_is_no_run_is_refused(text, tmp_path):
 def test_a_report_replaces_reports_alone(runs, tmp_path):
     for _ in range(2):
         write_report(runs, tmp_path / "report.md")
-    for name, message in (("mine.md", "is there already"), ("mine.html", "ends with .md"), ("mine", "ends with .md")):
+    for name, message in (("mine.md", "is there already"), ("mine.txt", "ends with .md"), ("mine", "ends with .md")):
         (tmp_path / name).write_text("mine")
         with pytest.raises(ValueError, match=message):
             write_report(runs, tmp_path / name)

@@ -1,19 +1,16 @@
-"""What a set holds, counted and drawn; its card; and its way to the Hub."""
+"""What a set holds, counted and drawn; and its card."""
 
 import json
 
-import huggingface_hub.constants
 import pytest
 from huggingface_hub import DatasetCard
 from typer.testing import CliRunner
 
-from loopback import loopback_hub
 from qtsplus.cli import app
-from qtsplus.data.formats import write_records
 from qtsplus.data.records import Answer, Caption, Choice, VideoRecord
 from qtsplus.data.statistics import count_set
+from set_files import write_records
 
-REPOSITORY = "lab/QTS-VSCQ2"
 OPTIONS = {"A": "a cup", "B": "a very long rope", "C": "a hat", "D": "a phone"}
 RECORDS = [
     Choice(vision_id="v_1.mp4", question="What is held?", options=OPTIONS, answer="B", type="object"),
@@ -38,11 +35,6 @@ def folder(tmp_path):
 
 def stats(*arguments):
     return CliRunner().invoke(app, ["data", "stats", *map(str, arguments)])
-
-
-def publish(folder, *arguments):
-    command = ["publish", str(folder), "--type", "dataset", "--repo", REPOSITORY, *arguments]
-    return CliRunner().invoke(app, command)
 
 
 def test_everything_is_counted_once(tmp_path):
@@ -107,7 +99,6 @@ def test_the_splits_of_a_card_are_those_that_datasets_loads(folder, tmp_path):
         (["{empty}"], "holds no set; expected files that end in .jsonl, .json, .parquet"),
         (["{set}", "--license", "mit"], "give --card too"),
         (["{set}", "--card", "--name", ""], "--name is empty"),
-        (["{set}", "--card", "--license", "cc-by-5.0"], "The Hub knows no licence 'cc-by-5.0'"),
         ([""], "is empty"),
         (["{bad}"], "Row 1 of"),
         (["{nothing}"], "nothing.jsonl holds no record"),
@@ -121,74 +112,3 @@ def test_what_cannot_be_counted_ends_in_one_line(arguments, message, folder, tmp
     names |= {name: tmp_path / f"{name}.jsonl" for name in ("bad", "nothing")}
     result = stats(*(argument.format(**names) for argument in arguments))
     assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    with loopback_hub() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", "hf_loopback")
-        yield hub
-
-
-def test_a_set_is_published_with_its_card_and_without_its_journal(hub, folder):
-    assert stats(folder, "--card").exit_code == 0
-    result = publish(folder, "--private")
-    assert result.exit_code == 0, result.output
-    name = f"datasets/{REPOSITORY}"
-    assert list(hub.repositories) == [name] and hub.private[name] and hub.commits == 1
-    files = hub.repositories[name]
-    assert set(files) == {"README.md", "vqa.json", "vscq2-test.jsonl", "vscq2-train.jsonl"}
-    for file, content in files.items():
-        assert content == (folder / file).read_bytes()
-    # Again with another row: one more commit, and what others put there stays.
-    hub.repositories[name]["notes.md"] = b"mine"
-    write_records(folder / "vqa.json", RECORDS[3:4] * 2)
-    assert publish(folder).exit_code == 0
-    assert hub.commits == 2 and b"notes.md" not in hub.repositories[name]["vqa.json"]
-    assert hub.repositories[name]["notes.md"] == b"mine"
-
-
-def test_a_dry_run_of_a_set_names_files_and_calls_nobody(hub, folder):
-    assert stats(folder, "--card").exit_code == 0
-    result = publish(folder, "--dry-run")
-    assert result.exit_code == 0 and hub.calls == [], result.output
-    assert "vqa.json" in result.stdout and "journal" not in result.stdout and "the dataset lab/" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda folder: (folder / "README.md").unlink(), "has no README.md; write one with"),
-        (lambda folder: (folder / "README.md").write_text("# A set"), "has no front matter"),
-        (lambda folder: (folder / "README.md").write_text("---\n: [\n---\n"), "cannot be read as a dataset card"),
-        (lambda folder: [path.unlink() for path in folder.glob("v*")], "holds no set"),
-        (lambda folder: (folder / "more.jsonl").write_text('{"note": "hf_loopback"}'), "holds this machine's access"),
-    ],
-)
-def test_what_is_no_set_is_not_published(spoil, message, hub, folder):
-    assert stats(folder, "--card").exit_code == 0
-    spoil(folder)
-    result = publish(folder)
-    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
-    assert hub.calls == []
-
-
-def test_publish_refuses_what_is_about_a_model(folder):
-    result = publish(folder, "--to", str(folder / "x"))
-    assert result.exit_code == 2 and "are about a model" in result.stderr
-    result = CliRunner().invoke(app, ["publish", str(folder), "--type", "dataset"])
-    assert result.exit_code == 2 and "give --repo ORG/NAME" in result.stderr
-
-
-def test_convert_writes_another_format(folder, tmp_path):
-    source, target = folder / "vscq2-train.jsonl", tmp_path / "set.json"
-    result = CliRunner().invoke(app, ["data", "convert", str(source), str(target)])
-    assert result.exit_code == 0 and "(2 records)" in result.stdout, result.output
-    assert json.loads(target.read_text())[0] == RECORDS[0].row()
-    for out, message in ((target, "is there already"), (folder, "is a folder"), ("", "is empty")):
-        result = CliRunner().invoke(app, ["data", "convert", str(source), str(out)])
-        assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
-    assert CliRunner().invoke(app, ["data", "convert", str(source), str(target), "--overwrite"]).exit_code == 0

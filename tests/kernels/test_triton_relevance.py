@@ -109,17 +109,12 @@ def test_of_equal_maxima_the_first_takes_the_gradient():
     assert gradient[0, 12:].any() and not gradient[0, 2].any() and not gradient[1].any()
 
 
-# Each with what it takes of the reduction.
-MAXIMUM, MEAN = {"BY_MAXIMUM": True}, {"BY_MAXIMUM": False}
-KERNELS = [
-    *(("_logsumexp_kernel", {}), ("_max_kernel", {}), ("_sum_kernel", {}), ("_row_sums_kernel", {})),
-    *((name, choice) for name in ("_grad_keys_kernel", "_grad_queries_kernel") for choice in (MAXIMUM, MEAN)),
-]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
-@pytest.mark.parametrize(("name", "choice"), KERNELS)
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [("_logsumexp_kernel", {}), ("_reduce_kernel", {"BY_MAXIMUM": True}), ("_reduce_kernel", {"BY_MAXIMUM": False})],
+)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_for_gpus_that_are_not_here(name, choice, dtype, capability, tmp_path, monkeypatch):
@@ -132,17 +127,15 @@ def test_compiles_for_gpus_that_are_not_here(name, choice, dtype, capability, tm
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     kernel = getattr(triton_relevance, name)
     constants = {
+        **choice,
         "PRECISION": "tf32x3" if dtype == "fp32" else "tf32",
         "HEAD_DIM": 128,
         "BLOCK_D": 128,
         "BLOCK_R": triton_relevance.BLOCK_R,
         "BLOCK_M": 32 if dtype == "fp32" else 64,
-        **choice,
     }
-    types = {"queries": f"*{dtype}", "keys": f"*{dtype}", "grad_keys": f"*{dtype}"}
-    types |= {"winners": "*i32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
-    types["reduced"] = "*i32" if choice.get("BY_MAXIMUM") else "*fp32"
-    types |= dict.fromkeys(["log_sums", "normaliser", "log_r", "gradient", "row_sums", "partial"], "*fp32")
+    types = {"queries": f"*{dtype}", "keys": f"*{dtype}", "scale": "fp32"}
+    types |= dict.fromkeys(["log_sums", "normaliser", "log_r"], "*fp32") | dict.fromkeys(constants, "constexpr")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
     compiled = triton.compile(
         ASTSource(kernel, signature=signature, constexprs=constants),

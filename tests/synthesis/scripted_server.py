@@ -86,8 +86,6 @@ class Server:
             return int(status), [f"Retry-After: {pause or 0.05}"] if status == "429" else [], error
         if behaviour == "no schema" and "response_format" in request:
             return 422, [], {"error": {"message": "Unsupported fields: response_format"}}
-        if behaviour == "no logprobs" and "logprobs" in request:
-            return 422, [], {"error": {"message": "Unsupported fields: logprobs"}}
         content, reason = self.good(request, text), "stop"
         if behaviour == "malformed":
             content = "Sure! Here it is: {questions: [" + content[:40]
@@ -106,9 +104,7 @@ class Server:
         elif behaviour == "echo":
             content = f"{content} {head}"
         message = {"role": "assistant", "content": content}
-        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-        if request.get("logprobs") and behaviour != "ignores logprobs":
-            choice["logprobs"] = {"content": [logprobs(content)]}
+        choice = {"index": 0, "message": message, "finish_reason": reason}
         usage = {"prompt_tokens": len(text.split()), "completion_tokens": len(content.split())}
         usage["total_tokens"] = sum(usage.values())
         made = {"id": "x", "object": "chat.completion", "created": 0, "model": request["model"]}
@@ -151,13 +147,6 @@ def questions(text):
         why = {"difficulty": "easy", "rationale": "It is said there.", "evidence": evidence}
         made.append({**question, **options, **why})
     return made
-
-
-def logprobs(content):
-    letter = content[:1]
-    others = "ABCD".replace(letter, "") if letter in "ABCD" else "the"
-    first = {"token": letter, "logprob": -0.1, "bytes": None}
-    return {**first, "top_logprobs": [*({"token": other, "logprob": -5.0, "bytes": None} for other in others), first]}
 
 
 @contextmanager

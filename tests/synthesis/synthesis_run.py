@@ -1,11 +1,10 @@
 """A run of `vscq1` over numbered captions against a scripted server, as a program that can be killed."""
 
-import os
 import sys
 from pathlib import Path
 
 from qtsplus.data.records import Caption
-from qtsplus.synthesis.endpoint import NO_KEY, Endpoint, EndpointSettings, read_key
+from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings, read_key
 from qtsplus.synthesis.engine import Job, run
 from qtsplus.synthesis.questions import WriteQuestions
 
@@ -19,8 +18,7 @@ def captions(count):
 
 def questions_job(url, count, **settings):
     chosen = {"timeout": 60.0, "backoff": 0.05, **settings}
-    key = read_key("PLANTED_KEY") if "PLANTED_KEY" in os.environ else NO_KEY
-    endpoint = Endpoint(EndpointSettings(url, "teacher", key, **chosen))
+    endpoint = Endpoint(EndpointSettings(url, "teacher", read_key(), **chosen))
     step = WriteQuestions(endpoint)
     return Job("vscq1", lambda: captions(count), step, endpoint, step.settings())
 

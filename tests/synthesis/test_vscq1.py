@@ -122,7 +122,7 @@ def test_a_caption_cannot_end_its_frame():
 
 def test_a_run_against_a_server_that_errs(tmp_path, monkeypatch):
     """Every fault on the way: what can be mended is mended, and each reason is written down. The key is nowhere."""
-    monkeypatch.setenv("PLANTED_KEY", KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
     faults = {
         3: ["429", "429", "good"],
         4: ["malformed", "good"],

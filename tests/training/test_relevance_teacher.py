@@ -16,6 +16,7 @@ from qtsplus.training.attention import (
 from qtsplus.training.recipe import load_recipe
 from qtsplus.training.running import build_trainer
 from qtsplus.training.targets import require_same_tokens
+from qtsplus.training.trainer import QTSplusTrainer
 from tiny import tiny_model
 from training_examples import InOrder, collate, examples, make_trainer, steps
 
@@ -130,32 +131,23 @@ def test_lm_attention_teaches_without_a_pass_over_all_tokens(tmp_path):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def merging(model, size):
-    model.config.vision_config.spatial_merge_size = size
-    model.model.visual.spatial_merge_size = size
-    return model
-
-
-def test_a_teacher_with_other_visual_tokens_is_refused():
-    student, grid = tiny_model(), torch.tensor([[2, 4, 4], [2, 4, 8]])
-    require_same_tokens(tiny_model(seed=1), student, grid)
-    other = tiny_model(seed=1)
-    other.config.video_token_id = 499
-    with pytest.raises(ValueError, match="relevance_teacher has video_token_id=499 and the model 500"):
-        require_same_tokens(other, student, None)
-    other = tiny_model(seed=1)
-    other.config.vision_config.patch_size = 8
-    with pytest.raises(ValueError, match="patch_size=8 and the model with 4"):
-        require_same_tokens(other, student, None)
-    with pytest.raises(ValueError, match=r"Video 0 is 2 visual tokens \(2, 1, 1\) .* and 8 \(2, 2, 2\) to the model"):
-        require_same_tokens(merging(tiny_model(seed=1), 4), student, grid)
-
-
-def test_a_teacher_with_other_visual_tokens_is_refused_in_training(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: setattr(config, "video_token_id", 499), "video_token_id=499 and the model 500"),
+        (lambda config: setattr(config.vision_config, "patch_size", 8), "patch_size=8 and the model with 4"),
+        (lambda config: setattr(config.vision_config, "spatial_merge_size", 4), "merge_size=4 and the model with 2"),
+    ],
+)
+def test_a_teacher_with_other_visual_tokens_is_refused(tmp_path, change, message):
+    student, other = tiny_model(), tiny_model(seed=1)
+    require_same_tokens(other.config, student.config)
+    change(other.config)
+    with pytest.raises(ValueError, match=message):
+        require_same_tokens(other.config, student.config)
     trainer = make_trainer(tmp_path, relevance_weight=1.0, max_steps=1)
-    trainer.relevance_teacher = merging(tiny_model(seed=1), 4)
-    with pytest.raises(ValueError, match="Video 0 is 4 visual tokens"):
-        trainer.train()
+    with pytest.raises(ValueError, match=message):
+        QTSplusTrainer(tiny_model(), trainer.args, relevance_teacher=other)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
-from qtsplus.data.formats import read_records, write_records
+from qtsplus.data.formats import read_records
 from qtsplus.data.records import SOURCES, Answer, Caption, Choice
 from qtsplus.training import VideoQACollator, VideoQADataset
+from set_files import write_records
 
 RECIPE = Path(__file__).resolve().parents[2] / "benchmarks" / "recipes" / "qtsplus-tiny-sets.yaml"
 OPTIONS = {"A": "red", "B": "blue", "C": "green", "D": "white"}

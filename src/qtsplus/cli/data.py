@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..output import check_output
 from .console import fail, one_line_errors, wrote
 from .options import AsJson, MediaRoot
 
@@ -18,15 +17,12 @@ if TYPE_CHECKING:
 data_app = typer.Typer(help="Make, check and describe training data.", no_args_is_help=True)
 
 
-SetFile = Annotated[
-    Path,
-    typer.Argument(help="JSONL, JSON or Parquet, or a folder of videos with captions beside them.", metavar="SET"),
-]
-
-
 @data_app.command()
 def check(
-    path: SetFile,
+    path: Annotated[
+        Path,
+        typer.Argument(help="JSONL, JSON or Parquet, or a folder of videos with captions beside them.", metavar="SET"),
+    ],
     media_root: MediaRoot = None,
     against: Annotated[
         Path | None, typer.Option(help="Another set, such as the test set, that must not share a video with this one.")
@@ -101,17 +97,3 @@ def stats(
     print(json.dumps(counted.as_dict()) if as_json else "\n".join(counted.lines()).rstrip())
     if card and not as_json:
         wrote(written)
-
-
-@data_app.command()
-def convert(
-    path: SetFile,
-    out: Annotated[Path, typer.Argument(help="A name that ends in .jsonl or .json.", metavar="OUT")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
-) -> None:
-    """Write a set of any format as JSONL or JSON."""
-    with one_line_errors():
-        from ..data.formats import iter_records, write_records
-
-        count = write_records(check_output(out, overwrite), iter_records(path))
-    wrote(f"{out} ({count} records)")

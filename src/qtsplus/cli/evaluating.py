@@ -141,9 +141,7 @@ def report(
     runs: Annotated[
         list[Path], typer.Argument(help="Folders that `qtsplus eval --tasks` has finished.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option(help="The Markdown file. An HTML page and JSON stand beside it.")] = Path(
-        "report.md"
-    ),
+    out: Annotated[Path, typer.Option(help="The Markdown file. JSON stands beside it.")] = Path("report.md"),
 ) -> None:
     """Put runs side by side: accuracies, gains at equal tokens, kept tokens, settings."""
     with one_line_errors():

@@ -1,8 +1,6 @@
 """`qtsplus convert` and `qtsplus publish`: checkpoints and Hub repositories."""
 
-import re
 import tempfile
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +8,6 @@ import typer
 
 from .console import console, fail, note, notes, one_line_errors, wrote
 from .options import Overwrite
-
-
-class RepoType(str, Enum):
-    model = "model"
-    dataset = "dataset"
 
 
 def convert(
@@ -60,12 +53,9 @@ def convert(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**32 - 1, help="The seed of a new selector; 0 when absent.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="The largest size of one file of weights.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
-    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard_size, re.ASCII | re.IGNORECASE):
-        fail(f"--max-shard-size is {max_shard_size!r}; expected a size such as 5GB")
     with one_line_errors():
         from ..hub import convert as conversion
 
@@ -79,7 +69,6 @@ def convert(
             processor=processor,
             revision=revision,
             seed=seed,
-            max_shard_size=max_shard_size,
             overwrite=overwrite,
             progress=True,
             say=note,
@@ -90,27 +79,17 @@ def convert(
 def publish(
     model: Annotated[
         str,
-        typer.Argument(
-            help="A folder with weights, or a variant's name such as qtsplus-tiny; with --type dataset, a set's folder."
-        ),
+        typer.Argument(help="A folder with weights, or a variant's name such as qtsplus-tiny.", show_default=False),
     ],
-    to: Annotated[Path | None, typer.Option(help="A folder to write, of a model.", show_default=False)] = None,
+    to: Annotated[Path | None, typer.Option(help="A folder to write.", show_default=False)] = None,
     repo: Annotated[str | None, typer.Option(help="The Hub repository to upload to, ORG/NAME.")] = None,
-    repo_type: Annotated[RepoType, typer.Option("--type", help="What the repository holds.")] = RepoType.model,
     private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files and their sizes. Upload nothing.")
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """
-    Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it.
-
-    Of a dataset it uploads the files of records, the card and the licence.
-    """
-    if repo_type is RepoType.dataset:
-        _publish_dataset(model, to, repo, private, dry_run, overwrite)
-        return
+    """Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it."""
     if to is None and repo is None:
         fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
     if repo is None and (private or dry_run):
@@ -130,39 +109,22 @@ def publish(
         if keep:
             wrote(folder.resolve())
         if repo is not None:
-            _upload(folder, repo, private, dry_run, "model")
+            _upload(folder, repo, private, dry_run)
 
 
-def _publish_dataset(
-    folder: str, to: Path | None, repo: str | None, private: bool, dry_run: bool, overwrite: bool
-) -> None:
-    if to is not None or overwrite:
-        fail("--to and --overwrite are about a model: a set's folder is uploaded as it is")
-    if repo is None:
-        fail("nothing to do: give --repo ORG/NAME to upload")
-    with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
-        from ..hub import dataset_folder
-        from ..hub.publish import check_repository
-
-        check_repository(repo)
-        for name in dataset_folder.published_files(folder):
-            (Path(scratch) / name).symlink_to(Path(folder, name).resolve())
-        _upload(Path(scratch), repo, private, dry_run, "dataset")
-
-
-def _upload(folder: Path, repo: str, private: bool, dry_run: bool, repo_type: str) -> None:
+def _upload(folder: Path, repo: str, private: bool, dry_run: bool) -> None:
     """Uploads the files of a folder, or prints them with their sizes."""
     from ..hub.publish import upload
 
     if not dry_run:
         with notes.status(f"Uploading to {repo}"):
-            address = upload(folder, repo, private, say=note, repo_type=repo_type)
+            address = upload(folder, repo, private, say=note)
         console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
         return
     sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("[!.]*"))}
     for name, size in sizes.items():
         print(f"{size:>15,}  {name}")
-    target = f"the {repo_type} {repo} ({'private' if private else 'public, or as the organization has it'})"
+    target = f"the model {repo} ({'private' if private else 'public, or as the organization has it'})"
     print(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files, for {target}; nothing was uploaded")
 
 

@@ -13,7 +13,6 @@ from .options import Device, Model, Retention, Revision
 
 _Results = Annotated[Path, typer.Option(help="The folder of the results.")]
 _RESULTS = Path("evaluation")
-_Name = Annotated[str, typer.Option(help="What the results are called.")]
 _Work = Annotated[Path, typer.Option(help="Where the features of videos are kept.")]
 
 
@@ -50,14 +49,12 @@ def needle(
     fps: Annotated[
         float | None, typer.Option(help="How many frames to look at per second; of a folder, how many it has.")
     ] = None,
-    name: _Name = "videos",
     out: _Results = _RESULTS,
     work: _Work = Path("runs/needle"),
     device: Device = None,
 ) -> None:
     """Hide clips at chosen depths in long videos, ask for them, and draw what is found by length and depth."""
     check_model_options(model, revision)
-    _require_name(name)
     require_fraction(retention)
     if retention is not None and max_visual_tokens is not None:
         fail("--retention and --max-visual-tokens exclude each other")
@@ -83,7 +80,6 @@ def needle(
             hidden,
             background,
             out,
-            name=name,
             lengths=lengths,
             depths=depths,
             selections=selections,
@@ -103,28 +99,20 @@ def analysis(
     ],
     model: Model = None,
     revision: Revision = None,
-    name: _Name = "videos",
     out: _Results = _RESULTS,
     work: _Work = Path("runs/analysis"),
     device: Device = None,
 ) -> None:
     """Hold the model's own budget against what it is made from."""
     check_model_options(model, revision)
-    _require_name(name)
     with one_line_errors():
         from ..data.formats import read_records
         from ..evaluation.analysis import run_analysis
 
         questions = read_records(records)
         loaded, processor = load_model(model, revision, device)
-        target = run_analysis(loaded, processor, questions, out, name=name, work=work, command=_typed())
+        target = run_analysis(loaded, processor, questions, out, work=work, command=_typed())
     wrote(target)
-
-
-def _require_name(name: str) -> None:
-    """Ends the command for a name that would leave the folder of the results."""
-    if Path(name).name != name:
-        fail(f"--name is {name!r}; expected a part of a file's name, without a folder")
 
 
 def _typed() -> str:

@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -14,21 +13,14 @@ import typer
 
 from ..output import check_folder
 from .console import console, fail, one_line_errors, resumable, wrote
-from .models import check_model_options, check_selection, load_model
 from .options import Dtype, MediaRoot
 
 if TYPE_CHECKING:
     from ..synthesis.endpoint import Endpoint
-    from ..synthesis.engine import Price
     from ..synthesis.video_steps import Teacher
 
 
 _ONLY_BY_NAME = inspect.Parameter.KEYWORD_ONLY
-
-
-class Scoring(str, Enum):
-    logprob = "logprob"
-    letter = "letter"
 
 
 def _option(help: str, *names: str, min: int | None = None, max: int | None = None) -> Any:
@@ -37,34 +29,29 @@ def _option(help: str, *names: str, min: int | None = None, max: int | None = No
 
 @dataclass(frozen=True)
 class _Run:
-    """How much is made, and at which price."""
+    """How much is made."""
 
     shard: str | None = _option("Only this part, such as 2/8 for the second of eight machines; then `data merge`.")
     limit: int | None = _option("Only the first items, to see what they cost.", min=1, max=2**40)
     retry_failed: bool | None = _option("Try again what failed in an earlier run.", "--retry-failed")
-    price_in: float | None = _option("Price of a million tokens that the teacher reads.", min=0)
-    price_out: float | None = _option("Price of a million tokens that the teacher writes.", min=0)
 
     def settings(self) -> dict[str, Any]:
         """As `engine.run` takes them."""
         from ..synthesis.engine import Shard
 
         shard = None if self.shard is None else Shard.parse(self.shard)
-        price = _price(self.price_in, self.price_out)
-        return {"shard": shard, "limit": self.limit, "retry_failed": bool(self.retry_failed), "price": price}
+        return {"shard": shard, "limit": self.limit, "retry_failed": bool(self.retry_failed)}
 
 
 @dataclass(frozen=True)
 class _Server:
-    """A teacher behind an endpoint."""
+    """A teacher behind an endpoint, whose key is in OPENAI_API_KEY."""
 
     endpoint: str | None = _option("An OpenAI-compatible API, such as http://localhost:8000/v1.")
     teacher: str | None = _option("The teacher's name at the endpoint.")
-    api_key_env: str | None = _option("The environment variable with the API key; OPENAI_API_KEY without it.")
     timeout: float | None = _option("Seconds until a reply must be whole; 300 without it.")
     extra_body: str | None = _option("JSON for every request, such as '{\"temperature\": 0.2}'.")
     concurrency: int | None = _option("How many items are worked on at a time; 64 without it.", min=1, max=4096)
-    ray: str | None = _option("Spread the requests over a Ray cluster: its address, auto, or local for a new one.")
 
 
 @dataclass(frozen=True)
@@ -79,8 +66,6 @@ class _Local:
     """A video teacher that runs here."""
 
     model: str | None = _option("A teacher that runs here, in place of an endpoint: a folder or Hub id.")
-    revision: str | None = _option("A commit, branch or tag of a QTSplus model on the Hub.")
-    selection: str | None = _option("Choose tokens in another way than a QTSplus model's own, such as all.")
     device: str | None = _option("Where to run, such as cuda or cpu. Without it, a GPU if there is one.")
     dtype: Dtype | None = _option("Of its weights; auto without it.")
     batch_size: int | None = _option("How many questions it reads at a time; 16 without it.", min=1, max=4096)
@@ -147,13 +132,6 @@ def vscq2(
     local: _Local,
     run: _Run,
     media_root: MediaRoot = None,
-    scoring: Annotated[
-        Scoring | None,
-        typer.Option(
-            help="Choose by the log-probability of the letters, or by the letter that is said. Without it, logprob "
-            "for a teacher that runs here and letter for an endpoint."
-        ),
-    ] = None,
     drop_guessable: Annotated[
         bool, typer.Option("--drop-guessable", help="Also drop what the teacher answers right without the video.")
     ] = False,
@@ -162,7 +140,7 @@ def vscq2(
     from ..synthesis.video_steps import Screen
 
     find = _finder(questions, media_root)
-    teacher = _video_teacher(server, local, scoring, max_tokens=64)
+    teacher = _video_teacher(server, local, max_tokens=64)
     step = Screen(teacher, find, drop_guessable)
     _make("vscq2", lambda: _choices(questions), step, teacher, out, server, run)
 
@@ -180,20 +158,16 @@ def vqa(
     from ..synthesis.video_steps import WriteAnswers
 
     find = _finder(questions, media_root)
-    teacher = _video_teacher(server, local, Scoring.letter, max_tokens=128)
+    teacher = _video_teacher(server, local, max_tokens=128)
     _make("vqa", lambda: _choices(questions), WriteAnswers(teacher, find), teacher, out, server, run)
 
 
-def merge(
-    out: Annotated[Path, typer.Argument(help="The --out of the shards, which holds their folders.")],
-    price_in: Annotated[float | None, typer.Option(help="Price of a million tokens that were read.", min=0)] = None,
-    price_out: Annotated[float | None, typer.Option(help="Price of a million tokens written.", min=0)] = None,
-) -> None:
+def merge(out: Annotated[Path, typer.Argument(help="The --out of the shards, which holds their folders.")]) -> None:
     """Put the shards of several machines together, in the order of the input."""
     with _one_line():
         from ..synthesis.engine import merge as merge_shards
 
-        _report(merge_shards(out, _price(price_in, price_out)))
+        _report(merge_shards(out))
 
 
 @contextmanager
@@ -208,11 +182,9 @@ def _one_line() -> Iterator[None]:
             typer.echo(f"qtsplus: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(1) from None
         except ImportError as error:
-            package = (error.name or "").partition(".")[0]
-            extra = {"openai": "data", "ray": "ray"}.get(package)
-            if extra is None:
+            if (error.name or "").partition(".")[0] != "openai":
                 raise
-            fail(f"the package {package} is not installed: pip install -e '.[{extra}]' in a clone")
+            fail("the package openai is not installed: pip install -e '.[data]' in a clone")
 
 
 def _make(
@@ -220,12 +192,10 @@ def _make(
 ) -> None:
     from ..synthesis.engine import Job
     from ..synthesis.engine import run as run_job
-    from ..synthesis.ray_runner import RayRunner
 
     job = Job(name, read, step, teacher, step.settings())
     together = server.concurrency or (64 if server.endpoint else 2 * teacher.batch_size)
-    runner = None if server.ray is None else RayRunner(server.ray)
-    _report(run_job(job, out, concurrency=together, progress=True, runner=runner, **run.settings()))
+    _report(run_job(job, out, concurrency=together, progress=True, **run.settings()))
 
 
 def _report(kept: Path) -> None:
@@ -236,17 +206,8 @@ def _report(kept: Path) -> None:
     if summary["failed"]:
         console.print(f"{summary['failed']} items failed; failed.jsonl says why, and --retry-failed tries them again.")
     tokens = f"{summary['prompt_tokens']:,} tokens read and {summary['completion_tokens']:,} written"
-    cost = f", cost {summary['cost']:,.2f}" if "cost" in summary else ""
-    console.print(f"{summary['requests']:,} requests, {tokens}{cost}.", highlight=False)
+    console.print(f"{summary['requests']:,} requests, {tokens}.", highlight=False)
     wrote(kept)
-
-
-def _price(price_in: float | None, price_out: float | None) -> "Price | None":
-    from ..synthesis.engine import Price
-
-    if (price_in is None) != (price_out is None):
-        fail("a cost needs both --price-in and --price-out")
-    return None if price_in is None or price_out is None else Price(price_in, price_out)
 
 
 def _open(server: _Server, temperature: float = 0.0) -> "Endpoint":
@@ -256,8 +217,7 @@ def _open(server: _Server, temperature: float = 0.0) -> "Endpoint":
 
     timeout = 300.0 if server.timeout is None else server.timeout
     extra = {} if server.extra_body is None else _json_object(server.extra_body)
-    key = read_key(server.api_key_env)
-    return Endpoint(EndpointSettings(server.endpoint, server.teacher, key, timeout, temperature, extra))
+    return Endpoint(EndpointSettings(server.endpoint, server.teacher, read_key(), timeout, temperature, extra))
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -270,15 +230,14 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _video_teacher(server: _VideoServer, local: _Local, scoring: Scoring | None, max_tokens: int) -> "Teacher":
+def _video_teacher(server: _VideoServer, local: _Local, max_tokens: int) -> "Teacher":
     if local.model is not None:
         _refuse(server, "--model is a teacher that runs here")
-        return _local_teacher(local.model, local, scoring, max_tokens)
+        return _local_teacher(local.model, local, max_tokens)
     _refuse(local, "it is about a teacher that runs here, with --model")
     from ..synthesis.endpoint_teacher import EndpointTeacher
 
-    chosen = scoring or Scoring.letter
-    return EndpointTeacher(_open(server), server.frames or 16, scoring=chosen.value, max_tokens=max_tokens)
+    return EndpointTeacher(_open(server), server.frames or 16, max_tokens=max_tokens)
 
 
 def _refuse(options: _Server | _Local, reason: str) -> None:
@@ -288,22 +247,11 @@ def _refuse(options: _Server | _Local, reason: str) -> None:
             fail(f"--{option.name.replace('_', '-')} has no effect here: {reason}; leave it out")
 
 
-def _local_teacher(model: str, local: _Local, scoring: Scoring | None, max_tokens: int) -> "Teacher":
-    check_model_options(model, local.revision)
-    check_selection(local.selection)
-    from ..backbones import OURS
-    from ..synthesis.local_teacher import LocalTeacher, load_stock
-    from ..training.models import model_type
+def _local_teacher(model: str, local: _Local, max_tokens: int) -> "Teacher":
+    from ..synthesis.local_teacher import LocalTeacher, load_teacher
 
-    dtype = (local.dtype or Dtype.auto).value
-    if model_type(model).endswith(OURS):
-        loaded, processor = load_model(model, local.revision, local.device, dtype)
-    elif local.revision is not None or local.selection is not None:
-        fail("--revision and --selection are about a QTSplus model; this one is stock, and reads all tokens")
-    else:
-        loaded, processor = load_stock(model, local.device, dtype)
-    chosen, batch_size = scoring or Scoring.logprob, local.batch_size or 16
-    return LocalTeacher(loaded, processor, model, batch_size, chosen.value, max_tokens, local.selection, local.fps)
+    loaded, processor = load_teacher(model, local.device, (local.dtype or Dtype.auto).value)
+    return LocalTeacher(loaded, processor, model, local.batch_size or 16, max_tokens, local.fps)
 
 
 def _choices(path: Path) -> Iterator[Any]:

@@ -76,8 +76,6 @@ def calibrate(
     ],
     recipe: Annotated[Path | None, typer.Option(help="Read videos as this recipe does.")] = None,
     out: Annotated[Path, typer.Option(help="The file for all figures.")] = Path("calibration.json"),
-    layers: Annotated[int, typer.Option(help="How many of the best layers are summed.", min=1)] = 4,
-    heads: Annotated[int, typer.Option(help="How many of the best heads are summed.", min=1)] = 20,
     skip_kind: Annotated[
         list[str] | None, typer.Option(help="Leave out the questions of this kind. May be repeated.")
     ] = None,
@@ -94,23 +92,16 @@ def calibrate(
         from ..evaluation import calibration
         from ..output import check_output
         from ..results import write_json
-        from ..session import find_device
-        from ..training.models import load_model, load_processor
+        from ..synthesis.local_teacher import load_teacher
         from ..training.recipe import load_recipe
 
         check_output(out)
         questions = calibration.read_labelled(records, skip_kind or ())
         settings = None if recipe is None else load_recipe(recipe, ["training.use_cpu=true"])
-        where = find_device(device)
-        automatic = "bfloat16" if where.startswith("cuda") else "float32"
-        loaded = load_model(None, model, {}, automatic if dtype is Dtype.auto else dtype.value).to(where)
         result = calibration.calibrate(
-            loaded,
-            load_processor(None, model, loaded.config),
+            *load_teacher(model, device, dtype.value),
             questions,
             positions="answer" if settings is None else settings.training.relevance_from,
-            layers=layers,
-            heads=heads,
             processor_kwargs=None if settings is None else settings.data.processor_kwargs,
         )
         write_json(out, result.as_dict())

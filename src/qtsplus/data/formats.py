@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..output import whole_file
 from ..settings import show
 from .media import VIDEO_SUFFIXES, find_media, is_frame_folder
 from .records import Caption, Record, VideoRecord, media_name, parse_record, to_video_record
@@ -239,18 +238,3 @@ def _from_llava(row: Mapping[str, Any]) -> VideoRecord:
     record = parse_record(last)
     assert isinstance(record, VideoRecord)
     return record
-
-
-def write_records(path: str | os.PathLike, records: Iterable[Record]) -> int:
-    """Writes a set as .jsonl or .json (one array), whole or not at all; gives how many there were."""
-    path = Path(path)
-    if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; expected .jsonl or .json.")
-    separator, (begin, end) = (",\n", ("[\n", "\n]\n")) if path.suffix == ".json" else ("\n", ("", "\n"))
-    with whole_file(path) as file:
-        count = 0
-        file.write(begin)
-        for count, record in enumerate(records, start=1):
-            file.write((separator if count > 1 else "") + json.dumps(record.row(), ensure_ascii=False))
-        file.write(end if count or begin else "")
-    return count

@@ -39,7 +39,7 @@ def run_analysis(
     records: Sequence[VideoRecord],
     out: Path,
     *,
-    name: str,
+    name: str = "videos",
     work: Path = Path("runs/analysis"),
     command: str = "",
     progress: bool = True,
@@ -163,9 +163,7 @@ def summarise_choices(records: Sequence[VideoRecord], measured: Sequence[Mapping
     }
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The page and the figure
-# --------------------------------------------------------------------------------------------------------------------
+# --- The page and the figure ---
 
 
 def _page(document: Mapping[str, Any]) -> list[str]:
@@ -205,6 +203,3 @@ def draw(document: Mapping[str, Any]) -> Figure:
         axes.set_title(f"{title}: r = {_correlation(document['correlations'][name])}", fontsize=9)
         axes.set_ylabel("rho")
     return figure
-
-
-__all__ = ["PUBLISHED", "QUANTITIES", "draw", "measure", "run_analysis", "summarise_choices"]

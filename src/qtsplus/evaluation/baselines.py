@@ -32,6 +32,3 @@ def read_at(processor: Any, video: str, size: list[int], **frames_to_read: Any) 
     pixels, grid = processor.preprocess_frames(frames, torch.tensor([[len(frames), *size]]))
     seconds = torch.tensor(chunks.second_per_grid_ts)
     return {"pixel_values_videos": pixels, "video_grid_thw": grid, "second_per_grid_ts": seconds}
-
-
-__all__ = ["Pixels", "fewer_frames", "read_at"]

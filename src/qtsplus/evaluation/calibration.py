@@ -176,11 +176,9 @@ def calibrate(
         processor_kwargs: for every call of the processor, such as `{"fps": 1}`.
 
     Raises:
-        ValueError: fewer than two videos that can be read, or more layers than the model has.
+        ValueError: fewer than two videos that can be read.
     """
     text = model.config.text_config
-    if layers > text.num_hidden_layers:
-        raise ValueError(f"layers is {layers}; the model has {text.num_hidden_layers}.")
     with tempfile.TemporaryDirectory() as folder:
         named = list(dict.fromkeys((str(one.record.video), one.record.fps) for one in questions))
         features = encode_videos(model, processor, named, folder, processor_kwargs)
@@ -330,6 +328,3 @@ def best_of(recalls: Mapping[K, Recall], count: int) -> tuple[K, ...]:
     order = sorted(recalls, key=lambda key: -recalls[key].tokens)
     most = [key for key in order if recalls[key].tokens >= recalls[order[0]].tokens / 2]
     return tuple(sorted(most[: min(count, max(1, len(recalls) // 2))]))
-
-
-__all__ = ["Calibration", "Recall", "best_of", "calibrate", "measure_heads", "read_labelled", "write_attention"]

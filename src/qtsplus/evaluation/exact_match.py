@@ -190,6 +190,3 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             {"video": problem.name, "reason": problem.reason, "questions": count} for problem, count in problems.items()
         ],
     }
-
-
-__all__ = ["Features", "Outcome", "answer", "conversation", "exact_match", "model_inputs", "summarise"]

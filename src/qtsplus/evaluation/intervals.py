@@ -93,6 +93,3 @@ def _pearson(sums: np.ndarray) -> np.ndarray:
 
 def _is_constant(values: np.ndarray) -> bool:
     return bool(np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())))
-
-
-__all__ = ["correlation", "paired_gain", "percent", "percent_interval", "share_interval"]

@@ -114,6 +114,3 @@ def read_questions(path: Path) -> list[LabelledQuestion]:
     if not questions:
         raise ValueError(f"{path} holds no question about a video.")
     return questions
-
-
-__all__ = ["LEAST_SHARE", "LabelledQuestion", "Sighting", "read_questions", "sighting_tokens"]

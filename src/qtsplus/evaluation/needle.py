@@ -81,7 +81,6 @@ def run_needle(
     background: str,
     out: Path,
     *,
-    name: str,
     lengths: Sequence[float],
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     selections: Sequence[str] = SELECTIONS,
@@ -90,6 +89,7 @@ def run_needle(
     fps: float | None = None,
     work: Path = Path("runs/needle"),
     command: str = "",
+    name: str = "videos",
     progress: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
@@ -172,9 +172,7 @@ def run_needle(
     return journal.finish(target, document)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Videos
-# --------------------------------------------------------------------------------------------------------------------
+# --- Videos ---
 
 
 def _shrunk(processor: Any, video: str, grid: torch.Tensor) -> list[str]:
@@ -223,9 +221,7 @@ def _digest(video: Encoded) -> str:
     return hashlib.sha256(video.features.float().numpy().tobytes()).hexdigest()
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Asking
-# --------------------------------------------------------------------------------------------------------------------
+# --- Asking ---
 
 
 class _Hunt:
@@ -294,9 +290,7 @@ def check_places(lengths: Sequence[float], depths: Sequence[float], selections: 
         raise ValueError(f"Got the selections {list(selections)}; expected some of {', '.join(METHODS)}.")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The page and the figure
-# --------------------------------------------------------------------------------------------------------------------
+# --- The page and the figure ---
 
 
 def _summed(answers: Sequence[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
@@ -379,6 +373,3 @@ def _draw(document: Mapping[str, Any]) -> Figure:
     for axes in panels[-1]:
         axes.set_xlabel("length of the video", fontsize=8)
     return figure
-
-
-__all__ = ["SELECTIONS", "Encoded", "check_places", "run_needle"]

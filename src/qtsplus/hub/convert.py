@@ -220,7 +220,7 @@ def _from_reference(folder: Path, vision_config: Path | None, say: Callable[[str
     if stated.get("model_type") == MODEL_TYPE and not stated.get("enable_qts_plus", True):
         raise ValueError(f"{folder} has enable_qts_plus=false: it carries no selector.")
     stored = read_checkpoint(folder)
-    vision, origin = find_vision_config(folder, stated, stored, vision_config)
+    vision, origin = find_vision_config(folder, stored, vision_config)
     say(f"Vision configuration: {origin}.")
     if "tie_word_embeddings" not in stated:
         stated = {**stated, "tie_word_embeddings": HEAD not in stored}

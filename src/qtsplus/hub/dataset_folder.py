@@ -1,31 +1,17 @@
-"""Sets on the Hub: the card of a set, and the upload of its folder."""
+"""The card of a set, as the Hub reads it."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCard, DatasetCardData, get_token
-from yaml import YAMLError
+from huggingface_hub import DatasetCard, DatasetCardData
 
 from ..data.statistics import Statistics, count_set
 from ..output import whole_file
 
 CARD = "README.md"
 TABLES = (".jsonl", ".json", ".parquet")
-# What belongs to a set; journals, keys and media stay where they are.
-PUBLISHED = (CARD, "LICENSE", "LICENSE.md")
-# As the front matter of a card names them.
-LICENSES = """
-afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
-bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
-cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0
-cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0 cdla-sharing-1.0
-creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
-fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl
-lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by
-ofl-1.1 openmdw-1.0 openrail openrail++ osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib
-"""
 SPLITS = ("train", "validation", "test")
 _SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M", 10_000_000: "1M<n<10M"}
 
@@ -58,7 +44,7 @@ def write_card(
         overwrite: replace a card that stands there.
 
     Raises:
-        ValueError: no set in the folder, a row that is not a record, or a licence that the Hub does not know.
+        ValueError: no set in the folder, or a row that is not a record.
         FileExistsError: there is a card.
     """
     folder = Path(folder).resolve()
@@ -66,8 +52,6 @@ def write_card(
     path = folder / CARD
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} is there already; give --overwrite to replace it.")
-    if license is not None and license not in LICENSES.split():
-        raise ValueError(f"The Hub knows no licence {license!r}; expected one such as cc-by-4.0, mit or other.")
     statistics = count_set(files)
     data = _card_data(statistics, name or folder.name, license, sources, files)
     lines = [f"# {data.pretty_name}", "", *statistics.lines(), _USE]
@@ -109,35 +93,3 @@ def _configs(files: Sequence[Path]) -> list[dict[str, Any]]:
         config = path.stem if split is None else path.stem.removesuffix(split).rstrip("-") or "default"
         configs.setdefault(config, []).append({"split": split or "train", "path": path.name})
     return [{"config_name": name, "data_files": entries} for name, entries in configs.items()]
-
-
-def published_files(folder: str | os.PathLike) -> dict[str, int]:
-    """
-    The files of a set's folder that are uploaded, with their sizes in bytes: its records, its card and its licence. A
-    `ValueError` without a set, without a card that the Hub can read, or with this machine's access token in a file.
-    """
-    files = set_files(folder)
-    card = Path(folder) / CARD
-    if not card.exists():
-        raise ValueError(f"{folder} has no {CARD}; write one with `qtsplus data stats {folder} --card`.")
-    try:
-        data: Mapping[str, Any] = DatasetCard.load(card).data.to_dict()
-    except (ValueError, TypeError, YAMLError) as error:
-        raise ValueError(f"{card} cannot be read as a dataset card: {' '.join(str(error).split())}") from error
-    if not data:
-        raise ValueError(f"{card} has no front matter; write one with `qtsplus data stats {folder} --card`.")
-    files += [path for path in map(Path(folder).joinpath, PUBLISHED) if path.exists()]
-    _refuse_token(files)
-    return {path.name: path.stat().st_size for path in sorted(files)}
-
-
-def _refuse_token(files: Iterable[Path]) -> None:
-    token = get_token()
-    for path in files:
-        if token and path.suffix != ".parquet":
-            with open(path, encoding="utf-8", errors="replace") as lines:
-                if any(token in line for line in lines):
-                    raise ValueError(f"{path} holds this machine's access token; take it out before it is published.")
-
-
-__all__ = ["CARD", "published_files", "set_files", "write_card"]

@@ -10,11 +10,6 @@ def hub_root() -> Path:
     return _PACKAGE if (_PACKAGE / "configuration_qtsplus.py").exists() else _PACKAGE.parents[1]
 
 
-def hub_files() -> list[Path]:
-    """The Python files that a Hub repository carries (`configuration_qtsplus.py`, ...), sorted by name."""
-    return sorted(hub_root().glob("*_qtsplus*.py"))
-
-
 def hub_configs() -> Path:
     """The folder with one folder per published variant."""
     return hub_root() / "hub_configs"

@@ -1,6 +1,5 @@
 """Checkpoints of the reference implementation (github Siyou-Li/QTSplus): their configuration and names in ours."""
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,38 +75,21 @@ _NOT_VISION = _NOT_TEXT | {"dtype", "torch_dtype"}
 
 
 def find_vision_config(
-    folder: Path, config: Mapping[str, Any], weights: Mapping[str, StoredTensor], given: Path | None
+    folder: Path, weights: Mapping[str, StoredTensor], given: Path | None
 ) -> tuple[dict[str, Any], str]:
     """
     The configuration of the vision tower of a reference checkpoint, and where it was taken from.
 
     Args:
         folder: the checkpoint's.
-        config: its config.json, whose `pretrain_vision_model` is the path of the tower's weights.
         weights: its tensors, by their own names.
         given: a vision configuration, a whole Qwen2.5-VL one, or a folder with either; comes first.
 
     Raises:
-        ValueError: what was given is neither; several stand beside the checkpoint; or none does, and the tower is not
-            one of those that are known.
+        ValueError: what was given is neither; or nothing was given, and the tower is not one of those that are known.
     """
     if given is not None:
         return _read_vision_config(given), f"{given}, as given"
-    named = Path(config.get("pretrain_vision_model") or ".")
-    patterns = ["vision*/config.json", *(str(path / "config.json") for path in (named, named.parent))]
-    beside = {
-        path.resolve()
-        for parent in (folder, folder.parent)
-        for path in itertools.chain(parent.glob(patterns[0]), map(parent.joinpath, patterns[1:]))
-        if path.is_file() and path.resolve().parent not in (folder.resolve(), folder.resolve().parent)
-    }
-    if len(beside) > 1:
-        raise ValueError(
-            f"{folder} has several vision configurations beside it ({', '.join(sorted(map(str, beside)))}): "
-            "choose one with --vision-config."
-        )
-    for path in beside:
-        return _read_vision_config(path), f"{path}, which lies beside the checkpoint"
     return _known_vision_config(folder, weights)
 
 
@@ -139,6 +121,6 @@ def _known_vision_config(folder: Path, weights: Mapping[str, StoredTensor]) -> t
         if len(blocks) == vision.depth and expected.items() <= shapes.items():
             return vision.to_dict(), f"the known one of {name}, whose depth and widths are the checkpoint's"
     raise ValueError(
-        f"{folder} carries no configuration of its vision tower, none lies beside it (vision/config.json), and its "
-        f"shapes are not those of {' or '.join(_KNOWN_VISION)}: give one with --vision-config."
+        f"{folder} carries no configuration of its vision tower, and its shapes are not those of "
+        f"{' or '.join(_KNOWN_VISION)}: give one with --vision-config, such as vision/config.json."
     )

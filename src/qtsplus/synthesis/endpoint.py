@@ -71,19 +71,15 @@ class EndpointSettings:
         return text if self.key == NO_KEY else text.replace(self.key, "[key]")
 
 
-def read_key(variable: str | None = None) -> str:
+def read_key() -> str:
     """
-    The key of an API from the environment; that of servers without keys where `OPENAI_API_KEY` is not set. Another
-    variable has to be set, and to hold what is long enough to be kept out of all that is written: else a `ValueError`.
+    The key in `OPENAI_API_KEY`; that of servers without keys where it is not set. A `ValueError` for one that is too
+    short to be kept out of all that is written.
     """
-    name = variable or "OPENAI_API_KEY"
-    key = os.environ.get(name, "").strip()
-    if not key and variable is None:
-        return NO_KEY
-    if len(key) < 8 or not key.isascii() or not key.isprintable():
+    key = os.environ.get("OPENAI_API_KEY", "").strip() or NO_KEY
+    if key != NO_KEY and (len(key) < 8 or not key.isascii() or not key.isprintable()):
         raise ValueError(
-            f"The environment variable {name} {'holds no API key' if key else 'is not set'}; expected one with at "
-            "least 8 plain characters."
+            "The environment variable OPENAI_API_KEY holds no API key; expected one with at least 8 plain characters."
         )
     return key
 
@@ -132,7 +128,6 @@ class Endpoint:
         max_tokens: int,
         seed: int,
         schema: Mapping[str, Any] | None = None,
-        logprobs: bool = False,
     ) -> Reply:
         """
         One reply.
@@ -142,7 +137,6 @@ class Endpoint:
                 for the prompt's own.
             ledger: notes what it costs, and why something was sent again.
             schema: JSON schema of the reply. A server that refuses it is asked without, from then on.
-            logprobs: ask for those of the likeliest first tokens.
 
         Raises:
             ItemFailed: the server refuses this request, or answers none of the attempts.
@@ -156,8 +150,6 @@ class Endpoint:
             "temperature": self.settings.temperature,
             **self.settings.extra_body,
         }
-        if logprobs:
-            request |= {"logprobs": True, "top_logprobs": 20}
         if schema is None or not self.takes_schema:
             return await self._patiently(request, ledger)
         form = {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema, "strict": True}}
@@ -201,11 +193,9 @@ class Endpoint:
         if completion.usage is not None:
             ledger.spend(0, completion.usage.prompt_tokens or 0, completion.usage.completion_tokens or 0)
         choice = completion.choices[0]
-        tokens = (choice.logprobs.content if choice.logprobs else None) or []
-        likely = {token.token: token.logprob for token in tokens[0].top_logprobs} if tokens else {}
         # A reply may hold halves of surrogate pairs, which no file takes.
         said = (choice.message.content or "").encode("utf-8", "replace").decode()
-        return Reply(self.settings.redact(said), choice.finish_reason != "length", likely)
+        return Reply(self.settings.redact(said), choice.finish_reason != "length")
 
     def _again(self, ledger: Ledger, reason: str, wait: float = 0.0, everyone: bool = False) -> _Again:
         ledger.reasons.append(reason)
@@ -278,19 +268,6 @@ class _Usage(BaseModel):
     completion_tokens: _Tokens | None = 0
 
 
-class _Token(BaseModel):
-    token: str
-    logprob: Annotated[float, Field(allow_inf_nan=False)]
-
-
-class _FirstToken(BaseModel):
-    top_logprobs: list[_Token] = []
-
-
-class _Logprobs(BaseModel):
-    content: list[_FirstToken] | None = None
-
-
 class _Message(BaseModel):
     content: str | None = None
 
@@ -298,7 +275,6 @@ class _Message(BaseModel):
 class _Choice(BaseModel):
     message: _Message
     finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
 
 
 class _Completion(BaseModel):

@@ -11,12 +11,11 @@ import numpy as np
 from PIL import Image
 
 from ..data.media import UNREADABLE
-from ..data.records import LETTERS
 from ..output import first_line
 from ..video_qtsplus import choose_frames, image_paths, load_frames, read_video
 from .endpoint import Endpoint
 from .engine import ItemFailed, Ledger
-from .video_steps import FREE_ANSWER, Question, Reply, Scoring, Verdict, read_letter, share_out
+from .video_steps import FREE_ANSWER, Question, Reply, Verdict, read_letter
 
 RECENT_VIDEOS = 8  # whose frames are held
 
@@ -25,18 +24,17 @@ Part = dict[str, Any]
 
 @dataclass
 class EndpointTeacher:
-    """A [`Teacher`] that is sent frames."""
+    """A [`Teacher`] that is sent frames, and says a letter to choose an option."""
 
     endpoint: Endpoint  # of a model that sees
     frames: int = 16  # evenly spread over the video
     longest_side: int = 640  # of a frame in pixels; larger ones are made smaller
-    scoring: Scoring = "letter"  # of options: by the log-probability of their letters, or by the letter that is said
-    max_tokens: int = 128  # of an answer in words, and of a reply whose letter is read
+    max_tokens: int = 128  # of a reply
     _recent: dict[str, asyncio.Task[list[Part]]] = field(default_factory=dict, repr=False)
 
     def settings(self) -> dict[str, Any]:
         sight = {"frames": self.frames, "longest_side": self.longest_side}
-        return {**self.endpoint.settings.shown(), **sight, "scoring": self.scoring, "max_tokens": self.max_tokens}
+        return {**self.endpoint.settings.shown(), **sight, "scoring": "letter", "max_tokens": self.max_tokens}
 
     async def __aenter__(self) -> "EndpointTeacher":
         await self.endpoint.__aenter__()
@@ -47,18 +45,8 @@ class EndpointTeacher:
 
     async def choose(self, question: Question, ledger: Ledger) -> Verdict:
         messages = await self._messages(question, question.text, ledger)
-        if self.scoring == "letter":
-            reply = await self.endpoint.chat(messages, ledger, max_tokens=self.max_tokens, seed=question.seed)
-            return Verdict(read_letter(reply.text), {}, reply.text[:200])
-        reply = await self.endpoint.chat(messages, ledger, max_tokens=1, seed=question.seed, logprobs=True)
-        if not reply.logprobs:
-            ledger.reasons.append("The server gave no log-probabilities: score by letter.")
-            raise ItemFailed
-        letters: dict[str, float] = {}
-        for token, logprob in reply.logprobs.items():  # of tokens such as "A" and " A", the likelier
-            if (letter := token.strip()) in tuple(LETTERS):
-                letters[letter] = max(logprob, letters.get(letter, logprob))
-        return share_out(letters)
+        reply = await self.endpoint.chat(messages, ledger, max_tokens=self.max_tokens, seed=question.seed)
+        return Verdict(read_letter(reply.text), {}, reply.text[:200])
 
     async def answer(self, question: Question, ledger: Ledger) -> Reply:
         messages = await self._messages(question, f"{question.text}\n{FREE_ANSWER}", ledger)

@@ -50,17 +50,6 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Price:
-    """Of a million tokens that are read, and of a million that are written, in any currency."""
-
-    prompt: float
-    completion: float
-
-    def of(self, costs: Mapping[str, int]) -> float:
-        return (costs["prompt_tokens"] * self.prompt + costs["completion_tokens"] * self.completion) / 1e6
-
-
-@dataclass(frozen=True)
 class Item:
     """What the input says at one place."""
 
@@ -98,10 +87,6 @@ class Job:
     settings: Mapping[str, Any]  # all that decides the rows beside the input; a run goes on only with the same
 
 
-# Does a job's step with the items, so many at a time, and has costs and finished items recorded as they come.
-Runner = Callable[[Job, Iterator[Item], int, "Recorder"], None]
-
-
 @dataclass(frozen=True)
 class Shard:
     """The items of one machine: the `index`-th of `count` parts, counted from 1. A video's questions stay together."""
@@ -131,23 +116,20 @@ def run(
     shard: Shard | None = None,
     limit: int | None = None,
     retry_failed: bool = False,
-    price: Price | None = None,
     progress: bool = False,
-    runner: Runner | None = None,
 ) -> Path:
     """
     Runs a job to its end, or goes on where it was stopped: finished items are in the journal and are not asked again.
 
-    Memory hardly grows with the input, except with a Ray runner, which holds all that is left to do. The files of a run
-    are written when all its items are finished: `<name>.jsonl`, `dropped.jsonl` and `failed.jsonl` in the input's
-    order, and `summary.json`, which counts every request, also those of items that were cut off.
+    Memory hardly grows with the input. The files of a run are written when all its items are finished: `<name>.jsonl`,
+    `dropped.jsonl` and `failed.jsonl` in the input's order, and `summary.json`, which counts every request, also those
+    of items that were cut off.
 
     Args:
         out: the folder; each shard has one of its own inside.
         shard, limit: take a part of the items, for [`merge`]; and only the first ones.
         retry_failed: try again what failed in an earlier run.
         progress: show a bar on standard error.
-        runner: where the work is done, such as [`~qtsplus.synthesis.ray_runner.RayRunner`]; here when absent.
 
     Returns:
         the file of the kept rows.
@@ -174,12 +156,13 @@ def run(
         if retry_failed:
             finished -= {position for position, entry in _entries([journal]) if entry["failed"]}
         unfinished = (item for item in _mine(job, positions) if item.position not in finished)
-        with Recorder(journal, len(positions), len(finished), concurrency, price, progress) as recorder:
-            (runner or run_here)(job, unfinished, concurrency, recorder)
-        return write_sets(folder, job.name, [journal], price)
+        recorder = Recorder(journal, len(positions), len(finished), concurrency, progress)
+        with recorder.bar:
+            asyncio.run(_finish_all(job, unfinished, concurrency, recorder))
+        return write_sets(folder, job.name, [journal])
 
 
-def merge(out: Path, price: Price | None = None) -> Path:
+def merge(out: Path) -> Path:
     """
     Puts the shards in a folder together, as if one machine had made them; see [`run`].
 
@@ -195,7 +178,7 @@ def merge(out: Path, price: Price | None = None) -> Path:
     summary = read_json(out / "summary.json") or {}
     if any(summary.get(name) != value for name, value in settings.items()):
         _refuse_files(out, settings["step"])
-    return write_sets(out, settings["step"], journals, price)
+    return write_sets(out, settings["step"], journals)
 
 
 def _files(name: str) -> list[str]:
@@ -208,7 +191,7 @@ def _refuse_files(folder: Path, name: str) -> None:
             raise ValueError(f"{path} is there already, and not from this run: choose another folder.")
 
 
-def write_sets(folder: Path, name: str, journals: Sequence[Journal], price: Price | None) -> Path:
+def write_sets(folder: Path, name: str, journals: Sequence[Journal]) -> Path:
     """Writes what journals hold, in the input's order; see [`run`]. Where all items failed, no set is written."""
     kept, dropped, failed, summary = (folder / file for file in _files(name))
     if all(entry["failed"] for _, entry in _entries(journals)):
@@ -225,10 +208,8 @@ def write_sets(folder: Path, name: str, journals: Sequence[Journal], price: Pric
                 file.writelines(json.dumps(row) + "\n" for row in rows)
                 counts[count] += len(rows)
             causes.update(row["reason"].partition(":")[0] for row in entry["dropped"])
-    costs = _total_costs(journals)
-    totals = {**_shared(journals[0]), **counts, "failed": len(_write_failed(failed, journals)), **costs}
-    if price is not None:
-        totals["cost"] = round(price.of(costs), 4)
+    failures = {"failed": len(_write_failed(failed, journals))}
+    totals = {**_shared(journals[0]), **counts, **failures, **_total_costs(journals)}
     write_json(summary, {**totals, "dropped_because": dict(sorted(causes.items()))})
     return kept
 
@@ -273,75 +254,48 @@ def _mine(job: Job, positions: range) -> Iterator[Item]:
         yield Item(position, record.id or f"{position:08d}", record)
 
 
-def run_here(job: Job, items: Iterator[Item], concurrency: int, recorder: "Recorder") -> None:
-    """The [`Runner`] of this process."""
-
-    async def run_all() -> None:
-        async with job.teacher:
-            await finish_all(job.step, items, concurrency, recorder.record, recorder.spend)
-
-    asyncio.run(run_all())
-
-
-async def finish_all(
-    step: Step,
-    items: Iterator[Item],
-    concurrency: int,
-    record: Callable[[int, Entry, Ledger], None],
-    spend: Callable[[Mapping[str, int]], None] | None = None,
-) -> None:
-    """
-    Workers take items from one iterator, so that no more than `concurrency` of them are in memory. `record` is called
-    with each finished item, `spend` with each cost as it comes up.
-    """
+async def _finish_all(job: Job, items: Iterator[Item], concurrency: int, recorder: "Recorder") -> None:
+    """Workers take items from one iterator, so that no more than `concurrency` of them are in memory."""
 
     async def work() -> None:
         for item in items:
-            ledger, result, failed = Ledger(tell=spend), Result(), False
+            ledger, result, failed = Ledger(tell=recorder.spend), Result(), False
             try:
-                result = await step(item, ledger)
+                result = await job.step(item, ledger)
             except ItemFailed:
                 failed = True
             entry = {"id": item.id, "failed": failed, **vars(result), "reasons": ledger.reasons}
-            record(item.position, entry, ledger)
+            recorder.record(item.position, entry)
 
-    workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+    async with job.teacher:
+        workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
 
 
 class Recorder:
     """Writes costs and finished items into a journal, and shows on a bar how far a run is, where that is a terminal."""
 
-    def __init__(
-        self, journal: Journal, items: int, finished: int, concurrency: int, price: Price | None, progress: bool
-    ):
+    def __init__(self, journal: Journal, items: int, finished: int, concurrency: int, progress: bool):
         console = Console(stderr=True)
         columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[cost]}"))
-        self.journal, self.price = journal, price
+        self.journal = journal
         self.costs = Counter(_total_costs([journal]))
         self.failed_in_a_row, self.patience = 0, max(20, 2 * concurrency)
         self.bar = Progress(*columns, console=console, disable=not (progress and console.is_terminal))
         name = journal.settings["step"]
         self.task = self.bar.add_task(f"Making {name}", total=items, completed=finished, cost=self._cost())
 
-    def __enter__(self) -> "Recorder":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
     def spend(self, costs: Mapping[str, int]) -> None:
         """Notes a cost, also of an item that is never finished."""
         self.costs.update(costs)
         self.journal.add(COSTS_KEY, self.costs)
 
-    def record(self, position: int, entry: Entry, ledger: Ledger) -> None:
+    def record(self, position: int, entry: Entry) -> None:
         """Notes a finished item; raises [`RunFailed`] where one item after another fails."""
         self.journal.add(position, entry)
         self.bar.update(self.task, advance=1, cost=self._cost())
@@ -354,8 +308,7 @@ class Recorder:
 
     def _cost(self) -> str:
         tokens = (self.costs["prompt_tokens"] / 1e6, self.costs["completion_tokens"] / 1e6)
-        price = "" if self.price is None else f", cost {self.price.of(self.costs):.2f}"
-        return f"{tokens[0]:.2f}M tokens read, {tokens[1]:.2f}M written{price}"
+        return f"{tokens[0]:.2f}M tokens read, {tokens[1]:.2f}M written"
 
 
 @contextlib.contextmanager

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
+from ..backbones import OURS
 from ..data.media import UNREADABLE
 from ..data.records import LETTERS, VideoRecord
 from ..output import first_line
 from ..session import EncodedVideo, encode, find_device
-from ..training.models import load_model, load_processor
+from ..training.distillation import EVERYTHING
+from ..training.models import load_model, load_processor, model_type
 from .engine import ItemFailed, Ledger
-from .video_steps import FREE_ANSWER, Question, Reply, Scoring, Verdict, read_letter, share_out
-
-LETTER_TOKENS = 16  # of a reply whose letter is read
-
+from .video_steps import FREE_ANSWER, Question, Reply, Verdict, share_out
 
 # A question, and up to how many tokens are written; `None` has the letters scored.
 _Asked = tuple[VideoRecord, int | None]
@@ -33,32 +32,33 @@ class _Outcome:
     problem: str | None = None
 
 
-def load_stock(weights: str, device: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
+def load_teacher(weights: str, device: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
     """
-    A model without a selector, in a folder or on the Hub, as one that keeps all tokens: its logits and answers to the
-    bit. `"auto"` is bfloat16 on a GPU and float32 elsewhere.
+    A stock model or a QTSplus model, in a folder or on the Hub, with its processor. `"auto"` is bfloat16 on a GPU and
+    float32 elsewhere.
 
     Raises:
         ValueError: no such model, or one of an unknown backbone.
     """
     where = find_device(device)
     automatic = "bfloat16" if where.startswith("cuda") else "float32"
-    everything = {"selection": "all", "reencode_layers": 0}
-    model = load_model(None, weights, everything, automatic if dtype == "auto" else dtype)
+    selector = {} if model_type(weights).endswith(OURS) else {"reencode_layers": 0}
+    model = load_model(None, weights, selector, automatic if dtype == "auto" else dtype)
     return model.to(where).eval(), load_processor(None, weights, model.config)
 
 
 @dataclass
 class LocalTeacher:
-    """A [`Teacher`] in this process; `name` stands for model and processor in the settings."""
+    """
+    A [`Teacher`] in this process, which reads every visual token, and chooses options by the log-probability of their
+    letters. `name` stands for model and processor in the settings.
+    """
 
-    model: Any  # as `qtsplus.session.load` gives them
+    model: Any  # as [`load_teacher`] gives them
     processor: Any
     name: str
     batch_size: int = 16  # questions at a time
-    scoring: Scoring = "logprob"  # of options: by the log-probability of their letters, or by the letter that is said
     max_tokens: int = 128  # of an answer in words
-    selection: str | None = None  # another way to choose visual tokens than the model's own
     fps: float | None = None  # for questions without one
     encoded: dict[str, EncodedVideo] = field(default_factory=dict, repr=False)
 
@@ -68,12 +68,12 @@ class LocalTeacher:
         tokenizer = self.processor.tokenizer
         tokenizer.padding_side = "left"
         ids = [tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in LETTERS]
-        if self.scoring == "logprob" and any(len(tokens) != 1 for tokens in ids):
-            raise ValueError(f"The tokenizer of {self.name} has no token for each of A, B, C and D: score by letter.")
+        if any(len(tokens) != 1 for tokens in ids):
+            raise ValueError(f"The tokenizer of {self.name} has no token for each of A, B, C and D: ask an endpoint.")
         self.letter_ids = [tokens[0] for tokens in ids]
 
     def settings(self) -> dict[str, Any]:
-        chosen = {"scoring": self.scoring, "max_tokens": self.max_tokens, "selection": self.selection}
+        chosen = {"scoring": "logprob", "max_tokens": self.max_tokens, "selection": "all"}
         return {"model": self.name, **chosen, "fps": self.fps}
 
     async def __aenter__(self) -> "LocalTeacher":
@@ -85,10 +85,7 @@ class LocalTeacher:
         self.encoded.clear()
 
     async def choose(self, question: Question, ledger: Ledger) -> Verdict:
-        if self.scoring == "logprob":
-            return share_out((await self._ask(question, question.text, None, ledger)).logprobs)
-        outcome = await self._ask(question, question.text, LETTER_TOKENS, ledger)
-        return Verdict(read_letter(outcome.reply.text), {}, outcome.reply.text)
+        return share_out((await self._ask(question, question.text, None, ledger)).logprobs)
 
     async def answer(self, question: Question, ledger: Ledger) -> Reply:
         return (await self._ask(question, f"{question.text}\n{FREE_ANSWER}", self.max_tokens, ledger)).reply
@@ -163,7 +160,7 @@ class LocalTeacher:
 
     def _score(self, records: Sequence[VideoRecord]) -> list[_Outcome]:
         inputs = self._inputs(records)
-        logits = self.model(**inputs, selection=self.selection, logits_to_keep=1).logits[:, -1].float()
+        logits = self.model(**inputs, **EVERYTHING, logits_to_keep=1).logits[:, -1].float()
         letters = logits.log_softmax(-1)[:, self.letter_ids].tolist()
         prompts = inputs["attention_mask"].sum(1).tolist()
         scores = [dict(zip(LETTERS, row, strict=True)) for row in letters]
@@ -171,7 +168,7 @@ class LocalTeacher:
 
     def _write(self, records: Sequence[VideoRecord], max_tokens: int) -> list[_Outcome]:
         inputs = self._inputs(records)
-        ids = self.model.generate(**inputs, selection=self.selection, max_new_tokens=max_tokens, do_sample=False)
+        ids = self.model.generate(**inputs, **EVERYTHING, max_new_tokens=max_tokens, do_sample=False)
         ends = self.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         replies = []

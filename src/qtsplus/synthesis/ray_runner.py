@@ -1,70 +1,14 @@
-"""Work on the machines of a Ray cluster: the same steps, and the same journal here."""
+"""Work on the machines of a Ray cluster."""
 
-import asyncio
-import itertools
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from .engine import Entry, Item, Job, Ledger, Recorder, finish_all
-
 if TYPE_CHECKING:
     import pyarrow
-
-BLOCK = 4  # items that a worker is given at a time, for each that it works on at a time
-
-
-@dataclass(frozen=True)
-class RayRunner:
-    """
-    The [`~qtsplus.synthesis.engine.Runner`] of a Ray cluster, with one worker on each of its machines.
-
-    The workers share the concurrency. Finished items come back when all of their block are finished; those of a block
-    that was under way when this process was killed are asked again, and what they cost is not counted.
-    """
-
-    address: str  # "auto" for the cluster that this machine belongs to, "local" for a new one here
-
-    def __post_init__(self) -> None:
-        import ray.data  # noqa: F401
-
-    def __call__(self, job: Job, items: Iterator[Item], concurrency: int, recorder: Recorder) -> None:
-        first = next(items, None)
-        if first is None:  # nothing is left to do
-            return
-        left = itertools.chain([first], items)
-        with cluster(self.address) as machines:
-            workers = min(concurrency, machines)
-            steps = _Steps(job, concurrency // workers)
-            blocks = iter(lambda: list(itertools.islice(left, BLOCK * steps.concurrency)), [])
-            for position, entry, ledger in spread(steps, blocks, workers):
-                recorder.spend(ledger.costs)
-                recorder.record(position, entry, ledger)
-
-
-class _Steps:
-    """A job's step with blocks, one after another, with one teacher for all of them."""
-
-    def __init__(self, job: Job, concurrency: int):
-        self.step, self.teacher, self.concurrency = job.step, job.teacher, concurrency
-        self.loop: asyncio.AbstractEventLoop | None = None
-
-    def __call__(self, block: list[Item]) -> list[tuple[int, Entry, Ledger] | ValueError]:
-        if self.loop is None:
-            self.loop = asyncio.new_event_loop()
-            # It is left when Ray ends this process.
-            self.loop.run_until_complete(self.teacher.__aenter__())
-        rows: list[tuple[int, Entry, Ledger] | ValueError] = []
-        work = finish_all(self.step, iter(block), self.concurrency, lambda *finished: rows.append(finished))
-        try:
-            self.loop.run_until_complete(work)
-        except ValueError as error:
-            rows.append(ValueError(str(error)))
-        return rows
 
 
 @contextmanager
@@ -119,7 +63,7 @@ def spread(
     tables = [ray.put(_to_table(block)) for block in blocks]
     finished = from_arrow_refs(tables).map_batches(
         _Worker,
-        # An object of Ray's, not an argument: Ray writes arguments into its logs, and an endpoint holds the key.
+        # An object of Ray's, not an argument: Ray writes arguments into its logs.
         fn_constructor_args=(ray.put(work),),
         batch_size=None,  # a block
         batch_format="pyarrow",

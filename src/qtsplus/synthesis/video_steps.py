@@ -4,13 +4,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from ..data.records import LETTERS, Answer, Choice
 from .engine import Item, Ledger, Result
-
-Scoring = Literal["logprob", "letter"]
 
 FREE_ANSWER = "Answer in one or two short sentences."
 
@@ -43,7 +41,6 @@ class Reply:
 
     text: str
     complete: bool  # it ended by itself, not at the most tokens that it may say
-    logprobs: Mapping[str, float] = field(default_factory=dict)  # of the first token, by its text
 
 
 @dataclass(frozen=True)
@@ -161,10 +158,8 @@ def read_letter(text: str) -> str | None:
 
 
 def share_out(logprobs: Mapping[str, float]) -> Verdict:
-    """The verdict of log-probabilities by letter; letters that are missing have none."""
-    if not logprobs:
-        return Verdict(None, {})
+    """The verdict of log-probabilities by letter."""
     most = max(logprobs.values())
-    weights = {letter: math.exp(logprobs[letter] - most) if letter in logprobs else 0.0 for letter in LETTERS}
+    weights = {letter: math.exp(logprobs[letter] - most) for letter in LETTERS}
     shares = {letter: weight / sum(weights.values()) for letter, weight in weights.items()}
     return Verdict(max(LETTERS, key=shares.__getitem__), shares)

@@ -164,6 +164,3 @@ class QTSplusTrainingArguments(TrainingArguments):
                 value = getattr(self, name)
                 if value is not None and not holds(value):
                     raise ValueError(f"{name}={value!r}: expected {expected}.")
-
-
-__all__ = ["RELEVANCE_FROM", "SFT_LOSSES", "QTSplusTrainingArguments"]

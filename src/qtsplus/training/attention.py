@@ -170,9 +170,7 @@ def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = N
         attention_modules(teacher.model.language_model, choice)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The rows, noted while the language model runs
-# --------------------------------------------------------------------------------------------------------------------
+# --- The rows, noted while the language model runs ---
 
 
 @dataclass
@@ -374,15 +372,3 @@ def noted_attention_forward(
 
 
 AttentionInterface.register(NOTED_ATTENTION, noted_attention_forward)
-
-__all__ = [
-    "AttentionChoice",
-    "answer_attention",
-    "attention_modules",
-    "attention_rows",
-    "attention_to_tokens",
-    "check_relevance",
-    "noting",
-    "noting_attention",
-    "relevance_divergences",
-]

@@ -126,6 +126,3 @@ class Budget:
             self.alpha = max(0.0, self.alpha + self.args.dual_learning_rate * self.excess / target)
         self._step_rho.zero_()
         self._step_n.zero_()
-
-
-__all__ = ["Budget", "RunningMeans"]

@@ -72,6 +72,3 @@ class VideoQACollator:
     @staticmethod
     def _pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
         return pad_sequence(rows, batch_first=True, padding_value=value)
-
-
-__all__ = ["VideoQACollator"]

@@ -225,16 +225,3 @@ def _is_readable(video: str) -> bool:
     except (ValueError, OSError):
         return False
     return True
-
-
-__all__ = [
-    "IGNORED",
-    "SAID",
-    "SkippedRecord",
-    "VideoQADataset",
-    "check_frame_settings",
-    "check_processor_kwargs",
-    "check_skipped",
-    "require_rates",
-    "skipped_name",
-]

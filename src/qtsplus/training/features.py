@@ -171,6 +171,3 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     save_file(tensors, part)
     os.replace(part, path)  # a file that stands there is whole
-
-
-__all__ = ["AttentionTargets", "VideoFeatures", "encode_videos", "features_of", "fingerprint", "write_tensors"]

@@ -100,6 +100,3 @@ def parameter_groups(model: nn.Module, args: QTSplusTrainingArguments, decayed: 
         rate = args.learning_rate if rates[part] is None else rates[part]
         optimizer_groups.append({"params": parameters, "lr": rate, "weight_decay": args.weight_decay if decay else 0.0})
     return optimizer_groups
-
-
-__all__ = ["PARTS", "ParameterCounts", "count_parameters", "freeze", "parameter_groups", "part_of"]

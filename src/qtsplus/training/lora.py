@@ -58,6 +58,3 @@ def active_selector(model: Any) -> Any:
     if hasattr(selector, "modules_to_save"):
         return selector.modules_to_save[selector.active_adapters[0]]
     return selector
-
-
-__all__ = ["active_selector", "add_lora", "base_model", "lora_config", "merge_lora"]

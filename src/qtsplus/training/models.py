@@ -17,6 +17,8 @@ from ..hub.checkpoint import in_memory, read_checkpoint
 from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
 from ..hub.folder import read_json
+from ..hub.saved import refuse_adapter
+from ..output import first_line
 from ..settings import check_types
 
 
@@ -114,8 +116,7 @@ def check_weights(weights: str, expected: str) -> None:
             f"{weights} holds a model of type {kind!r}; expected {expected!r}, or its stock model "
             f"{expected.removesuffix(OURS)!r}."
         )
-    if (Path(weights) / "adapter_config.json").exists():
-        raise ValueError(f"{weights} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+    refuse_adapter(Path(weights))
     if Path(weights).is_dir():
         read_checkpoint(Path(weights))  # raises what is cut off; the files of a Hub repository are checked on their way
 
@@ -152,8 +153,4 @@ def model_type(weights: str) -> str:
     except HFValidationError as error:
         raise ValueError(f"There is no folder {weights}.") from error
     except OSError as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"There is no folder {weights}, and the Hub did not give it: {reason}") from error
-
-
-__all__ = ["check_weights", "load_config", "load_model", "load_processor", "model_type"]
+        raise ValueError(f"There is no folder {weights}, and the Hub did not give it: {first_line(error)}") from error

@@ -13,7 +13,7 @@ from ..data.formats import iter_rows
 from ..output import require_space, size
 from .arguments import QTSplusTrainingArguments
 from .attention import check_relevance
-from .freezing import count_parameters, freeze, part_of
+from .freezing import PARTS, count_parameters, freeze, part_of
 from .lora import add_lora, lora_config
 from .models import load_config
 from .recipe import Recipe
@@ -132,7 +132,7 @@ def _step(recipe: Recipe, config: Any, model: Any, tokens: int) -> tuple[int, fl
     inside = layer if training.gradient_checkpointing else depth * layer
     held = length * (depth * width + inside + 2 * text.vocab_size) + 2 * tokens * width
 
-    sizes = {part: 0 for part in ("selector", "language_model", "vision")}
+    sizes = dict.fromkeys(PARTS, 0)
     for name, weight in model.named_parameters():
         sizes[part_of(name)] += weight.numel() if weight.ndim > 1 else 0
 
@@ -145,6 +145,3 @@ def _step(recipe: Recipe, config: Any, model: Any, tokens: int) -> tuple[int, fl
         held, flops = max(held, (prompt + tokens) * layer), flops + forward(prompt + tokens)
     patches = tokens * getattr(config.vision_config, "spatial_merge_size", 2) ** 2
     return held, flops + 2 * patches * sizes["vision"]
-
-
-__all__ = ["Plan", "make_plan"]

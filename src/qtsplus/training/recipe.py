@@ -234,6 +234,3 @@ def _build(path: str | os.PathLike, sections: Sections, stage: str, trainer_clas
     if not data.eval_files and (training.eval_strategy != "no" or training.load_best_model_at_end):
         raise ValueError(f"{path}: training asks for evaluation, but data.eval_files is empty: name files there.")
     return Recipe(model, data, training, Path(path), stage, trainer_class)
-
-
-__all__ = ["DataArguments", "ModelArguments", "Recipe", "load_recipe", "load_stages"]

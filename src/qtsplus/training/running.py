@@ -27,7 +27,7 @@ from .models import check_weights, load_config, load_model, load_processor
 from .plan import make_plan
 from .recipe import Recipe
 from .sharding import check_checkpoint
-from .targets import note_targets, require_same_backbone, require_same_tokens
+from .targets import note_targets, require_same_tokens
 from .trainer import SKIPPED_FILE, QTSplusTrainer
 
 logger = logging.get_logger(__name__)
@@ -190,7 +190,7 @@ def _load_relevance_teacher(recipe: Recipe, model: Any, processor: Any) -> Any:
         return None
     weights, same = args.relevance_teacher, {"select_images": model.config.qtsplus_config.select_images}
     config = load_config(None, weights, same)
-    require_same_backbone(config, model.config)
+    require_same_tokens(config, model.config)
     if load_processor(None, weights, config).tokenizer.get_vocab() != processor.tokenizer.get_vocab():
         raise ValueError(
             f"model.relevance_teacher is {weights}, whose tokenizer has other tokens than the model's; expected a "
@@ -209,10 +209,6 @@ def _note(
     teacher = model if relevance_teacher is None else relevance_teacher
     records = dataset.attended()
     features = _encode(recipe, teacher, dataset.processor, records)
-    for record in records if relevance_teacher is not None else ():
-        stored = None if record.video is None else features.load(record.video, record.fps)
-        if stored is not None:
-            require_same_tokens(teacher, model, stored["video_grid_thw"])
     settings = data.model_max_length, data.processor_kwargs
     attended = VideoQADataset(records, dataset.processor, *settings, features)
     return note_targets(teacher.to(training.device), attended, collator, folder, choice, mixed)
@@ -238,6 +234,3 @@ def _encode(recipe: Recipe, model: Any, processor: Any, records: list[VideoRecor
 def _mixed(training: QTSplusTrainingArguments) -> torch.dtype | None:
     """What mixed-precision training computes in."""
     return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
-
-
-__all__ = ["build_trainer", "is_finished", "last_checkpoint", "require_free", "run", "run_stages"]

@@ -121,6 +121,8 @@ class QTSplusTrainer(Trainer):
         if grouped and relevance_teacher != "lm_attention":
             raise ValueError(f"relevance_teacher={relevance_teacher!r}: expected a model, or 'lm_attention'.")
         other = None if isinstance(relevance_teacher, str) else relevance_teacher
+        if other is not None:
+            require_same_tokens(base_model(other).config, base_model(model).config)
         reads = None if self._targets_are_kept else base_model(other or model)
         check_relevance(base_model(model), self.args, reads, grouped)
         self._check_whole_layers(grouped and not self._targets_are_kept)
@@ -143,9 +145,7 @@ class QTSplusTrainer(Trainer):
                 "recipes/accelerate/zero2.yaml or ddp.yaml, or let a frozen model teach by data.features."
             )
 
-    # ----------------------------------------------------------------------------------------------------------------
-    # The objective
-    # ----------------------------------------------------------------------------------------------------------------
+    # --- The objective ---
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """As stock; counts what the terms of this optimizer step are means over."""
@@ -272,8 +272,6 @@ class QTSplusTrainer(Trainer):
         """The attention with all tokens, where it is not kept."""
         if targets is not None or self._targets_are_kept:
             return targets
-        if self.relevance_teacher is not None:
-            require_same_tokens(self.relevance_teacher, self.model, inputs.get("video_grid_thw"))
         return answer_attention(self.relevance_teacher or self.model, inputs, labels, self.attention_choice)
 
     @property
@@ -306,9 +304,7 @@ class QTSplusTrainer(Trainer):
     def sum_over_processes(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values.clone(), reduction="sum")
 
-    # ----------------------------------------------------------------------------------------------------------------
-    # The log
-    # ----------------------------------------------------------------------------------------------------------------
+    # --- The log ---
 
     def _note_tokens(self, token_losses: torch.Tensor, token_source: torch.Tensor) -> None:
         running = self.running[self.model.training]
@@ -366,9 +362,7 @@ class QTSplusTrainer(Trainer):
             self.skipped = dict(gather_object(list(self.skipped.items())))
         return self.skipped
 
-    # ----------------------------------------------------------------------------------------------------------------
-    # Sharding, optimizer and checkpoints
-    # ----------------------------------------------------------------------------------------------------------------
+    # --- Sharding, optimizer and checkpoints ---
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """As stock; shares out the layers of the language model alone, see sharding.py."""
@@ -470,6 +464,3 @@ def _sources(batch: Mapping[str, Any]) -> torch.Tensor:
         return batch["source_ids"]
     ids = batch["input_ids"]
     return torch.full((len(ids),), SOURCES.index("vqa"), device=ids.device)
-
-
-__all__ = ["SKIPPED_FILE", "STATE_FILE", "QTSplusTrainer"]

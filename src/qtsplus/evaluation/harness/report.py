@@ -1,6 +1,5 @@
-"""`qtsplus eval report`: what runs found, side by side, as Markdown, HTML and JSON."""
+"""`qtsplus eval report`: what runs found, side by side, as Markdown and JSON."""
 
-import html
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -19,12 +18,6 @@ from .run import failures, samples_log, scored
 SAME_TOKENS = (0.95, 1.3)
 TITLE = "# Evaluation"
 _SAMPLE = {"doc_id", "video", "visual_tokens", "kept_visual_tokens", "failed", "scores"}
-# Wide tables scroll in themselves, so that the page does not.
-_STYLE = (
-    "body{font:15px sans-serif;margin:2em;overflow-wrap:anywhere}div{overflow-x:auto}"
-    "table{border-collapse:collapse}td,th{padding:3px 9px;text-align:left}"
-    "tr{border-bottom:1px solid #ddd}th{border-bottom:2px solid}"
-)
 
 
 @dataclass(frozen=True)
@@ -122,9 +115,7 @@ def _label(settings: Mapping[str, Any]) -> str:
     return f"{name}, {' '.join(parts)}" if parts else name
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Tables
-# --------------------------------------------------------------------------------------------------------------------
+# --- Tables ---
 
 
 def tables(runs: Sequence[Run]) -> list[Table]:
@@ -230,20 +221,18 @@ def _settings(runs: Sequence[Run]) -> Table:
     return Table("Settings", ["run", "settings", "versions"], rows)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# On paper
-# --------------------------------------------------------------------------------------------------------------------
+# --- On paper ---
 
 
 def write_report(runs: Sequence[Run], out: Path) -> list[Path]:
     """
-    Writes the report as Markdown, as HTML, and its tables as JSON.
+    Writes the report as Markdown, and its tables as JSON.
 
     Args:
-        out: the Markdown file; the others stand beside it. The pages link the logs of every sample.
+        out: the Markdown file, which links the logs of every sample; JSON stands beside it.
 
     Returns:
-        The three files.
+        The two files.
 
     Raises:
         ValueError: another name than one that ends with .md, or a file that is there and is no report.
@@ -251,7 +240,7 @@ def write_report(runs: Sequence[Run], out: Path) -> list[Path]:
     if out.suffix != ".md":
         raise ValueError(f"The report is to be {out}; expected a name that ends with .md.")
     is_report = out.is_file() and out.read_text(encoding="utf-8", errors="replace").startswith(f"{TITLE}\n")
-    paths = [check_output(out.with_suffix(suffix), overwrite=is_report) for suffix in (".md", ".html", ".json")]
+    paths = [check_output(out.with_suffix(suffix), overwrite=is_report) for suffix in (".md", ".json")]
     made = tables(runs)
     logs = [
         (f"{run.label}: {task}", quote(os.path.relpath(samples_log(run.folder, task), out.parent)))
@@ -259,15 +248,15 @@ def write_report(runs: Sequence[Run], out: Path) -> list[Path]:
         for task in run.tasks
         if samples_log(run.folder, task).exists()
     ]
-    texts = (_markdown(made, logs), _page(made, logs), json.dumps([asdict(table) for table in made], indent=1) + "\n")
+    texts = (_markdown(made, logs), json.dumps([asdict(table) for table in made], indent=1) + "\n")
     for path, text in zip(paths, texts, strict=True):
         with whole_file(path) as file:
             file.write(text)
     return paths
 
 
-def _marked(table: Table, first: str, second: str) -> list[list[str]]:
-    """Cells as text, with the best of a row as `first` has it and the next as `second`; equal figures share a mark."""
+def _marked(table: Table) -> list[list[str]]:
+    """Cells as text, with the best of a row in bold and the next underlined; equal figures share a mark."""
     marked = []
     for row in table.rows:
         cells = [cell or "" for cell in row]
@@ -275,7 +264,7 @@ def _marked(table: Table, first: str, second: str) -> list[list[str]]:
         best = sorted(set(values.values()), reverse=True)
         for place, value in values.items() if len(values) > 1 else ():
             if value in best[:2]:
-                cells[place] = (first if value == best[0] else second).format(cells[place])
+                cells[place] = f"**{cells[place]}**" if value == best[0] else f"<u>{cells[place]}</u>"
         marked.append(cells)
     return marked
 
@@ -283,26 +272,7 @@ def _marked(table: Table, first: str, second: str) -> list[list[str]]:
 def _markdown(made: Sequence[Table], logs: Sequence[tuple[str, str]]) -> str:
     lines = [TITLE]
     for table in made:
-        rows = _marked(table, "**{}**", "<u>{}</u>")
-        lines += ["", f"## {table.title}", "", *markdown_table(table.head, rows, texts=len(table.head))]
+        lines += ["", f"## {table.title}", "", *markdown_table(table.head, _marked(table), texts=len(table.head))]
         lines += ["", table.note] if table.note else []
     lines += ["", "## Logs", "", *(f"- [{name}]({address})" for name, address in logs)] if logs else []
     return "\n".join(lines) + "\n"
-
-
-def _page(made: Sequence[Table], logs: Sequence[tuple[str, str]]) -> str:
-    links = "".join(f'<li><a href="{html.escape(address)}">{html.escape(name)}</a></li>' for name, address in logs)
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Evaluation</title><style>{_STYLE}</style><h1>Evaluation</h1>{''.join(map(_html, made))}"
-        f"{f'<h2>Logs</h2><ul>{links}</ul>' if links else ''}</html>\n"
-    )
-
-
-def _html(table: Table) -> str:
-    escaped = replace(table, rows=[[cell and html.escape(cell) for cell in row] for row in table.rows])
-    rows = [[html.escape(title) for title in table.head], *_marked(escaped, "<b>{}</b>", "<u>{}</u>")]
-    head, *body = (f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in rows)
-    note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
-    grid = f"<table>{head.replace('td>', 'th>')}{''.join(body)}</table>"
-    return f"<h2>{html.escape(table.title)}</h2><div>{grid}</div>{note}"

@@ -20,7 +20,23 @@ from ... import __version__
 from ...output import check_folder, whole_file
 from ...results import write_json
 from . import record_tasks
-from .catalogue import SHARES, resolve
+
+# Of lmms-eval 0.7.3. TempCompass is the paper's part with options; its captions need another model as a judge.
+PAPER = (
+    "tempcompass_multi_choice",
+    "videomme",
+    "videomme_w_subtitle",
+    "videomme_long",
+    "video_mmmu",
+    "lvbench",
+    "mlvu_dev",
+    "mlvu_test",
+    "mvbench",
+    "longvideobench_val_v",
+)
+
+# Metrics that are given as a share; the others of these benchmarks are percentages. Reports speak of percentages.
+SHARES = frozenset({"exact_match", "lvb_acc", "lvbench_score", "mmmu_acc"})
 
 HARNESS = "lmms-eval"
 RECORDS = ".jsonl"  # what a task of one's own records ends with
@@ -115,6 +131,19 @@ def run(
     return result
 
 
+def resolve(tasks: str) -> list[str]:
+    """
+    The tasks of a list with commas, each once; `paper` stands for all of the paper's.
+
+    Raises:
+        ValueError: no name between two commas.
+    """
+    names = [name.strip() for name in tasks.split(",")]
+    if not all(names):
+        raise ValueError(f"--tasks is {tasks!r}; expected names with commas between them, such as videomme,lvbench.")
+    return list(dict.fromkeys(task for name in names for task in (PAPER if name == "paper" else (name,))))
+
+
 def samples_log(out: Path, task: str) -> Path:
     """What the harness logged of every question of a task."""
     return out / "samples" / f"{task}.jsonl"
@@ -204,9 +233,7 @@ def _versions() -> dict[str, str]:
     return {"qtsplus": __version__, **{name: version(name) for name in _PACKAGES}, "python": platform.python_version()}
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What the harness left
-# --------------------------------------------------------------------------------------------------------------------
+# --- What the harness left ---
 
 
 def collect(folder: Path, log: Path) -> dict[str, Any]:
