@@ -141,7 +141,7 @@ def _check_question(question: str) -> None:
         fail("the question is not valid UTF-8 text")
 
 
-def _place(box: tuple[float, float, float, float]) -> str:
+def place(box: tuple[float, float, float, float]) -> str:
     """A region of the frame in words."""
     left, top, right, bottom = box
     if (right - left) * (bottom - top) > 0.5:
@@ -160,7 +160,7 @@ def print_answer(answer: "Answer") -> None:
     table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at")
     for number, interval in enumerate(answer.evidence):
         name = f"{interval.name}, " if len(answer.keep_maps) > 1 else ""
-        span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {_place(interval.box)}"
+        span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
     stages = [name for name in ("load", "encode", "second_pass", "first_token", "generate") if name in answer.timings]
