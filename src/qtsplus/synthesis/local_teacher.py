@@ -10,8 +10,9 @@ import torch
 from ..backbones import OURS
 from ..data.media import UNREADABLE
 from ..data.records import LETTERS, VideoRecord
+from ..loading import find_device
 from ..output import first_line
-from ..session import EncodedVideo, encode, find_device
+from ..session import EncodedVideo, encode
 from ..training.distillation import EVERYTHING
 from ..training.models import load_model, load_processor, model_type
 from .engine import ItemFailed, Ledger
