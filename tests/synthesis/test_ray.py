@@ -1,9 +1,12 @@
 """`--ray`: the same set as in one process, on a Ray cluster of this machine."""
 
 import json
+import os
+import signal
 import socket
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,6 +78,29 @@ def test_a_run_changes_between_here_and_ray(tmp_path, ray_logs):
     assert make(tmp_path / "ray", 40, rules=[], runner=RayRunner("local")) - asked == 25
     for name in FILES:
         assert (tmp_path / "ray" / name).read_text() == (tmp_path / "here" / name).read_text()
+
+
+class Mortal:
+    """A step whose process dies of one item."""
+
+    def __init__(self, step):
+        self.step = step
+
+    async def __call__(self, item, ledger):
+        if item.position == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await self.step(item, ledger)
+
+
+@pytest.mark.slow
+def test_an_item_that_kills_its_worker_fails_alone(tmp_path, ray_logs):
+    (tmp_path / "server").mkdir()
+    with scripted_server(tmp_path / "server", rules=[]) as (url, _):
+        job = questions_job(url, 8)
+        run(replace(job, step=Mortal(job.step)), tmp_path / "ray", concurrency=8, runner=RayRunner("local"))
+    (failed,) = map(json.loads, (tmp_path / "ray" / "failed.jsonl").read_text().splitlines())
+    assert failed == {"id": "caption-5", "reasons": ["The process that worked on it died 3 times."]}
+    assert json.loads((tmp_path / "ray" / "summary.json").read_text())["finished"] == 8
 
 
 @pytest.mark.slow
