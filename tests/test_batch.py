@@ -231,14 +231,21 @@ def test_a_run_without_an_answer_has_failed(batch, tmp_path):
     assert result.exit_code == 1 and "no question of" in result.stderr and "error" in read(tmp_path / "out")[0]
 
 
+LAUNCHERS = {
+    "torchrun": "torch.distributed.run --standalone --nproc-per-node 2",
+    "accelerate": "accelerate.commands.accelerate_cli launch --multi_gpu --num_processes 2 --main_process_port 0",
+}
+
+
 @pytest.mark.slow
-def test_processes_share_the_videos(videos, rows, tiny_published, tmp_path):
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_share_the_videos(launcher, batch, videos, rows, tiny_published, tmp_path):
     file = write(tmp_path / "rows.jsonl", rows)
-    several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qtsplus.cli")
-    for name, program in (("two", several), ("one", ("-m", "qtsplus.cli"))):
-        process = start(file, tmp_path / name, tiny_published, "--media-root", videos, program=program)
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said
+    program = ("-m", *LAUNCHERS[launcher].split(), "-m", "qtsplus.cli")
+    process = start(file, tmp_path / "two", tiny_published, "--media-root", videos, program=program)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0 and said.count("The other processes are still at work") == 1, said
+    assert batch(file, tmp_path / "one", "--media-root", videos).exit_code == 0
     assert read(tmp_path / "two") == read(tmp_path / "one")
     assert len(entries(tmp_path / "two")) == len(rows)
 
