@@ -1,10 +1,11 @@
-"""QTSplus for ms-swift (4.6): `swift sft` trains a QTSplus folder with this file, which needs nothing else of ours.
+"""QTSplus for ms-swift 4.6: `swift sft` and `swift infer` take a QTSplus folder with this file, and need no `qtsplus`.
 
     FPS=1 FPS_MAX_FRAMES=64 swift sft --external_plugins recipes/ms_swift.py --model FOLDER --dataset train.jsonl \
         --tuner_type full --freeze_aligner false
 
-The selector is ms-swift's aligner: `--freeze_aligner false` trains it. A row has `messages` and `videos`, as for other
-models. `FPS`, `FPS_MIN_FRAMES` and `FPS_MAX_FRAMES` choose the frames; their size is that of the folder's processor.
+The selector is ms-swift's aligner: `--freeze_aligner false` trains it, its scores only if its `gate` lets the answers
+teach them (docs/training.md). A row has `messages` and `videos`, as for other models. `FPS`, `FPS_MIN_FRAMES` and
+`FPS_MAX_FRAMES` choose the frames; their size is that of the folder's processor.
 """
 
 import torch
