@@ -132,7 +132,7 @@ def build_app(name: str, model: Any, processor: Any, door: Door, budget: Mapping
         manager.load_model_and_processor = lambda *_, **__: (_noting(model, processor, basis), prepared)
         manager.get_model_modality = lambda *_, **__: Modality.VLM
         handler = ChatCompletionHandler(model_manager=manager, generation_state=state)
-        answer = await handler.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
+        answer: Any = await handler.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
         return answer if asked.stream else {**json.loads(answer.body), "qtsplus": basis}
 
     @app.get("/v1/models")
