@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from benchmarks.world.clip import render_clip
 from qtsplus import session
+from qtsplus.batch import Asker, answer_on_ray, read_questions, run
 from qtsplus.cli import app
 
 FIELDS = {"id", "video", "question", "answer", "kept_tokens", "visual_tokens", "evidence", "warnings"}
@@ -229,14 +231,21 @@ def test_a_run_without_an_answer_has_failed(batch, tmp_path):
     assert result.exit_code == 1 and "no question of" in result.stderr and "error" in read(tmp_path / "out")[0]
 
 
+LAUNCHERS = {
+    "torchrun": "torch.distributed.run --standalone --nproc-per-node 2",
+    "accelerate": "accelerate.commands.accelerate_cli launch --multi_gpu --num_processes 2 --main_process_port 0",
+}
+
+
 @pytest.mark.slow
-def test_processes_share_the_videos(videos, rows, tiny_published, tmp_path):
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_share_the_videos(launcher, batch, videos, rows, tiny_published, tmp_path):
     file = write(tmp_path / "rows.jsonl", rows)
-    several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qtsplus.cli")
-    for name, program in (("two", several), ("one", ("-m", "qtsplus.cli"))):
-        process = start(file, tmp_path / name, tiny_published, "--media-root", videos, program=program)
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said
+    program = ("-m", *LAUNCHERS[launcher].split(), "-m", "qtsplus.cli")
+    process = start(file, tmp_path / "two", tiny_published, "--media-root", videos, program=program)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0 and said.count("The other processes are still at work") == 1, said
+    assert batch(file, tmp_path / "one", "--media-root", videos).exit_code == 0
     assert read(tmp_path / "two") == read(tmp_path / "one")
     assert len(entries(tmp_path / "two")) == len(rows)
 
@@ -285,3 +294,24 @@ def test_ray_answers_what_is_answered_here_though_a_worker_is_killed(
     assert batch(file, tmp_path / "here.jsonl", "--media-root", videos).exit_code == 0
     assert read(out) == read(tmp_path / "here.jsonl")
     assert sorted(json.loads(line)["key"] for line in entries(out)) == list(range(1, len(rows) + 1))
+
+
+class Mortal(Asker):
+    """Whose process dies of one video."""
+
+    def __call__(self, tasks):
+        if Path(tasks[0].place).name == "deadly.mp4":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(tasks)
+
+
+@pytest.mark.slow
+def test_a_video_that_kills_its_worker_is_a_row_with_its_error(videos, rows, tmp_path, ray_folder, tiny_published):
+    (videos / "deadly.mp4").symlink_to(videos / "clip0.mp4")
+    deadly = [{"video": "deadly.mp4", "question": question} for question in ("What?", "Who?")]
+    questions = read_questions(write(tmp_path / "rows.jsonl", [*deadly, *rows]), videos)
+    asker = Mortal(str(tiny_published), max_new_tokens=3)
+    on_ray = partial(answer_on_ray, workers=2, cpus=0.5)
+    assert run(questions, tmp_path / "out", asker, on_ray) == {"error": 2, "answer": len(rows)}
+    assert [row["error"] for row in read(tmp_path / "out")[:2]] == ["The process that worked on it died 3 times."] * 2
+    assert len(entries(tmp_path / "out")) == len(rows) + 2

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -182,7 +182,7 @@ def answer_on_ray(
     asker: Asker, videos: list[list[Task]], address: str = "local", workers: int | None = None, cpus: float = 1.0
 ) -> Results:
     """
-    Workers on a Ray cluster, each with a model; when one dies, another asks about its video.
+    Workers on a Ray cluster, each with a model; when one dies, another asks about its video, twice at most.
 
     Args:
         address: "auto" for the cluster that this machine belongs to, "local" for a new one here.
@@ -191,21 +191,17 @@ def answer_on_ray(
     """
     import ray
 
-    from .synthesis.ray_runner import cluster, spread
+    from .ray_workers import DEATH, cluster, spread
+
+    def lost(tasks: list[Task]) -> Results:
+        return ((task.number, {"error": DEATH}) for task in tasks)
 
     if not videos:
         return
     with cluster(address) as machines:
         gpus = int(ray.cluster_resources().get("GPU", 0))
         resources: dict[str, float] = {"num_gpus": 1} if gpus else {"num_cpus": cpus}
-        yield from spread(partial(_ask_there, asker), videos, workers or gpus or machines, **resources)
-
-
-def _ask_there(asker: Asker, tasks: list[Task]) -> list[Any]:
-    try:
-        return list(asker(tasks))
-    except (ValueError, OSError) as error:  # a model that cannot be loaded
-        return [ValueError(str(error))]
+        yield from spread(asker, videos, workers or gpus or machines, lost, **resources)
 
 
 def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:

@@ -19,6 +19,7 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.utils import GenerationState, Modality
 
 from .decoding_qtsplus import is_inline, shown_name
+from .evidence import evidence_intervals
 from .settings import STRICT, build, show
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
@@ -101,7 +102,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 def build_app(name: str, model: Any, processor: Any, door: Door, budget: Mapping[str, Any]) -> FastAPI:
     """
-    The server's app: chat completions, the list of its one model, and its health.
+    The server's app: chat completions, the list of its one model, and its health. Beside an answer that is not streamed
+    stands what it rests on, as `qtsplus`: the counts of kept and of all visual tokens, and the evidence.
 
     Args:
         budget: `retention` and `max_visual_tokens` of requests that say neither.
@@ -109,11 +111,7 @@ def build_app(name: str, model: Any, processor: Any, door: Door, budget: Mapping
     urllib.request.install_opener(urllib.request.build_opener(_NoRedirects))
     prepared = copy.copy(processor)  # for requests whose inputs were made before, beside the event loop
     prepared.apply_chat_template = lambda *_, inputs, **__: inputs
-    # That of Transformers finds no class of remote code; here the model is loaded already.
-    manager: Any = SimpleNamespace(force_model=name, process_model_name=str)
-    manager.load_model_and_processor = lambda *_, **__: (model, prepared)
-    manager.get_model_modality = lambda *_, **__: Modality.VLM
-    handler = ChatCompletionHandler(model_manager=manager, generation_state=GenerationState())
+    state = GenerationState()
     app = FastAPI(openapi_url=None)
 
     @app.exception_handler(ValueError)
@@ -128,7 +126,14 @@ def build_app(name: str, model: Any, processor: Any, door: Door, budget: Mapping
         own = {name: value for name, value in body.pop("mm_processor_kwargs").items() if value is not None}
         inputs.update(own or budget)
         body |= {"messages": [], "chat_template_kwargs": {"inputs": inputs}}
-        return await handler.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
+        basis: dict[str, Any] = {}
+        # The manager of Transformers finds no class of remote code; here the model is loaded already.
+        manager: Any = SimpleNamespace(force_model=name, process_model_name=str)
+        manager.load_model_and_processor = lambda *_, **__: (_noting(model, processor, basis), prepared)
+        manager.get_model_modality = lambda *_, **__: Modality.VLM
+        handler = ChatCompletionHandler(model_manager=manager, generation_state=state)
+        answer: Any = await handler.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
+        return answer if asked.stream else {**json.loads(answer.body), "qtsplus": basis}
 
     @app.get("/v1/models")
     def models() -> Any:
@@ -139,6 +144,25 @@ def build_app(name: str, model: Any, processor: Any, door: Door, budget: Mapping
         return {"status": "ok"}
 
     return app
+
+
+def _noting(model: Any, processor: Any, basis: dict[str, Any]) -> Any:
+    """The model for one request, which notes what its answer rests on."""
+
+    def generate(**inputs: Any) -> Any:
+        output = model.generate(**inputs, return_dict_in_generate=True)
+        if (grid := inputs.get("video_grid_thw")) is not None:
+            merge_size = processor.video_processor.merge_size
+            (kept,), relevance = output.qtsplus.kept_indices, output.qtsplus.relevance
+            relevance = None if relevance is None else relevance[0]
+            intervals = evidence_intervals(kept, relevance, grid, inputs["second_per_grid_ts"], merge_size)
+            total = int(grid.prod(1).sum()) // merge_size**2
+            basis.update(kept_tokens=len(kept), visual_tokens=total, evidence=[asdict(one) for one in intervals])
+        return output.sequences
+
+    noting = copy.copy(model)
+    noting.generate = generate
+    return noting
 
 
 async def _read(request: Request) -> _Chat:

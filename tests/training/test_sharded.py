@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from benchmarks.world.clip import render_clip
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from tiny_backbones import BACKBONES
 
 pytestmark = pytest.mark.slow
 CONFIGURATIONS = Path(__file__).parents[2] / "recipes/accelerate"
@@ -48,13 +49,17 @@ def make_model(folder: Path, tiny: Path, processor, tied: bool) -> Path:
     """A random model whose layers have weights that ZeRO-3 finds worth sharing out."""
     config = Qwen2_5_VLQTSplusConfig.from_pretrained(tiny)
     config.text_config.intermediate_size, config.tie_word_embeddings = 1024, tied
+    return save(folder, Qwen2_5_VLQTSplusForConditionalGeneration, config, processor)
+
+
+def save(folder: Path, model, config, processor) -> Path:
     torch.manual_seed(0)
-    Qwen2_5_VLQTSplusForConditionalGeneration(config).save_pretrained(folder)
+    model(config).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
 
 
-def make_recipe(folder: Path, tiny: Path, processor, stages: str, tied: bool, features: str = "") -> Path:
+def make_recipe(folder: Path, model: Path, stages: str, features: str = "") -> Path:
     """Two videos, rows of text and one whose video is broken: in some steps a process sees no video."""
     for name, seconds in (("a.mp4", 4), ("b.mp4", 2)):
         render_clip(folder / name, seconds=seconds, fps=8, size=(112, 112), seed=seconds)
@@ -66,7 +71,6 @@ def make_recipe(folder: Path, tiny: Path, processor, stages: str, tied: bool, fe
         for row, video in enumerate(videos)
     ]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    model = make_model(folder / "model", tiny, processor, tied)
     path, records = folder / "recipe.yaml", f"[{folder}/train.jsonl]"
     path.write_text(
         f"model: {{weights: {model}, selector: {{gate: detached, reduction: mean, query_states: layer}}}}\n"
@@ -150,14 +154,14 @@ def answer(folder: Path, video: Path) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def pixels(tmp_path_factory, tiny_published, tiny_processor) -> Path:
     folder = tmp_path_factory.mktemp("pixels")
-    return make_recipe(folder, tiny_published, tiny_processor, PIXELS, tied=True)
+    return make_recipe(folder, make_model(folder / "model", tiny_published, tiny_processor, tied=True), PIXELS)
 
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory, tiny_published, tiny_processor) -> Path:
     folder = tmp_path_factory.mktemp("features")
-    kept = f", features: {folder}/kept"
-    recipe = make_recipe(folder, tiny_published, tiny_processor, FEATURES, tied=False, features=kept)
+    model = make_model(folder / "model", tiny_published, tiny_processor, tied=False)
+    recipe = make_recipe(folder, model, FEATURES, f", features: {folder}/kept")
     result = train(recipe, folder / "run")
     assert result.returncode == 0, result.stderr[-3000:]
     return recipe
@@ -185,6 +189,26 @@ def test_both_stages_from_pixels(mode, pixels, run_by):
     assert_same_run(folder, one)
     assert (folder / "README.md").read_text() == (one / "README.md").read_text()  # has the number of parameters
     assert torch.equal(answer(folder, video), answer(one, video))
+
+
+@pytest.fixture(scope="module", params=BACKBONES[1:], ids=lambda backbone: backbone.name)
+def other(request, tmp_path_factory) -> Path:
+    """The recipe of another backbone, and its run in one process."""
+    folder, processor = tmp_path_factory.mktemp("other"), request.param.processor()
+    config = request.param.config(processor, {})
+    config.text_config.intermediate_size = 2048
+    recipe = make_recipe(folder, save(folder / "model", request.param.model, config, processor), PIXELS)
+    result = train(recipe, folder / "run", "one", "training.max_steps=2")
+    assert result.returncode == 0, result.stderr[-3000:]
+    return recipe
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+def test_other_backbones(mode, other, tmp_path):
+    result = train(other, tmp_path / "run", mode, "training.max_steps=2")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert_same_run(tmp_path / "run/relevance", other.parent / "run/relevance")
+    assert_same_run(tmp_path / "run", other.parent / "run")
 
 
 GOES_ON = [("ddp", "one", 1), ("one", "ddp", 2), ("fsdp2", "fsdp2", 1)]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qtsplus.synthesis.ray_runner import cluster
+from qtsplus.ray_workers import cluster
 
 
 def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch):
