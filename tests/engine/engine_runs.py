@@ -36,7 +36,10 @@ def request(question: str, videos=(), images: int = 0, **settings: Any) -> dict[
 
 
 def requests_of(positions: str) -> dict[str, dict[str, Any]]:
-    """Named requests; those whose name ends in "again" are about videos that were encoded before."""
+    """
+    Named requests; those whose name ends in "again" are about videos that were encoded before. With the original
+    positions the engine has a budget for those that state none, with the others the model's own counts.
+    """
     both = {
         "trained": request(WHICH, [12], retention=0.3),
         "other question again": request(WHERE, [12], retention=0.3),
@@ -46,7 +49,14 @@ def requests_of(positions: str) -> dict[str, dict[str, Any]]:
         "image": request("Hello you", images=1),
     }
     if positions == "sequential":
-        return both
+        return {
+            **both,
+            "learned": request(WHICH, [10]),
+            "learned again": request(WHERE, [10]),
+            "learned of two videos": request(WHERE, [10, 8]),
+            "learned up to a cap again": request(WHICH, [10], max_visual_tokens=4),
+            "learned for another method again": request(WHICH, [10], selection="diversity"),
+        }
     fixed = ("diversity", "temporal_redundancy", "uniform", "random")
     methods = {name: request(WHICH, [12, 8], retention=0.2, selection=name) for name in fixed}
     return {
@@ -123,6 +133,7 @@ class Engine:
         alone: per request what vLLM answers when it is asked alone: `tokens`, `logprobs` of the first of them by id,
             `length` of the prompt, `kept` of the visual tokens, `tower_calls`.
         together: the same, when all requests are one batch.
+        budget: of requests that state none; the model's own if `None`.
         dtype: of the weights. In half precision both round at other places.
     """
 
@@ -131,6 +142,7 @@ class Engine:
     requests: dict[str, dict[str, Any]]
     alone: dict[str, dict[str, Any]]
     together: dict[str, dict[str, Any]]
+    budget: dict[str, float] | None
     dtype: str = "float32"
 
     @property
@@ -146,8 +158,8 @@ class Engine:
         inputs = self.processor(text=[prompt_of(self.processor, asked)], images=images, return_tensors="pt", **given)
         inputs.pop("mm_token_type_ids", None)
         budget = dict(asked["settings"])
-        if videos and not {"retention", "selection"} & budget.keys():
-            budget["retention"] = 1.0 if "max_visual_tokens" in budget else 0.4
+        if videos and self.budget is not None and not {"retention", "selection"} & budget.keys():
+            budget |= self.budget if "max_visual_tokens" not in budget else {"retention": 1.0}
         output = self.model.generate(
             **inputs,
             **{**budget, **overrides},
@@ -168,13 +180,14 @@ def start(backbone: Any, positions: str, requests: dict[str, Any], folder: Path)
     model = build(backbone, processor, position_ids=positions).to(getattr(torch, dtype))
     published = write_folder(model, processor, folder)
     prompts = {name: {**asked, "prompt": prompt_of(processor, asked)} for name, asked in requests.items()}
-    (folder / "requests.json").write_text(json.dumps({**prompts, "dtype": dtype}))
+    budget = {"retention": 0.4} if positions == "original" else None
+    (folder / "requests.json").write_text(json.dumps({**prompts, "dtype": dtype, "budget": budget}))
     command = [sys.executable, str(Path(__file__).with_name("ask_engine.py")), str(published), str(folder)]
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     run = subprocess.run(command, env={**engine_environment(), "PYTHONPATH": path}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     answers = json.loads((folder / "answers.json").read_text())
-    return Engine(model, processor, requests, answers["alone"], answers["together"], dtype)
+    return Engine(model, processor, requests, answers["alone"], answers["together"], budget, dtype)
 
 
 def engine_environment() -> dict[str, str]:

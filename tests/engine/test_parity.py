@@ -64,3 +64,15 @@ def test_the_question_decides_and_the_tower_runs_once(engine):
     assert first["kept"] != second["kept"]
     assert (first["tower_calls"], second["tower_calls"]) == (1, 0)
     assert engine.alone["two videos"]["tower_calls"] == 1  # of the second video
+
+
+def test_the_models_own_budget_is_that_of_transformers(engine):
+    asked = {name: one for name, one in engine.requests.items() if name.startswith("learned")}
+    if engine.budget is None:
+        assert asked
+    counts = {}
+    for name, one in asked.items():
+        counts[name] = int(engine.here(one)[2].n[0])
+        assert len(engine.alone[name]["kept"]) == counts[name], name
+        assert engine.alone[name]["tower_calls"] == (0 if "again" in name or "two" in name else 1)
+    print(counts)

@@ -18,9 +18,11 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from ..backbones import backbone_of
 from ..layout_qtsplus import lay_out, splice
+from ..methods_qtsplus import Method, uniform
 from ..mixin_qtsplus import choose
 from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs
-from .processing import QTSplusMultiModalProcessor
+from ..selector_qtsplus import QTSplusOutput
+from .processing import QTSplusMultiModalProcessor, add_method
 
 CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
 
@@ -67,6 +69,7 @@ class QTSplusForVLLM:
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         check_engine(vllm_config, self.config.qtsplus_config)
+        add_method(vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {})
         with torch.device("meta"):
             hooks = backbone_of(self.config.model_type).model.model_class(self.config)
         del hooks.visual, hooks.language_model
@@ -92,22 +95,12 @@ class QTSplusForVLLM:
 
     def _embed(self, item: dict[str, Any]) -> torch.Tensor:
         settings = settings_of(item)
-        features = self._encode(item, settings["hashes"])
-        layout = self._lay_out(item, features)
         retention, most = settings.get("retention"), settings.get("max_visual_tokens")
         if most is not None and retention is None:
             retention = 1.0  # the cap alone decides
-        selection = SelectionInputs(
-            query_mask=item["query_mask"].to(layout.mask.device)[None],
-            retention=retention,
-            max_visual_tokens=None if most is None else int(most),
-            selection=settings["selection"],
-            reencode=settings.get("reencode", True),
-        )
-        nothing = self.hooks.no_features(layout.mask.device)
-        by_modality = {VIDEO: features, IMAGE: [nothing] * len(item["image_grids"])}
-        selected, qtsplus = choose(self.hooks, layout, by_modality, selection)
-        prompt = splice(self.hooks, layout, by_modality, selected, qtsplus, pad_left=False)
+        method, reencode = settings["selection"], settings.get("reencode", True)
+        layout, features, selected, qtsplus = self._choose(item, retention, most, method, reencode)
+        prompt = splice(self.hooks, layout, features, selected, qtsplus, pad_left=False)
 
         part = slice(settings["start"], settings["start"] + settings["length"])
         ids = prompt.input_ids[0, part]
@@ -117,10 +110,40 @@ class QTSplusForVLLM:
         positions = self.hooks.language_axes(prompt.position_ids)[:, 0, part]
         return torch.cat([rows, positions.T.int().contiguous().view(rows.dtype)], dim=1)
 
+    @torch.inference_mode()
+    def learned_budget(self, item: dict[str, Any]) -> int | None:
+        """
+        How many tokens the model itself would keep of a request, at most its `max_visual_tokens`; `None` where a video
+        is not in the cache and its pixels are not in the item.
+        """
+        settings = settings_of(item)
+        if "pixel_values_videos" not in item and any(self.encoded.get(key) is None for key in settings["hashes"]):
+            return None
+        # Which tokens stay does not matter here; `uniform` is the cheapest way to choose them.
+        *_, qtsplus = self._choose(item, None, settings.get("max_visual_tokens"), uniform, False)
+        return int(qtsplus.n[0])
+
+    def _choose(
+        self, item: dict[str, Any], retention: float | None, most: float | None, method: str | Method, reencode: bool
+    ) -> tuple[Layout, dict[str, list[torch.Tensor]], list[torch.Tensor], QTSplusOutput]:
+        """The full prompt of a request, its features by modality, the tokens that stay, and how they were chosen."""
+        videos = self._encode(item, settings_of(item)["hashes"])
+        layout = self._lay_out(item, videos)
+        selection = SelectionInputs(
+            query_mask=item["query_mask"].to(layout.mask.device)[None],
+            retention=retention,
+            max_visual_tokens=None if most is None else int(most),
+            selection=method,
+            reencode=reencode,
+        )
+        nothing = self.hooks.no_features(layout.mask.device)
+        features = {VIDEO: videos, IMAGE: [nothing] * len(item["image_grids"])}
+        return layout, features, *choose(self.hooks, layout, features, selection)
+
     def _encode(self, item: dict[str, Any], hashes: list[str]) -> list[torch.Tensor]:
         """Per video `[k, token_width]`; the tower sees those that are not in the cache."""
         grids = item["video_grid_thw"]
-        pixels = item["pixel_values_videos"].split(grids.prod(-1).tolist())
+        pixels = item["pixel_values_videos"].split(grids.prod(-1).tolist()) if "pixel_values_videos" in item else ()
         features = []
         for index, key in enumerate(hashes):
             known = self.encoded.get(key)
