@@ -6,6 +6,7 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -258,6 +259,10 @@ def with_selector(stock: Any) -> WeightsMapper:
 
 class Qwen2_5_VLProcessor(QTSplusMultiModalProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
     """Of Qwen2.5-VL, and of Qwen2-VL, whose own does not take the times of frames."""
+
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
+        # vLLM has sampled the frames, and for these backbones does not tell the processor, which would sample them too.
+        return super()._apply_hf_processor_main(mm_items, {"do_sample_frames": False, **hf_kwargs})
 
 
 class Qwen2VLInfo(qwen2_vl.Qwen2VLProcessingInfo):

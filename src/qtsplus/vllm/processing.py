@@ -167,7 +167,8 @@ class QTSplusMultiModalProcessor:
         if learned:
             settings["max_visual_tokens"] = ask_budget(self.call_engine, merged_item(items, ids, mask, settings))
         kept = count_kept(config.qtsplus_config, num_tokens, settings)
-        length = kept + (stop - start) - num_tokens  # the text between the videos is part of the item
+        between = [one for one in ids[start:stop] if one != config.video_token_id]  # text that is part of the item
+        length = kept + len(between)
 
         settings |= {"start": start, "stop": stop, "length": length}
         item = merged_item(items, ids, mask, settings)
@@ -178,7 +179,7 @@ class QTSplusMultiModalProcessor:
         ]
         return {
             **processed,
-            "prompt_token_ids": ids[:start] + [config.video_token_id] * length + ids[stop:],
+            "prompt_token_ids": ids[:start] + [config.video_token_id] * kept + between + ids[stop:],
             "mm_kwargs": MultiModalKwargsItems({**items, "video": [item]}),
             "mm_hashes": {**hashes, "video": [hashlib.sha256(key).hexdigest()]},
             "mm_placeholders": {
