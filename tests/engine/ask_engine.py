@@ -48,7 +48,7 @@ def ask(llm: LLM, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(model: str, folder: Path) -> None:
     requests = json.loads((folder / "requests.json").read_text())
-    budget = requests.pop("budget")
+    defaults = requests.pop("defaults")
     llm = LLM(
         model=model,
         dtype=requests.pop("dtype"),
@@ -56,11 +56,11 @@ def main(model: str, folder: Path) -> None:
         max_model_len=1024,
         max_num_batched_tokens=192,  # prompts of a batch are read in pieces
         limit_mm_per_prompt={"video": 3, "image": 2},
-        mm_processor_kwargs=budget,
+        mm_processor_kwargs=defaults,
         enable_prefix_caching=False,
         worker_extension_cls=WORKER,
     )
-    if budget is None:
+    if defaults is None:
         connect(llm)
     watch = llm.apply_model(Watch)[0]
     alone = {}

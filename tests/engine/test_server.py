@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import socket
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -89,7 +90,7 @@ def ask_about(server, content, question, budget, timeout=120.0):
             messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
             temperature=0,
             max_tokens=TOKENS,
-            extra_body={"mm_processor_kwargs": budget, "ignore_eos": True},
+            extra_body={"mm_processor_kwargs": budget, "ignore_eos": True, "min_tokens": TOKENS},
         )
     details = answer.usage.prompt_tokens_details.model_dump()
     return answer.choices[0].message.content, answer.usage.prompt_tokens, details["multimodal_tokens"]
@@ -119,9 +120,20 @@ def test_without_a_budget_the_model_decides_as_in_transformers(server, clips, mo
     for question in QUESTIONS[:4]:
         for budget in ({}, {"max_visual_tokens": 12}):
             text, _, kept = ask(server, clips, [0], question, budget)
-            assert (text, kept["video"]) == answer_here(*model, clips / "0.mp4", question, **budget)
-            counts.add(kept["video"])
+            here, count = answer_here(*model, clips / "0.mp4", question, **budget)
+            assert text == here.rstrip("\N{REPLACEMENT CHARACTER}")  # vLLM waits for the rest of a character
+            assert kept["video"] == count
+            counts.add(count)
     assert len(counts) > 2  # the question decides
+
+
+@contextlib.contextmanager
+def silent_client(server):
+    """One that announces a request and does not send it."""
+    host, port = server.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: tiny\r\nContent-Length: 999\r\n\r\n{")
+        yield
 
 
 def test_many_clients_get_what_each_would_get_alone(server, clips):
@@ -136,7 +148,7 @@ def test_many_clients_get_what_each_would_get_alone(server, clips):
         with contextlib.suppress(openai.APITimeoutError):
             ask(server, clips, range(3), f"What is number {number}?", {"retention": 1.0}, timeout=0.3)
 
-    with ThreadPoolExecutor(CLIENTS) as pool:
+    with silent_client(server), ThreadPoolExecutor(CLIENTS) as pool:
         gone = [pool.submit(hang_up, number) for number in range(2)]
         together = list(pool.map(lambda one: ask(server, clips, *one), asked))
         [one.result() for one in gone]
