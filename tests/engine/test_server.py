@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import random
 import socket
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +21,7 @@ from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 
 from benchmarks.world.clip import render_clip
 from engine_runs import TOKENS, build, engine_environment, processor_of, prompt_of, request, write_folder
-from qtsplus.vllm.budget import WORKER
+from qtsplus.cli.serve import FRAMES
 from server_process import free_port, running_server
 from tiny_backbones import QWEN2_5_VL
 
@@ -32,7 +34,7 @@ BUDGETS = ({"retention": 0.1}, {"retention": 0.4}, {"max_visual_tokens": 9}, {})
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clips")
-    for seed in range(VIDEOS):  # of the first vLLM takes 32 of 48 frames
+    for seed in range(VIDEOS):  # 12 frames of the first, 4 of the others
         render_clip(folder / f"{seed}.mp4", seconds=2 if seed else 6, fps=8, size=(112, 112), seed=seed)
     return folder
 
@@ -49,15 +51,13 @@ def server(tmp_path_factory, clips, model):
     folder = tmp_path_factory.mktemp("served")
     published = write_folder(*model, folder)
     port = free_port()
-    options = {"model": published, "served-model-name": "tiny", "host": "127.0.0.1", "port": port, "dtype": "float32"}
-    options |= {"max-model-len": 1024, "limit-mm-per-prompt": json.dumps({"video": 3, "image": 2})}
-    options |= {"allowed-local-media-path": clips}
-    options |= {"worker-extension-cls": WORKER, "middleware": "qtsplus.vllm.budget.Connection"}
-    flags = ["--enforce-eager", "--trust-request-mm-kwargs", "--enable-prompt-tokens-details"]
-    command = [*(f"--{name}={value}" for name, value in options.items()), *flags]
-    environment = {**engine_environment(), "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    program = ["-m", "vllm.entrypoints.openai.api_server"]
-    with running_server(port, folder / "server.log", *program, *command, environment=environment):
+    command = ["-m", "qtsplus.cli", "serve", published, "--port", port, "--allow-media-root", clips, "--"]
+    command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", 1024]
+    command += ["--limit-mm-per-prompt", json.dumps({"video": 3, "image": 2})]
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**engine_environment(), "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    with running_server(port, folder / "server.log", *map(str, command), environment=environment):
         yield f"http://127.0.0.1:{port}"
 
 
@@ -98,7 +98,7 @@ def ask_about(server, content, question, budget, timeout=120.0):
 
 def answer_here(model, processor, path, question, **settings):
     """What Transformers answers about the frames that vLLM reads: (text, kept tokens)."""
-    frames, read = VideoMediaIO(ImageMediaIO()).load_file(path).media
+    frames, read = VideoMediaIO(ImageMediaIO(), **FRAMES).load_file(path).media
     metadata = VideoMetadata(**{name: read[name] for name in ("fps", "duration", "total_num_frames", "frames_indices")})
     inputs = processor(
         text=[prompt_of(processor, request(question, [1]))],

@@ -16,6 +16,7 @@ from .models import check_model_options, load_model
 from .options import Device, Dtype, Retention, Revision
 
 ROOM = "qtsplus.vllm.budget"
+FRAMES = {"fps": 2, "num_frames": 768}  # of a video at most, as `qtsplus ask` takes them; vLLM would take 32
 
 
 class Engine(str, Enum):
@@ -97,9 +98,10 @@ def _media(root: Path | None, domains: list[str]) -> list[str]:
 def _become_vllm(options: list[str], budget: dict[str, Any]) -> NoReturn:
     if budget:
         options += ["--mm-processor-kwargs", json.dumps(budget)]
-    # The model's own budget needs the first two; the last says how many tokens were kept.
+    # The model's own budget needs the first two, and the third says how many tokens were kept.
     ours = [f"--worker-extension-cls={ROOM}.BudgetWorker", f"--middleware={ROOM}.Connection"]
-    options = [*ours, "--enable-prompt-tokens-details", *options]
+    ours += ["--enable-prompt-tokens-details", f"--media-io-kwargs={json.dumps({'video': FRAMES})}"]
+    options = [*ours, *options]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--trust-request-mm-kwargs", *options]
     # An allowed host could lead to one that is not.
     os.execve(sys.executable, command, {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", **os.environ})

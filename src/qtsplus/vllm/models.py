@@ -19,7 +19,6 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from ..backbones import backbone_of
 from ..layout_qtsplus import lay_out, splice
-from ..methods_qtsplus import Method, uniform
 from ..mixin_qtsplus import choose
 from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs
 from ..selector_qtsplus import QTSplusOutput
@@ -96,11 +95,7 @@ class QTSplusForVLLM:
 
     def _embed(self, item: dict[str, Any]) -> torch.Tensor:
         settings = settings_of(item)
-        retention, most = settings.get("retention"), settings.get("max_visual_tokens")
-        if most is not None and retention is None:
-            retention = 1.0  # the cap alone decides
-        method, reencode = settings["selection"], settings.get("reencode", True)
-        layout, features, selected, qtsplus = self._choose(item, retention, most, method, reencode)
+        layout, features, selected, qtsplus = self._choose(item, settings)
         prompt = splice(self.hooks, layout, features, selected, qtsplus, pad_left=False)
 
         part = slice(settings["start"], settings["start"] + settings["length"])
@@ -120,25 +115,22 @@ class QTSplusForVLLM:
         settings = settings_of(item)
         if "pixel_values_videos" not in item and any(self.encoded.get(key) is None for key in settings["hashes"]):
             return None
-        # Which tokens stay does not matter here; `uniform` is the cheapest way to choose them.
-        *_, qtsplus = self._choose(item, None, settings.get("max_visual_tokens"), uniform, False)
+        # Which tokens stay does not matter here: these are the cheapest to choose.
+        *_, qtsplus = self._choose(item, {**settings, "selection": "uniform", "reencode": False})
         return int(qtsplus.n[0])
 
-    def _choose(
-        self, item: dict[str, Any], retention: float | None, most: float | None, method: str | Method, reencode: bool
-    ) -> tuple[Layout, dict[str, list[torch.Tensor]], list[torch.Tensor], QTSplusOutput]:
+    def _choose(self, item: dict[str, Any], settings: dict[str, Any]) -> tuple[Layout, Any, Any, QTSplusOutput]:
         """The full prompt of a request, its features by modality, the tokens that stay, and how they were chosen."""
-        videos = self._encode(item, settings_of(item)["hashes"])
-        layout = self._lay_out(item, videos)
+        videos = self._encode(item, settings["hashes"])
+        layout, most = self._lay_out(item, videos), settings.get("max_visual_tokens")
         selection = SelectionInputs(
             query_mask=item["query_mask"].to(layout.mask.device)[None],
-            retention=retention,
+            retention=settings.get("retention"),
             max_visual_tokens=None if most is None else int(most),
-            selection=method,
-            reencode=reencode,
+            selection=settings["selection"],
+            reencode=settings.get("reencode", True),
         )
-        nothing = self.hooks.no_features(layout.mask.device)
-        features = {VIDEO: videos, IMAGE: [nothing] * len(item["image_grids"])}
+        features = {VIDEO: videos, IMAGE: [self.hooks.no_features(layout.mask.device)] * len(item["image_grids"])}
         return layout, features, *choose(self.hooks, layout, features, selection)
 
     def _encode(self, item: dict[str, Any], hashes: list[str]) -> list[torch.Tensor]:

@@ -50,10 +50,7 @@ def add_method(defaults: Mapping[str, Any]) -> None:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: a budget out of range; a selection that is unknown or not possible here.
-    """
+    """Raises `ValueError` for a budget out of range, or a selection that is unknown or not possible here."""
     selection = settings["selection"]
     possible = sorted(set(METHODS) - {"lm_attention"})
     if not isinstance(selection, str) or selection not in possible:
@@ -81,10 +78,9 @@ def count_kept(config: Any, num_tokens: int, settings: Mapping[str, Any]) -> int
         return num_tokens
     if retention is None and most is None:
         raise ValueError(
-            "vLLM counts the tokens before it sees the video, and this one was started without the way to ask for the "
-            "model's own budget (qtsplus serve has it): give retention or max_visual_tokens, with the request as "
-            'mm_processor_kwargs (such as {"retention": 0.1}) or for all requests as --mm-processor-kwargs at the '
-            "server's start."
+            "This vLLM was not started by qtsplus serve, so the model's own budget cannot be asked: give retention or "
+            'max_visual_tokens, with the request as mm_processor_kwargs (such as {"retention": 0.1}) or for all '
+            "requests as --mm-processor-kwargs at the server's start."
         )
     # A cap alone is the budget.
     return kept_count(1.0 if retention is None else retention, num_tokens, int(min(config.n_max, most or config.n_max)))
@@ -171,6 +167,8 @@ class QTSplusMultiModalProcessor:
         length = kept + len(between)
 
         settings |= {"start": start, "stop": stop, "length": length}
+        if settings["selection"] != "all":
+            settings |= {"retention": 1.0, "max_visual_tokens": kept}
         item = merged_item(items, ids, mask, settings)
         key = json.dumps([hashes, ids, sorted(settings.items())]).encode()
         moved = [
