@@ -155,13 +155,13 @@ class QTSplusMultiModalProcessor:
         check_settings(settings)
         num_tokens, mask = ids[start:stop].count(config.video_token_id), question_mask(config, ids)
         fixed = settings["selection"] == "all" or settings.get("retention") is not None
-        learned = self.call_engine is not None and not fixed
-        if (learned or settings["selection"] == "qtsplus") and not mask.any():
+        call = None if fixed else self.call_engine
+        if (call or settings["selection"] == "qtsplus") and not mask.any():
             raise ValueError("The last user turn has no text to select by: expected a question beside the video.")
         hashes = processed["mm_hashes"]
         settings["hashes"] = hashes["video"]
-        if learned:
-            settings["max_visual_tokens"] = ask_budget(self.call_engine, merged_item(items, ids, mask, settings))
+        if call:  # for the model's own
+            settings["max_visual_tokens"] = ask_budget(call, merged_item(items, ids, mask, settings))
         kept = count_kept(config.qtsplus_config, num_tokens, settings)
         between = [one for one in ids[start:stop] if one != config.video_token_id]  # text that is part of the item
         length = kept + len(between)
