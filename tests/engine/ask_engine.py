@@ -65,6 +65,7 @@ def main(model: str, folder: Path) -> None:
     watch = llm.apply_model(Watch)[0]
     alone = {}
     for name, asked in requests.items():
+        llm.llm_engine.reset_encoder_cache()  # or two requests that keep as many tokens would be one
         watch.tower_calls, watch.kept = 0, []
         (answer,) = ask(llm, [prompt_of(asked)])
         alone[name] = {**answer, "kept": watch.kept, "tower_calls": watch.tower_calls}

@@ -76,6 +76,5 @@ def test_the_models_own_budget_is_that_of_transformers(engine):
     counts = {name: len(engine.alone[name]["kept"]) for name in names}
     for name, count in counts.items():
         assert count == pytest.approx(int(engine.here(engine.requests[name])[2].n[0]), abs=not engine.exact), name
-    assert counts["learned"] != counts["learned again"]  # the question decides
     calls = {name: engine.alone[name]["tower_calls"] for name in names}
     assert calls == {name: int(name == "learned") for name in names}
