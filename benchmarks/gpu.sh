@@ -8,6 +8,8 @@
 #   --out DIR       where results and gpu.log go, instead of benchmarks/results
 #   --seconds N     the most that a step may take, instead of 520; it goes on there when it is run again
 #
+# vllm-3b, the load of vllm_load.py, needs vLLM beside the rest, and runs only where it is named.
+#
 # `make gpu-wheels` fills wheels/ for a machine without network. Exit code: 0, every step has its result; 1, a step
 # failed; 2, an argument is wrong or something is missing; 3, a step ran out of time: run the same command again.
 set -uo pipefail
@@ -32,7 +34,7 @@ while (($#)); do
             if [[ $1 == --out ]]; then results=$2; else seconds=$2; fi
             shift ;;
         -*) fail "there is no option $1; expected --list, --dry-run, --out DIR or --seconds N" ;;
-        *) [[ " ${STEPS[*]} " == *" $1 "* ]] || fail "there is no step $1; expected some of: ${STEPS[*]}"
+        *) [[ " ${STEPS[*]} vllm-3b " == *" $1 "* ]] || fail "there is no step $1; expected some of: ${STEPS[*]} vllm-3b"
             chosen+=("$1") ;;
     esac
     shift
@@ -128,6 +130,10 @@ set_command() {
             tests=(tests/test_device.py tests/test_vision_attention.py)
             $dry && tests=(tests/test_device.py -k attention)
             command=("$PYTHON" benchmarks/run_tests.py "$(result_of "$1")" "${tests[@]}")
+            ;;
+        vllm-*)  # the tiny shape has positions that vLLM does not take
+            $dry && shape=small
+            command=("$PYTHON" -m benchmarks.vllm_load "$(result_of "$1")" "$shape")
             ;;
         frames-*) command=(measure speed --sweep --repeats 1 --out "$results/frames") ;;
         speed-*) command=(measure speed --no-sweep --repeats 3 --out "$results") ;;

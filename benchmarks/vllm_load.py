@@ -2,9 +2,10 @@
 pruning (EVS, which never sees the question), and Transformers with the selector, one question after another.
 
     python -m benchmarks.vllm_load benchmarks/results/vllm-load-cpu.json
+    python -m benchmarks.vllm_load benchmarks/results/vllm-gpu.json 3b
 
-It needs vLLM, and runs in one process with a model of random weights. Every run begins with no video known; within a
-run each side encodes a video once. Frames are handed over decoded.
+It needs vLLM, and runs in one process with models of random weights, three of them beside each other on a GPU. Every
+run begins with no video known; within a run each side encodes a video once. Frames are handed over decoded.
 """
 
 import os
@@ -28,9 +29,11 @@ from qtsplus.results import environment, write_json
 from .speed.results import spread
 from .speed.shapes import build, find_shape, make_processor, prompt_text
 
-VIDEOS, QUESTIONS, REQUESTS, NEW_TOKENS, REPEATS = 8, 12, 96, 16, 7
+VIDEOS, QUESTIONS, REQUESTS, NEW_TOKENS = 8, 12, 96, 16
 RETENTIONS = (0.05, 0.1, 0.2)
-SHAPE, FRAMES = "small", 64
+FRAMES = 64
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE, REPEATS = ("cuda", torch.bfloat16, 3) if ON_GPU else ("cpu", torch.float32, 7)
 
 
 class Load:
@@ -43,11 +46,12 @@ class Load:
     """
 
     def __init__(self, shape: Any, folder: Path):
-        self.processor, self.model = make_processor(shape), build(shape, "ours", "cpu", torch.float32)
+        self.processor, self.model = make_processor(shape), build(shape, "ours", DEVICE, DTYPE)
         for part in (self.model, self.processor):
             part.save_pretrained(folder / "saved")
         assemble_folder(folder / "saved", folder / "published")
         rng, (width, height) = np.random.default_rng(0), shape.size
+        self.length = FRAMES * width * height // 28**2  # twice the tokens of a video
         self.videos = [rng.integers(0, 255, (FRAMES, height, width, 3), dtype=np.uint8) for _ in range(VIDEOS)]
         self.described: dict[str, Any] = {"fps": 2.0, "total_num_frames": FRAMES, "frames_indices": list(range(FRAMES))}
         self.prompt_tokens: dict[str, float] = {}  # of a request, on average
@@ -66,8 +70,9 @@ class Load:
     def _start_vllm(self, folder: Path, **more: Any) -> Any:
         from vllm import LLM
 
-        sizes: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "max_num_seqs": 32}
-        options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, **sizes}
+        sizes = {"max_model_len": self.length, "max_num_batched_tokens": self.length, "max_num_seqs": 32}
+        options: dict[str, Any] = {"dtype": DTYPE, "enable_prefix_caching": False, **sizes}
+        options |= {"gpu_memory_utilization": 0.25} if ON_GPU else {"enforce_eager": True}
         return LLM(model=str(folder), limit_mm_per_prompt={"video": 1, "image": 0}, **options, **more)
 
     def ask_vllm(self, way: str) -> None:
@@ -101,7 +106,7 @@ class Load:
             features, metadata, grid = known[video]
             inputs = self.processor.question_inputs(question, grid, [metadata])
             settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "retention": retention}
-            self.model.generate(**inputs, video_features=features, **settings)
+            self.model.generate(**inputs.to(DEVICE), video_features=features, **settings)
 
     def _encode(self, video: int) -> tuple[list[torch.Tensor], VideoMetadata, torch.Tensor]:
         metadata = VideoMetadata(**self.described)
@@ -134,11 +139,11 @@ def seconds_of(run: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure(out: Path) -> dict[str, Any]:
+def measure(out: Path, shape_name: str) -> dict[str, Any]:
     """Runs the ways in turn, and writes every run."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    shape = find_shape(SHAPE)
+    shape = find_shape(shape_name)
     with tempfile.TemporaryDirectory() as folder:
         load = Load(shape, Path(folder))
         sides: dict[str, Callable[[], None]] = {
@@ -157,10 +162,10 @@ def measure(out: Path) -> dict[str, Any]:
 
     medians = {name: statistics.median(times) for name, times in runs.items()}
     document = {
-        "command": "python -m benchmarks.vllm_load benchmarks/results/vllm-load-cpu.json",
-        "environment": {**environment("cpu"), "vllm": vllm_version},
+        "command": f"python -m benchmarks.vllm_load {out} {shape_name}",
+        "environment": {**environment(DEVICE), "vllm": vllm_version},
         "settings": {
-            "shape": SHAPE,
+            "shape": shape_name,
             "frames": FRAMES,
             **{"videos": VIDEOS, "questions": QUESTIONS, "requests": REQUESTS, "new_tokens": NEW_TOKENS},
             "retentions": RETENTIONS,
@@ -180,4 +185,4 @@ def measure(out: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(measure(Path(sys.argv[1]))["figures"])
+    print(measure(Path(sys.argv[1]), *sys.argv[2:] or ["small"])["figures"])

@@ -275,7 +275,10 @@ def start_vllm(tmp_path, *options) -> list[str]:
 
 
 def test_vllm_is_started_with_nothing_open(tmp_path, tiny_published):
-    shared = ["--trust-request-mm-kwargs", "--model", str(tiny_published), "--served-model-name", tiny_published.name]
+    shared = ["--trust-request-mm-kwargs", "--worker-extension-cls=qtsplus.vllm.budget.BudgetWorker"]
+    shared += ["--middleware=qtsplus.vllm.budget.Connection", "--enable-prompt-tokens-details"]
+    shared += ['--media-io-kwargs={"video": {"fps": 2, "num_frames": 768}}']
+    shared += ["--model", str(tiny_published), "--served-model-name", tiny_published.name]
     shared += ["--host", "127.0.0.1", "--port", "8000", "--dtype", "float32"]
     shut = ["--allowed-media-domains", "none.invalid"]
     assert start_vllm(tmp_path, tiny_published) == [*shared, *shut, "0"]

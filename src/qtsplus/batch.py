@@ -21,7 +21,7 @@ from rich.progress import track
 from . import loading, session
 from .data.formats import Row, iter_rows, media_folder
 from .data.media import UNREADABLE, find_media
-from .data.records import Rate, String, Text, break_special_tokens, explain
+from .data.records import Rate, String, Text, explain
 from .output import check_output, whole_file
 from .results import Journal
 from .settings import show
@@ -205,18 +205,19 @@ def answer_on_ray(
 
 
 def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
-    """
-    vLLM, with all questions about a video at a time. It counts tokens before it encodes, so a row or the asker has to
-    state a budget; it does not say what an answer rests on.
-    """
+    """vLLM, with all questions about a video at a time. It does not say what an answer rests on."""
     from vllm import LLM, SamplingParams
+
+    from .vllm.budget import WORKER, connect
 
     if not videos:
         return
     processor = loading.load_processor(asker.model, asker.revision)
     dtype = loading.stored_dtype(asker.model, asker.revision) if asker.dtype == "auto" else asker.dtype
-    llm = LLM(asker.model, revision=asker.revision, dtype=dtype, limit_mm_per_prompt={"video": 1, "image": 0})
-    sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens)
+    options: dict[str, Any] = {"limit_mm_per_prompt": {"video": 1, "image": 0}, "worker_extension_cls": WORKER}
+    llm = LLM(asker.model, revision=asker.revision, dtype=dtype, **options)
+    connect(llm)  # for the model's own budget
+    sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens, detokenize=False)
     for tasks in videos:
         try:
             chunks = processor.video_chunks(tasks[0].place, fps=tasks[0].question.fps or asker.fps)
@@ -233,16 +234,18 @@ def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
                 yield task.number, failure(output)
                 continue
             kept = output.prompt_token_ids.count(processor.tokenizer.convert_tokens_to_ids(processor.video_token))
-            fields = {"answer": output.outputs[0].text.strip(), "kept_tokens": kept, "visual_tokens": total}
+            # Not vLLM's own text, which ends in front of a character that is not complete.
+            answer = processor.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True).strip()
+            fields = {"answer": answer, "kept_tokens": kept, "visual_tokens": total}
             yield task.number, {**fields, "warnings": chunks.warnings}
 
 
 def _prompt(processor: Any, question: Question, asker: Asker) -> dict[str, Any]:
-    content = [{"type": "video"}, {"type": "text", "text": break_special_tokens(question.question)}]
-    messages = [{"role": "user", "content": content}]
-    prompt = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    content = [{"type": "video"}, {"type": "text", "text": question.question}]
+    inputs = processor.conversation_inputs([[{"role": "user", "content": content}]])
     settings = {**asker.budget(question), "selection": asker.selection}
-    return {"prompt": prompt, "mm_processor_kwargs": {name: one for name, one in settings.items() if one is not None}}
+    settings = {name: one for name, one in settings.items() if one is not None}
+    return {"prompt_token_ids": inputs["input_ids"][0].tolist(), "mm_processor_kwargs": settings}
 
 
 def _generate(llm: Any, prompts: list[dict[str, Any]], sampling: Any) -> list[Any]:

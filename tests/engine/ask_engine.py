@@ -8,6 +8,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from engine_runs import TOKENS, described, frames_of, picture
+from qtsplus.vllm.budget import WORKER, connect
 
 
 class Watch:
@@ -47,6 +48,7 @@ def ask(llm: LLM, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(model: str, folder: Path) -> None:
     requests = json.loads((folder / "requests.json").read_text())
+    defaults = requests.pop("defaults")
     llm = LLM(
         model=model,
         dtype=requests.pop("dtype"),
@@ -54,12 +56,16 @@ def main(model: str, folder: Path) -> None:
         max_model_len=1024,
         max_num_batched_tokens=192,  # prompts of a batch are read in pieces
         limit_mm_per_prompt={"video": 3, "image": 2},
-        mm_processor_kwargs={"retention": 0.4},
+        mm_processor_kwargs=defaults,
         enable_prefix_caching=False,
+        worker_extension_cls=WORKER,
     )
+    if defaults is None:
+        connect(llm)
     watch = llm.apply_model(Watch)[0]
     alone = {}
     for name, asked in requests.items():
+        llm.llm_engine.reset_encoder_cache()  # or two requests that keep as many tokens would be one
         watch.tower_calls, watch.kept = 0, []
         (answer,) = ask(llm, [prompt_of(asked)])
         alone[name] = {**answer, "kept": watch.kept, "tower_calls": watch.tower_calls}

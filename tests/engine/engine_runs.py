@@ -36,7 +36,10 @@ def request(question: str, videos=(), images: int = 0, **settings: Any) -> dict[
 
 
 def requests_of(positions: str) -> dict[str, dict[str, Any]]:
-    """Named requests; those whose name ends in "again" are about videos that were encoded before."""
+    """
+    Named requests; those whose name ends in "again" are about videos that were encoded before. With the original
+    positions the engine has [`DEFAULTS`] for those that state nothing, with the others the model's own budget counts.
+    """
     both = {
         "trained": request(WHICH, [12], retention=0.3),
         "other question again": request(WHERE, [12], retention=0.3),
@@ -46,17 +49,33 @@ def requests_of(positions: str) -> dict[str, dict[str, Any]]:
         "image": request("Hello you", images=1),
     }
     if positions == "sequential":
-        return both
+        return {
+            **both,
+            "learned": request(WHICH, [10]),
+            "learned again": request(WHERE, [10]),
+            "learned of two videos": request(WHERE, [10, 8]),
+            "learned up to a cap again": request(WHICH, [10], max_visual_tokens=4),
+            "learned for another method again": request(WHICH, [10], selection="diversity"),
+        }
     fixed = ("diversity", "temporal_redundancy", "uniform", "random")
     methods = {name: request(WHICH, [12, 8], retention=0.2, selection=name) for name in fixed}
+    trained = {name: {**one, "settings": {"selection": "qtsplus", **one["settings"]}} for name, one in both.items()}
     return {
-        **both,
+        **trained,
         **methods,
         "all": request(WHICH, [12, 8], selection="all"),
-        "as they are": request(WHICH, [12], retention=0.3, reencode=False),
-        "both budgets": request(WHERE, [8], retention=0.5, max_visual_tokens=11),
-        "server's budget": request(WHICH, [8]),
+        "as they are": request(WHICH, [12], retention=0.3, selection="qtsplus", reencode=False),
+        "both budgets": request(WHERE, [8], retention=0.5, max_visual_tokens=11, selection="qtsplus"),
+        "the engine's defaults": request(WHICH, [8]),
     }
+
+
+def last_tokens(candidates: Any, n: int) -> torch.Tensor:
+    """A method of the operator's own."""
+    return torch.arange(candidates.num_tokens - n, candidates.num_tokens, device=candidates.device)
+
+
+DEFAULTS = {"retention": 0.4, "selection": "engine_runs:last_tokens"}
 
 
 def frames_of(count: int) -> np.ndarray:
@@ -123,6 +142,7 @@ class Engine:
         alone: per request what vLLM answers when it is asked alone: `tokens`, `logprobs` of the first of them by id,
             `length` of the prompt, `kept` of the visual tokens, `tower_calls`.
         together: the same, when all requests are one batch.
+        defaults: of requests that state nothing; if `None`, the engine can be asked for the model's own budget.
         dtype: of the weights. In half precision both round at other places.
     """
 
@@ -131,6 +151,7 @@ class Engine:
     requests: dict[str, dict[str, Any]]
     alone: dict[str, dict[str, Any]]
     together: dict[str, dict[str, Any]]
+    defaults: dict[str, Any] | None
     dtype: str = "float32"
 
     @property
@@ -146,8 +167,11 @@ class Engine:
         inputs = self.processor(text=[prompt_of(self.processor, asked)], images=images, return_tensors="pt", **given)
         inputs.pop("mm_token_type_ids", None)
         budget = dict(asked["settings"])
-        if videos and not {"retention", "selection"} & budget.keys():
-            budget["retention"] = 1.0 if "max_visual_tokens" in budget else 0.4
+        if videos and self.defaults is not None:
+            if not budget:
+                budget = {**self.defaults, "selection": last_tokens}
+            elif "max_visual_tokens" in budget:
+                budget.setdefault("retention", 1.0)
         output = self.model.generate(
             **inputs,
             **{**budget, **overrides},
@@ -168,13 +192,14 @@ def start(backbone: Any, positions: str, requests: dict[str, Any], folder: Path)
     model = build(backbone, processor, position_ids=positions).to(getattr(torch, dtype))
     published = write_folder(model, processor, folder)
     prompts = {name: {**asked, "prompt": prompt_of(processor, asked)} for name, asked in requests.items()}
-    (folder / "requests.json").write_text(json.dumps({**prompts, "dtype": dtype}))
+    defaults = DEFAULTS if positions == "original" else None
+    (folder / "requests.json").write_text(json.dumps({**prompts, "dtype": dtype, "defaults": defaults}))
     command = [sys.executable, str(Path(__file__).with_name("ask_engine.py")), str(published), str(folder)]
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     run = subprocess.run(command, env={**engine_environment(), "PYTHONPATH": path}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     answers = json.loads((folder / "answers.json").read_text())
-    return Engine(model, processor, requests, answers["alone"], answers["together"], dtype)
+    return Engine(model, processor, requests, answers["alone"], answers["together"], defaults, dtype)
 
 
 def engine_environment() -> dict[str, str]:

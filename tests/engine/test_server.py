@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import os
 import random
+import socket
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,41 +15,49 @@ from PIL import Image
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import openai
+import torch
+from transformers.video_utils import VideoMetadata
+from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 
 from benchmarks.world.clip import render_clip
-from engine_runs import build, engine_environment, write_folder
+from engine_runs import TOKENS, build, engine_environment, processor_of, prompt_of, request, write_folder
+from qtsplus.cli.serve import FRAMES
 from server_process import free_port, running_server
 from tiny_backbones import QWEN2_5_VL
 
 VIDEOS, CLIENTS = 8, 32
 COLOURS = ("red", "blue", "green", "yellow", "white", "black")
 QUESTIONS = [f"{words} the {colour} circle?" for colour in COLOURS for words in ("Where is", "When do you see")]
-BUDGETS = ({"retention": 0.1}, {"retention": 0.4}, {"max_visual_tokens": 9})
+BUDGETS = ({"retention": 0.1}, {"retention": 0.4}, {"max_visual_tokens": 9}, {})  # the last is the model's own
 
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clips")
-    for seed in range(VIDEOS):
-        render_clip(folder / f"{seed}.mp4", seconds=2, fps=8, size=(112, 112), seed=seed)
+    for seed in range(VIDEOS):  # 12 frames of the first, 4 of the others
+        render_clip(folder / f"{seed}.mp4", seconds=2 if seed else 6, fps=8, size=(112, 112), seed=seed)
     return folder
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, clips):
-    """(address, its log)."""
+def model():
+    """(model, processor)."""
+    processor = processor_of(QWEN2_5_VL)
+    return build(QWEN2_5_VL, processor), processor
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, clips, model):
     folder = tmp_path_factory.mktemp("served")
-    processor = QWEN2_5_VL.processor()
-    published = write_folder(build(QWEN2_5_VL, processor), processor, folder)
+    published = write_folder(*model, folder)
     port = free_port()
-    options = {"model": published, "served-model-name": "tiny", "host": "127.0.0.1", "port": port, "dtype": "float32"}
-    options |= {"max-model-len": 1024, "limit-mm-per-prompt": json.dumps({"video": 3, "image": 2})}
-    options |= {"allowed-local-media-path": clips}
-    flags = ["--enforce-eager", "--trust-request-mm-kwargs"]
-    command = [*(f"--{name}={value}" for name, value in options.items()), *flags]
-    environment = {**engine_environment(), "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    program = ["-m", "vllm.entrypoints.openai.api_server"]
-    with running_server(port, folder / "server.log", *program, *command, environment=environment):
+    command = ["-m", "qtsplus.cli", "serve", published, "--port", port, "--allow-media-root", clips, "--"]
+    command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", 1024]
+    command += ["--limit-mm-per-prompt", json.dumps({"video": 3, "image": 2})]
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**engine_environment(), "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    with running_server(port, folder / "server.log", *map(str, command), environment=environment):
         yield f"http://127.0.0.1:{port}"
 
 
@@ -67,7 +78,7 @@ def video_part(clips, video):
 
 
 def ask(server, clips, videos, question, budget, timeout=120.0):
-    """(text, tokens of the prompt)."""
+    """(text, tokens of the prompt, kept tokens)."""
     return ask_about(server, [video_part(clips, video) for video in videos], question, budget, timeout)
 
 
@@ -78,10 +89,51 @@ def ask_about(server, content, question, budget, timeout=120.0):
             model="tiny",
             messages=[{"role": "user", "content": [*content, {"type": "text", "text": question}]}],
             temperature=0,
-            max_tokens=6,
-            extra_body={"mm_processor_kwargs": budget, "ignore_eos": True},
+            max_tokens=TOKENS,
+            extra_body={"mm_processor_kwargs": budget, "ignore_eos": True, "min_tokens": TOKENS},
         )
-    return answer.choices[0].message.content, answer.usage.prompt_tokens
+    details = answer.usage.prompt_tokens_details.model_dump()
+    return answer.choices[0].message.content, answer.usage.prompt_tokens, details["multimodal_tokens"]
+
+
+def answer_here(model, processor, path, question, **settings):
+    """What Transformers answers about the frames that vLLM reads: (text, kept tokens)."""
+    frames, read = VideoMediaIO(ImageMediaIO(), **FRAMES).load_file(path).media
+    metadata = VideoMetadata(**{name: read[name] for name in ("fps", "duration", "total_num_frames", "frames_indices")})
+    inputs = processor(
+        text=[prompt_of(processor, request(question, [1]))],
+        videos=[frames],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    inputs.pop("mm_token_type_ids", None)
+    lengths = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
+    output = model.generate(**inputs, **settings, **lengths, do_sample=False, return_dict_in_generate=True)
+    answer = output.sequences[0, inputs["input_ids"].shape[1] :]
+    return processor.tokenizer.decode(answer, skip_special_tokens=True), int(output.qtsplus.n[0])
+
+
+@torch.no_grad()
+def test_without_a_budget_the_model_decides_as_in_transformers(server, clips, model):
+    counts = set()
+    for question in QUESTIONS[:4]:
+        for budget in ({}, {"max_visual_tokens": 12}):
+            text, _, kept = ask(server, clips, [0], question, budget)
+            here, count = answer_here(*model, clips / "0.mp4", question, **budget)
+            assert text == here.rstrip("\N{REPLACEMENT CHARACTER}")  # vLLM waits for the rest of a character
+            assert kept["video"] == count
+            counts.add(count)
+    assert len(counts) > 2  # the question decides
+
+
+@contextlib.contextmanager
+def silent_client(server):
+    """One that announces a request and does not send it."""
+    host, port = server.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: tiny\r\nContent-Length: 999\r\n\r\n{")
+        yield
 
 
 def test_many_clients_get_what_each_would_get_alone(server, clips):
@@ -96,24 +148,23 @@ def test_many_clients_get_what_each_would_get_alone(server, clips):
         with contextlib.suppress(openai.APITimeoutError):
             ask(server, clips, range(3), f"What is number {number}?", {"retention": 1.0}, timeout=0.3)
 
-    with ThreadPoolExecutor(CLIENTS) as pool:
+    with silent_client(server), ThreadPoolExecutor(CLIENTS) as pool:
         gone = [pool.submit(hang_up, number) for number in range(2)]
         together = list(pool.map(lambda one: ask(server, clips, *one), asked))
         [one.result() for one in gone]
     forget(server)
     assert [ask(server, clips, *one) for one in asked] == together
-    assert len(set(together)) > CLIENTS  # the requests are not all the same
+    assert len(set(map(str, together))) > CLIENTS  # the requests are not all the same
 
 
 def test_a_budget_is_the_prompts_length(server, clips):
-    lengths = [ask(server, clips, [0], QUESTIONS[0], {"max_visual_tokens": count})[1] for count in (5, 10.0, 1e300)]
+    budgets = [{"retention": 1, "max_visual_tokens": count} for count in (5, 10.0, 1e300)]
+    lengths = [ask(server, clips, [0], QUESTIONS[0], budget)[1] for budget in budgets]
     assert lengths[1] - lengths[0] == 5
     assert lengths[2] == ask(server, clips, [0], QUESTIONS[0], {"selection": "all"})[1]
 
 
 REFUSED = (
-    ({}, "retention or max_visual_tokens"),
-    ({"selection": "uniform"}, "retention or max_visual_tokens"),
     ({"retention": 0}, "(0, 1]"),
     ({"retention": -1}, "(0, 1]"),
     ({"retention": 1.5}, "(0, 1]"),

@@ -15,6 +15,9 @@ from .console import fail, note, one_line_errors, require_fraction
 from .models import check_model_options, load_model
 from .options import Device, Dtype, Retention, Revision
 
+ROOM = "qtsplus.vllm.budget"
+FRAMES = {"fps": 2, "num_frames": 768}  # of a video at most, as `qtsplus ask` takes them; vLLM would take 32
+
 
 class Engine(str, Enum):
     vllm = "vllm"
@@ -95,8 +98,10 @@ def _media(root: Path | None, domains: list[str]) -> list[str]:
 def _become_vllm(options: list[str], budget: dict[str, Any]) -> NoReturn:
     if budget:
         options += ["--mm-processor-kwargs", json.dumps(budget)]
-    else:
-        note("Without --retention or --max-visual-tokens, every request has to state one in mm_processor_kwargs.")
+    # The model's own budget needs the first two, and the third says how many tokens were kept.
+    ours = [f"--worker-extension-cls={ROOM}.BudgetWorker", f"--middleware={ROOM}.Connection"]
+    ours += ["--enable-prompt-tokens-details", f"--media-io-kwargs={json.dumps({'video': FRAMES})}"]
+    options = [*ours, *options]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--trust-request-mm-kwargs", *options]
     # An allowed host could lead to one that is not.
     os.execve(sys.executable, command, {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", **os.environ})

@@ -6,6 +6,7 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,8 @@ from ..backbones import backbone_of
 from ..layout_qtsplus import lay_out, splice
 from ..mixin_qtsplus import choose
 from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs
-from .processing import QTSplusMultiModalProcessor
+from ..selector_qtsplus import QTSplusOutput
+from .processing import QTSplusMultiModalProcessor, add_method
 
 CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
 
@@ -67,6 +69,7 @@ class QTSplusForVLLM:
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         check_engine(vllm_config, self.config.qtsplus_config)
+        add_method(vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {})
         with torch.device("meta"):
             hooks = backbone_of(self.config.model_type).model.model_class(self.config)
         del hooks.visual, hooks.language_model
@@ -92,22 +95,8 @@ class QTSplusForVLLM:
 
     def _embed(self, item: dict[str, Any]) -> torch.Tensor:
         settings = settings_of(item)
-        features = self._encode(item, settings["hashes"])
-        layout = self._lay_out(item, features)
-        retention, most = settings.get("retention"), settings.get("max_visual_tokens")
-        if most is not None and retention is None:
-            retention = 1.0  # the cap alone decides
-        selection = SelectionInputs(
-            query_mask=item["query_mask"].to(layout.mask.device)[None],
-            retention=retention,
-            max_visual_tokens=None if most is None else int(most),
-            selection=settings["selection"],
-            reencode=settings.get("reencode", True),
-        )
-        nothing = self.hooks.no_features(layout.mask.device)
-        by_modality = {VIDEO: features, IMAGE: [nothing] * len(item["image_grids"])}
-        selected, qtsplus = choose(self.hooks, layout, by_modality, selection)
-        prompt = splice(self.hooks, layout, by_modality, selected, qtsplus, pad_left=False)
+        layout, features, selected, qtsplus = self._choose(item, settings)
+        prompt = splice(self.hooks, layout, features, selected, qtsplus, pad_left=False)
 
         part = slice(settings["start"], settings["start"] + settings["length"])
         ids = prompt.input_ids[0, part]
@@ -117,10 +106,37 @@ class QTSplusForVLLM:
         positions = self.hooks.language_axes(prompt.position_ids)[:, 0, part]
         return torch.cat([rows, positions.T.int().contiguous().view(rows.dtype)], dim=1)
 
+    @torch.inference_mode()
+    def learned_budget(self, item: dict[str, Any]) -> int | None:
+        """
+        How many tokens the model itself would keep of a request, at most its `max_visual_tokens`; `None` where a video
+        is not in the cache and its pixels are not in the item.
+        """
+        settings = settings_of(item)
+        if "pixel_values_videos" not in item and any(self.encoded.get(key) is None for key in settings["hashes"]):
+            return None
+        # Which tokens stay does not matter here: these are the cheapest to choose.
+        *_, qtsplus = self._choose(item, {**settings, "selection": "uniform", "reencode": False})
+        return int(qtsplus.n[0])
+
+    def _choose(self, item: dict[str, Any], settings: dict[str, Any]) -> tuple[Layout, Any, Any, QTSplusOutput]:
+        """The full prompt of a request, its features by modality, the tokens that stay, and how they were chosen."""
+        videos = self._encode(item, settings["hashes"])
+        layout, most = self._lay_out(item, videos), settings.get("max_visual_tokens")
+        selection = SelectionInputs(
+            query_mask=item["query_mask"].to(layout.mask.device)[None],
+            retention=settings.get("retention"),
+            max_visual_tokens=None if most is None else int(most),
+            selection=settings["selection"],
+            reencode=settings.get("reencode", True),
+        )
+        features = {VIDEO: videos, IMAGE: [self.hooks.no_features(layout.mask.device)] * len(item["image_grids"])}
+        return layout, features, *choose(self.hooks, layout, features, selection)
+
     def _encode(self, item: dict[str, Any], hashes: list[str]) -> list[torch.Tensor]:
         """Per video `[k, token_width]`; the tower sees those that are not in the cache."""
         grids = item["video_grid_thw"]
-        pixels = item["pixel_values_videos"].split(grids.prod(-1).tolist())
+        pixels = item["pixel_values_videos"].split(grids.prod(-1).tolist()) if "pixel_values_videos" in item else ()
         features = []
         for index, key in enumerate(hashes):
             known = self.encoded.get(key)
@@ -235,6 +251,10 @@ def with_selector(stock: Any) -> WeightsMapper:
 
 class Qwen2_5_VLProcessor(QTSplusMultiModalProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
     """Of Qwen2.5-VL, and of Qwen2-VL, whose own does not take the times of frames."""
+
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
+        # vLLM has sampled the frames, and for these backbones does not tell the processor, which would sample them too.
+        return super()._apply_hf_processor_main(mm_items, {"do_sample_frames": False, **hf_kwargs})
 
 
 class Qwen2VLInfo(qwen2_vl.Qwen2VLProcessingInfo):

@@ -1,13 +1,15 @@
 """A request on its way to the engine: how many tokens its videos may keep, and what the engine needs to choose them.
 
-vLLM counts the tokens of a prompt before it encodes anything. So a request's budget has to be a number here already,
-and its videos, which share that budget, become one item of the prompt.
+vLLM counts the tokens of a prompt before it encodes anything. So a request's budget has to be a number here already:
+one that the request states, or the model's own, for which budget.py asks the engine. And its videos, which share that
+budget, become one item of the prompt.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from vllm.multimodal.inputs import (
 from ..methods_qtsplus import METHODS, check_budget
 from ..prompt_qtsplus import find_query_mask, join
 from ..selector_qtsplus import kept_count
+from .budget import ask_budget
 
 BUDGET = ("retention", "max_visual_tokens")
 SETTINGS = (*BUDGET, "selection", "reencode")  # of a request's mm_processor_kwargs
@@ -39,6 +42,25 @@ def settings_of_request(defaults: Mapping[str, Any], request: Mapping[str, Any])
     return {**left, **stated}
 
 
+def add_method(defaults: Mapping[str, Any]) -> None:
+    """A method of the operator's own, the `module:function` that the server's start names as selection."""
+    name = defaults.get("selection")
+    if isinstance(name, str) and ":" in name:
+        METHODS[name] = resolve_name(name)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a budget out of range, or a selection that is unknown or not possible here."""
+    selection = settings["selection"]
+    possible = sorted(set(METHODS) - {"lm_attention"})
+    if not isinstance(selection, str) or selection not in possible:
+        reason = " (vLLM does not give the language model's attention)" if selection == "lm_attention" else ""
+        raise ValueError(f"selection={selection!r}: expected one of {', '.join(possible)} in vLLM{reason}.")
+    if not isinstance(settings.get("reencode", True), bool):
+        raise ValueError(f"reencode={settings['reencode']!r}: expected true or false.")
+    check_budget(selection, [settings.get("retention")], 1, settings.get("max_visual_tokens"))
+
+
 def count_kept(config: Any, num_tokens: int, settings: Mapping[str, Any]) -> int:
     """
     How many of a request's visual tokens stay: what the selector comes to with the same settings.
@@ -49,23 +71,16 @@ def count_kept(config: Any, num_tokens: int, settings: Mapping[str, Any]) -> int
         settings: those of [`SETTINGS`] that the request or the server's start states.
 
     Raises:
-        ValueError: no budget, or one out of range; a selection that is unknown or not possible here.
+        ValueError: no budget.
     """
-    selection, retention, most = settings["selection"], settings.get("retention"), settings.get("max_visual_tokens")
-    possible = sorted(set(METHODS) - {"lm_attention"})
-    if not isinstance(selection, str) or selection not in possible:
-        reason = " (vLLM does not give the language model's attention)" if selection == "lm_attention" else ""
-        raise ValueError(f"selection={selection!r}: expected one of {', '.join(possible)} in vLLM{reason}.")
-    if not isinstance(settings.get("reencode", True), bool):
-        raise ValueError(f"reencode={settings['reencode']!r}: expected true or false.")
-    check_budget(selection, [retention], 1, most)
-    if selection == "all":
+    retention, most = settings.get("retention"), settings.get("max_visual_tokens")
+    if settings["selection"] == "all":
         return num_tokens
     if retention is None and most is None:
         raise ValueError(
-            "vLLM counts the tokens before it sees the video, so the model's own budget cannot be asked: give "
-            'retention or max_visual_tokens, with the request as mm_processor_kwargs (such as {"retention": 0.1}) or '
-            "for all requests as --mm-processor-kwargs at the server's start."
+            "This vLLM was not started by qtsplus serve, so the model's own budget cannot be asked: give retention or "
+            'max_visual_tokens, with the request as mm_processor_kwargs (such as {"retention": 0.1}) or for all '
+            "requests as --mm-processor-kwargs at the server's start."
         )
     # A cap alone is the budget.
     return kept_count(1.0 if retention is None else retention, num_tokens, int(min(config.n_max, most or config.n_max)))
@@ -75,14 +90,22 @@ class QTSplusMultiModalProcessor:
     """
     In front of a backbone's processor for vLLM, which does its work as if nothing were selected, and never hears of the
     question: so its cache of processed videos serves every question about one.
+
+    `call_engine(method, args)` calls a method of vLLM's workers, where budget.py has connected the two.
     """
 
     info: Any
+    call_engine: Callable[..., Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        add_method(self._defaults)
         # vLLM's own would leave out of a request what the engine has seen already. An item of ours is new each time.
         self._processed = MultiModalProcessorOnlyCache(self.info.ctx.model_config)
+
+    @property
+    def _defaults(self) -> Mapping[str, Any]:
+        return self.info.ctx.model_config.get_multimodal_config().mm_processor_kwargs or {}
 
     def get_dummy_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """What vLLM measures its memory with has no question."""
@@ -107,11 +130,10 @@ class QTSplusMultiModalProcessor:
         As vLLM's, with the request's videos shortened to what may stay of them.
 
         Raises:
-            ValueError: as [`count_kept`]; no question; an image between two videos.
+            ValueError: as [`check_settings`] and [`count_kept`]; no question; an image between two videos.
         """
         kwargs = dict(inputs.hf_processor_mm_kwargs)
-        defaults = self.info.ctx.model_config.get_multimodal_config().mm_processor_kwargs or {}
-        settings = settings_of_request(defaults, {name: kwargs.pop(name) for name in SETTINGS if name in kwargs})
+        settings = settings_of_request(self._defaults, {name: kwargs.pop(name) for name in SETTINGS if name in kwargs})
         cache = inputs.cache and self._processed
         stock = replace(inputs, hf_processor_mm_kwargs=kwargs, cache=cache)
         processed = super().apply(stock, timing_ctx)  # type: ignore[misc]
@@ -130,15 +152,23 @@ class QTSplusMultiModalProcessor:
         if any("pixel_values_videos" not in video for video in items["video"]):
             raise ValueError("A video came encoded (video_embeds): expected its frames, or a file.")
 
-        num_tokens = ids[start:stop].count(config.video_token_id)
-        kept = count_kept(config.qtsplus_config, num_tokens, settings)
-        mask = question_mask(config, ids)
-        if settings["selection"] == "qtsplus" and not mask.any():
+        check_settings(settings)
+        num_tokens, mask = ids[start:stop].count(config.video_token_id), question_mask(config, ids)
+        fixed = settings["selection"] == "all" or settings.get("retention") is not None
+        call = None if fixed else self.call_engine
+        if (call or settings["selection"] == "qtsplus") and not mask.any():
             raise ValueError("The last user turn has no text to select by: expected a question beside the video.")
-        length = kept + (stop - start) - num_tokens  # the text between the videos is part of the item
-
         hashes = processed["mm_hashes"]
-        settings |= {"start": start, "stop": stop, "length": length, "hashes": hashes["video"]}
+        settings["hashes"] = hashes["video"]
+        if call:  # for the model's own
+            settings["max_visual_tokens"] = ask_budget(call, merged_item(items, ids, mask, settings))
+        kept = count_kept(config.qtsplus_config, num_tokens, settings)
+        between = [one for one in ids[start:stop] if one != config.video_token_id]  # text that is part of the item
+        length = kept + len(between)
+
+        settings |= {"start": start, "stop": stop, "length": length}
+        if settings["selection"] != "all":
+            settings |= {"retention": 1.0, "max_visual_tokens": kept}
         item = merged_item(items, ids, mask, settings)
         key = json.dumps([hashes, ids, sorted(settings.items())]).encode()
         moved = [
@@ -147,7 +177,7 @@ class QTSplusMultiModalProcessor:
         ]
         return {
             **processed,
-            "prompt_token_ids": ids[:start] + [config.video_token_id] * length + ids[stop:],
+            "prompt_token_ids": ids[:start] + [config.video_token_id] * kept + between + ids[stop:],
             "mm_kwargs": MultiModalKwargsItems({**items, "video": [item]}),
             "mm_hashes": {**hashes, "video": [hashlib.sha256(key).hexdigest()]},
             "mm_placeholders": {

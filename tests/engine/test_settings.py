@@ -1,0 +1,58 @@
+"""What a request and a start of vLLM may ask for, without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig
+
+from qtsplus import QTSplusConfig
+from qtsplus.methods_qtsplus import METHODS
+from qtsplus.vllm.models import check_engine
+from qtsplus.vllm.processing import add_method, check_settings, count_kept, settings_of_request
+
+
+def start(select_images=False, stages=1, **graphs):
+    """The parts of a start that the plugin looks at."""
+    parallel = ParallelConfig(pipeline_parallel_size=stages)
+    vllm_config = SimpleNamespace(compilation_config=CompilationConfig(**graphs), parallel_config=parallel)
+    check_engine(vllm_config, QTSplusConfig(select_images=select_images))
+
+
+REFUSED = {
+    "select_images=True": {"select_images": True},
+    "pipeline_parallel_size above 1": {"stages": 2},
+    "cudagraph_mode FULL": {"cudagraph_mode": CUDAGraphMode.FULL},
+    "cudagraph_mm_encoder": {"cudagraph_mm_encoder": True},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_start_that_would_be_wrong_in_silence_is_refused(reason):
+    with pytest.raises(ValueError, match=f"^{reason}.*: expected .*"):
+        start(**REFUSED[reason])
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE])
+def test_any_other_start_is_taken(mode):
+    start(cudagraph_mode=mode)
+
+
+def test_without_a_way_to_ask_for_the_models_budget_one_has_to_be_stated():
+    with pytest.raises(ValueError, match="give retention or max_visual_tokens"):
+        count_kept(QTSplusConfig(), 100, {"selection": "qtsplus"})
+    assert count_kept(QTSplusConfig(), 100, {"selection": "qtsplus", "max_visual_tokens": 7}) == 7
+    assert count_kept(QTSplusConfig(), 100, {"selection": "uniform", "retention": 0.05}) == 5
+
+
+def test_a_function_is_a_method_where_the_operator_names_it(monkeypatch):
+    monkeypatch.setattr("qtsplus.vllm.processing.METHODS", {**METHODS})
+    name = "engine_runs:last_tokens"
+    with pytest.raises(ValueError, match="expected one of"):  # a client's code is never imported
+        check_settings(settings_of_request({}, {"selection": name, "retention": 0.5}))
+    add_method({"selection": name})
+    check_settings(settings_of_request({"selection": name}, {"retention": 0.5}))
+    with pytest.raises(ModuleNotFoundError):
+        add_method({"selection": "no_such_module:method"})
