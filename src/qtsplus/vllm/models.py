@@ -117,6 +117,7 @@ class QTSplusForVLLM:
             return None
         # Which tokens stay does not matter here: these are the cheapest to choose.
         *_, qtsplus = self._choose(item, {**settings, "selection": "uniform", "reencode": False})
+        assert qtsplus.n is not None
         return int(qtsplus.n[0])
 
     def _choose(self, item: dict[str, Any], settings: dict[str, Any]) -> tuple[Layout, Any, Any, QTSplusOutput]:
