@@ -8,6 +8,8 @@ import torch
 from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, least_memory, stage_costs
 from benchmarks.speed.shapes import MODEL_SHAPES, build_pair, make_config, make_processor, prompt_text
 from model_checks import counted_flops
+from qtsplus import Qwen2_5_VLQTSplusConfig
+from qtsplus.hub.files import hub_configs
 from qtsplus.lm_attention_qtsplus import attention_layer
 from qtsplus.relevance_qtsplus import REDUCTIONS
 
@@ -117,3 +119,15 @@ def test_the_page_carries_the_table_and_what_follows_from_it():
         assert f"{stock_from_pixels / (ours['vision'] + ours_from_features):.1f} times sooner from pixels" in page
         assert f"{stock_from_pixels / ours_from_features:.1f} times sooner for a second question" in page
         assert f"selection takes {selection / stock['prefill']:.2%} of stock's prefill" in page
+
+
+@pytest.mark.parametrize("size", ["3b", "7b"])
+def test_the_page_on_scaling_says_what_a_question_takes(size):
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / f"qtsplus-{size}")
+    cells = []
+    for frames in (64, 600, 3600):
+        tokens = 300 * frames
+        lengths = (min(tokens // 10, config.qtsplus_config.n_max) + 100, tokens + 100)
+        ours, everything = (least_memory(config, tokens, length) / 1e9 for length in lengths)
+        cells.append(f"{ours:.1f} ({everything:.{0 if everything > 100 else 1}f})")
+    assert f"| {size.upper()} | {' | '.join(cells)} |" in (PAGE.parent / "scaling.md").read_text()
