@@ -232,14 +232,14 @@ def _answer(
         visual_tokens=sum(one.numel() for one in maps.values()),
         kept_tokens=len(kept),
         rho=rho,
-        evidence=[_placed(one, names[one.video], encoded[one.video]) for one in intervals],
+        evidence=[placed(one, names[one.video], encoded[one.video]) for one in intervals],
         timings=timings,
         keep_maps=maps,
         warnings=[warning for video in encoded for warning in video.warnings],
     )
 
 
-def _placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
+def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
     """The same stretch on a player's clock, with its video's name and the box in pixels."""
     width, height = video.metadata.width, video.metadata.height
     pixels = None

@@ -1,0 +1,252 @@
+"""Asks a library of crowds about objects that stand in one of them only, and ranks its files by other means beside."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qtsplus.evaluation.intervals import percent_interval, share_interval
+from qtsplus.evidence import Interval
+from qtsplus.library import Library, index
+from qtsplus.methods_qtsplus import Candidates, top_n
+from qtsplus.output import markdown_table
+from qtsplus.ranking import Piece, Scorer
+from qtsplus.results import environment, steps, write_json
+
+from ..world.scene import sightings
+from .world import SECONDS, Hidden, make_library, write_videos
+
+BUDGETS = (64, 256)
+SIZES = (10, 25, 50, 100, 200)
+_MEASURES = ("file", "moment", "place")
+EVERY = 10  # of the questions, for ways that put all videos into one prompt
+
+
+def run_library(
+    model: Any, processor: Any, out: Path, work: Path, *, videos: int = 200, command: str = "", progress: bool = True
+) -> Path:
+    """
+    Writes `library-crowd.json` and its page.
+
+    Args:
+        out: the folder of the results.
+        work: where videos and the library are kept.
+        videos: how many.
+    """
+    worlds, hidden = make_library(videos)
+    write_videos(work / f"videos-{videos}", worlds)
+    index(work / f"videos-{videos}", work / f"library-{videos}", model, processor)
+    library = Library(work / f"library-{videos}", model, processor)
+    bench = _Bench(library, hidden)
+    with steps("library", len(hidden), progress) as step:
+        for number in range(len(hidden)):
+            bench.ask(number)
+            step(f"question {number + 1}")
+    sizes = [size for size in SIZES if size < videos] + [videos]
+    document = {
+        "command": command,
+        "environment": environment(str(model.device)),
+        "settings": {"videos": videos, "tokens": bench.tokens, "questions": len(hidden), "every": EVERY},
+        "ranks": {str(size): bench.ranked(size) for size in sizes},
+        "rows": bench.summed(),
+        "seconds": {name: float(np.median(values)) for name, values in bench.seconds.items()},
+        "answers": bench.answers,
+    }
+    target = out / "library-crowd.json"
+    target.with_suffix(".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
+    write_json(target, document)
+    return target
+
+
+class _Bench:
+    """Every question, asked in every way."""
+
+    def __init__(self, library: Library, hidden: Sequence[Hidden]):
+        self.library, self.hidden = library, hidden
+        self.videos = [library._video(name) for name in library.names]
+        self.tokens = sum(len(video.features) for video in self.videos)
+        # By way, [questions, videos]: what ranks the files.
+        self.scores: dict[str, list[list[float]]] = {"max": [], "log-sum-exp": [], "mean": []}
+        self.answers: list[dict[str, Any]] = []
+        self.seconds: dict[str, list[float]] = {"find": [], "ask": []}
+        with torch.no_grad():
+            for one in hidden:
+                self._score(one.question)
+
+    def _score(self, question: str) -> None:
+        features = [video.features for video in self.videos]
+        scorer = Scorer(self.library.model, self.library.processor, question, lambda: features)
+        relevance = [scorer.relevance(video) for video in features]
+        for name, measure in (
+            ("max", lambda values: values.max()),
+            ("log-sum-exp", lambda values: values.logsumexp(0)),
+            ("mean", lambda values: values.exp().mean()),
+        ):
+            self.scores[name].append([float(measure(values)) for values in relevance])
+
+    def ask(self, number: int) -> None:
+        """One question: what is found, and what is answered."""
+        one, other = self.hidden[number], (number + 2) % len(self.hidden)  # about another object
+        started = time.perf_counter()
+        moments = self.library.find(one.question)
+        self.seconds["find"].append(time.perf_counter() - started)
+        row: dict[str, Any] = {"number": number, **_judge(moments, self.library, one)}
+        for budget in BUDGETS:
+            call = {"retention": 1.0, "max_visual_tokens": budget, "max_new_tokens": 3}
+            ways: dict[str, Callable[[], Any]] = {
+                "as shipped": lambda call=call: self.library.ask(one.question, **call),
+                **{
+                    f"the {k} best files": lambda k=k, call=call: self._first(number, "max", k, call) for k in (1, 2, 8)
+                },
+                "control: another question's file": lambda call=call: self._first(other, "max", 1, call),
+                "control: file by its mean relevance": lambda call=call: self._first(number, "mean", 1, call),
+                "oracle: the right file": lambda call=call: self._ask(one, [one.video], call),
+            }
+            if number % EVERY == 0:
+                everything = list(range(len(self.videos)))
+                joint = {
+                    "all files at once": "qtsplus",
+                    "uniform": "uniform",
+                    "diversity": "diversity",
+                    "one budget per file": _one_budget_per_video,
+                }
+                for name, method in joint.items():
+                    ways[name] = lambda method=method, call=call: self._ask(
+                        one, everything, {**call, "selection": method}
+                    )
+            for name, way in ways.items():
+                started = time.perf_counter()
+                answer = way()
+                if name == "as shipped":
+                    self.seconds["ask"].append(time.perf_counter() - started)
+                    row[f"files/{budget}"] = len(answer.keep_maps)
+                row[f"{name}/{budget}"] = answer.answer.rstrip(".") == one.answer
+        self.answers.append(row)
+
+    def _first(self, number: int, score: str, count: int, call: dict[str, Any]) -> Any:
+        """The question of the row, from the files that come first by the score of a question."""
+        files = np.argsort(self.scores[score][number])[::-1][:count]
+        asked = self.hidden[len(self.answers)]
+        return self._ask(asked, [int(file) for file in files], call)
+
+    def _ask(self, one: Hidden, files: Sequence[int], call: dict[str, Any]) -> Any:
+        pieces = [Piece(self.library.names[file], 0, SECONDS, 0.0) for file in files]
+        return self.library._answer(one.question, pieces, **call)
+
+    def ranked(self, size: int) -> dict[str, dict[str, float]]:
+        """By way, how often the right file is first, and among the first five, of so many files in turn."""
+        files = np.array([one.video for one in self.hidden])
+        others = (files[:, None] + np.arange(size)) % len(self.videos)  # the right one is the first of them
+        rows = {}
+        scores = {name: np.array(values) for name, values in self.scores.items()}
+        scores["control: another question"] = np.roll(scores["max"], -2, axis=0)
+        for name, values in scores.items():
+            mine = np.take_along_axis(values, others, axis=1)
+            place = (mine[:, 1:] >= mine[:, :1]).sum(1)
+            interval = share_interval((place == 0).astype(float), files)
+            rows[name] = {"first": float((place == 0).mean()), "five": float((place < 5).mean()), **interval}
+        return rows
+
+    def summed(self) -> dict[str, dict[str, float]]:
+        """Of every measure its mean, its 95% interval over files, and how many questions it is of."""
+        rows = {}
+        for name in self.answers[0]:
+            if name != "number":
+                asked = [row for row in self.answers if name in row]
+                values = np.array([row[name] for row in asked], dtype=float)
+                files = np.array([self.hidden[row["number"]].video for row in asked])
+                share = {} if name.startswith("files/") else share_interval(values, files)
+                rows[name] = {**share, "mean": float(values.mean()), "questions": len(asked)}
+        return rows
+
+
+def _one_budget_per_video(candidates: Candidates, n: int) -> torch.Tensor:
+    """As many tokens of every video, its most relevant ones; of evenly spaced videos where there is none for each."""
+    bounds = np.cumsum([0, *(len(part) for part in candidates.visual)])
+    count = len(candidates.visual)
+    shares = np.diff(np.arange(count + 1) * n // count)
+    kept = [
+        top_n(candidates.log_relevance[low:high], int(share)) + int(low)
+        for low, high, share in zip(bounds, bounds[1:], shares, strict=False)
+        if share
+    ]
+    return torch.cat(kept)
+
+
+def _judge(moments: Sequence[Interval], library: Library, one: Hidden) -> dict[str, bool]:
+    """Of the first moment, whether it is in the right file, then in the time of the object, and then around it."""
+    best = moments[0]
+    file = best.name == library.names[one.video]
+    inside = min(best.end, one.item.vanishes_at) - max(best.start, one.item.appears_at)
+    moment = file and inside >= (best.end - best.start) / 2
+    return {"file": file, "moment": moment, "place": moment and _covers(best, one)}
+
+
+def _covers(best: Interval, one: Hidden) -> bool:
+    """Whether the middle of the object lies in the box of the moment, at some time of it."""
+    left, top, right, bottom = best.box
+    for seen in sightings(one.item):
+        if seen.start < best.end and best.start < seen.end and seen.frame is not None:
+            x, y = (seen.box[0] + seen.box[2]) / 2 / seen.frame[0], (seen.box[1] + seen.box[3]) / 2 / seen.frame[1]
+            if left <= x <= right and top <= y <= bottom:
+                return True
+    return False
+
+
+def _page(document: dict[str, Any]) -> list[str]:
+    settings, rows, ranks = document["settings"], document["rows"], document["ranks"]
+    sizes = list(ranks)
+    ways = [
+        name.rpartition("/")[0] for name in rows if name.endswith(f"/{BUDGETS[0]}") and not name.startswith("files")
+    ]
+
+    def cell(name: str) -> str:
+        return percent_interval(rows[name]["mean"], rows[name] if "low" in rows[name] else {})
+
+    return [
+        f"{settings['questions']} questions about a library of {settings['videos']} crowded videos of {SECONDS} s, "
+        f"{settings['tokens']:,} tokens. Each asks in which direction an object moves that stands in one video only, by "
+        "its colour, shape and mark together; other objects of its colour and shape, with another mark, move and stand "
+        "in most other videos. Two wordings, which were chosen on other videos. Intervals: 95%, over videos.",
+        "",
+        f"`{document['command']}`",
+        "",
+        "## The right file first",
+        "",
+        "Among so many files, by what ranks them; in brackets, among the first five.",
+        "",
+        *markdown_table(
+            ["ranked by the file's", *sizes],
+            [
+                [name, *(f"{ranks[size][name]['first']:.1%} ({ranks[size][name]['five']:.1%})" for size in sizes)]
+                for name in ranks[sizes[0]]
+            ],
+        ),
+        "",
+        "## The first moment that `find` names",
+        "",
+        *markdown_table(["is in", "of all questions"], [[f"the right {name}", cell(name)] for name in _MEASURES]),
+        "",
+        "## Right answers",
+        "",
+        f"Of four directions, by the tokens that the language model reads. The last rows put every file into one "
+        f"prompt, for every {settings['every']}th question. As shipped, a question reads "
+        f"{rows[f'files/{BUDGETS[0]}']['mean']:.2f} files on average.",
+        "",
+        *markdown_table(
+            ["", "questions", *(f"{budget} tokens" for budget in BUDGETS)],
+            [
+                [way, str(rows[f"{way}/{BUDGETS[0]}"]["questions"]), *(cell(f"{way}/{budget}") for budget in BUDGETS)]
+                for way in ways
+            ],
+        ),
+        "",
+        f"Seconds on this machine (medians): `find` {document['seconds']['find']:.2g}, `ask` "
+        f"{document['seconds']['ask']:.2g}.",
+    ]
+
+
+__all__ = ["run_library"]
