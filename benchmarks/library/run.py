@@ -14,13 +14,18 @@ from qtsplus.library import Library, index
 from qtsplus.methods_qtsplus import Candidates, top_n
 from qtsplus.output import markdown_table
 from qtsplus.ranking import Piece, Scorer
-from qtsplus.results import environment, steps, write_json
+from qtsplus.results import Journal, environment, steps
 
 from ..world.scene import sightings
 from .world import SECONDS, Hidden, make_library, write_videos
 
 BUDGETS = (64, 256)
 SIZES = (10, 25, 50, 100, 200)
+_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "most relevant token": lambda values: values.max(),
+    "mean relevance": lambda values: values.logsumexp(0),  # all have as many tokens, so these rank alike
+    "mean log-relevance": lambda values: values.mean(),
+}
 _MEASURES = ("file", "moment", "place")
 EVERY = 10  # of the questions, for ways that put all videos into one prompt
 
@@ -41,9 +46,14 @@ def run_library(
     index(work / f"videos-{videos}", work / f"library-{videos}", model, processor)
     library = Library(work / f"library-{videos}", model, processor)
     bench = _Bench(library, hidden)
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {"videos": videos, "made_by": library.made_by, "questions": [one.question for one in hidden]}
+    journal = Journal(out / f".library-crowd-{videos}.jsonl", settings)
     with steps("library", len(hidden), progress) as step:
         for number in range(len(hidden)):
-            bench.ask(number)
+            if number not in journal.done:
+                journal.add(number, bench.ask(number))
+            bench.answers.append(journal.done[number])
             step(f"question {number + 1}")
     sizes = [size for size in SIZES if size < videos] + [videos]
     document = {
@@ -52,13 +62,11 @@ def run_library(
         "settings": {"videos": videos, "tokens": bench.tokens, "questions": len(hidden), "every": EVERY},
         "ranks": {str(size): bench.ranked(size) for size in sizes},
         "rows": bench.summed(),
-        "seconds": {name: float(np.median(values)) for name, values in bench.seconds.items()},
         "answers": bench.answers,
     }
     target = out / "library-crowd.json"
     target.with_suffix(".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
-    write_json(target, document)
-    return target
+    return journal.finish(target, document)
 
 
 class _Bench:
@@ -69,9 +77,8 @@ class _Bench:
         self.videos = [library._video(name) for name in library.names]
         self.tokens = sum(len(video.features) for video in self.videos)
         # By way, [questions, videos]: what ranks the files.
-        self.scores: dict[str, list[list[float]]] = {"max": [], "log-sum-exp": [], "mean": []}
+        self.scores: dict[str, list[list[float]]] = {name: [] for name in _SCORES}
         self.answers: list[dict[str, Any]] = []
-        self.seconds: dict[str, list[float]] = {"find": [], "ask": []}
         with torch.no_grad():
             for one in hidden:
                 self._score(one.question)
@@ -80,33 +87,35 @@ class _Bench:
         features = [video.features for video in self.videos]
         scorer = Scorer(self.library.model, self.library.processor, question, lambda: features)
         relevance = [scorer.relevance(video) for video in features]
-        for name, measure in (
-            ("max", lambda values: values.max()),
-            ("log-sum-exp", lambda values: values.logsumexp(0)),
-            ("mean", lambda values: values.exp().mean()),
-        ):
+        for name, measure in _SCORES.items():
             self.scores[name].append([float(measure(values)) for values in relevance])
 
-    def ask(self, number: int) -> None:
+    def ask(self, number: int) -> dict[str, Any]:
         """One question: what is found, and what is answered."""
         one, other = self.hidden[number], (number + 2) % len(self.hidden)  # about another object
         started = time.perf_counter()
         moments = self.library.find(one.question)
-        self.seconds["find"].append(time.perf_counter() - started)
-        row: dict[str, Any] = {"number": number, **_judge(moments, self.library, one)}
+        row: dict[str, Any] = {"number": number, "seconds/find": time.perf_counter() - started}
+        row |= _judge(moments, self.library, one)
         for budget in BUDGETS:
             call = {"retention": 1.0, "max_visual_tokens": budget, "max_new_tokens": 3}
             ways: dict[str, Callable[[], Any]] = {
                 "as shipped": lambda call=call: self.library.ask(one.question, **call),
                 **{
-                    f"the {k} best files": lambda k=k, call=call: self._first(number, "max", k, call) for k in (1, 2, 8)
+                    f"the {k} best files": lambda k=k, call=call: self._first(
+                        one, number, "most relevant token", k, call
+                    )
+                    for k in (1, 2, 8)
                 },
-                "control: another question's file": lambda call=call: self._first(other, "max", 1, call),
-                "control: file by its mean relevance": lambda call=call: self._first(number, "mean", 1, call),
+                "control: another question's file": lambda call=call: self._first(
+                    one, other, "most relevant token", 1, call
+                ),
+                "control: file by its mean relevance": lambda call=call: self._first(
+                    one, number, "mean relevance", 1, call
+                ),
                 "oracle: the right file": lambda call=call: self._ask(one, [one.video], call),
             }
             if number % EVERY == 0:
-                everything = list(range(len(self.videos)))
                 joint = {
                     "all files at once": "qtsplus",
                     "uniform": "uniform",
@@ -114,27 +123,27 @@ class _Bench:
                     "one budget per file": _one_budget_per_video,
                 }
                 for name, method in joint.items():
-                    ways[name] = lambda method=method, call=call: self._ask(
-                        one, everything, {**call, "selection": method}
-                    )
+                    ways[name] = lambda method=method, call=call: self._ask_all(one, method, call)
             for name, way in ways.items():
                 started = time.perf_counter()
                 answer = way()
                 if name == "as shipped":
-                    self.seconds["ask"].append(time.perf_counter() - started)
+                    row[f"seconds/ask {budget}"] = time.perf_counter() - started
                     row[f"files/{budget}"] = len(answer.keep_maps)
                 row[f"{name}/{budget}"] = answer.answer.rstrip(".") == one.answer
-        self.answers.append(row)
+        return row
 
-    def _first(self, number: int, score: str, count: int, call: dict[str, Any]) -> Any:
-        """The question of the row, from the files that come first by the score of a question."""
+    def _first(self, one: Hidden, number: int, score: str, count: int, call: dict[str, Any]) -> Any:
+        """A question, from the files that come first by the score of a question, its own or another."""
         files = np.argsort(self.scores[score][number])[::-1][:count]
-        asked = self.hidden[len(self.answers)]
-        return self._ask(asked, [int(file) for file in files], call)
+        return self._ask(one, [int(file) for file in files], call)
 
     def _ask(self, one: Hidden, files: Sequence[int], call: dict[str, Any]) -> Any:
         pieces = [Piece(self.library.names[file], 0, SECONDS, 0.0) for file in files]
         return self.library._answer(one.question, pieces, **call)
+
+    def _ask_all(self, one: Hidden, method: Any, call: dict[str, Any]) -> Any:
+        return self._ask(one, range(len(self.videos)), {**call, "selection": method})
 
     def ranked(self, size: int) -> dict[str, dict[str, float]]:
         """By way, how often the right file is first, and among the first five, of so many files in turn."""
@@ -142,7 +151,7 @@ class _Bench:
         others = (files[:, None] + np.arange(size)) % len(self.videos)  # the right one is the first of them
         rows = {}
         scores = {name: np.array(values) for name, values in self.scores.items()}
-        scores["control: another question"] = np.roll(scores["max"], -2, axis=0)
+        scores["control: another question"] = np.roll(scores["most relevant token"], -2, axis=0)
         for name, values in scores.items():
             mine = np.take_along_axis(values, others, axis=1)
             place = (mine[:, 1:] >= mine[:, :1]).sum(1)
@@ -158,7 +167,7 @@ class _Bench:
                 asked = [row for row in self.answers if name in row]
                 values = np.array([row[name] for row in asked], dtype=float)
                 files = np.array([self.hidden[row["number"]].video for row in asked])
-                share = {} if name.startswith("files/") else share_interval(values, files)
+                share = {} if name.startswith(("files/", "seconds/")) else share_interval(values, files)
                 rows[name] = {**share, "mean": float(values.mean()), "questions": len(asked)}
         return rows
 
@@ -208,9 +217,9 @@ def _page(document: dict[str, Any]) -> list[str]:
 
     return [
         f"{settings['questions']} questions about a library of {settings['videos']} crowded videos of {SECONDS} s, "
-        f"{settings['tokens']:,} tokens. Each asks in which direction an object moves that stands in one video only, by "
-        "its colour, shape and mark together; other objects of its colour and shape, with another mark, move and stand "
-        "in most other videos. Two wordings, which were chosen on other videos. Intervals: 95%, over videos.",
+        f"{settings['tokens']:,} tokens. Each asks in which direction an object moves that stands in one video only by "
+        "its colour, shape and mark together; most of the others have one of its colour and shape with another mark. There "
+        "are two wordings, which were chosen on other videos. Intervals: 95%, over videos.",
         "",
         f"`{document['command']}`",
         "",
@@ -244,8 +253,8 @@ def _page(document: dict[str, Any]) -> list[str]:
             ],
         ),
         "",
-        f"Seconds on this machine (medians): `find` {document['seconds']['find']:.2g}, `ask` "
-        f"{document['seconds']['ask']:.2g}.",
+        f"Seconds on this machine, on average: `find` {rows['seconds/find']['mean']:.2g}, `ask` with "
+        f"{BUDGETS[0]} tokens {rows[f'seconds/ask {BUDGETS[0]}']['mean']:.2g}.",
     ]
 
 
