@@ -319,8 +319,10 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
     [
         (["find", "{empty}", QUESTION], "There is no library in"),
         (["find", "{library}", " "], "empty"),
-        (["ask", "{library}", QUESTION, "--fps", "2"], "--fps has no effect on a library"),
-        (["ask", "{library}", QUESTION, "--two-passes"], "--two-passes has no effect on a library"),
+        (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
+        (["ask", "{library}", QUESTION, "--two-passes"], "--two-passes is about a video"),
+        (["ask", "{library}", QUESTION, "--evidence", "{empty}/drawn"], "--evidence is about a video"),
+        (["ask", "{library}", " "], "empty"),
         (["ask", "{library}", QUESTION, "--retention", "2"], "--retention is 2"),
         (["index", "{empty}", "--out", "{empty}/library"], "There is no video in"),
         (["index", "{videos}", "--out", "{empty}/library", "--fps", "0"], "--fps is 0"),
