@@ -142,7 +142,7 @@ def _ask_library(
     if as_json:
         print(json.dumps(answer.as_dict()))
     else:
-        print_answer(answer)
+        print_answer(answer, named=True)
 
 
 def demo(
@@ -189,15 +189,15 @@ def place(box: tuple[float, float, float, float]) -> str:
     return f"{row} {column}" if (row, column) != ("middle", "centre") else "centre"
 
 
-def print_answer(answer: "Answer") -> None:
-    """The answer, and a table of what it rests on."""
+def print_answer(answer: "Answer", named: bool = False) -> None:
+    """The answer, and a table of what it rests on; with the names of the videos where there are several, or `named`."""
     console.print(answer.answer or "(an empty answer)", style="bold", markup=False, highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     share = answer.kept_tokens / answer.visual_tokens
     table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
     table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at")
     for number, interval in enumerate(answer.evidence):
-        name = f"{interval.name}, " if len(answer.keep_maps) > 1 else ""
+        name = f"{interval.name}, " if named or len(answer.keep_maps) > 1 else ""
         span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
