@@ -112,6 +112,11 @@ def test_find_names_as_many_moments_as_were_asked_for(library):
     assert {moment.name for moment in library.find(QUESTION, top=100)} == set(WORLDS)
 
 
+def test_an_answer_needs_a_piece(library):
+    with pytest.raises(ValueError, match="pieces=0: expected at least 1"):
+        library.ask(QUESTION, pieces=0)
+
+
 @pytest.mark.parametrize("question", ["", "  "])
 def test_an_empty_question_is_refused(library, question):
     with pytest.raises(ValueError, match="question is empty"):
@@ -124,14 +129,13 @@ def test_an_empty_question_is_refused(library, question):
 @pytest.mark.parametrize("name", WORLDS)
 def test_ask_answers_from_the_right_file(library, name):
     item = only_there(name)
-    answer = library.ask(f"What is in the {item.name}?", pieces=1, max_new_tokens=4)
+    answer = library.ask(f"What is in the {item.name}?", max_new_tokens=4)
     assert answer.answer.rstrip(".") == item.mark
     assert answer.evidence[0].name == answer.video == name
 
 
 def test_ask_is_a_session_of_the_files_that_rank_first(library):
-    # All files are as relevant as half of the best one to a question of nothing.
-    answer = library.ask("What?", max_visual_tokens=20, max_new_tokens=4)
+    answer = library.ask("What?", pieces=3, max_visual_tokens=20, max_new_tokens=4)
     session = VideoSession(library.model, library.processor)
     for name in library.names:
         session.add(library._video(name), f"{name}, 0:00 to 0:06")
@@ -155,7 +159,7 @@ def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
     item = only_there("a.mp4")
     best = library.find(f"What is in the {item.name}?")[0]
     assert best.name == "a.mp4" and item.appears_at <= best.start < best.end <= item.vanishes_at
-    answer = library.ask(f"What is in the {item.name}?", pieces=1, max_new_tokens=4)
+    answer = library.ask(f"What is in the {item.name}?", max_new_tokens=4)
     assert answer.evidence[0].name == "a.mp4"
     assert item.appears_at <= answer.evidence[0].start < answer.evidence[0].end <= item.vanishes_at
 
@@ -319,10 +323,12 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
     [
         (["find", "{empty}", QUESTION], "There is no library in"),
         (["find", "{library}", " "], "empty"),
+        (["find", "{library}", QUESTION, "--revision", "main"], "--revision is about a repository"),
         (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
         (["ask", "{library}", QUESTION, "--two-passes"], "--two-passes is about a video"),
         (["ask", "{library}", QUESTION, "--evidence", "{empty}/drawn"], "--evidence is about a video"),
         (["ask", "{library}", " "], "empty"),
+        (["ask", "{videos}/a.mp4", QUESTION, "--pieces", "2"], "--pieces is about a library"),
         (["ask", "{library}", QUESTION, "--retention", "2"], "--retention is 2"),
         (["index", "{empty}", "--out", "{empty}/library"], "There is no video in"),
         (["index", "{videos}", "--out", "{empty}/library", "--fps", "0"], "--fps is 0"),

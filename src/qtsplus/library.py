@@ -1,7 +1,6 @@
 """A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from .data.media import VIDEO_SUFFIXES
-from .evidence import STRONG, Interval, evidence_intervals
+from .evidence import Interval, evidence_intervals
 from .loading import load
 from .output import check_folder, first_line, require_space, size
 from .ranking import Piece, Ranking, Scorer
@@ -27,6 +26,7 @@ from .videos import EncodedVideo, encode
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)  # of one video, and the others are indexed
 _INDEX = "library.jsonl"
 _MODEL = 0  # the key of the model's name; the others are names of videos
+_SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")
 _DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
@@ -122,13 +122,14 @@ def index(
     others = {path.name for path in folder.iterdir()} - {".lock"}
     if others and _INDEX not in others:
         raise ValueError(f"{folder} holds other files, such as {min(others)}: choose another folder for the library.")
-    own, made_by = processor.video_processor, fingerprint(model, processor)
-    sampling = {"fps": fps or own.fps, "max_frames": max_frames or getattr(own, "max_frames", None)}
+    made_by, sampling = fingerprint(model, processor), {"fps": fps, "max_frames": max_frames}
+    settings = {name: getattr(processor.video_processor, name, None) for name in _SAMPLING}
+    settings |= {name: value for name, value in sampling.items() if value is not None}
     with FileLock(folder / ".lock", timeout=0):
         if others:
             Index(folder).require(made_by)
         indexing = _Indexing(
-            Index(folder, {"made_by": made_by, "dtype": dtype, **sampling}), model, processor, sampling
+            Index(folder, {"made_by": made_by, "dtype": dtype, **settings}), model, processor, sampling
         )
         indexing.index.add(_MODEL, [name, revision])
         indexing.recognise(files)
@@ -316,22 +317,22 @@ class Library:
         moments = [moment for piece in ranking.pieces[:top] for moment in self._moments(scorer, piece, ranking.total)]
         return sorted(moments, key=lambda moment: -moment.weight)[:top]
 
-    def ask(self, question: str, pieces: int = 8, **generation: Any) -> Answer:
+    def ask(self, question: str, pieces: int = 1, **generation: Any) -> Answer:
         """
-        Answers a question from the videos that rank first, or pieces of long ones: those whose best token has half the
-        relevance of the very best at least. Their tokens compete for one budget.
+        Answers a question from the video that ranks first, or from several, whose tokens compete for one budget.
 
         Args:
-            pieces: how many take part at most.
+            pieces: from how many, where long videos count by their pieces. The bundled model has learned from prompts
+                of one video, and from more it answers worse.
             generation: as for `answer_questions`, such as `max_visual_tokens`.
         """
         if pieces < 1:
             raise ValueError(f"pieces={pieces}: expected at least 1.")
         _, ranking = self._rank(question)
-        least = ranking.pieces[0].peak + math.log(STRONG)
-        return self._answer(question, [one for one in ranking.pieces[:pieces] if one.peak >= least], **generation)
+        return self.ask_pieces(question, ranking.pieces[:pieces], **generation)
 
-    def _answer(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
+    def ask_pieces(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
+        """Answers a question from these pieces alone, which stand in the prompt with their names and times."""
         pieces = sorted(pieces, key=lambda piece: (piece.name, piece.first))
         parts = {}
         for piece in pieces:

@@ -59,6 +59,9 @@ def ask(
         Path | None,
         typer.Option(help="A folder for pictures of what the answer rests on, and the video with the kept tokens lit."),
     ] = None,
+    pieces: Annotated[
+        int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")
+    ] = None,
     device: Device = None,
     dtype: WeightType = Dtype.auto,
     as_json: AsJson = False,
@@ -67,10 +70,13 @@ def ask(
     check_model_options(model, revision)
     if is_library(video):
         only_videos = {"--fps": fps is not None, "--two-passes": two_passes, "--evidence": evidence is not None}
-        choice = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
+        choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
+        choice |= {"selection": selection, "pieces": pieces or 1, "max_new_tokens": max_new_tokens}
         loading = model, revision, device, dtype.value
-        _ask_library(Path(video), question, loading, only_videos, as_json, **choice, max_new_tokens=max_new_tokens)
+        _ask_library(Path(video), question, loading, only_videos, as_json, **choice)
         return
+    if pieces is not None:
+        fail("--pieces is about a library; leave it out")
     check_video(video, fps)
     _check_question(question)
     require_fraction(retention)
