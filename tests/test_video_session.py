@@ -248,21 +248,19 @@ def test_a_follow_up_from_the_cache_is_the_conversation_read_again(loaded, fresh
     assert fresh.turns[::2] == QUESTIONS[:4] and len(fresh.turns) == 8
 
 
-def test_a_turn_that_was_interrupted_leaves_no_trace(loaded, fresh, monkeypatch):
-    options = {"selection": "all", **SHORT}
+def test_a_turn_that_was_interrupted_leaves_no_trace(loaded, fresh):
+    options, calls = {"selection": "all", **SHORT}, []
     fresh.chat(QUESTIONS[0], **options)
-    forward, calls = type(loaded[0]).forward, []
 
-    def interrupted(self, *args, **kwargs):
+    def interrupt(*_):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return forward(self, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(loaded[0]), "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fresh.chat("What is in the purple circle?", **options)
+    hook = loaded[0].model.language_model.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fresh.chat("What is in the purple circle?", **options)
+    hook.remove()
     anew = VideoSession(*loaded)
     for name, video in fresh.videos.items():
         anew.add(video, name)
