@@ -83,8 +83,8 @@ class Index(Journal):
 
 
 def index(
-    videos: Path,
-    folder: Path,
+    videos: str | Path,
+    folder: str | Path,
     model: Any,
     processor: Any,
     *,
@@ -115,6 +115,7 @@ def index(
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}.")
+    videos, folder = Path(videos), Path(folder)
     files = {path.relative_to(videos).as_posix(): path for path in _find_videos(videos)}
     if not files:
         raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
@@ -131,7 +132,7 @@ def index(
         indexing = _Indexing(
             Index(folder, {"made_by": made_by, "dtype": dtype, **settings}), model, processor, sampling
         )
-        indexing.index.add(_MODEL, [name, revision])
+        indexing.index.add(_MODEL, [str(Path(name).resolve()) if name and Path(name).is_dir() else name, revision])
         indexing.recognise(files)
         indexing.encode_all(indexing.measure(files, say))
         indexing.sweep()

@@ -41,8 +41,7 @@ def index(
         from .. import library
 
         loaded, processor = load_model(model, revision, device)
-        name = str(Path(model).resolve()) if model is not None and Path(model).is_dir() else model
-        made: dict[str, Any] = {"name": name, "revision": revision, "fps": fps, "max_frames": max_frames}
+        made: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "max_frames": max_frames}
         made_index = library.index(folder, out, loaded, processor, **made, dtype=dtype.value, say=note)
     for name, entry in made_index.entries.items():
         if "error" in entry:
