@@ -5,13 +5,13 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from .console import console, fail, note, notes, one_line_errors, require_fraction, wrote
-from .models import check_model_options, check_selection, load_model
+from .models import check_model_options, check_selection, load_model, open_library
 from .options import (
     AsJson,
     Device,
@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 def ask(
     video: Annotated[
         str,
-        typer.Argument(help="A video file, an http(s) address of one, or a folder of frames.", show_default=False),
+        typer.Argument(
+            help="A video file, an http(s) address of one, a folder of frames, or a library that `qtsplus index` made.",
+            show_default=False,
+        ),
     ],
-    question: Annotated[str, typer.Argument(help="What to ask about the video.", show_default=False)],
+    question: Annotated[str, typer.Argument(help="What to ask about it.", show_default=False)],
     model: Model = None,
     revision: Revision = None,
     retention: Retention = None,
@@ -56,12 +59,24 @@ def ask(
         Path | None,
         typer.Option(help="A folder for pictures of what the answer rests on, and the video with the kept tokens lit."),
     ] = None,
+    pieces: Annotated[
+        int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")
+    ] = None,
     device: Device = None,
     dtype: WeightType = Dtype.auto,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a question about a video, and say which seconds the answer rests on."""
+    """Answer a question about a video or a library, and say which seconds the answer rests on."""
     check_model_options(model, revision)
+    if is_library(video):
+        only_videos = {"--fps": fps is not None, "--two-passes": two_passes, "--evidence": evidence is not None}
+        choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
+        choice |= {"selection": selection, "pieces": pieces or 1, "max_new_tokens": max_new_tokens}
+        loading = model, revision, device, dtype.value
+        _ask_library(Path(video), question, loading, only_videos, as_json, **choice)
+        return
+    if pieces is not None:
+        fail("--pieces is about a library; leave it out")
     check_video(video, fps)
     _check_question(question)
     require_fraction(retention)
@@ -105,6 +120,35 @@ def draw(answer: "Answer", videos: "dict[str, EncodedVideo]", folder: Path) -> N
 
         draw_evidence(answer, videos, folder)
     note(f"Wrote {folder}")
+
+
+def is_library(path: str) -> bool:
+    """Whether `qtsplus index` has made a folder."""
+    return os.path.isfile(os.path.join(path, "library.jsonl"))
+
+
+def _ask_library(
+    folder: Path,
+    question: str,
+    loading: tuple[str | None, str | None, str | None, str],
+    only_videos: dict[str, bool],
+    as_json: bool,
+    **generation: Any,
+) -> None:
+    """`ask` about a library, whose videos are encoded; its evidence names them."""
+    for option in (name for name, is_set in only_videos.items() if is_set):
+        fail(f"{option} is about a video, and those of a library are encoded already; leave it out")
+    _check_question(question)
+    require_fraction(generation["retention"])
+    with one_line_errors():
+        check_selection(generation["selection"])
+        library = open_library(folder, *loading)
+        with notes.status("Asking"):
+            answer = library.ask(question, **generation)
+    if as_json:
+        print(json.dumps(answer.as_dict()))
+    else:
+        print_answer(answer, named=True)
 
 
 def demo(
@@ -151,15 +195,15 @@ def place(box: tuple[float, float, float, float]) -> str:
     return f"{row} {column}" if (row, column) != ("middle", "centre") else "centre"
 
 
-def print_answer(answer: "Answer") -> None:
-    """The answer, and a table of what it rests on."""
+def print_answer(answer: "Answer", named: bool = False) -> None:
+    """The answer, and a table of what it rests on; with the names of the videos where there are several, or `named`."""
     console.print(answer.answer or "(an empty answer)", style="bold", markup=False, highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     share = answer.kept_tokens / answer.visual_tokens
     table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
     table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at")
     for number, interval in enumerate(answer.evidence):
-        name = f"{interval.name}, " if len(answer.keep_maps) > 1 else ""
+        name = f"{interval.name}, " if named or len(answer.keep_maps) > 1 else ""
         span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
