@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from .app import app as page
 from .asking import ask, demo
 from .batch import batch
 from .console import FilledArguments, console
@@ -37,6 +38,7 @@ def qtsplus(
 
 for command in (demo, ask, batch, serve, convert, publish, train, calibrate):
     app.command()(command)
+app.command("app")(page)
 for study in (needle, analysis):
     eval_app.command()(study)
 app.add_typer(eval_app, name="eval")

@@ -1,0 +1,28 @@
+"""`qtsplus app`: a page to try a model on."""
+
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from .console import fail, one_line_errors
+from .models import check_model_options, load_model
+from .options import Device, Dtype, Model, Revision
+
+
+def app(
+    model: Model = None,
+    revision: Revision = None,
+    host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
+    device: Device = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights. auto takes what the checkpoint has.")] = Dtype.auto,
+) -> None:
+    """Open a page to ask about films, which shows in the film what each answer rests on."""
+    check_model_options(model, revision)
+    if find_spec("gradio") is None:
+        fail("the package gradio is not installed: pip install -e '.[app]' in a clone")
+    with one_line_errors():
+        from ..app import Page, launch
+
+        launch(Page(*load_model(model, revision, device, dtype.value)), host, port)
