@@ -179,6 +179,7 @@ def open_folder(folder: str, fps: float | None) -> VideoFile:
     paths = image_paths(folder)
     warnings, metadata = find_gaps(paths), describe_frames(paths, None, fps)
     _, height, width, _ = load_frames(paths[:1]).shape
+    metadata.height, metadata.width = height, width
     decode = functools.partial(_decode_images, paths, (height, width))
     return VideoFile(folder, metadata, (len(paths), height, width), decode, 0.0, warnings)
 

@@ -59,13 +59,13 @@ def corpus(tmp_path_factory, tiny_mp4, tiny_published) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def shared_model(tiny_published):
     """Loads the good model once; any other is loaded as ever."""
-    from qtsplus import session
+    from qtsplus import loading
 
-    load, good = session.load, session.load(tiny_published, "cpu")
+    load, good = loading.load, loading.load(tiny_published, "cpu")
 
     def loaded(model, device=None, dtype="auto", **more):
         return good if (model, device) == (str(tiny_published), None) else load(model, device, dtype, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "load", loaded)
+        patch.setattr(loading, "load", loaded)
         yield

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import qtsplus
 from benchmarks.world.tinyworld import build_dataset
-from qtsplus import session
+from qtsplus import loading
 from qtsplus.cli import app
 from qtsplus.demo import run_demo
 
@@ -72,7 +72,7 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     assert 1 <= answer["kept_tokens"] < answer["visual_tokens"]
     assert 0 < sum(interval["weight"] for interval in answer["evidence"]) < 1 + 1e-6
     for interval in answer["evidence"]:
-        assert set(interval) == {"start", "end", "weight", "box"}
+        assert set(interval) == {"video", "start", "end", "weight", "box", "pixels"}
         assert 0 <= interval["start"] < interval["end"] <= 4
     assert set(answer["timings"]) == {"load", "encode", "first_token", "generate"}
     assert all(seconds > 0 for seconds in answer["timings"].values())
@@ -123,7 +123,7 @@ def test_whose_code_will_run_is_said_once_and_before_it_runs(ask, tiny_mp4, tiny
         asked_for.append((arguments, more))
         raise ValueError("stop here")
 
-    monkeypatch.setattr(session, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     named = ["ask", str(tiny_mp4), QUESTION, "--model", "org/name"]
     result = CliRunner().invoke(app, named)
     note, error = result.stderr.splitlines()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qtsplus import session
+from qtsplus import loading, session
 from qtsplus.cli import app
 from qtsplus.two_passes import TwoPasses
 
@@ -21,24 +21,24 @@ def folder(tiny_published, tmp_path):
 def test_no_name():
     for name in ("", "  "):
         with pytest.raises(ValueError, match="name is empty; expected a folder or a Hub id"):
-            session.load(name)
+            loading.load(name)
 
 
 @pytest.mark.parametrize("name", ["/nonexistent", "./nowhere", "../a/b", "a/b/c"])
 def test_a_folder_that_is_not_there(name):
     """Without asking the Hub for a repository of that name."""
     with pytest.raises(ValueError, match=f"There is no folder '{name}'; expected one, or a Hub id"):
-        session.load(name)
+        loading.load(name)
 
 
 def test_a_file(folder):
     with pytest.raises(ValueError, match=r"There is no folder '.*config\.json'"):
-        session.load(folder / "config.json")
+        loading.load(folder / "config.json")
 
 
 def test_an_empty_folder(tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json in"):
-        session.load(tmp_path)
+        loading.load(tmp_path)
 
 
 def test_a_stock_model(tiny_published, folder):
@@ -47,7 +47,7 @@ def test_a_stock_model(tiny_published, folder):
         config.pop(name)
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2_5_vl"}))
     with pytest.raises(ValueError, match=f"is no QTSplus model.*'qwen2_5_vl'.*`qtsplus convert {folder} --out FOLDER`"):
-        session.load(folder)
+        loading.load(folder)
 
 
 @pytest.mark.parametrize("gone", [["tokenizer.json", "tokenizer_config.json"], ["processor_config.json"]])
@@ -55,7 +55,7 @@ def test_a_folder_without_its_processor(folder, gone):
     for name in gone:
         (folder / name).unlink()
     with pytest.raises(ValueError, match=f"holds no processor; expected {gone[0]} beside the weights"):
-        session.load(folder)
+        loading.load(folder)
 
 
 @pytest.mark.parametrize("bytes_left", [0, 4, 1000, -1])
@@ -63,7 +63,7 @@ def test_weights_that_were_cut_off(folder, bytes_left):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:bytes_left])
     with pytest.raises(ValueError, match="The model '.*' cannot be used: SafetensorError"):
-        session.load(folder)
+        loading.load(folder)
 
 
 class Bomb:
@@ -107,30 +107,30 @@ def test_a_broken_folder_is_one_line(folder, tiny_mp4, spoil, words, capfd):
 
 def test_a_revision_of_a_folder(folder):
     with pytest.raises(ValueError, match="is a folder, and revision='main' is about a repository"):
-        session.load(folder, revision="main")
+        loading.load(folder, revision="main")
 
 
 def test_a_device_without_values(tiny_published):
     with pytest.raises(ValueError, match="The device 'meta' holds no values"):
-        session.load(tiny_published, device="meta")
+        loading.load(tiny_published, device="meta")
 
 
 def test_a_revision_goes_to_the_model_and_its_processor(tiny_published, monkeypatch):
     asked = {}
 
     def note(name):
-        load = getattr(session, name).from_pretrained
+        load = getattr(loading, name).from_pretrained
 
         def from_pretrained(*args, **kwargs):
             asked[name] = kwargs["revision"]
             return load(tiny_published, *args[1:], **{**kwargs, "revision": None})
 
-        monkeypatch.setattr(getattr(session, name), "from_pretrained", from_pretrained)
+        monkeypatch.setattr(getattr(loading, name), "from_pretrained", from_pretrained)
 
     note("AutoProcessor")
     note("AutoModelForImageTextToText")
-    monkeypatch.setattr(session, "check_model", lambda *_: None)
-    session.load("lab/tiny", revision="v1.0")
+    monkeypatch.setattr(loading, "check_model", lambda *_: None)
+    loading.load("lab/tiny", revision="v1.0")
     assert asked == {"AutoProcessor": "v1.0", "AutoModelForImageTextToText": "v1.0"}
 
 
@@ -139,7 +139,7 @@ def test_a_revision_goes_to_the_model_and_its_processor(tiny_published, monkeypa
 
 @pytest.fixture(scope="module")
 def loaded(tiny_published):
-    return session.load(tiny_published)
+    return loading.load(tiny_published)
 
 
 @pytest.mark.parametrize("relevance", [None, "empty"])

@@ -14,7 +14,7 @@ import torch
 from transformers import BatchFeature
 
 from qtsplus.results import Journal, environment, steps, write_json
-from qtsplus.session import EncodedVideo, encode, small_prompt
+from qtsplus.session import EncodedVideo, encode, prompt_inputs
 from qtsplus.two_passes import SecondPass, TwoPasses, second_pass, second_prompt
 from qtsplus.video_qtsplus import choose_frames, read_video
 
@@ -244,7 +244,8 @@ class _Bench:
         grid, second = known.video_grid_thw, None
         if known.large is not None:
             how = {"retention": self.retention, "selection": self.how["selection"]}
-            second = second_pass(self.models["ours"], known.large, small_prompt(self.processor, known, question), **how)
+            small = prompt_inputs(self.processor, {known.video: known}, [question])
+            second = second_pass(self.models["ours"], known.large, small, **how)
             grid = known.large.chunks.video_grid_thw
         text = [prompt_text(self.processor, question)]
         inputs = self.processor(text=text, video_grid_thw=grid, return_tensors="pt").to(self.device)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.progress import track
 
-from . import session
+from . import loading, session
 from .data.formats import Row, iter_rows, media_folder
 from .data.media import UNREADABLE, find_media
 from .data.records import Rate, String, Text, break_special_tokens, explain
@@ -121,7 +121,7 @@ def _question(content: Any, problem: str | None) -> Question:
 @dataclass(frozen=True)
 class Asker:
     """
-    A model and how it is asked where a row does not say, as for [`session.load`] and [`session.ask`].
+    A model and how it is asked where a row does not say, as for [`loading.load`] and [`session.ask`].
 
     Called with the tasks of one video, it encodes the video once; what is wrong with it or with a question is the
     `error` of a row.
@@ -139,7 +139,7 @@ class Asker:
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
-        return session.load(self.model, self.device, self.dtype, revision=self.revision)
+        return loading.load(self.model, self.device, self.dtype, revision=self.revision)
 
     def settings(self) -> dict[str, Any]:
         """All that decides an answer."""
@@ -217,8 +217,8 @@ def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
 
     if not videos:
         return
-    processor = session.load_processor(asker.model, asker.revision)
-    dtype = session.stored_dtype(asker.model, asker.revision) if asker.dtype == "auto" else asker.dtype
+    processor = loading.load_processor(asker.model, asker.revision)
+    dtype = loading.stored_dtype(asker.model, asker.revision) if asker.dtype == "auto" else asker.dtype
     llm = LLM(asker.model, revision=asker.revision, dtype=dtype, limit_mm_per_prompt={"video": 1, "image": 0})
     sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens)
     for tasks in videos:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from filelock import FileLock
 
-from . import session
+from . import loading, session
 from .hub.files import hub_configs
 from .hub.folder import whole_folder
 from .hub.publish import assemble_folder, code_files
@@ -88,7 +88,7 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
         folder = publish_tiny(staging / TINY)
         say(f"Published {TINY} to {out / TINY}.")
 
-        model, processor = session.load(folder)
+        model, processor = loading.load(folder)
         say(f"Loaded it back as remote code: {type(model).__name__} from {type(model).__module__.split('.')[0]}.")
         encoded = session.encode(model, processor, CLIP)
         answers = [

@@ -19,6 +19,9 @@ class Interval:
         weight: share of the sample's kept relevance that lies in it.
         video: which of the sample's videos, in prompt order.
         box: (left, top, right, bottom) of the region in the frame, as fractions of its width and height.
+        name: in an answer, the video's name.
+        pixels: in an answer, the box in pixels of the video's frames as they are shown; `None` where their size is
+            unknown.
     """
 
     start: float
@@ -26,6 +29,8 @@ class Interval:
     weight: float
     video: int = 0
     box: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
+    name: str = ""
+    pixels: tuple[int, int, int, int] | None = None
 
 
 def token_grids(video_grid_thw: torch.Tensor, merge_size: int) -> list[tuple[int, int, int]]:

@@ -1,83 +1,53 @@
-"""Encodes a video once, asks a model about it any number of times, and says what each answer rests on."""
+"""Asks a model about videos that are encoded once, any number of times, and says what each answer rests on."""
 
+import itertools
+import json
+import math
 import time
-from collections.abc import Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-from rich.console import Console
-from rich.progress import track
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
-from .decoding_qtsplus import shown_name
-from .encoding_qtsplus import Repeats
+from .decoding_qtsplus import is_address
 from .evidence import Interval, evidence_intervals, keep_maps
-from .hub.folder import reading
+from .hub.folder import read_json, whole_folder
+from .loading import load
 from .methods_qtsplus import Method
-from .output import first_line
-from .two_passes import Large, TwoPasses, open_twice, second_pass, second_prompt
+from .storage import fingerprint, load_video, save_video
+from .two_passes import TwoPasses, second_pass, second_prompt
+from .videos import EncodedVideo, encode
 
-T = TypeVar("T")
+__all__ = ["Answer", "EncodedVideo", "TwoPasses", "VideoSession", "answer_questions", "ask", "encode", "load"]
 
-_PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
-_A_QUESTION: list[dict[str, Any]] = [
-    {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]},
-]
-
-
-@dataclass(frozen=True)
-class EncodedVideo:
-    """
-    A video that [`encode`] has read, for any number of questions.
-
-    Args:
-        video: the path.
-        features: `[M, d]`, all its visual tokens.
-        video_grid_thw: `[1, 3]`, its grid in patches.
-        second_per_grid_ts: `[1]`, seconds per temporal patch.
-        metadata: `VideoMetadata`, with the indices of the frames that were looked at.
-        seconds: what reading and encoding took.
-        start: when a player shows the first frame, in seconds.
-        warnings: what is wrong with the file, such as an end that is missing; one sentence each.
-        large: with two passes, the video at full size; features and grid are then those of the small one.
-    """
-
-    video: str
-    features: torch.Tensor
-    video_grid_thw: torch.Tensor
-    second_per_grid_ts: list[float]
-    metadata: Any
-    seconds: float
-    start: float = 0.0
-    warnings: list[str] = field(default_factory=list)
-    large: Large | None = None
+_SAVED = "session.json"
 
 
 @dataclass(frozen=True)
 class Answer:
     """
-    What a model answered about one video, and what the answer rests on.
+    What a model answered about one or more videos, and what the answer rests on.
 
     Args:
         answer: the text.
-        video: the path that was asked about.
+        video: the path that was asked about; of several videos their names, with commas.
         frames: frames that the model saw.
-        seconds_of_video: length of the video.
-        visual_tokens: M, the video's tokens before the selection.
+        seconds_of_video: length of the videos.
+        visual_tokens: M, the videos' tokens before the selection.
         kept_tokens: n, those that the language model read.
         rho: the fraction that the selection aimed at.
-        evidence: stretches of the video that show what was asked for, see [`Interval`]; the surest first.
+        evidence: stretches of a video that show what was asked for, see [`Interval`]; the surest first. Their seconds
+            are those of a player.
         timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
             `second_pass`, with two passes, is choosing regions and encoding them at full size.
-            `first_token` and `generate` both count from the call of `generate`.
-        keep_map: bool `[T, H, W]`, the kept tokens in the video's grid of tokens.
-        warnings: what is wrong with the video, as in [`EncodedVideo`].
+            `first_token` and `generate` both count from the call of `generate`; questions of one batch share them.
+        keep_maps: by the video's name, bool `[T, H, W]`, the kept tokens in its grid of tokens.
+        warnings: what is wrong with the videos, as in [`EncodedVideo`].
     """
 
     answer: str
@@ -89,182 +59,30 @@ class Answer:
     rho: float
     evidence: list[Interval]
     timings: dict[str, float]
-    keep_map: torch.Tensor
+    keep_maps: dict[str, torch.Tensor]
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def keep_map(self) -> torch.Tensor:
+        """`[T, H, W]`, the keep map of the only video; `ValueError` if there are several."""
+        if len(self.keep_maps) != 1:
+            raise ValueError(f"The answer is about {len(self.keep_maps)} videos: take one of `keep_maps`.")
+        return next(iter(self.keep_maps.values()))
+
     def as_dict(self) -> dict[str, Any]:
-        """What `qtsplus ask --json` prints: all fields but the keep map."""
-        fields = {name: value for name, value in vars(self).items() if name != "keep_map"}
-        fields["evidence"] = [
-            {"start": one.start, "end": one.end, "weight": one.weight, "box": list(one.box)} for one in self.evidence
+        """What `qtsplus ask --json` prints: all fields but the keep maps."""
+        fields = {name: value for name, value in vars(self).items() if name != "keep_maps"}
+        evidence = [
+            {"video": one.name, **{name: getattr(one, name) for name in ("start", "end", "weight", "box", "pixels")}}
+            for one in self.evidence
         ]
-        return fields
-
-
-def load(
-    model: str | Path, device: str | None = None, dtype: str = "auto", revision: str | None = None
-) -> tuple[Any, Any]:
-    """
-    Loads a model and its processor as any Transformers user does, with `trust_remote_code=True`.
-
-    Args:
-        model: a folder or a Hub id.
-        device: such as `"cuda"` or `"cpu"`; a GPU where there is one when absent.
-        dtype: of the weights, such as `"bfloat16"`; `"auto"` is the checkpoint's.
-        revision: of a model on the Hub: a branch, a tag or a commit.
-
-    Raises:
-        OSError: no such repository.
-        ValueError: no such folder; one without a QTSplus model or its processor, or with a broken file; a device that
-            cannot be used; a revision of a folder.
-    """
-    device = find_device(device)
-    processor = load_processor(model, revision)
-    with reading(f"The model {str(model)!r}"):
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            model, trust_remote_code=True, dtype=dtype, revision=revision
-        )
-    return loaded.to(device).eval(), processor
-
-
-def load_processor(model: str | Path, revision: str | None = None) -> Any:
-    """The processor alone, see [`load`]."""
-    check_model(model, revision)
-    with reading(f"The processor of {str(model)!r}"):
-        processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
-        processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
-    return processor
-
-
-def stored_dtype(model: str | Path, revision: str | None = None) -> str:
-    """What a model's configuration says of its weights, for vLLM: its own "auto" shortens float32."""
-    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
-    return config.get("dtype") or config.get("torch_dtype") or "auto"
-
-
-def find_device(device: str | None) -> str:
-    """
-    The device that was asked for, or else a GPU where there is one.
-
-    Raises:
-        ValueError: it cannot be used.
-    """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"The device {device!r} cannot be used: {first_line(error)}") from error
-    if torch.device(device).type == "meta":
-        raise ValueError("The device 'meta' holds no values and cannot answer; expected one such as 'cpu' or 'cuda'.")
-    return device
-
-
-def check_model(model: str | Path, revision: str | None) -> None:
-    """Before anything is loaded: a `ValueError` for what cannot be a model with a selector; see [`load`]."""
-    name = str(model)
-    if revision is not None and Path(model).is_dir():
-        raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
-    if not name.strip():
-        raise ValueError("The model's name is empty; expected a folder or a Hub id, such as ORG/NAME.")
-    if not Path(model).is_dir():
-        try:
-            validate_repo_id(name)
-        except HFValidationError as error:
-            raise ValueError(f"There is no folder {name!r}; expected one, or a Hub id such as ORG/NAME.") from error
-    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
-    if not config:
-        raise ValueError(f"There is no config.json in {name!r}; expected the folder or repository of a QTSplus model.")
-    if "qtsplus_config" not in config:
-        raise ValueError(
-            f"{name!r} is no QTSplus model: its model_type is {config.get('model_type')!r}. Make one of it with "
-            f"`qtsplus convert {name} --out FOLDER`."
-        )
-    for names in _PROCESSOR:
-        if Path(model).is_dir() and not any(Path(model, file).is_file() for file in names):
-            raise ValueError(
-                f"The folder {name!r} holds no processor; expected {names[0]} beside the weights. Save it there with "
-                "`processor.save_pretrained`."
-            )
-
-
-def encode(
-    model: Any,
-    processor: Any,
-    video: str | Path,
-    *,
-    fps: float | None = None,
-    max_frames: int | None = None,
-    frames_per_chunk: int | None = None,
-    device: str | None = None,
-    frame_tolerance: float | None = 0.0,
-    two_passes: TwoPasses | None = None,
-    progress: bool = False,
-) -> EncodedVideo:
-    """
-    Reads a video of any length and encodes it, chunk by chunk: one is decoded while the one before it is encoded.
-
-    Memory holds three chunks at most, and the features.
-
-    Args:
-        model, processor: as [`load`] gives them.
-        video: a video file, an `http(s)` address (as a `str`), or a folder of frames.
-        fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
-        max_frames: of a file, the most that are looked at; as the processor has it when absent.
-        frames_per_chunk: frames at a time; by default about 16,384 patches.
-        device: where the features shall live, such as `"cpu"`; the model's when absent.
-        frame_tolerance: frames that differ by no more from those before take their features and are not encoded again;
-            see [`Repeats`]. 0 does so only with equal frames, `None` encodes every frame.
-        two_passes: encode the video small, and let every question choose the regions that are encoded at full size.
-        progress: show a bar on standard error while a video of several chunks is encoded.
-
-    Raises:
-        ValueError: a video that cannot be read, a folder without `fps`; two passes with a backbone that reads every
-            frame at one size, or tiles with one that has to see whole frames.
-    """
-    started = time.perf_counter()
-    chunks = processor.video_chunks(video, fps=fps, max_frames=max_frames, frames_per_chunk=frames_per_chunk)
-    large = None
-    if two_passes is not None:
-        large, chunks = open_twice(model, processor, chunks, two_passes, frame_tolerance)
-    tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
-    features, filled = torch.empty(0), 0
-    repeats, console = Repeats(frame_tolerance), Console(stderr=True)
-    bar: dict[str, Any] = {"console": console, "transient": True, "disable": not (progress and console.is_terminal)}
-    with closing(read_ahead(chunks)) as ahead:
-        for pixels, grid in track(ahead, "Encoding the video", len(chunks), **bar):
-            (encoded,) = model.encode_videos(pixels, grid, device=device, repeats=repeats)
-            if not filled:
-                features = encoded.new_empty(tokens, encoded.shape[-1])
-            features[filled : filled + len(encoded)] = encoded
-            filled += len(encoded)
-    return EncodedVideo(
-        video=shown_name(str(video)),
-        features=features,
-        video_grid_thw=chunks.video_grid_thw,
-        second_per_grid_ts=chunks.second_per_grid_ts,
-        metadata=chunks.metadata,
-        seconds=time.perf_counter() - started,
-        start=getattr(chunks, "start", 0.0),  # a model brings its own code, which may be older
-        warnings=chunks.warnings,
-        large=large,
-    )
-
-
-def read_ahead(items: Iterable[T]) -> Generator[T, None, None]:
-    """The same items; a thread gets the next one, and no more, while the caller works on one. Its errors are raised."""
-    source = iter(items)
-    nothing: Any = object()
-    with ThreadPoolExecutor(1, thread_name_prefix="qtsplus-read-ahead") as reader:
-        coming = reader.submit(next, source, nothing)
-        while (item := coming.result()) is not nothing:
-            coming = reader.submit(next, source, nothing)
-            yield item
+        return {**fields, "evidence": evidence}
 
 
 def ask(
     model: Any,
     processor: Any,
-    video: str | Path | EncodedVideo,
+    video: Any,
     question: str,
     *,
     fps: float | None = None,
@@ -279,10 +97,9 @@ def ask(
 
     Args:
         model, processor: as [`load`] gives them.
-        video: a video file, an `http(s)` address (as a `str`), or a folder of frames; or what [`encode`] has made of
-            one, for another question.
+        video: whatever [`encode`] takes; or what it has made of one, for another question.
         question: the text; special tokens in it, such as `<|im_end|>`, are text too.
-        fps: of a file, frames to look at per second; of a folder, the rate at which its frames were taken.
+        fps: as for [`encode`].
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
         max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
         selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
@@ -291,7 +108,7 @@ def ask(
         max_new_tokens: longest answer.
 
     Raises:
-        ValueError: a question that is empty or longer than the model's positions, a video that cannot be read, a folder
+        ValueError: a question that is empty or longer than the model's positions, a video that cannot be read, frames
             without `fps`, `fps` for a video that was encoded before, a retention out of its range.
     """
     _check_question(model, processor, question)
@@ -302,52 +119,168 @@ def ask(
     elif fps is not None or two_passes is not None:
         given = f"fps={fps:g}" if fps is not None else f"two_passes={two_passes}"
         raise ValueError(f"Got {given} for a video that was encoded before; give it to `encode`.")
-
-    grid, second = video.video_grid_thw, None
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    if video.large is not None:
-        started = time.perf_counter()
-        second = second_pass(model, video.large, small_prompt(processor, video, question), **choice)
-        grid, choice["retention"] = video.large.chunks.video_grid_thw, [second.retention]
-        timings["second_pass"] = time.perf_counter() - started
-    inputs = processor.question_inputs(question, grid, [video.metadata]).to(model.device)
-    inputs["second_per_grid_ts"] = video.second_per_grid_ts
-    clock = _FirstTokenClock()
-    started = time.perf_counter()
-    answering: dict[str, Any] = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True, "streamer": clock}
-    if second is None:
-        output = model.generate(**inputs, video_features=[video.features], **choice, **answering)
-    else:
-        output = model.generate_from(second_prompt(model, inputs, [second], **choice), **answering)
-    timings.update(first_token=clock.first_token - started, generate=time.perf_counter() - started)
+    videos = {video.video: video}
+    (answer,) = answer_questions(model, processor, videos, [question], **choice, max_new_tokens=max_new_tokens)
+    return replace(answer, timings={**timings, **answer.timings})
 
-    answer_ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-    seconds_of_video = video.metadata.total_num_frames / video.metadata.fps
+
+def answer_questions(
+    model: Any,
+    processor: Any,
+    videos: Mapping[str, EncodedVideo],
+    questions: Sequence[str],
+    *,
+    turns: Sequence[str] = (),
+    retention: float | None = None,
+    max_visual_tokens: int | None = None,
+    selection: str | Method | None = None,
+    max_new_tokens: int = 128,
+    **generation: Any,
+) -> list[Answer]:
+    """
+    Answers questions about the same videos, whose tokens compete for one budget, in one batch.
+
+    Args:
+        videos: by name; the names stand in the prompt where there are several.
+        questions: each a row of the batch, with a budget of its own.
+        turns: what was asked and answered before, in turn, in one conversation with each of the questions.
+        retention, max_visual_tokens, selection, max_new_tokens: as for [`ask`].
+        generation: as for `generate`.
+
+    Raises:
+        ValueError: no video; two passes over other than one video and one question; and as [`ask`].
+    """
+    for question in questions:
+        _check_question(model, processor, question)
+    if not videos:
+        raise ValueError("There is no video to ask about; add one.")
+    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
+    options = {**generation, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
+    if any(video.large for video in videos.values()):
+        return [_answer_twice(model, processor, videos, questions, turns, choice, options)]
+    inputs = prompt_inputs(processor, videos, questions, turns, model.device)
+    clock = _Clock()
+    output = model.generate(**inputs, **choice, **options, streamer=clock)
+    timings, chosen = clock.timings(), output.qtsplus
+    return [
+        _answer(
+            processor,
+            videos,
+            ids[inputs["input_ids"].shape[1] :],
+            timings,
+            kept=chosen.kept_indices[row],
+            # None if the method computed no relevance.
+            relevance=None if chosen.relevance is None else chosen.relevance[row],
+            rho=float(chosen.rho[row]),
+        )
+        for row, ids in enumerate(output.sequences)
+    ]
+
+
+def _answer_twice(
+    model: Any,
+    processor: Any,
+    videos: Mapping[str, EncodedVideo],
+    questions: Sequence[str],
+    turns: Sequence[str],
+    choice: dict[str, Any],
+    options: dict[str, Any],
+) -> Answer:
+    """[`answer_questions`] with two passes over the only video."""
+    if len(videos) > 1 or len(questions) > 1:
+        raise ValueError("Two passes look at one video for one question; encode the videos in one pass.")
+    started = time.perf_counter()
+    ((name, video),) = videos.items()
+    large: Any = video.large
+    second = second_pass(model, large, prompt_inputs(processor, videos, questions, turns, model.device), **choice)
+    whole = replace(video, video_grid_thw=large.chunks.video_grid_thw)
+    inputs = prompt_inputs(processor, {name: whole}, questions, turns, model.device)
+    prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
+    timings = {"second_pass": time.perf_counter() - started}
+    clock = _Clock()
+    output = model.generate_from(prompt, **options, streamer=clock)
+    chosen, ids = output.qtsplus, output.sequences[0, inputs["input_ids"].shape[1] :]
+    relevance = None if chosen.relevance is None else chosen.relevance[0]
+    kept, relevance = second.of_the_whole(chosen.kept_indices[0], relevance)
+    timings.update(clock.timings())
+    return _answer(processor, {name: whole}, ids, timings, kept=kept, relevance=relevance, rho=second.rho)
+
+
+def _answer(
+    processor: Any,
+    videos: Mapping[str, EncodedVideo],
+    ids: torch.Tensor,
+    timings: dict[str, float],
+    *,
+    kept: torch.Tensor,
+    relevance: torch.Tensor | None,
+    rho: float,
+) -> Answer:
+    """An answer from the ids that the model wrote, and the selection among all tokens of the videos."""
+    names, encoded = list(videos), list(videos.values())
+    grids = torch.cat([video.video_grid_thw for video in encoded])
+    seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
     merge_size = processor.video_processor.merge_size
-    kept_indices = output.qtsplus.kept_indices[0]
-    # None if the method computed no relevance.
-    relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
-    if second is not None:
-        kept_indices, relevance = second.of_the_whole(kept_indices, relevance)
-    (keep_map,) = keep_maps(kept_indices, grid, merge_size)
-    intervals = evidence_intervals(kept_indices, relevance, grid, video.second_per_grid_ts, merge_size)
+    maps = dict(zip(names, keep_maps(kept, grids, merge_size), strict=True))
+    intervals = evidence_intervals(kept, relevance, grids, seconds, merge_size)
     return Answer(
-        answer=processor.tokenizer.decode(answer_ids, skip_special_tokens=True).strip(),
-        video=video.video,
-        frames=len(video.metadata.frames_indices),
-        seconds_of_video=seconds_of_video,
-        visual_tokens=keep_map.numel(),
-        kept_tokens=len(kept_indices),
-        rho=float(output.qtsplus.rho[0]) if second is None else second.rho,
-        evidence=[
-            # The last grid step is padded where the frames are odd in number.
-            replace(one, start=video.start + one.start, end=video.start + min(one.end, seconds_of_video))
-            for one in intervals
-        ],
+        answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
+        video=encoded[0].video if len(encoded) == 1 else ", ".join(names),
+        frames=sum(len(video.metadata.frames_indices) for video in encoded),
+        seconds_of_video=sum(video.length for video in encoded),
+        visual_tokens=sum(one.numel() for one in maps.values()),
+        kept_tokens=len(kept),
+        rho=rho,
+        evidence=[_placed(one, names[one.video], encoded[one.video]) for one in intervals],
         timings=timings,
-        keep_map=keep_map,
-        warnings=video.warnings,
+        keep_maps=maps,
+        warnings=[warning for video in encoded for warning in video.warnings],
     )
+
+
+def _placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
+    """The same stretch on a player's clock, with its video's name and the box in pixels."""
+    width, height = video.metadata.width, video.metadata.height
+    pixels = None
+    if width and height:
+        left, top, right, bottom = interval.box
+        low, high = (math.floor(left * width), math.floor(top * height)), (right * width, bottom * height)
+        pixels = (*low, math.ceil(high[0]), math.ceil(high[1]))
+    # The last grid step is padded where the frames are odd in number.
+    start, end = video.start + interval.start, video.start + min(interval.end, video.length)
+    return replace(interval, start=start, end=end, name=name, pixels=pixels)
+
+
+def prompt_inputs(
+    processor: Any,
+    videos: Mapping[str, EncodedVideo],
+    questions: Sequence[str],
+    turns: Sequence[str] = (),
+    device: Any = None,
+) -> dict[str, Any]:
+    """
+    The model's inputs for questions about the same videos, a row for each, as for [`answer_questions`].
+
+    All videos stand in front of the first text. Of several, each has its name in front; only the question's own words
+    then say which tokens are kept.
+    """
+    seen: list[dict[str, Any]] = []
+    for name in videos:
+        seen += [{"type": "text", "text": f"{name}: "}] * (len(videos) > 1) + [{"type": "video"}]
+    rows = []
+    for question in questions:
+        texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
+        texts[0] = seen + texts[0]
+        rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
+    encoded = list(videos.values()) * len(rows)
+    grids = torch.cat([video.video_grid_thw for video in encoded])
+    # Where nothing else stands in the last turn, it is the question.
+    query = {"query": list(questions)} if len(videos) > 1 and not turns else {}
+    metadata = [video.metadata for video in encoded]
+    inputs = processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **query).to(device)
+    seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
+    return {**inputs, "video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
 
 
 def _check_question(model: Any, processor: Any, question: str) -> None:
@@ -359,19 +292,12 @@ def _check_question(model: Any, processor: Any, question: str) -> None:
         raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
 
 
-def small_prompt(processor: Any, video: EncodedVideo, question: str) -> dict[str, Any]:
-    """Inputs of the model for a question about the first of two passes."""
-    inputs = processor.question_inputs(question, video.video_grid_thw, [video.metadata])
-    asked = {name: inputs[name] for name in ("input_ids", "attention_mask", "query_mask")}
-    grid, seconds = video.video_grid_thw, video.second_per_grid_ts
-    return {**asked, "video_features": [video.features], "video_grid_thw": grid, "second_per_grid_ts": seconds}
-
-
-class _FirstTokenClock(BaseStreamer):
+class _Clock(BaseStreamer):
     """Notes when the first new token comes; `generate` puts the prompt before it."""
 
     def __init__(self) -> None:
         self.puts = 0
+        self.started = time.perf_counter()
         self.first_token = float("nan")
 
     def put(self, value: torch.Tensor) -> None:
@@ -381,3 +307,140 @@ class _FirstTokenClock(BaseStreamer):
 
     def end(self) -> None:
         pass
+
+    def timings(self) -> dict[str, float]:
+        """Seconds to the first token, and until now."""
+        return {"first_token": self.first_token - self.started, "generate": time.perf_counter() - self.started}
+
+
+class VideoSession:
+    """
+    Videos that are encoded once and asked about again and again.
+
+    All videos that a question is about compete for one budget, as in one prompt.
+
+    Args:
+        model, processor: as [`load`] gives them.
+    """
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.model, self.processor = model, processor
+        self.videos: dict[str, EncodedVideo] = {}
+        self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
+
+    @property
+    def names(self) -> list[str]:
+        """The videos' names, in the order in which the model sees them."""
+        return list(self.videos)
+
+    def add(self, video: Any, name: str | None = None, **options: Any) -> str:
+        """
+        Encodes a video and adds it.
+
+        Args:
+            video: whatever [`encode`] takes, or what it has made of one.
+            name: what prompts and answers call it; the file's name by default, with a number where that is taken.
+            options: as for [`encode`], such as `fps`.
+
+        Returns:
+            the name.
+
+        Raises:
+            ValueError: a name that is empty or taken; options for a video that was encoded before; as [`encode`].
+        """
+        if name is not None and (not name.strip() or name in self.videos):
+            raise ValueError(f"The name {name!r} is {'taken' if name.strip() else 'empty'}; name the video otherwise.")
+        if not isinstance(video, EncodedVideo):
+            video = encode(self.model, self.processor, video, **options)
+        elif options:
+            raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
+        if name is None:
+            place = urlsplit(video.video).path if is_address(video.video) else video.video
+            own = PurePath(place).name or "video"
+            numbered = (f"{own} ({number})" for number in itertools.count(2))
+            name = next(one for one in itertools.chain([own], numbered) if one not in self.videos)
+        self.videos[name] = video
+        return name
+
+    def remove(self, name: str) -> None:
+        """Forgets a video; `ValueError` if there is none of that name."""
+        self._chosen([name])
+        del self.videos[name]
+
+    def ask(self, question: str, videos: Sequence[str] | None = None, **generation: Any) -> Answer:
+        """
+        Answers a question that knows nothing of those before.
+
+        Args:
+            videos: the names of those to ask about; all by default.
+            generation: as for [`answer_questions`].
+        """
+        return self.ask_many([question], videos, **generation)[0]
+
+    def ask_many(
+        self, questions: Sequence[str], videos: Sequence[str] | None = None, *, batch_size: int = 16, **generation: Any
+    ) -> list[Answer]:
+        """As [`VideoSession.ask`] for each question, `batch_size` of them in one batch."""
+        chosen, answers = self._chosen(videos), []
+        for first in range(0, len(questions), batch_size):
+            batch = questions[first : first + batch_size]
+            answers += answer_questions(self.model, self.processor, chosen, batch, **generation)
+        return answers
+
+    def chat(self, question: str, **generation: Any) -> Answer:
+        """
+        Answers a question that knows those before and their answers.
+
+        Each question chooses the visual tokens that the model sees with it, among those of all videos.
+
+        Args:
+            generation: as for [`answer_questions`].
+        """
+        options = {**generation, "turns": self.turns}
+        (answer,) = answer_questions(self.model, self.processor, self.videos, [question], **options)
+        self.turns += [question, answer.answer]
+        return answer
+
+    def reset(self) -> None:
+        """Ends the conversation; the videos stay."""
+        self.turns = []
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What the model makes of pixels, see [`fingerprint`]."""
+        return fingerprint(self.model, self.processor)
+
+    def save(self, folder: str | Path) -> None:
+        """
+        Writes the videos' features, and the conversation, to a folder.
+
+        Raises:
+            FileExistsError: the folder holds files that no earlier call wrote.
+            ValueError: a video for two passes.
+        """
+        with whole_folder(folder) as staging:
+            files = {name: f"{number}.safetensors" for number, name in enumerate(self.videos)}
+            for name, file in files.items():
+                save_video(self.videos[name], staging / file, self.fingerprint)
+            text = json.dumps({"videos": files, "turns": self.turns}, indent=2)
+            (staging / _SAVED).write_text(text + "\n", encoding="utf-8")
+
+    def load(self, folder: str | Path) -> None:
+        """
+        Takes the videos and the conversation that [`VideoSession.save`] wrote, in place of those that it has.
+
+        Raises:
+            ValueError: no such folder, a broken one, or one that was made with another vision tower or processor.
+        """
+        saved, device = read_json(Path(folder) / _SAVED), self.model.device
+        self.videos = {
+            name: load_video(Path(folder, file), self.fingerprint, device) for name, file in saved["videos"].items()
+        }
+        self.turns = saved["turns"]
+
+    def _chosen(self, names: Sequence[str] | None) -> dict[str, EncodedVideo]:
+        """The videos of these names, in their order; `ValueError` for one that is not there."""
+        for name in names or ():
+            if name not in self.videos:
+                raise ValueError(f"There is no video {name!r}; expected some of {', '.join(self.names) or 'none'}.")
+        return self.videos if names is None else {name: self.videos[name] for name in names}

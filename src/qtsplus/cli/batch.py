@@ -90,7 +90,7 @@ def _share(device: str | None) -> tuple[str | None, tuple[int, int]]:
     """The device of this process, and its index among those that accelerate or torchrun has started."""
     from accelerate import PartialState
 
-    from ..session import find_device
+    from ..loading import find_device
 
     state = PartialState(cpu=find_device(device) == "cpu")
     if state.num_processes > 1 and device is None:

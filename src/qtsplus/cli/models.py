@@ -26,13 +26,13 @@ def load_model(model: str | None, revision: str | None, device: str | None, dtyp
     The model and its processor; the bundled ones without a name.
 
     Raises:
-        ValueError, OSError: as `session.load`; a cache that cannot be written.
+        ValueError, OSError: as `loading.load`; a cache that cannot be written.
     """
-    from .. import session
+    from .. import loading
 
     name = name_model(model, revision)
     with notes.status("Loading the model"):
-        return session.load(name, device, dtype, revision=revision)
+        return loading.load(name, device, dtype, revision=revision)
 
 
 def name_model(model: str | None, revision: str | None) -> str:

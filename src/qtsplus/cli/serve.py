@@ -64,7 +64,7 @@ def serve(
         if find_spec("vllm") is None:
             fail("vLLM is not installed: pip install vllm, or try the model with --engine transformers")
         with one_line_errors():
-            from ..session import check_model, stored_dtype
+            from ..loading import check_model, stored_dtype
 
             check_model(model, revision)
             weights = stored_dtype(model, revision) if dtype is Dtype.auto else dtype.value

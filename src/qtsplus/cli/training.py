@@ -92,9 +92,9 @@ def calibrate(
     """
     with one_line_errors():
         from ..evaluation import calibration
+        from ..loading import find_device
         from ..output import check_output
         from ..results import write_json
-        from ..session import find_device
         from ..training.models import load_model, load_processor
         from ..training.recipe import load_recipe
 

@@ -9,8 +9,9 @@ import torch
 
 from ..data.media import UNREADABLE
 from ..data.records import LETTERS, VideoRecord
+from ..loading import find_device
 from ..output import first_line
-from ..session import EncodedVideo, encode, find_device
+from ..session import EncodedVideo, encode
 from ..training.models import load_model, load_processor
 from .engine import ItemFailed, Ledger
 from .video_steps import FREE_ANSWER, Question, Reply, Scoring, Verdict, read_letter, share_out
@@ -52,7 +53,7 @@ def load_stock(weights: str, device: str | None = None, dtype: str = "auto") -> 
 class LocalTeacher:
     """A [`Teacher`] in this process; `name` stands for model and processor in the settings."""
 
-    model: Any  # as `qtsplus.session.load` gives them
+    model: Any  # as `qtsplus.loading.load` gives them
     processor: Any
     name: str
     batch_size: int = 16  # questions at a time

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.video_utils import VideoMetadata
 
-from ... import session
+from ... import loading, session
 from ...methods_qtsplus import METHODS
 from ...training import models
 from ..baselines import fewer_frames
@@ -106,7 +106,7 @@ def load(
     """
     config, _ = PreTrainedConfig.get_config_dict(pretrained, revision=revision)
     if "qtsplus_config" in config:
-        return *session.load(pretrained, device, dtype, revision=revision), selecting
+        return *loading.load(pretrained, device, dtype, revision=revision), selecting
     if selecting.selection == "qtsplus":
         raise ValueError(f"{pretrained!r} has no selector; make one with `qtsplus convert`, or choose a selection.")
     if selecting.selection is None and (selecting.retention or selecting.max_visual_tokens):

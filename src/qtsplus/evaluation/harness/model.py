@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ... import session
+from ...loading import find_device
 from ...output import first_line
 from .answers import Answered, AnswerLog
 from .loading import Reading, Selecting, load, read_video
@@ -57,7 +58,7 @@ class QTSplus(lmms):
     size and their times come from our processor, for stock models too: every model that runs here sees the same.
 
     Args:
-        pretrained, revision, dtype: as for `qtsplus.session.load`.
+        pretrained, revision, dtype: as for `qtsplus.loading.load`.
         device: such as `"cuda"`; with several processes on GPUs, each takes the one of its rank.
         answers: a folder that keeps every answer as it is given; what it holds is not asked again.
         options: the fields of [`Selecting`] and [`Reading`].
@@ -90,7 +91,7 @@ class QTSplus(lmms):
         settings = {"pretrained": str(pretrained), "revision": revision, "dtype": dtype, **options}
         self.log = AnswerLog(answers, self._rank, settings)
         self.model, self.processor, self.selecting = load(
-            str(pretrained), revision, session.find_device(device), dtype, self.selecting
+            str(pretrained), revision, find_device(device), dtype, self.selecting
         )
         self.reading.apply(self.processor)
         self._encoded: OrderedDict[str, session.EncodedVideo | str] = OrderedDict()

@@ -1,0 +1,97 @@
+"""Encoded videos on disk: their features as safetensors, and all else about them as JSON in the same file's header."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers.video_utils import VideoMetadata
+
+from .videos import EncodedVideo
+
+_SAMPLING = ("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")  # a stored video says its own
+
+
+def fingerprint(model: Any, processor: Any) -> str:
+    """
+    What features depend on, as a hash: the vision tower's weights and settings, and how the processor makes pixels.
+
+    The language model, the selector and which frames are looked at have no part in it.
+    """
+    settings = {
+        "vision": {**model.config.vision_config.to_dict(), "transformers_version": None},
+        "pixels": {name: at for name, at in processor.video_processor.to_dict().items() if name not in _SAMPLING},
+    }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, weight in model.model.state_dict().items():
+        if not name.startswith(("language_model.", "qtsplus.")):
+            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+            digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def save_video(encoded: EncodedVideo, path: str | Path, made_by: str) -> None:
+    """
+    Writes an encoded video to one file, which is whole or not there.
+
+    Args:
+        made_by: [`fingerprint`] of the model that encoded it.
+
+    Raises:
+        ValueError: a video for two passes, whose second one has to read the video itself.
+    """
+    if encoded.large is not None:
+        raise ValueError(f"{encoded.video!r} was encoded for two passes and cannot be stored; encode it in one.")
+    about = {
+        **{name: getattr(encoded, name) for name in ("video", "seconds", "start", "warnings")},
+        "video_grid_thw": encoded.video_grid_thw.tolist(),
+        "second_per_grid_ts": [float(seconds) for seconds in encoded.second_per_grid_ts],
+        "metadata": vars(encoded.metadata),
+    }
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    header = {"made_by": made_by, "about": json.dumps(about)}
+    try:
+        save_file({"features": encoded.features.cpu().contiguous()}, part, header)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_video(path: str | Path, made_by: str, device: Any = "cpu") -> EncodedVideo:
+    """
+    Reads what [`save_video`] wrote. On the CPU the features stay on disk until they are looked at.
+
+    Args:
+        made_by: [`fingerprint`] of the model that is to be asked.
+        device: where the features shall live.
+
+    Raises:
+        ValueError: no such file, one that is broken or no stored video, or one made with another vision tower.
+    """
+    about = read_about(path, made_by)
+    with safe_open(path, "pt") as file:
+        features = file.get_tensor("features").to(device)
+    grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
+    return EncodedVideo(features=features, video_grid_thw=grid, metadata=metadata, **about)
+
+
+def read_about(path: str | Path, made_by: str) -> dict[str, Any]:
+    """What a stored video's header says of it, without its features; see [`load_video`]."""
+    try:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            complete = "features" in file.keys()  # noqa: SIM118  # a safe_open is no dict
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"The stored video {str(path)!r} cannot be read: {error}.") from error
+    if not complete or not {"made_by", "about"} <= header.keys():
+        raise ValueError(f"{str(path)!r} is no stored video; expected a file that `save_video` wrote.")
+    if header["made_by"] != made_by:
+        raise ValueError(
+            f"{str(path)!r} was made with another vision tower or processor than this model's; encode the video again."
+        )
+    return json.loads(header["about"])

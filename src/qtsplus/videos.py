@@ -1,0 +1,157 @@
+"""Encodes videos of any length, chunk by chunk, for any number of questions."""
+
+import time
+from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers.image_utils import get_image_size
+
+from .decoding_qtsplus import shown_name
+from .encoding_qtsplus import Repeats
+from .two_passes import Large, TwoPasses, open_twice
+from .video_qtsplus import flatten_videos
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EncodedVideo:
+    """
+    A video that [`encode`] has read, for any number of questions.
+
+    Args:
+        video: the path.
+        features: `[M, d]`, all its visual tokens.
+        video_grid_thw: `[1, 3]`, its grid in patches.
+        second_per_grid_ts: `[1]`, seconds per temporal patch.
+        metadata: `VideoMetadata`, with the indices of the frames that were looked at.
+        seconds: what reading and encoding took.
+        start: when a player shows the first frame, in seconds.
+        warnings: what is wrong with the file, such as an end that is missing; one sentence each.
+        large: with two passes, the video at full size; features and grid are then those of the small one.
+    """
+
+    video: str
+    features: torch.Tensor
+    video_grid_thw: torch.Tensor
+    second_per_grid_ts: list[float]
+    metadata: Any
+    seconds: float
+    start: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+    large: Large | None = None
+
+    @property
+    def length(self) -> float:
+        """Seconds from the first frame to the end of the last."""
+        return self.metadata.total_num_frames / self.metadata.fps
+
+
+def encode(
+    model: Any,
+    processor: Any,
+    video: Any,
+    *,
+    fps: float | None = None,
+    max_frames: int | None = None,
+    frames_per_chunk: int | None = None,
+    device: str | None = None,
+    frame_tolerance: float | None = 0.0,
+    two_passes: TwoPasses | None = None,
+    progress: bool = False,
+) -> EncodedVideo:
+    """
+    Reads a video of any length and encodes it, chunk by chunk: one is decoded while the one before it is encoded.
+
+    Memory holds three chunks at most, and the features.
+
+    Args:
+        model, processor: as [`load`] gives them.
+        video: a video file, an `http(s)` address (as a `str`), or a folder of frames. Or frames as the processor takes
+            them: `[T, H, W, C]` or `[T, C, H, W]` as an array or tensor, or a list of images.
+        fps: of a file, frames to look at per second; of frames, the rate at which they were taken.
+        max_frames: of a file, the most that are looked at; as the processor has it when absent.
+        frames_per_chunk: frames at a time; by default about 16,384 patches.
+        device: where the features shall live, such as `"cpu"`; the model's when absent.
+        frame_tolerance: frames that differ by no more from those before take their features and are not encoded again;
+            see [`Repeats`]. 0 does so only with equal frames, `None` encodes every frame.
+        two_passes: encode the video small, and let every question choose the regions that are encoded at full size.
+        progress: show a bar on standard error while a video of several chunks is encoded.
+
+    Raises:
+        ValueError: a video that cannot be read, frames without `fps`; two passes with a backbone that reads every
+            frame at one size, or tiles with one that has to see whole frames.
+    """
+    if not isinstance(video, (str, Path)):
+        return _encode_frames(model, processor, video, fps, device, frame_tolerance, two_passes)
+    started = time.perf_counter()
+    chunks = processor.video_chunks(video, fps=fps, max_frames=max_frames, frames_per_chunk=frames_per_chunk)
+    large = None
+    if two_passes is not None:
+        large, chunks = open_twice(model, processor, chunks, two_passes, frame_tolerance)
+    tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
+    features, filled = torch.empty(0), 0
+    repeats, console = Repeats(frame_tolerance), Console(stderr=True)
+    bar: dict[str, Any] = {"console": console, "transient": True, "disable": not (progress and console.is_terminal)}
+    with closing(read_ahead(chunks)) as ahead:
+        for pixels, grid in track(ahead, "Encoding the video", len(chunks), **bar):
+            (encoded,) = model.encode_videos(pixels, grid, device=device, repeats=repeats)
+            if not filled:
+                features = encoded.new_empty(tokens, encoded.shape[-1])
+            features[filled : filled + len(encoded)] = encoded
+            filled += len(encoded)
+    return EncodedVideo(
+        video=shown_name(str(video)),
+        features=features,
+        video_grid_thw=chunks.video_grid_thw,
+        second_per_grid_ts=chunks.second_per_grid_ts,
+        metadata=chunks.metadata,
+        seconds=time.perf_counter() - started,
+        start=getattr(chunks, "start", 0.0),  # a model brings its own code, which may be older
+        warnings=chunks.warnings,
+        large=large,
+    )
+
+
+def _encode_frames(
+    model: Any,
+    processor: Any,
+    frames: Any,
+    fps: float | None,
+    device: str | None,
+    frame_tolerance: float | None,
+    two_passes: TwoPasses | None,
+) -> EncodedVideo:
+    """[`encode`] of frames that are in memory, which are one chunk."""
+    if two_passes is not None:
+        raise ValueError("Two passes read a video twice; expected a file, an address or a folder, and got frames.")
+    started = time.perf_counter()
+    inputs = processor(videos=frames, fps=fps, return_metadata=True, return_tensors="pt")
+    pixels, grid, (metadata, *others) = (
+        inputs[name] for name in ("pixel_values_videos", "video_grid_thw", "video_metadata")
+    )
+    if others:
+        raise ValueError(f"Got {1 + len(others)} videos; expected the frames of one.")
+    metadata.height, metadata.width = get_image_size(np.asarray(flatten_videos(frames)[0][0]))
+    (features,) = model.encode_videos(pixels, grid, device=device, repeats=Repeats(frame_tolerance))
+    seconds = [float(second) for second in inputs["second_per_grid_ts"]]
+    return EncodedVideo("frames", features, grid, seconds, metadata, time.perf_counter() - started)
+
+
+def read_ahead(items: Iterable[T]) -> Generator[T, None, None]:
+    """The same items; a thread gets the next one, and no more, while the caller works on one. Its errors are raised."""
+    source = iter(items)
+    nothing: Any = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="qtsplus-read-ahead") as reader:
+        coming = reader.submit(next, source, nothing)
+        while (item := coming.result()) is not nothing:
+            coming = reader.submit(next, source, nothing)
+            yield item
