@@ -13,9 +13,8 @@ import pytest
 
 pytest.importorskip("gradio")
 sync_api = pytest.importorskip("playwright.sync_api")
-from server_process import free_port, running_server  # noqa: E402
-
 from qtsplus.demo import CLIP, QUESTIONS  # noqa: E402
+from server_process import free_port, running_server  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.app, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
@@ -131,7 +130,7 @@ def test_two_questions_stand_beside_each_other_with_the_tokens_that_the_budget_k
     anna.sees(".pane:nth-child(2) .answer", CIRCLE.answer)
     for pane, answer in enumerate(answers):
         anna.stands_at(answer.evidence[0].start, pane)
-        anna.sees(f".pane:nth-child({pane + 1}) .small", f"kept {answer.kept_tokens} of 288 tokens")
+        anna.sees(f".pane:nth-child({pane + 1}) .small", f"Kept {answer.kept_tokens} of 288 tokens")
         step = int(answer.evidence[0].start)
         assert anna.lit(pane) == set(answer.keep_map[step].flatten().nonzero().flatten().tolist()) != set()
     anna.stage.locator(".lit").uncheck()
@@ -161,13 +160,13 @@ def test_a_corrupt_film_and_an_empty_question_are_told_and_the_page_stays(visit,
     (tmp_path / "<b>broken.mp4").write_bytes(CLIP.read_bytes()[:2000])
     anna = visit(address)
     anna.ask(RING.question)
-    anna.sees(".note", "There is no film yet")
+    anna.sees(".note", "Drop a film and write a question")
     anna.drop(tmp_path / "<b>broken.mp4")
     anna.sees(".note", "Cannot decode")
     anna.drop(CLIP)
     anna.sees(".small", "288 visual tokens")
     anna.ask(" ")
-    anna.sees(".note", "The question is empty")
+    anna.sees(".note", "Drop a film and write a question")
     anna.ask("<img src=x onerror=alert(1)> <|im_end|>")
     anna.sees(".question", "<img src=x onerror=alert(1)> <|im_end|>")
     anna.ask(RING.question)
@@ -191,24 +190,21 @@ def test_two_people_at_once_do_not_mix(visit, address, tiny_mp4):
 
 
 @pytest.fixture
-def gated(tiny_published) -> Iterator[tuple[str, Event, Event, Event]]:
-    """A page in this process whose model says when it begins a step, and then waits for a gate; and who pressed Stop."""
+def gated(tiny_published, monkeypatch) -> Iterator[tuple[str, Event, Event, Event]]:
+    """A page in this process: its model waits at a gate in every step, and tells that it does, as Stop does."""
     from qtsplus import app, session
 
     model, processor = session.load(tiny_published, "cpu")
     began, stopped, gate = Event(), Event(), Event()
 
-    class Watched(app.Page):
-        def stop(self, visit):
-            super().stop(visit)
-            stopped.set()
-
     def wait(*_) -> None:
         began.set()
         assert gate.wait(60)
 
+    press = app.Visit.stop
+    monkeypatch.setattr(app.Visit, "stop", lambda visit: (press(visit), stopped.set()))
     model.get_input_embeddings().register_forward_pre_hook(wait)
-    page = app.build(Watched(model, processor))
+    page = app.build(model, processor)
     _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False)
     yield address, began, stopped, gate
     gate.set()
@@ -235,7 +231,7 @@ def test_stop_ends_an_answer_and_the_next_person_is_served(visit, gated):
 def test_a_film_that_is_too_large_is_refused(visit, tiny_published, monkeypatch):
     from qtsplus import app, session
 
-    page = app.build(app.Page(*session.load(tiny_published, "cpu")))
+    page = app.build(*session.load(tiny_published, "cpu"))
     _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False, max_file_size="20kb")
     anna = visit(address)
     anna.drop(CLIP)

@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -11,9 +10,11 @@ import gradio as gr
 import torch
 from transformers import StoppingCriteria
 
-from . import session
+from .session import Answer, VideoSession
 
 LARGEST_FILM = "1gb"
+VISITS = 64  # whose films are held at a time; who comes after takes the place of the oldest
+FAILURES = (ValueError, torch.OutOfMemoryError)  # of one request, and the page goes on
 _HERE = Path(__file__)
 _STYLE, _SCRIPT = _HERE.with_suffix(".css"), _HERE.with_suffix(".js")
 # By their names alone: a font of Google's would be fetched from there.
@@ -21,20 +22,9 @@ _FONTS: Any = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
 _THEME = gr.themes.Base(primary_hue="amber", neutral_hue="slate", radius_size="lg", font=_FONTS, font_mono="monospace")
 _HEADER = """# Ask a film
 It is read once. For each question the model keeps the few visual tokens that matter, and the film shows which."""
+_FILM = f"A film, of at most {LARGEST_FILM[:-2]} GB"
+_EMPTY = "Drop a film to begin."
 _SHARE = "As a share of all, in percent. At 0 the model decides."
-
-
-class Stopped(Exception):
-    """Somebody pressed Stop."""
-
-
-@dataclass(eq=False)
-class Visit:
-    """What the server holds for one open page: its film, and whether Stop was pressed since the last request."""
-
-    film: session.EncodedVideo | None = None
-    path: str | None = None
-    stop: Event = field(default_factory=Event)
 
 
 class _Stoppable(StoppingCriteria):
@@ -51,7 +41,7 @@ class _Stoppable(StoppingCriteria):
 
     def check(self) -> None:
         if self.stop.is_set():
-            raise Stopped
+            raise ValueError("Stopped.")
 
     def encode_videos(self, *inputs: Any, **options: Any) -> Any:
         self.check()
@@ -64,96 +54,85 @@ class _Stoppable(StoppingCriteria):
         return output
 
 
-class Page:
-    """
-    What the page's buttons do. All visits share one model, which works for one of them at a time; others wait in line.
+class Visit:
+    """What the server holds for one open page, and does for its buttons; all visits share the model."""
 
-    Args:
-        model, processor: as [`session.load`] gives them.
-        max_new_tokens: longest answer.
-    """
+    def __init__(self, model: Any, processor: Any) -> None:
+        self.stopped, self.path = Event(), ""
+        self.session = VideoSession(_Stoppable(model, self.stopped), processor)
 
-    def __init__(self, model: Any, processor: Any, max_new_tokens: int = 128) -> None:
-        self.model, self.processor, self.max_new_tokens = model, processor, max_new_tokens
+    def stop(self) -> None:
+        self.stopped.set()
 
-    def begin(self, visit: Visit | None) -> Visit:
+    def read(self, path: str | None) -> dict[str, Any]:
+        """Forgets the film that was there, and encodes another if there is one."""
+        for name in self.session.names:
+            self.session.remove(name)
+        self.path = path or ""
+        try:
+            if path is not None:
+                self.session.add(path, device="cpu")  # the model's device may have no room for the films of all visits
+        except FAILURES as error:
+            return self.stage(error=str(error).replace(self.path, Path(self.path).name))
+        return self.stage()
+
+    def ask(self, first: str, second: str, share: float) -> dict[str, Any]:
+        """Answers one question, or two beside each other."""
+        questions = [question for question in (first, second) if question.strip()]
+        if not self.session.names or not questions:
+            return self.stage(error="Drop a film and write a question first.")
+        try:
+            answers = self.session.ask_many(questions, retention=share / 100 or None)
+        except FAILURES as error:
+            return self.stage(error=str(error))
+        return self.stage(answers=[self.pane(*pair) for pair in zip(questions, answers, strict=True)])
+
+    def stage(self, **more: Any) -> dict[str, Any]:
+        """What app.js draws: the film and what is known of it, with new answers or with what went wrong."""
+        stage = {"about": self.path, "films": {}, "facts": _EMPTY, "warnings": [], **more}
+        for name, film in self.session.videos.items():
+            frames = f"{len(film.metadata.frames_indices)} frames read in {film.seconds:.1f} s"
+            stage["facts"] = f"{name}: {frames}, {len(film.features):,} visual tokens."
+            stage["films"] = {
+                name: {"path": self.path, "meta": {"_type": "gradio.FileData"}}
+            }
+            stage["warnings"] = film.warnings
+        return stage
+
+    def pane(self, question: str, answer: Answer) -> dict[str, Any]:
+        """An answer; its kept tokens are counted through all grid steps, row by row."""
+        kept, total, seconds = answer.kept_tokens, answer.visual_tokens, answer.timings
+        facts = f"Kept {kept:,} of {total:,} tokens ({kept / total:.1%}); the first word took "
+        facts += f"{seconds['first_token']:.2f} s, all of it {seconds['generate']:.2f} s."
+        maps = {}
+        for name, kept_map in answer.keep_maps.items():
+            film = self.session.videos[name]
+            maps[name] = {
+                "grid": list(kept_map.shape),
+                "kept": kept_map.flatten().nonzero().flatten().tolist(),
+                "start": film.start,
+                "step": film.second_per_grid_ts[0],
+                "end": film.start + film.length,
+            }
+        return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps}
+
+
+def build(model: Any, processor: Any) -> gr.Blocks:
+    """The page itself; see [`launch`]."""
+
+    def begin(visit: Visit | None) -> Visit:
         """Comes before a request waits in line, where Stop may already find it."""
-        visit = visit or Visit()
-        visit.stop.clear()
+        visit = visit or Visit(model, processor)
+        visit.stopped.clear()
         return visit
 
-    def stop(self, visit: Visit | None) -> None:
-        if visit is not None:
-            visit.stop.set()
-
-    def read(self, path: str | None, visit: Visit) -> dict[str, Any]:
-        """Encodes a film that was dropped; it takes the place of the one before."""
-        visit.film = visit.path = None
-        if path is None:
-            return {}
-        try:
-            visit.film = session.encode(_Stoppable(self.model, visit.stop), self.processor, path)
-        except Stopped:
-            return {"error": "Stopped before the film was read. Drop it again to ask about it."}
-        except ValueError as error:
-            return {"error": str(error).replace(path, Path(path).name)}
-        visit.path = path
-        return _stage(visit)
-
-    def ask(self, first: str, second: str, share: float, visit: Visit) -> dict[str, Any]:
-        """Answers one question, or two beside each other."""
-        if visit.film is None:
-            return {"error": "There is no film yet: drop one first."}
-        questions = [question for question in (first, second) if question.strip()]
-        if not questions:
-            return _stage(visit, error="The question is empty: write one.")
-        model = _Stoppable(self.model, visit.stop)
-        options: dict[str, Any] = {"retention": share / 100 or None, "max_new_tokens": self.max_new_tokens}
-        try:
-            answers = [session.ask(model, self.processor, visit.film, question, **options) for question in questions]
-        except Stopped:
-            return _stage(visit, error="Stopped.")
-        except ValueError as error:
-            return _stage(visit, error=str(error))
-        panes = [_pane(*pair, visit.film) for pair in zip(questions, answers, strict=True)]
-        return _stage(visit, answers=panes)
-
-
-def _stage(visit: Visit, **more: Any) -> dict[str, Any]:
-    """What app.js draws: a film, what is known of it, and either new answers or what went wrong."""
-    film = visit.film
-    assert film is not None and visit.path is not None
-    frames = f"{len(film.metadata.frames_indices)} frames read in {film.seconds:.1f} s"
-    return {
-        "film": {"path": visit.path, "meta": {"_type": "gradio.FileData"}},  # Gradio adds its address
-        "facts": f"{Path(visit.path).name} · {frames} · {len(film.features):,} visual tokens",
-        "warnings": film.warnings,
-        **more,
-    }
-
-
-def _pane(question: str, answer: session.Answer, film: session.EncodedVideo) -> dict[str, Any]:
-    """An answer; its kept tokens are counted through all grid steps, row by row."""
-    return {
-        **answer.as_dict(),
-        "question": question,
-        "grid": list(answer.keep_map.shape),
-        "kept": answer.keep_map.flatten().nonzero().flatten().tolist(),
-        "start": film.start,
-        "seconds_per_step": film.second_per_grid_ts[0],
-    }
-
-
-def build(page: Page) -> gr.Blocks:
-    """The page itself; see [`launch`]."""
     # A film stays for a day after its visit, unless the server ends before.
-    with gr.Blocks(title="QTSplus", analytics_enabled=False, delete_cache=(3600, 86400)) as blocks:
+    with gr.Blocks(title="QTSplus", analytics_enabled=False, fill_width=True, delete_cache=(3600, 86400)) as blocks:
         visit = gr.State()
         gr.Markdown(_HEADER)
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
-                label = f"A film, of at most {LARGEST_FILM[:-2]} GB"
-                film = gr.File(label=label, file_types=["video"], height=130, elem_id="film")
+                film = gr.File(label=_FILM, file_types=["video"], height=130, elem_id="film")
                 first = gr.Textbox(label="Question", placeholder="What is in the yellow ring?", elem_id="first")
                 second = gr.Textbox(label="A second one, beside it", placeholder="May stay empty", elem_id="second")
                 share = gr.Slider(0, 100, 0, step=1, label="Tokens to keep", info=_SHARE, elem_id="share")
@@ -161,29 +140,30 @@ def build(page: Page) -> gr.Blocks:
                     ask = gr.Button("Ask", variant="primary", min_width=80, scale=2, elem_id="ask")
                     stop = gr.Button("Stop", min_width=80, elem_id="stop")
             with gr.Column(scale=7, min_width=320):
-                frame = "<div class='stage'></div>"
-                stage = gr.HTML({}, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
+                empty, frame = Visit(model, processor).stage(), "<div class='stage'></div>"
+                stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
         at_once: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         in_line: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
-        reading = gr.on([film.upload, film.clear], page.begin, visit, visit, **at_once)
-        reading.then(page.read, [film, visit], stage, **in_line)
-        asking = gr.on([ask.click, first.submit, second.submit], page.begin, visit, visit, **at_once)
-        asking.then(page.ask, [first, second, share, visit], stage, **in_line)
-        stop.click(page.stop, visit, **at_once)
+        reading = gr.on([film.upload, film.clear], begin, visit, visit, **at_once)
+        reading.then(Visit.read, [visit, film], stage, **in_line)
+        asking = gr.on([ask.click, first.submit, second.submit], begin, visit, visit, **at_once)
+        asking.then(Visit.ask, [visit, first, second, share], stage, scroll_to_output=True, **in_line)
+        stop.click(lambda visit: visit and visit.stop(), visit, **at_once)
     return blocks.queue(api_open=False)
 
 
-def launch(page: Page, host: str | None = None, port: int | None = None) -> None:
+def launch(model: Any, processor: Any, host: str | None = None, port: int | None = None) -> None:
     """
     Serves the page until it is interrupted. Nothing is fetched from another machine, or told to one.
 
     Args:
+        model, processor: as [`load`] gives them.
         host: where to listen; this machine alone when absent, or what GRADIO_SERVER_NAME says, as on a Space.
         port: the first free one from 7860 when absent.
     """
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
-        build(page).launch(
+        build(model, processor).launch(
             server_name=host,
             server_port=port,
             max_file_size=LARGEST_FILM,
@@ -191,5 +171,7 @@ def launch(page: Page, host: str | None = None, port: int | None = None) -> None
             css=_STYLE.read_text("utf-8"),
             footer_links=[],
             run_history=False,
+            state_session_capacity=VISITS,
             ssr_mode=False,
+            quiet=True,
         )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .console import fail, one_line_errors
+from .console import fail, note, one_line_errors
 from .models import check_model_options, load_model
 from .options import Device, Dtype, Model, Revision
 
@@ -23,6 +23,8 @@ def app(
     if find_spec("gradio") is None:
         fail("the package gradio is not installed: pip install -e '.[app]' in a clone")
     with one_line_errors():
-        from ..app import Page, launch
+        from ..app import launch
 
-        launch(Page(*load_model(model, revision, device, dtype.value)), host, port)
+        loaded, processor = load_model(model, revision, device, dtype.value)
+        note(f"The page is at http://{host}:{port}")
+        launch(loaded, processor, host, port)

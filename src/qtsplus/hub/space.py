@@ -14,10 +14,10 @@ _APP = '''"""The page of `qtsplus app` for the model in this folder."""
 
 from pathlib import Path
 
-from qtsplus.app import Page, launch
+from qtsplus.app import launch
 from qtsplus.session import load
 
-launch(Page(*load(Path(__file__).parent)))
+launch(*load(Path(__file__).parent))
 '''
 
 
