@@ -1,0 +1,87 @@
+"""`qtsplus index` and `qtsplus find`: a folder of videos that is encoded once, and searched by every question."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .console import console, fail, note, one_line_errors, place, resumable, wrote
+from .evaluating import fail_run
+from .models import check_model_options, load_model
+from .options import AsJson, Device, Dtype, Model, Revision
+
+Folder = Annotated[Path, typer.Argument(help="A library that `qtsplus index` has made.", show_default=False)]
+
+
+def index_videos(
+    folder: Annotated[Path, typer.Argument(help="The folder of the videos, with those in it.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The library. What is in it already is not encoded again.")],
+    model: Model = None,
+    revision: Revision = None,
+    fps: Annotated[float | None, typer.Option(help="How many frames to look at per second.")] = None,
+    max_frames: Annotated[int | None, typer.Option(min=1, help="The most frames to look at in one video.")] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="The type of what is kept on disk. auto takes that of the model.")
+    ] = Dtype.auto,
+    device: Device = None,
+) -> None:
+    """
+    Encode the videos of a folder into a library, for `find` and `ask`.
+
+    It can be stopped and goes on with what is missing. Run it again when the folder has changed: a file that was moved
+    is known again by its content, one that was removed leaves the library.
+    """
+    check_model_options(model, revision)
+    if fps is not None and not 0 < fps < float("inf"):
+        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
+    with one_line_errors(), resumable():
+        from .. import library
+
+        loaded, processor = load_model(model, revision, device)
+        name = str(Path(model).resolve()) if model is not None and Path(model).is_dir() else model
+        made: dict[str, Any] = {"name": name, "revision": revision, "fps": fps, "max_frames": max_frames}
+        index = library.index(folder, out, loaded, processor, **made, dtype=dtype.value, say=note)
+    for name, entry in index.entries.items():
+        if "error" in entry:
+            note(f"Left out {name}: {entry['error']}")
+    if not index.files:
+        fail_run(f"no video of {folder} could be encoded")
+    wrote(f"{out}, a library of {len(index.files)} videos")
+
+
+def find(
+    library: Folder,
+    question: Annotated[str, typer.Argument(help="What to look for.", show_default=False)],
+    top: Annotated[int, typer.Option(min=1, help="How many moments to name at most.")] = 10,
+    model: Model = None,
+    revision: Revision = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Name the moments of a library that matter most for a question, best first; no answer is written."""
+    check_model_options(model, revision)
+    with one_line_errors():
+        moments = open_library(library, model, revision, device).find(question, top)
+    rows = [
+        {name: getattr(one, name) for name in ("name", "start", "end", "box", "pixels", "weight")} for one in moments
+    ]
+    if as_json:
+        print(json.dumps({"question": question, "moments": rows}))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("video", "seconds", "place", "relevance"):
+        table.add_column(title)
+    for one in moments:
+        table.add_row(one.name, f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
+    console.print(table)
+
+
+def open_library(folder: Path, model: str | None, revision: str | None, device: str | None) -> Any:
+    """A library with the model that made it, or with the one that is named."""
+    from .. import library
+
+    if model is None:
+        model, revision = library.Index(folder).model
+    return library.Library(folder, *load_model(model, revision, device))

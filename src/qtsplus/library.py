@@ -1,0 +1,362 @@
+"""A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import track
+
+from .data.media import VIDEO_SUFFIXES
+from .evidence import Interval, evidence_intervals
+from .loading import load
+from .output import check_folder, first_line, require_space, size
+from .ranking import Piece, Ranking, Scorer
+from .results import Journal
+from .session import Answer, answer_questions
+from .session import _placed as placed
+from .storage import fingerprint, load_video, save_video
+from .videos import EncodedVideo, encode
+
+FAILURES = (ValueError, OSError, torch.OutOfMemoryError)  # of one video, and the others are indexed
+_INDEX = "library.jsonl"
+_MODEL = 0  # the key of the model's name; the others are names of videos
+_DTYPES = ("auto", "float16", "bfloat16", "float32")
+
+
+class Index(Journal):
+    """
+    What a library holds: by the name of each video the content of its file, or also the `error` of one that could not
+    be encoded.
+
+    Raises:
+        ValueError: no library, or one that was made with other settings than these.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any] | None = None):
+        self.folder = folder
+        if settings is None and not (folder / _INDEX).is_file():
+            raise ValueError(
+                f"There is no library in {str(folder)!r}; `qtsplus index VIDEOS --out {folder}` makes one."
+            )
+        super().__init__(folder / _INDEX, settings, begin_anew=False)
+
+    @property
+    def model(self) -> tuple[str | None, str | None]:
+        """The name and the revision of the model that made it; no name for the bundled one."""
+        name, revision = self.done[_MODEL]
+        return name, revision
+
+    @property
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """In the order of their names; of a video that has left, the journal says `None`."""
+        entries = {str(name): self.done[name] for name in self.done if name != _MODEL}
+        return {name: entries[name] for name in sorted(entries) if entries[name] is not None}
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Where the features of each video lie that has been encoded."""
+        files = {name: self.file(entry) for name, entry in self.entries.items()}
+        return {name: file for name, file in files.items() if file.exists()}
+
+    def file(self, entry: dict[str, Any]) -> Path:
+        return self.folder / f"{entry['content'][:32]}.safetensors"
+
+    def require(self, made_by: str) -> None:
+        """Raises `ValueError` for a library that another vision tower has made."""
+        if self.settings["made_by"] != made_by:
+            raise ValueError(
+                f"{self.folder} was made with another vision tower or processor than this model's: name the model that "
+                f"made it, {self.model[0] or 'the bundled one'}, or index the videos into another folder."
+            )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Making
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def index(
+    videos: Path,
+    folder: Path,
+    model: Any,
+    processor: Any,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    fps: float | None = None,
+    max_frames: int | None = None,
+    dtype: str = "auto",
+    say: Callable[[str], None] = print,
+) -> Index:
+    """
+    Encodes the videos of a folder, and of those in it, that the library does not hold yet; each is on disk when the
+    next begins. What is not in the folder any more leaves the library.
+
+    The content of a file decides: one that was moved is known again, one that was changed is encoded anew.
+
+    Args:
+        videos: the folder; a video is called by its path in it.
+        folder: the library, which need not be there yet.
+        name, revision: of the model, for [`Library.open`]; without a name the bundled one's.
+        fps, max_frames: as for [`encode`].
+        dtype: of the features on disk, `"float16"`, `"bfloat16"` or `"float32"`; `"auto"` is the model's.
+        say: takes a line: what is to be done, its size on disk, and about how long it takes.
+
+    Raises:
+        ValueError: no video; a library of another model, of other settings, or of none of these videos; a folder of
+            other files; a full disk.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}.")
+    files = {path.relative_to(videos).as_posix(): path for path in _find_videos(videos)}
+    if not files:
+        raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
+    check_folder(folder).mkdir(parents=True, exist_ok=True)
+    others = {path.name for path in folder.iterdir()} - {".lock"}
+    if others and _INDEX not in others:
+        raise ValueError(f"{folder} holds other files, such as {min(others)}: choose another folder for the library.")
+    own, made_by = processor.video_processor, fingerprint(model, processor)
+    sampling = {"fps": fps or own.fps, "max_frames": max_frames or getattr(own, "max_frames", None)}
+    with FileLock(folder / ".lock", timeout=0):
+        if others:
+            Index(folder).require(made_by)
+        indexing = _Indexing(
+            Index(folder, {"made_by": made_by, "dtype": dtype, **sampling}), model, processor, sampling
+        )
+        indexing.index.add(_MODEL, [name, revision])
+        indexing.recognise(files)
+        indexing.encode_all(indexing.measure(files, say))
+        indexing.sweep()
+    return indexing.index
+
+
+def _find_videos(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ValueError(f"There is no folder {str(folder)!r}; expected one with videos.")
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file())
+
+
+@dataclass(frozen=True)
+class _Indexing:
+    """One run of [`index`]."""
+
+    index: Index
+    model: Any
+    processor: Any
+    sampling: dict[str, Any]
+
+    def recognise(self, files: dict[str, Path]) -> None:
+        """Notes the content of each file that is new or was changed, and forgets those that are not there any more."""
+        known = self.index.entries
+        changed = {}
+        for name, path in files.items():
+            state = path.stat()
+            entry = {"size": state.st_size, "modified": state.st_mtime_ns}
+            if known.get(name, {}).items() >= entry.items():
+                continue
+            changed[name] = {**entry, "content": _content(path)}
+        contents = {entry["content"] for entry in known.values()}
+        if known and not (known.keys() & files.keys() or any(new["content"] in contents for new in changed.values())):
+            raise ValueError(
+                f"{self.index.folder} holds {len(known)} videos, none of which is here: choose another folder."
+            )
+        for name, entry in changed.items():
+            self.index.add(name, entry)
+        for name in known.keys() - files.keys():
+            self.index.add(name, None)
+
+    def measure(self, files: dict[str, Path], say: Callable[[str], None]) -> dict[str, Path]:
+        """The files that are to be encoded, once it is said how large that is and how long it takes."""
+        started, waiting, tokens = time.perf_counter(), {}, 0
+        for name, entry in self.index.entries.items():
+            if self.index.file(entry).exists():
+                continue
+            try:
+                grid = self.processor.video_chunks(str(files[name]), **self.sampling).video_grid_thw
+            except FAILURES as error:
+                self._refuse(name, error)
+            else:
+                waiting[name] = files[name]
+                tokens += int(grid.prod()) // self.processor.video_processor.merge_size**2
+        if waiting:
+            element = torch.empty(0, dtype=self._dtype()).element_size()
+            needed = tokens * self.model.model.token_width * element
+            opening = time.perf_counter() - started  # which is done again
+            seconds = opening + tokens * self._seconds_per_token(next(iter(waiting.values())))
+            folder, what = self.index.folder, f"{len(waiting)} of {len(files)} videos"
+            say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {folder}, about {_duration(seconds)}.")
+            require_space(folder, needed, f"the features of {what}")
+        return waiting
+
+    def encode_all(self, waiting: dict[str, Path]) -> None:
+        console = Console(stderr=True)
+        for name, path in track(waiting.items(), "Encoding", console=console, disable=not console.is_terminal):
+            entry = self.index.done[name]
+            if self.index.file(entry).exists():  # a copy of one before
+                continue
+            try:
+                encoded = self._encode(path)
+            except FAILURES as error:
+                self._refuse(name, error)
+                continue
+            save_video(encoded, self.index.file(entry), self.index.settings["made_by"])
+            self.index.add(name, {key: entry[key] for key in entry if key != "error"})
+
+    def _encode(self, path: Path) -> EncodedVideo:
+        encoded = encode(self.model, self.processor, path, device="cpu", **self.sampling)
+        features = encoded.features.to(self._dtype())
+        if not features.isfinite().all():
+            raise ValueError(f"Its features are too large for {features.dtype}; index with --dtype bfloat16.")
+        return replace(encoded, features=features)
+
+    def sweep(self) -> None:
+        """Removes the features of videos that are not in the library any more."""
+        files = {self.index.file(entry) for entry in self.index.entries.values()}
+        for path in self.index.folder.glob("*.safetensors"):
+            if path not in files:
+                path.unlink()
+
+    def _refuse(self, name: str, error: BaseException) -> None:
+        self.index.add(name, {**self.index.done[name], "error": first_line(error)})
+
+    def _dtype(self) -> torch.dtype:
+        own = self.model.get_input_embeddings().weight.dtype
+        wanted = self.index.settings["dtype"]
+        return own if wanted == "auto" else getattr(torch, wanted)
+
+    def _seconds_per_token(self, path: Path) -> float:
+        """Measured with the second of two short pieces of a video, since the first one warms up."""
+        chunks = self.processor.video_chunks(str(path), **self.sampling, frames_per_chunk=8)
+        tokens, started = 1, time.perf_counter()
+        for pixels, grid in islice(chunks, 2):
+            started = time.perf_counter()
+            tokens = sum(map(len, self.model.encode_videos(pixels, grid, device="cpu")))
+        return (time.perf_counter() - started) / tokens
+
+
+def _content(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _clock(seconds: float) -> str:
+    """As a player shows it."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(1, round(seconds))} seconds"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Asking
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Library:
+    """
+    Videos that [`index`] has encoded. Questions read their features from disk and never the videos.
+
+    Args:
+        folder: the library.
+        model, processor: as `load` gives them.
+
+    Raises:
+        ValueError: no library, one without a video, or one that another vision tower has made.
+    """
+
+    def __init__(self, folder: str | Path, model: Any, processor: Any):
+        self.folder, self.model, self.processor = Path(folder), model, processor
+        index, self.made_by = Index(self.folder), fingerprint(model, processor)
+        index.require(self.made_by)
+        self.files = index.files
+        if not self.files:
+            raise ValueError(f"The library {folder} holds no video yet: run `qtsplus index` to its end.")
+
+    @classmethod
+    def open(cls, folder: str | Path, device: str | None = None) -> "Library":
+        """A library with the model that made it; as [`Library`] and `load`."""
+        from .demo import cached_tiny
+
+        name, revision = Index(Path(folder)).model
+        return cls(folder, *load(name or cached_tiny(), device, revision=revision))
+
+    @property
+    def names(self) -> list[str]:
+        """The videos, by their paths in the folder that was indexed."""
+        return list(self.files)
+
+    def find(self, question: str, top: int = 10) -> list[Interval]:
+        """
+        The moments that matter most for a question, best first; without the language model.
+
+        Args:
+            top: how many at most.
+
+        Returns:
+            intervals on a player's clock, each with its video's name; `weight` is the relevance of its best token among
+            all tokens of the library.
+        """
+        scorer, ranking = self._rank(question)
+        moments = [moment for piece in ranking.pieces[:top] for moment in self._moments(scorer, piece, ranking.total)]
+        return sorted(moments, key=lambda moment: -moment.weight)[:top]
+
+    def ask(self, question: str, pieces: int = 8, **generation: Any) -> Answer:
+        """
+        Answers a question from the videos that hold the most relevant tokens, whose tokens compete for one budget.
+
+        Args:
+            pieces: so many videos, or pieces of long ones, take part.
+            generation: as for `answer_questions`, such as `max_visual_tokens`.
+        """
+        _, ranking = self._rank(question)
+        best = sorted(ranking.pieces[:pieces], key=lambda piece: (piece.name, piece.first))
+        parts = {}
+        for piece in best:
+            part = piece.cut(self._video(piece.name))
+            parts[f"{piece.name}, {_clock(part.start)} to {_clock(part.start + part.length)}"] = part
+        (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
+        evidence = [replace(one, name=best[one.video].name) for one in answer.evidence]
+        return replace(answer, evidence=evidence)
+
+    def _video(self, name: str) -> EncodedVideo:
+        return replace(load_video(self.files[name], self.made_by), video=name)
+
+    @torch.no_grad()
+    def _rank(self, question: str) -> tuple[Scorer, Ranking]:
+        def features() -> Iterator[torch.Tensor]:
+            return (self._video(name).features for name in self.files)
+
+        scorer = Scorer(self.model, self.processor, question, features)
+        return scorer, scorer.rank((name, self._video(name)) for name in self.files)
+
+    @torch.no_grad()
+    def _moments(self, scorer: Scorer, piece: Piece, total: float) -> list[Interval]:
+        part = piece.cut(self._video(piece.name))
+        relevance, seconds = scorer.relevance(part.features), part.second_per_grid_ts
+        every, merge_size = torch.arange(len(relevance)), self.processor.video_processor.merge_size
+        shares = (relevance - relevance.max()).exp()
+        moments = []
+        for one in evidence_intervals(every, shares, part.video_grid_thw, seconds, merge_size):
+            steps = slice(round(one.start / seconds[0]), round(one.end / seconds[0]))
+            peak = relevance.unflatten(0, (int(part.video_grid_thw[0, 0]), -1))[steps].max()
+            moments.append(placed(replace(one, weight=float((peak - total).exp())), piece.name, part))
+        return moments
+
+
+__all__ = ["Index", "Library", "index"]

@@ -1,0 +1,138 @@
+"""How videos rank for a question: by their most relevant token, as the selector scores the tokens of all together."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+
+from .relevance_qtsplus import rotary_tables
+from .videos import EncodedVideo
+
+CHUNK = 16384  # tokens that are scored at a time
+PIECE = 16384  # tokens; a longer video competes in pieces of so many
+
+
+@dataclass(frozen=True)
+class Piece:
+    """
+    A video that competes with others, or some of the steps of a long one.
+
+    Args:
+        name: the video's.
+        first, last: steps in time; the last one is not part of it.
+        peak: of its tokens the highest log-relevance.
+    """
+
+    name: str
+    first: int
+    last: int
+    peak: float
+
+    def cut(self, video: EncodedVideo) -> EncodedVideo:
+        """The piece as a video of its own, at its place in time."""
+        steps = int(video.video_grid_thw[0, 0])
+        if (self.first, self.last) == (0, steps):
+            return video
+        (seconds,), metadata, grid = video.second_per_grid_ts, copy(video.metadata), video.video_grid_thw.clone()
+        grid[0, 0] = self.last - self.first
+        skipped, every = self.first * seconds, math.ceil(len(metadata.frames_indices) / steps)
+        metadata.frames_indices = metadata.frames_indices[self.first * every : self.last * every]
+        metadata.total_num_frames -= round(skipped * metadata.fps)
+        features = video.features.unflatten(0, (steps, -1))[self.first : self.last].flatten(0, 1)
+        start = video.start + skipped
+        return replace(video, features=features, video_grid_thw=grid, metadata=metadata, start=start)
+
+
+class Ranking(NamedTuple):
+    """Pieces, that with the most relevant token first, and what is to be taken from a log-relevance."""
+
+    pieces: list[Piece]
+    total: float
+
+
+def cut_into_pieces(name: str, video: EncodedVideo, relevance: torch.Tensor) -> list[Piece]:
+    """The pieces of a video whose tokens have this relevance, `[M]`, none of them longer than [`PIECE`] tokens."""
+    peaks = relevance.unflatten(0, (int(video.video_grid_thw[0, 0]), -1)).amax(1)
+    parts = peaks.split(max(1, PIECE * len(peaks) // len(relevance)))
+    ends = [0, *itertools.accumulate(map(len, parts))]
+    return [
+        Piece(name, *bounds, float(part.max())) for part, bounds in zip(parts, itertools.pairwise(ends), strict=True)
+    ]
+
+
+class Scorer:
+    """
+    The relevance of every token of many videos for one question, for one video at a time: what the selector says of all
+    of them together, whose softmax runs over all tokens.
+
+    With the reduction `"sum"` one pass over the videos is enough: the softmax keeps the order of the tokens, and what
+    it divides by is known at the end. With `"max"` and `"mean"` every head and word has a softmax of its own, and a
+    first pass finds what they divide by. Memory does not grow with the number of videos.
+
+    Args:
+        features: begins a pass over the features of the videos, `[M, token_width]` each.
+
+    Raises:
+        ValueError: an empty question.
+    """
+
+    def __init__(self, model: Any, processor: Any, question: str, features: Callable[[], Iterable[torch.Tensor]]):
+        words = processor.text_ids(question)
+        if not question.strip() or not words:
+            raise ValueError("The question is empty; expected some text.")
+        selector, embed = model.model.qtsplus, model.get_input_embeddings()
+        states = embed(torch.tensor(words, device=model.device))
+        order = torch.arange(len(states), device=states.device).expand(3, -1)
+        rotary = rotary_tables(order, selector.head_dim, selector.rope_theta, selector.mrope_section)
+        for layer in selector.question_layers:
+            states = layer(states, states, rotary)
+        self.width, self.reduction = states.shape[1], selector.config.reduction
+        *earlier, self.layer = selector.scoring_layers
+        for layer in earlier:
+            states = layer(states, [video[:, : self.width].to(states) for video in features()])
+        queries = self._heads(self.layer.q_proj(self.layer.q_norm(states)))
+        if self.reduction == "sum":  # the sum of the scores is the score of the sum
+            queries = queries.sum(1, keepdim=True)
+        kv_heads = self.layer.k_proj.out_features // self.layer.head_dim
+        self.queries = queries.reshape(kv_heads, -1, self.layer.head_dim) / self.layer.head_dim**0.5
+        self.normaliser = torch.zeros(1, 1)
+        if self.reduction != "sum":
+            chunks = (self._scores(chunk) for video in features() for chunk in video.split(CHUNK))
+            self.normaliser = reduce(torch.logaddexp, (chunk.logsumexp(1, keepdim=True) for chunk in chunks))
+
+    def relevance(self, features: torch.Tensor) -> torch.Tensor:
+        """`[M]` float32, the log-relevance of the tokens of one video, plus the ranking's `total`."""
+        return torch.cat([self._reduced(self._scores(chunk)) for chunk in features.split(CHUNK)])
+
+    def rank(self, videos: Iterable[tuple[str, EncodedVideo]]) -> "Ranking":
+        """Ranks the videos, each with its name."""
+        pieces, total = [], torch.tensor(-torch.inf)
+        for name, video in videos:
+            relevance = self.relevance(video.features)
+            pieces += cut_into_pieces(name, video, relevance)
+            total = total.logaddexp(relevance.logsumexp(0))
+        pieces.sort(key=lambda piece: -piece.peak)
+        return Ranking(pieces, float(total) if self.reduction == "sum" else 0.0)
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.layer.head_dim)).transpose(0, 1).float()
+
+    def _scores(self, features: torch.Tensor) -> torch.Tensor:
+        """`[rows, k]` on the CPU, a row for each head and word."""
+        tokens = features[:, : self.width].to(self.queries.device, self.layer.k_proj.weight.dtype)
+        keys = self._heads(self.layer.k_proj(self.layer.kv_norm(tokens)))
+        return (self.queries @ keys.transpose(1, 2)).flatten(0, 1).cpu()
+
+    def _reduced(self, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores - self.normaliser
+        if self.reduction == "max":
+            return scores.amax(0)
+        return scores.logsumexp(0) - (math.log(len(scores)) if self.reduction == "mean" else 0.0)
+
+
+__all__ = ["Piece", "Ranking", "Scorer"]
