@@ -18,7 +18,7 @@ class Pane {
     make("button", "play", row, "Play", { onclick: play });
     this.time = make("span", "time", row);
     for (const { video, start, end, weight } of this.evidence.slice(0, 6)) {
-      const text = `${Object.keys(films).length > 1 ? video + " " : ""}${clock(start)} to ${clock(end)} · ${percent(weight)}`;
+      const text = `${Object.keys(films).length > 1 ? video + ", " : ""}${clock(start)} to ${clock(end)} · ${percent(weight)}`;
       make("button", "chip", row, text, { onclick: () => this.open(video, start) });
     }
     if (answer) make("div", "small", this.root, answer.facts);
@@ -38,12 +38,12 @@ class Pane {
       this.root.style.maxWidth = `${(62 * this.video.videoWidth) / this.video.videoHeight}vh`;
       this.scale();
     };
-    this.video.onerror = () => make("div", "note", this.screen, `This browser cannot play ${name}. The times hold all the same.`);
-    this.canvas = make("canvas", "", this.screen, "", { width: this.map?.grid[2] ?? 1, height: this.map?.grid[1] ?? 1 });
+    this.video.onerror = () => make("div", "note", this.screen, `${name} cannot be played here. The times hold all the same.`);
+    const [steps, height, width] = this.map?.grid ?? [0, 1, 1];
+    this.canvas = make("canvas", "", this.screen, "", { width, height, hidden: !this.map });
     this.box = make("div", "box", this.screen);
-    const [steps, size] = [this.map?.grid[0] ?? 0, this.canvas.width * this.canvas.height];
     this.kept = Array.from({ length: steps }, () => new Set());
-    this.map?.kept.forEach((token) => this.kept[Math.floor(token / size)].add(token % size));
+    this.map?.kept.forEach((token) => this.kept[Math.floor(token / (width * height))].add(token % (width * height)));
     this.scale();
   }
 

@@ -2,6 +2,8 @@
 
 import os
 import tempfile
+from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -10,6 +12,7 @@ import gradio as gr
 import torch
 from transformers import StoppingCriteria
 
+from .library import Library
 from .session import Answer, VideoSession
 
 LARGEST_FILM = "1gb"
@@ -23,7 +26,6 @@ _THEME = gr.themes.Base(primary_hue="amber", neutral_hue="slate", radius_size="l
 _HEADER = """# Ask a film
 It is read once. For each question the model keeps the few visual tokens that matter, and the film shows which."""
 _FILM = f"A film, of at most {LARGEST_FILM[:-2]} GB"
-_EMPTY = "Drop a film to begin."
 _SHARE = "As a share of all, in percent. At 0 the model decides."
 
 
@@ -31,35 +33,38 @@ class _Stoppable(StoppingCriteria):
     """The model, for one visit: Stop ends its work between two pieces of a film, or after a token."""
 
     def __init__(self, model: Any, stop: Event) -> None:
-        self.model, self.stop = model, stop
+        self._whole, self._stop = model, stop
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+        return getattr(self._whole, name)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
-        return torch.full((len(input_ids),), self.stop.is_set(), device=input_ids.device)
+        return torch.full((len(input_ids),), self._stop.is_set(), device=input_ids.device)
 
-    def check(self) -> None:
-        if self.stop.is_set():
+    def _check(self) -> None:
+        if self._stop.is_set():
             raise ValueError("Stopped.")
 
     def encode_videos(self, *inputs: Any, **options: Any) -> Any:
-        self.check()
-        return self.model.encode_videos(*inputs, **options)
+        self._check()
+        return self._whole.encode_videos(*inputs, **options)
 
     def generate(self, **inputs: Any) -> Any:
-        self.check()
-        output = self.model.generate(**inputs, stopping_criteria=[self])
-        self.check()
+        self._check()
+        output = self._whole.generate(**inputs, stopping_criteria=[self])
+        self._check()
         return output
 
 
 class Visit:
-    """What the server holds for one open page, and does for its buttons; all visits share the model."""
+    """What the server holds for one open page, and does for its buttons; all visits share the model and the library."""
 
-    def __init__(self, model: Any, processor: Any) -> None:
+    def __init__(self, model: Any, processor: Any, library: Library | None, paths: Mapping[str, str]) -> None:
         self.stopped, self.path = Event(), ""
-        self.session = VideoSession(_Stoppable(model, self.stopped), processor)
+        own = _Stoppable(model, self.stopped)
+        self.session, self.library, self.paths = VideoSession(own, processor), copy(library), paths
+        if self.library is not None:
+            self.library.model = own
 
     def stop(self) -> None:
         self.stopped.set()
@@ -79,50 +84,69 @@ class Visit:
     def ask(self, first: str, second: str, share: float) -> dict[str, Any]:
         """Answers one question, or two beside each other."""
         questions = [question for question in (first, second) if question.strip()]
-        if not self.session.names or not questions:
+        if not questions or not (self.session.names or self.library):
             return self.stage(error="Drop a film and write a question first.")
         try:
-            answers = self.session.ask_many(questions, retention=share / 100 or None)
+            answers = self._answers(questions, retention=share / 100 or None)
         except FAILURES as error:
             return self.stage(error=str(error))
-        return self.stage(answers=[self.pane(*pair) for pair in zip(questions, answers, strict=True)])
+        return self.stage([self._pane(*pair) for pair in zip(questions, answers, strict=True)])
 
-    def stage(self, **more: Any) -> dict[str, Any]:
-        """What app.js draws: the film and what is known of it, with new answers or with what went wrong."""
-        stage = {"about": self.path, "films": {}, "facts": _EMPTY, "warnings": [], **more}
+    def _answers(self, questions: list[str], **options: Any) -> list[Answer]:
+        if self.library is None or self.session.names:
+            return self.session.ask_many(questions, **options)
+        return [self.library.ask(question, **options) for question in questions]
+
+    def stage(self, answers: list[dict[str, Any]] | None = None, error: str | None = None) -> dict[str, Any]:
+        """What app.js draws: the films and what is known of them, with new answers or with what went wrong."""
+        facts = "Drop a film to begin."
+        if self.library is not None:
+            facts = f"Ask about the {len(self.library.names):,} films of the library, or drop one of your own."
         for name, film in self.session.videos.items():
             frames = f"{len(film.metadata.frames_indices)} frames read in {film.seconds:.1f} s"
-            stage["facts"] = f"{name}: {frames}, {len(film.features):,} visual tokens."
-            stage["films"] = {
-                name: {"path": self.path, "meta": {"_type": "gradio.FileData"}}
-            }
-            stage["warnings"] = film.warnings
-        return stage
+            facts = f"{name}: {frames}, {len(film.features):,} visual tokens."
+        paths = dict.fromkeys(self.session.names, self.path) or self.paths
+        names = self.session.names or {span["video"] for answer in answers or () for span in answer["evidence"]}
+        films = {name: _file(paths[name]) if name in paths else None for name in names}
+        warnings = [warning for film in self.session.videos.values() for warning in film.warnings]
+        now = {"about": self.path, "films": films, "facts": facts, "warnings": warnings}
+        return {**now, "answers": answers, "error": error}
 
-    def pane(self, question: str, answer: Answer) -> dict[str, Any]:
-        """An answer; its kept tokens are counted through all grid steps, row by row."""
+    def _pane(self, question: str, answer: Answer) -> dict[str, Any]:
+        """An answer; the tokens that it kept of a film are counted through all grid steps, row by row."""
         kept, total, seconds = answer.kept_tokens, answer.visual_tokens, answer.timings
         facts = f"Kept {kept:,} of {total:,} tokens ({kept / total:.1%}); the first word took "
         facts += f"{seconds['first_token']:.2f} s, all of it {seconds['generate']:.2f} s."
-        maps = {}
-        for name, kept_map in answer.keep_maps.items():
-            film = self.session.videos[name]
-            maps[name] = {
-                "grid": list(kept_map.shape),
-                "kept": kept_map.flatten().nonzero().flatten().tolist(),
+        maps = {
+            name: {
+                "grid": list(answer.keep_maps[name].shape),
+                "kept": answer.keep_maps[name].flatten().nonzero().flatten().tolist(),
                 "start": film.start,
                 "step": film.second_per_grid_ts[0],
                 "end": film.start + film.length,
             }
+            for name, film in self.session.videos.items()
+        }
         return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps}
 
 
-def build(model: Any, processor: Any) -> gr.Blocks:
+def _file(path: str) -> dict[str, Any]:
+    """A file in what goes to app.js; Gradio adds its address."""
+    return {"path": path, "meta": {"_type": "gradio.FileData"}}
+
+
+def build(
+    model: Any, processor: Any, library: Library | None = None, media_root: str | Path | None = None
+) -> gr.Blocks:
     """The page itself; see [`launch`]."""
+    paths = {}
+    if library is not None and media_root is not None:
+        paths = {name: str(Path(media_root, name).resolve()) for name in library.names}
+        gr.set_static_paths(list(paths.values()))
 
     def begin(visit: Visit | None) -> Visit:
         """Comes before a request waits in line, where Stop may already find it."""
-        visit = visit or Visit(model, processor)
+        visit = visit or Visit(model, processor, library, paths)
         visit.stopped.clear()
         return visit
 
@@ -140,7 +164,7 @@ def build(model: Any, processor: Any) -> gr.Blocks:
                     ask = gr.Button("Ask", variant="primary", min_width=80, scale=2, elem_id="ask")
                     stop = gr.Button("Stop", min_width=80, elem_id="stop")
             with gr.Column(scale=7, min_width=320):
-                empty, frame = Visit(model, processor).stage(), "<div class='stage'></div>"
+                empty, frame = Visit(model, processor, library, paths).stage(), "<div class='stage'></div>"
                 stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
         at_once: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         in_line: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
@@ -152,18 +176,28 @@ def build(model: Any, processor: Any) -> gr.Blocks:
     return blocks.queue(api_open=False)
 
 
-def launch(model: Any, processor: Any, host: str | None = None, port: int | None = None) -> None:
+def launch(
+    model: Any,
+    processor: Any,
+    library: Library | None = None,
+    media_root: str | Path | None = None,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+) -> None:
     """
     Serves the page until it is interrupted. Nothing is fetched from another machine, or told to one.
 
     Args:
         model, processor: as [`load`] gives them.
+        library: what a question is about while no film was dropped.
+        media_root: the folder that the library was made of, whose films are played to everybody who sees the page.
         host: where to listen; this machine alone when absent, or what GRADIO_SERVER_NAME says, as on a Space.
         port: the first free one from 7860 when absent.
     """
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
-        build(model, processor).launch(
+        build(model, processor, library, media_root).launch(
             server_name=host,
             server_port=port,
             max_file_size=LARGEST_FILM,

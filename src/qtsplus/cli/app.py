@@ -1,6 +1,7 @@
 """`qtsplus app`: a page to try a model on."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,13 @@ from .options import Device, Dtype, Model, Revision
 def app(
     model: Model = None,
     revision: Revision = None,
+    library: Annotated[
+        Path | None,
+        typer.Option(help="What `qtsplus index` has made; its model answers.", show_default=False),
+    ] = None,
+    media_root: Annotated[
+        Path | None, typer.Option(help="The folder of the library's videos. They are played on the page.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
     device: Device = None,
@@ -20,11 +28,15 @@ def app(
 ) -> None:
     """Open a page to ask about films, which shows in the film what each answer rests on."""
     check_model_options(model, revision)
+    if media_root is not None and (library is None or not media_root.is_dir()):
+        fail(f"--media-root is {media_root}; expected the folder that the --library was made of")
     if find_spec("gradio") is None:
         fail("the package gradio is not installed: pip install -e '.[app]' in a clone")
     with one_line_errors():
         from ..app import launch
+        from .library import open_library
 
-        loaded, processor = load_model(model, revision, device, dtype.value)
+        shelf = None if library is None else open_library(library, model, revision, device)
+        loaded = (shelf.model, shelf.processor) if shelf else load_model(model, revision, device, dtype.value)
         note(f"The page is at http://{host}:{port}")
-        launch(loaded, processor, host, port)
+        launch(*loaded, shelf, media_root, host=host, port=port)
