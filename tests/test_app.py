@@ -190,7 +190,24 @@ def test_two_people_at_once_do_not_mix(visit, address, tiny_mp4):
 
 
 @pytest.fixture
-def gated(tiny_published, monkeypatch) -> Iterator[tuple[str, Event, Event, Event]]:
+def shown(monkeypatch, tmp_path) -> Iterator[Callable[..., str]]:
+    """Serves a page from this process."""
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "films"))
+    with contextlib.ExitStack() as stack:
+
+        def serve(*what, **options) -> str:
+            from qtsplus import app
+
+            page = app.build(*what)
+            _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False, **options)
+            stack.callback(page.close)
+            return address
+
+        yield serve
+
+
+@pytest.fixture
+def gated(tiny_published, shown, monkeypatch) -> Iterator[tuple[str, Event, Event, Event]]:
     """A page in this process: its model waits at a gate in every step, and tells that it does, as Stop does."""
     from qtsplus import app, session
 
@@ -202,13 +219,15 @@ def gated(tiny_published, monkeypatch) -> Iterator[tuple[str, Event, Event, Even
         assert gate.wait(60)
 
     press = app.Visit.stop
-    monkeypatch.setattr(app.Visit, "stop", lambda visit: (press(visit), stopped.set()))
+
+    def stop(visit) -> None:
+        press(visit)
+        stopped.set()
+
+    monkeypatch.setattr(app.Visit, "stop", stop)
     model.get_input_embeddings().register_forward_pre_hook(wait)
-    page = app.build(model, processor)
-    _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False)
-    yield address, began, stopped, gate
+    yield shown(model, processor), began, stopped, gate
     gate.set()
-    page.close()
 
 
 def test_stop_ends_an_answer_and_the_next_person_is_served(visit, gated):
@@ -228,16 +247,39 @@ def test_stop_ends_an_answer_and_the_next_person_is_served(visit, gated):
     assert anna.stage.locator(".answer").count() == 0
 
 
-def test_a_film_that_is_too_large_is_refused(visit, tiny_published, monkeypatch):
-    from qtsplus import app, session
+def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):
+    from qtsplus import session
 
-    page = app.build(*session.load(tiny_published, "cpu"))
-    _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False, max_file_size="20kb")
-    anna = visit(address)
+    anna = visit(shown(*session.load(tiny_published, "cpu"), max_file_size="20kb"))
     anna.drop(CLIP)
     sync_api.expect(anna.page.get_by_text("exceed")).to_be_visible()
     anna.sees(".empty", "Drop a film")
-    page.close()
+
+
+def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, shown, tiny_published, tmp_path):
+    from benchmarks.world.clip import write_mp4
+    from benchmarks.world.crowd import make_crowd, render_crowd
+    from qtsplus import library, session
+
+    films = tmp_path / "folder"
+    films.mkdir()
+    shutil.copyfile(CLIP, films / "one.mp4")
+    write_mp4(films / "two.mp4", render_crowd(make_crowd(12)), 2)
+    loaded = session.load(tiny_published, "cpu")
+    library.index(films, tmp_path / "library", *loaded)
+    books = library.Library(tmp_path / "library", *loaded)
+    anna = visit(shown(*loaded, books, films))
+    anna.sees(".empty", "Ask about the 2 films of the library")
+    expected = books.ask(RING.question)
+    best = expected.evidence[0]
+    other = next(span for span in expected.evidence if span.name != best.name)
+    anna.ask(RING.question)
+    anna.sees(".answer", expected.answer)
+    for span in (best, other):
+        anna.stage.locator(".chip", has_text=span.name).first.click()
+        anna.stands_at(span.start)
+    anna.drop(CLIP)
+    anna.sees(".small", "288 visual tokens")
 
 
 def test_the_folder_of_a_space_runs_by_itself(visit, tmp_path):

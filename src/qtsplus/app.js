@@ -3,7 +3,7 @@ const make = (tag, name, parent, text = "", more = {}) => {
   const node = Object.assign(document.createElement(tag), { className: name, textContent: text }, more);
   return parent.appendChild(node);
 };
-const clock = (s) => `${Math.floor(s / 60)}:${(s % 60).toFixed(1).padStart(4, "0")}`;
+const clock = (s) => `${Math.floor(s / 60)}:${(s % 60).toFixed(1).padStart(4, "0").replace(".0", "")}`;
 const percent = (part) => `${(100 * part).toFixed(part < 0.1 ? 1 : 0)}%`;
 
 class Pane {
@@ -103,7 +103,7 @@ const show = (value) => {
   panes = Object.keys(films).length ? (answers ?? [null]).map((answer) => new Pane(row, films, answer)) : [];
   if (!panes.length) return error || make("div", "empty", stage, facts);
   for (const warning of warnings) make("div", "note", stage, warning);
-  if (answers) make("label", "small", stage, "Light up the kept tokens alone").prepend(make("input", "lit", stage, "", { type: "checkbox", checked: true }));
+  if (answers) make("label", "small", stage, "Dim the rest of the film").prepend(make("input", "lit", stage, "", { type: "checkbox", checked: true }));
   make("div", "small", stage, facts + (answers ? " On the timeline grey is how many tokens were kept, amber what the answer rests on." : ""));
   for (const earlier of asked.filter((one) => one.answers !== answers)) {
     const text = earlier.answers.map(({ question, answer }) => `${question} ${answer}`).join(" | ");

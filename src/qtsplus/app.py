@@ -1,8 +1,9 @@
 """`qtsplus app`: a page on which people ask about a film, and see in it what each answer rests on."""
 
 import os
+import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
 from threading import Event
@@ -156,7 +157,7 @@ def build(
         gr.Markdown(_HEADER)
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
-                film = gr.File(label=_FILM, file_types=["video"], height=130, elem_id="film")
+                film = gr.File(label=_FILM, file_types=["video"], height=160, elem_id="film")
                 first = gr.Textbox(label="Question", placeholder="What is in the yellow ring?", elem_id="first")
                 second = gr.Textbox(label="A second one, beside it", placeholder="May stay empty", elem_id="second")
                 share = gr.Slider(0, 100, 0, step=1, label="Tokens to keep", info=_SHARE, elem_id="share")
@@ -184,6 +185,7 @@ def launch(
     *,
     host: str | None = None,
     port: int | None = None,
+    say: Callable[[str], object] = print,
 ) -> None:
     """
     Serves the page until it is interrupted. Nothing is fetched from another machine, or told to one.
@@ -194,10 +196,16 @@ def launch(
         media_root: the folder that the library was made of, whose films are played to everybody who sees the page.
         host: where to listen; this machine alone when absent, or what GRADIO_SERVER_NAME says, as on a Space.
         port: the first free one from 7860 when absent.
+        say: takes the page's address.
+
+    Raises:
+        OSError: the port is taken.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
-        build(model, processor, library, media_root).launch(
+        page = build(model, processor, library, media_root)
+        _, address, _ = page.launch(
             server_name=host,
             server_port=port,
             max_file_size=LARGEST_FILM,
@@ -208,4 +216,7 @@ def launch(
             state_session_capacity=VISITS,
             ssr_mode=False,
             quiet=True,
+            prevent_thread_lock=True,
         )
+        say(f"The page is at {address}")
+        page.block_thread()

@@ -34,9 +34,12 @@ def app(
         fail("the package gradio is not installed: pip install -e '.[app]' in a clone")
     with one_line_errors():
         from ..app import launch
-        from .library import open_library
 
-        shelf = None if library is None else open_library(library, model, revision, device)
-        loaded = (shelf.model, shelf.processor) if shelf else load_model(model, revision, device, dtype.value)
-        note(f"The page is at http://{host}:{port}")
-        launch(*loaded, shelf, media_root, host=host, port=port)
+        if library is None:
+            shelf, loaded = None, load_model(model, revision, device, dtype.value)
+        else:
+            from .library import open_library
+
+            shelf = open_library(library, model, revision, device)
+            loaded = shelf.model, shelf.processor
+        launch(*loaded, shelf, media_root, host=host, port=port, say=note)
