@@ -1,5 +1,6 @@
 """`qtsplus app`: a page to try a model on."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +29,7 @@ def app(
 ) -> None:
     """Open a page to ask about films, which shows in the film what each answer rests on."""
     check_model_options(model, revision)
-    if media_root is not None and (library is None or not media_root.is_dir()):
+    if media_root is not None and (library is None or not os.path.isdir(media_root)):
         fail(f"--media-root is {media_root}; expected the folder that the --library was made of")
     if find_spec("gradio") is None:
         fail("the package gradio is not installed: pip install -e '.[app]' in a clone")

@@ -112,7 +112,7 @@ def publish(
     Of a dataset it uploads the files of records, the card and the licence.
     """
     if repo_type is RepoType.dataset:
-        _publish_dataset(model, to, repo, private, dry_run, overwrite)
+        _publish_dataset(model, to, repo, private, dry_run, overwrite or space)
         return
     if to is None and repo is None:
         fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
@@ -139,10 +139,10 @@ def publish(
 
 
 def _publish_dataset(
-    folder: str, to: Path | None, repo: str | None, private: bool, dry_run: bool, overwrite: bool
+    folder: str, to: Path | None, repo: str | None, private: bool, dry_run: bool, for_model: bool
 ) -> None:
-    if to is not None or overwrite:
-        fail("--to and --overwrite are about a model: a set's folder is uploaded as it is")
+    if to is not None or for_model:
+        fail("--to, --overwrite and --space are about a model: a set's folder is uploaded as it is")
     if repo is None:
         fail("nothing to do: give --repo ORG/NAME to upload")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
