@@ -4,7 +4,7 @@ import typer
 
 from qtsplus.cli.console import FilledArguments
 
-from .comparing import ablation, attention, learned
+from .comparing import ablation, attention, learned, library
 from .making import haystack, tiny, tinyworld, train
 from .measuring import efficiency, memory, rehearsal, scaling, speed, training_step
 
@@ -23,6 +23,7 @@ app.command()(tiny)
 app.command()(learned)
 app.command()(attention)
 app.command()(ablation)
+app.command()(library)
 app.command()(speed)
 app.command()(memory)
 app.command()(scaling)

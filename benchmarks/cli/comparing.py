@@ -1,4 +1,4 @@
-"""`learned`, `attention` and `ablation`: what selections are worth in right answers."""
+"""`learned`, `attention`, `ablation` and `library`: what selections are worth in right answers."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -161,4 +161,22 @@ def ablation(
         else:
             trained: dict[str, Any] = {"recipe": recipe, "overrides": overrides or (), "variants": variant or ()}
             target = ablate_recipe(base, test, out, seeds=seed or (0,), **trained, **common)
+    wrote(target)
+
+
+def library(
+    model: Model = None,
+    revision: Revision = None,
+    videos: Annotated[int, typer.Option(help="How many videos the library has.", min=2)] = 200,
+    out: Results = RESULTS,
+    work: Annotated[Path, typer.Option(help="Where the videos and the library are kept.")] = Path("runs/library"),
+    device: Device = None,
+) -> None:
+    """Ask a library of crowds about objects that stand in one of its videos only; other rankings stand beside."""
+    check_model_options(model, revision)
+    with one_line_errors():
+        from ..library import run_library
+
+        loaded, processor = load_model(model, revision, device)
+        target = run_library(loaded, processor, out, work, videos=videos, command=typed())
     wrote(target)

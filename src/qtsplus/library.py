@@ -1,6 +1,7 @@
 """A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,13 +15,12 @@ from rich.console import Console
 from rich.progress import track
 
 from .data.media import VIDEO_SUFFIXES
-from .evidence import Interval, evidence_intervals
+from .evidence import STRONG, Interval, evidence_intervals
 from .loading import load
 from .output import check_folder, first_line, require_space, size
 from .ranking import Piece, Ranking, Scorer
 from .results import Journal
-from .session import Answer, answer_questions
-from .session import _placed as placed
+from .session import Answer, answer_questions, placed
 from .storage import fingerprint, load_video, save_video
 from .videos import EncodedVideo, encode
 
@@ -318,21 +318,27 @@ class Library:
 
     def ask(self, question: str, pieces: int = 8, **generation: Any) -> Answer:
         """
-        Answers a question from the videos that hold the most relevant tokens, whose tokens compete for one budget.
+        Answers a question from the videos that rank first, or pieces of long ones: those whose best token has half the
+        relevance of the very best at least. Their tokens compete for one budget.
 
         Args:
-            pieces: so many videos, or pieces of long ones, take part.
+            pieces: how many take part at most.
             generation: as for `answer_questions`, such as `max_visual_tokens`.
         """
+        if pieces < 1:
+            raise ValueError(f"pieces={pieces}: expected at least 1.")
         _, ranking = self._rank(question)
-        best = sorted(ranking.pieces[:pieces], key=lambda piece: (piece.name, piece.first))
+        least = ranking.pieces[0].peak + math.log(STRONG)
+        return self._answer(question, [one for one in ranking.pieces[:pieces] if one.peak >= least], **generation)
+
+    def _answer(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
+        pieces = sorted(pieces, key=lambda piece: (piece.name, piece.first))
         parts = {}
-        for piece in best:
+        for piece in pieces:
             part = piece.cut(self._video(piece.name))
             parts[f"{piece.name}, {_clock(part.start)} to {_clock(part.start + part.length)}"] = part
         (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
-        evidence = [replace(one, name=best[one.video].name) for one in answer.evidence]
-        return replace(answer, evidence=evidence)
+        return replace(answer, evidence=[replace(one, name=pieces[one.video].name) for one in answer.evidence])
 
     def _video(self, name: str) -> EncodedVideo:
         return replace(load_video(self.files[name], self.made_by), video=name)

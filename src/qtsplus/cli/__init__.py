@@ -11,6 +11,7 @@ from .console import FilledArguments, console
 from .data import data_app
 from .evaluating import eval_app
 from .hub import convert, publish
+from .library import find, index
 from .serve import serve
 from .studies import analysis, needle
 from .synthesis import merge, vqa, vscq1, vscq2
@@ -36,7 +37,7 @@ def qtsplus(
     """Query-aware visual-token selection for long videos."""
 
 
-for command in (demo, ask, batch, serve, convert, publish, train, calibrate):
+for command in (demo, ask, index, find, batch, serve, convert, publish, train, calibrate):
     app.command()(command)
 app.command("app")(page)
 for study in (needle, analysis):

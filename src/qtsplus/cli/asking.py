@@ -4,13 +4,13 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from .console import console, fail, note, notes, one_line_errors, require_fraction, wrote
-from .models import check_model_options, check_selection, load_model
+from .models import check_model_options, check_selection, load_model, open_library
 from .options import AsJson, Device, Dtype, Model, Retention, Revision, Selection
 
 if TYPE_CHECKING:
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 def ask(
     video: Annotated[
         str,
-        typer.Argument(help="A video file, an http(s) address of one, or a folder of frames.", show_default=False),
+        typer.Argument(
+            help="A video file, an http(s) address of one, a folder of frames, or a library that `qtsplus index` made.",
+            show_default=False,
+        ),
     ],
-    question: Annotated[str, typer.Argument(help="What to ask about the video.", show_default=False)],
+    question: Annotated[str, typer.Argument(help="What to ask about it.", show_default=False)],
     model: Model = None,
     revision: Revision = None,
     retention: Retention = None,
@@ -51,8 +54,14 @@ def ask(
     ] = Dtype.auto,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a question about a video, and say which seconds the answer rests on."""
+    """Answer a question about a video or a library, and say which seconds the answer rests on."""
     check_model_options(model, revision)
+    if is_library(video):
+        only_videos = {"--fps": fps is not None, "--two-passes": two_passes}
+        choice = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
+        loading = model, revision, device, dtype.value
+        _ask_library(Path(video), question, loading, only_videos, as_json, **choice, max_new_tokens=max_new_tokens)
+        return
     _check_question(video, question, fps)
     require_fraction(retention)
     with one_line_errors():
@@ -79,7 +88,35 @@ def ask(
     if as_json:
         print(json.dumps(answer.as_dict()))
     else:
-        _print_answer(answer)
+        print_answer(answer)
+
+
+def is_library(path: str) -> bool:
+    """Whether `qtsplus index` has made a folder."""
+    return os.path.isfile(os.path.join(path, "library.jsonl"))
+
+
+def _ask_library(
+    folder: Path,
+    question: str,
+    loading: tuple[str | None, str | None, str | None, str],
+    only_videos: dict[str, bool],
+    as_json: bool,
+    **generation: Any,
+) -> None:
+    """`ask` about a library, whose videos are encoded; its evidence names them."""
+    for option in (name for name, is_set in only_videos.items() if is_set):
+        fail(f"{option} has no effect on a library, whose videos are encoded; give it without")
+    require_fraction(generation["retention"])
+    with one_line_errors():
+        check_selection(generation["selection"])
+        library = open_library(folder, *loading)
+        with notes.status("Asking"):
+            answer = library.ask(question, **generation)
+    if as_json:
+        print(json.dumps(answer.as_dict()))
+    else:
+        print_answer(answer)
 
 
 def demo(
@@ -93,7 +130,7 @@ def demo(
     wrote(out)
     for question, answer in answers:
         console.print(f"\nQuestion: {question.question} (In truth: {question.answer})", highlight=False)
-        _print_answer(answer)
+        print_answer(answer)
 
 
 def _check_question(video: str, question: str, fps: float | None) -> None:
@@ -112,7 +149,7 @@ def _check_question(video: str, question: str, fps: float | None) -> None:
         fail("the question is not valid UTF-8 text")
 
 
-def _place(box: tuple[float, float, float, float]) -> str:
+def place(box: tuple[float, float, float, float]) -> str:
     """A region of the frame in words."""
     left, top, right, bottom = box
     if (right - left) * (bottom - top) > 0.5:
@@ -122,14 +159,15 @@ def _place(box: tuple[float, float, float, float]) -> str:
     return f"{row} {column}" if (row, column) != ("middle", "centre") else "centre"
 
 
-def _print_answer(answer: "Answer") -> None:
+def print_answer(answer: "Answer") -> None:
     console.print(answer.answer or "(an empty answer)", style="bold", markup=False, highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     share = answer.kept_tokens / answer.visual_tokens
     table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
     table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at")
     for number, interval in enumerate(answer.evidence):
-        span = f"{interval.start:.1f} to {interval.end:.1f} s, {_place(interval.box)}"
+        name = f"{interval.name}, " if len(answer.keep_maps) > 1 else ""
+        span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
     stages = [name for name in ("load", "encode", "second_pass", "first_token", "generate") if name in answer.timings]

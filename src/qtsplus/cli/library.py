@@ -7,15 +7,16 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from .console import console, fail, note, one_line_errors, place, resumable, wrote
+from .asking import place
+from .console import console, fail, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
-from .models import check_model_options, load_model
+from .models import check_model_options, load_model, open_library
 from .options import AsJson, Device, Dtype, Model, Revision
 
 Folder = Annotated[Path, typer.Argument(help="A library that `qtsplus index` has made.", show_default=False)]
 
 
-def index_videos(
+def index(
     folder: Annotated[Path, typer.Argument(help="The folder of the videos, with those in it.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The library. What is in it already is not encoded again.")],
     model: Model = None,
@@ -42,13 +43,13 @@ def index_videos(
         loaded, processor = load_model(model, revision, device)
         name = str(Path(model).resolve()) if model is not None and Path(model).is_dir() else model
         made: dict[str, Any] = {"name": name, "revision": revision, "fps": fps, "max_frames": max_frames}
-        index = library.index(folder, out, loaded, processor, **made, dtype=dtype.value, say=note)
-    for name, entry in index.entries.items():
+        made_index = library.index(folder, out, loaded, processor, **made, dtype=dtype.value, say=note)
+    for name, entry in made_index.entries.items():
         if "error" in entry:
             note(f"Left out {name}: {entry['error']}")
-    if not index.files:
+    if not made_index.files:
         fail_run(f"no video of {folder} could be encoded")
-    wrote(f"{out}, a library of {len(index.files)} videos")
+    wrote(f"{out}, a library of {len(made_index.files)} videos")
 
 
 def find(
@@ -76,12 +77,3 @@ def find(
     for one in moments:
         table.add_row(one.name, f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
     console.print(table)
-
-
-def open_library(folder: Path, model: str | None, revision: str | None, device: str | None) -> Any:
-    """A library with the model that made it, or with the one that is named."""
-    from .. import library
-
-    if model is None:
-        model, revision = library.Index(folder).model
-    return library.Library(folder, *load_model(model, revision, device))

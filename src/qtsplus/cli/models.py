@@ -35,6 +35,15 @@ def load_model(model: str | None, revision: str | None, device: str | None, dtyp
         return loading.load(name, device, dtype, revision=revision)
 
 
+def open_library(folder: Path, model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> Any:
+    """A library with the model that made it, or with the one that is named."""
+    from ..library import Index, Library
+
+    if model is None:
+        model, revision = Index(folder).model
+    return Library(folder, *load_model(model, revision, device, dtype))
+
+
 def name_model(model: str | None, revision: str | None) -> str:
     """The folder or Hub id that a command is to load, whose code it announces; the bundled one's without a name."""
     _check_code_cache()
