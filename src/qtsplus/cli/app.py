@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .console import fail, note, one_line_errors
-from .models import check_model_options, load_model
+from .models import check_model_options, load_model, open_library
 from .options import Device, Dtype, Model, Revision
 
 
@@ -16,8 +16,7 @@ def app(
     model: Model = None,
     revision: Revision = None,
     library: Annotated[
-        Path | None,
-        typer.Option(help="What `qtsplus index` has made; its model answers.", show_default=False),
+        Path | None, typer.Option(help="What `qtsplus index` has made. Its questions need no film to be dropped.")
     ] = None,
     media_root: Annotated[
         Path | None, typer.Option(help="The folder of the library's videos. They are played on the page.")
@@ -39,8 +38,6 @@ def app(
         if library is None:
             shelf, loaded = None, load_model(model, revision, device, dtype.value)
         else:
-            from .library import open_library
-
-            shelf = open_library(library, model, revision, device)
+            shelf = open_library(library, model, revision, device, dtype.value)
             loaded = shelf.model, shelf.processor
         launch(*loaded, shelf, media_root, host=host, port=port, say=note)
