@@ -189,6 +189,12 @@ def test_two_people_at_once_do_not_mix(visit, address, tiny_mp4):
     assert ben.stage.locator(".earlier").count() == 0
 
 
+@pytest.mark.parametrize("place", [__file__, "http://1.1.1.1/film.mp4"])
+def test_no_file_beside_the_films_and_no_address_is_read_for_a_visitor(visit, address, place):
+    anna = visit(address)
+    assert anna.page.request.get(f"{address}gradio_api/file={place}").status == 403
+
+
 @pytest.fixture
 def shown(monkeypatch, tmp_path) -> Iterator[Callable[..., str]]:
     """Serves a page from this process."""

@@ -10,6 +10,7 @@ from threading import Event
 from typing import Any
 
 import gradio as gr
+import safehttpx
 import torch
 from transformers import StoppingCriteria
 
@@ -177,6 +178,11 @@ def build(
     return blocks.queue(api_open=False)
 
 
+async def _refuse(host: str) -> str:
+    """Gradio asks this whether it may fetch an address that a visitor names, which it does for any public one."""
+    raise ValueError(f"Nothing is fetched from {host}.")
+
+
 def launch(
     model: Any,
     processor: Any,
@@ -201,6 +207,7 @@ def launch(
     Raises:
         OSError: the port is taken.
     """
+    safehttpx.async_validate_url = _refuse
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
