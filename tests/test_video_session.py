@@ -248,6 +248,28 @@ def test_a_follow_up_from_the_cache_is_the_conversation_read_again(loaded, fresh
     assert fresh.turns[::2] == QUESTIONS[:4] and len(fresh.turns) == 8
 
 
+def test_a_turn_that_was_interrupted_leaves_no_trace(loaded, fresh, monkeypatch):
+    options = {"selection": "all", **SHORT}
+    fresh.chat(QUESTIONS[0], **options)
+    forward, calls = type(loaded[0]).forward, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return forward(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(loaded[0]), "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fresh.chat("What is in the purple circle?", **options)
+    anew = VideoSession(*loaded)
+    for name, video in fresh.videos.items():
+        anew.add(video, name)
+    anew.turns = list(fresh.turns)
+    assert len(fresh.turns) == 2 and same(fresh.chat(QUESTIONS[1], **options), anew.chat(QUESTIONS[1], **options))
+
+
 def test_a_follow_up_keeps_what_its_own_words_ask_for(fresh):
     first, second = QUESTIONS[:2]
     assert same(fresh.chat(first, **SHORT), fresh.ask(first, **SHORT))
@@ -324,6 +346,10 @@ def test_features_of_another_tower_are_refused(loaded, fresh, tiny_published, tm
 
 
 def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "session.json").write_text("{}")
+    with pytest.raises(ValueError, match="other holds no session"):
+        VideoSession(*loaded).load(tmp_path / "other")
     made_by = both.fingerprint
     with pytest.raises(ValueError, match=r"There is no .*session\.json"):
         VideoSession(*loaded).load(tmp_path)
@@ -338,7 +364,7 @@ def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
     back = storage.load_video(tmp_path / "video", made_by)
     assert torch.equal(back.features, both.videos["front.mp4"].features)
     assert back.metadata == both.videos["front.mp4"].metadata
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "foreign", "text", "video"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "foreign", "other", "text", "video"]
 
 
 def test_a_video_for_two_passes_is_asked_about_alone(loaded, cameras, tmp_path):

@@ -158,7 +158,7 @@ class _Indexing:
         changed = {}
         for name, path in files.items():
             state = path.stat()
-            entry = {"size": state.st_size, "modified": state.st_mtime_ns}
+            entry: dict[str, Any] = {"size": state.st_size, "modified": state.st_mtime_ns}
             if known.get(name, {}).items() >= entry.items():
                 continue
             changed[name] = {**entry, "content": _content(path)}

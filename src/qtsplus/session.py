@@ -193,8 +193,9 @@ class _Memory:
         with torch.no_grad():
             prompt = model.model.compress(**inputs, **choice, sample_gate=False, pad_left=True)
         (kept,), chosen = prompt.qtsplus.kept_indices, prompt.qtsplus
-        if self.kept is not None and torch.equal(self.kept, kept) and not model.model.recurrent:
-            output = model.generate(**inputs, **choice, **options, past_key_values=self.cache)
+        known, cache, self.kept, self.cache = self.kept, self.cache, None, None  # what is interrupted leaves no cache
+        if known is not None and torch.equal(known, kept) and not model.model.recurrent:
+            output = model.generate(**inputs, **choice, **options, past_key_values=cache)
         else:
             output = model.generate_from(prompt, **options)
         self.cache, self.kept = output.past_key_values, kept
@@ -222,7 +223,8 @@ def _answer_twice(
     inputs = prompt_inputs(processor, whole, questions, turns, model.device)
     with torch.no_grad():
         prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
-    output, chosen = model.generate_from(prompt, **options, streamer=clock), prompt.qtsplus
+    output = model.generate_from(prompt, **options, streamer=clock)
+    chosen: Any = prompt.qtsplus
     relevance = None if chosen.relevance is None else chosen.relevance[0]
     kept, relevance = second.of_the_whole(chosen.kept_indices[0], relevance)
     ids = output.sequences[0, inputs["input_ids"].shape[1] :]
@@ -458,6 +460,8 @@ class VideoSession:
             ValueError: no such folder, a broken one, or one that was made with another vision tower or processor.
         """
         saved, device = read_json(Path(folder) / _SAVED), self.model.device
+        if not {"videos", "turns"} <= saved.keys():
+            raise ValueError(f"{folder} holds no session; expected a folder that `save` wrote.")
         self.videos = {
             name: load_video(Path(folder, file), self.fingerprint, device) for name, file in saved["videos"].items()
         }

@@ -7,6 +7,7 @@ import typer
 from .app import app as page
 from .asking import ask, demo
 from .batch import batch
+from .chatting import chat
 from .console import FilledArguments, console
 from .data import data_app
 from .evaluating import eval_app
@@ -37,7 +38,7 @@ def qtsplus(
     """Query-aware visual-token selection for long videos."""
 
 
-for command in (demo, ask, index, find, batch, serve, convert, publish, train, calibrate):
+for command in (demo, ask, chat, index, find, batch, serve, convert, publish, train, calibrate):
     app.command()(command)
 app.command("app")(page)
 for study in (needle, analysis):

@@ -1,0 +1,350 @@
+"""A library: a folder of videos is encoded once, and every question searches all of them as one memory."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.world.clip import write_mp4
+from benchmarks.world.crowd import make_crowd, render_crowd
+from qtsplus import ranking
+from qtsplus.cli import app
+from qtsplus.library import Index, Library, index
+from qtsplus.loading import load
+from qtsplus.ranking import Piece, Scorer
+from qtsplus.session import VideoSession
+
+WORLDS = {name: make_crowd(9_000_100 + seed, 6, 8) for seed, name in enumerate(("a.mp4", "b.mp4", "more/c.mp4"))}
+QUESTION = "What is in the red circle?"
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_published):
+    return load(tiny_published, "cpu")
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("videos")
+    for name, world in WORLDS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_mp4(folder / name, render_crowd(world), 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def library(videos, loaded, tiny_published, tmp_path_factory) -> Library:
+    folder = tmp_path_factory.mktemp("library")
+    index(videos, folder, *loaded, name=str(tiny_published))
+    return Library(folder, *loaded)
+
+
+@pytest.fixture
+def mine(videos, tmp_path) -> Path:
+    """A folder of the videos that a test may change."""
+    return Path(shutil.copytree(videos, tmp_path / "videos"))
+
+
+def only_there(name):
+    """An object that stands still in one of the videos, and has a name that no other video has."""
+    others = {(item.colour, item.shape) for other, world in WORLDS.items() if other != name for item in world.objects}
+    items = [item for item in WORLDS[name].objects if item.direction is None]
+    return next(item for item in items if (item.colour, item.shape) not in others)
+
+
+# --- Ranking ---
+
+
+def joint_log_relevance(library, question):
+    """What the selector says of all tokens at once, `[M]`."""
+    model, words = library.model, torch.tensor(library.processor.text_ids(question))
+    features = [library._video(name).features for name in library.names]
+    positions = torch.zeros(3, sum(map(len, features)), dtype=torch.long)
+    query = model.get_input_embeddings()(words)
+    with torch.no_grad():
+        _, chosen = model.model.qtsplus([features], [query], [positions], retention=0.1, selection="qtsplus")
+    return chosen.log_relevance[0], chosen.kept_indices[0]
+
+
+@pytest.mark.parametrize(("reduction", "layers"), [("sum", 1), ("max", 1), ("mean", 1), ("sum", 2)])
+def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, reduction, layers):
+    model = deepcopy(library.model)
+    monkeypatch.setattr(library, "model", model)
+    selector = model.model.qtsplus
+    monkeypatch.setattr(selector.config, "reduction", reduction)
+    selector.scoring_layers.extend(deepcopy(selector.scoring_layers[0]) for _ in range(layers - 1))
+    monkeypatch.setattr(ranking, "CHUNK", 50)  # no divisor of a video
+    joint, kept = joint_log_relevance(library, QUESTION)
+    scorer, ranked = library._rank(QUESTION)
+    with torch.no_grad():
+        streamed = torch.cat([scorer.relevance(library._video(name).features) for name in library.names])
+    torch.testing.assert_close(streamed - ranked.total, joint, atol=1e-4, rtol=0)
+    assert streamed.topk(len(kept), sorted=False).indices.sort().values.tolist() == kept.tolist()
+    best = [library._video(name).features.shape[0] for name in library.names]
+    peaks = [float(part.max()) for part in joint.split(best)]
+    assert [piece.name for piece in ranked.pieces] == [
+        name for _, name in sorted(zip(peaks, library.names, strict=True), reverse=True)
+    ]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_find_names_the_file_the_seconds_and_the_place(library, name):
+    item = only_there(name)
+    best, *others = library.find(f"What is in the {item.name}?")
+    assert best.name == name
+    assert item.appears_at <= best.start < best.end <= item.vanishes_at
+    left, top, right, bottom = best.pixels
+    x, y = item.start
+    assert left <= x <= right and top <= y <= bottom
+    assert all(best.weight >= other.weight for other in others)
+
+
+def test_find_names_as_many_moments_as_were_asked_for(library):
+    assert len(library.find(QUESTION, top=1)) == 1
+    assert {moment.name for moment in library.find(QUESTION, top=100)} == set(WORLDS)
+
+
+@pytest.mark.parametrize("question", ["", "  "])
+def test_an_empty_question_is_refused(library, question):
+    with pytest.raises(ValueError, match="question is empty"):
+        library.find(question)
+
+
+# --- Asking ---
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_ask_answers_from_the_right_file(library, name):
+    item = only_there(name)
+    answer = library.ask(f"What is in the {item.name}?", pieces=1, max_new_tokens=4)
+    assert answer.answer.rstrip(".") == item.mark
+    assert answer.evidence[0].name == answer.video == name
+
+
+def test_ask_is_a_session_of_the_files_that_rank_first(library):
+    # All files are as relevant as half of the best one to a question of nothing.
+    answer = library.ask("What?", max_visual_tokens=20, max_new_tokens=4)
+    session = VideoSession(library.model, library.processor)
+    for name in library.names:
+        session.add(library._video(name), f"{name}, 0:00 to 0:06")
+    wanted = session.ask("What?", max_visual_tokens=20, max_new_tokens=4)
+    assert (answer.answer, answer.kept_tokens, answer.rho) == (wanted.answer, wanted.kept_tokens, wanted.rho)
+    assert list(answer.keep_maps) == list(wanted.keep_maps)
+    assert all(torch.equal(answer.keep_maps[name], kept) for name, kept in wanted.keep_maps.items())
+    assert {one.name for one in answer.evidence} <= set(WORLDS)
+
+
+def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
+    whole = library._video("a.mp4")
+    monkeypatch.setattr(ranking, "PIECE", 100)  # of 36 tokens a step: two steps
+    _, ranked = library._rank(QUESTION)
+    pieces = sorted((one for one in ranked.pieces if one.name == "a.mp4"), key=lambda one: one.first)
+    parts = [piece.cut(whole) for piece in pieces]
+    assert [(piece.first, piece.last) for piece in pieces] == [(0, 2), (2, 4), (4, 6)]
+    assert [(part.start, part.start + part.metadata.total_num_frames / 2) for part in parts] == [(0, 6), (2, 6), (4, 6)]
+    assert torch.equal(torch.cat([part.features for part in parts]), whole.features)
+    assert sum((part.metadata.frames_indices for part in parts), []) == whole.metadata.frames_indices
+    item = only_there("a.mp4")
+    best = library.find(f"What is in the {item.name}?")[0]
+    assert best.name == "a.mp4" and item.appears_at <= best.start < best.end <= item.vanishes_at
+    answer = library.ask(f"What is in the {item.name}?", pieces=1, max_new_tokens=4)
+    assert answer.evidence[0].name == "a.mp4"
+    assert item.appears_at <= answer.evidence[0].start < answer.evidence[0].end <= item.vanishes_at
+
+
+def test_a_piece_that_is_the_whole_video_is_the_video(library):
+    video = library._video("b.mp4")
+    assert Piece("b.mp4", 0, 6, 0.0).cut(video) is video
+
+
+# --- Indexing ---
+
+
+def encoded(folder):
+    """The encoded videos of a library on disk, with when they were written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+
+
+def test_what_is_on_disk_is_not_encoded_again(mine, loaded, tmp_path):
+    lines: list[str] = []
+    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    before = encoded(tmp_path / "library")
+    assert len(before) == 3 and "3 of 3 videos: 648 tokens, 332 kB" in lines[0]
+    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    assert encoded(tmp_path / "library") == before and len(lines) == 1
+
+
+def test_the_content_of_a_file_decides(mine, loaded, tmp_path):
+    folder = tmp_path / "library"
+    index(mine, folder, *loaded)
+    before = encoded(folder)
+    (mine / "a.mp4").rename(mine / "moved.mp4")
+    shutil.copy(mine / "moved.mp4", mine / "copy.mp4")
+    index(mine, folder, *loaded)
+    assert encoded(folder) == before
+    assert Library(folder, *loaded).names == ["b.mp4", "copy.mp4", "more/c.mp4", "moved.mp4"]
+
+    (mine / "copy.mp4").unlink()
+    write_mp4(mine / "b.mp4", render_crowd(make_crowd(9_000_109, 6, 8)), 2)
+    index(mine, folder, *loaded)
+    after = encoded(folder)
+    assert len(after) == 3 and len(after.items() & before.items()) == 2  # the changed one was encoded, its past is gone
+    assert Library(folder, *loaded).names == ["b.mp4", "more/c.mp4", "moved.mp4"]
+
+    (mine / "more/c.mp4").unlink()
+    index(mine, folder, *loaded)
+    assert len(encoded(folder)) == 2
+    assert Library(folder, *loaded).names == ["b.mp4", "moved.mp4"]
+
+
+def test_a_bad_file_is_named_and_ends_nothing(mine, loaded, tmp_path):
+    (mine / "a.mp4").write_bytes(b"no video")
+    made = index(mine, tmp_path / "library", *loaded)
+    assert "Cannot decode" in made.entries["a.mp4"]["error"]
+    assert Library(tmp_path / "library", *loaded).names == ["b.mp4", "more/c.mp4"]
+    write_mp4(mine / "a.mp4", render_crowd(WORLDS["a.mp4"]), 2)
+    made = index(mine, tmp_path / "library", *loaded)
+    assert "error" not in made.entries["a.mp4"] and len(made.files) == 3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_takes_half_the_disk_and_finds_the_same(library, videos, loaded, tmp_path, dtype):
+    index(videos, tmp_path, *loaded, dtype=dtype)
+    half = Library(tmp_path, *loaded)
+    sizes = [sum(path.stat().st_size for path in one.folder.glob("*.safetensors")) for one in (half, library)]
+    assert sizes[0] < 0.55 * sizes[1]
+    question = f"What is in the {only_there('b.mp4').name}?"
+    assert [(one.name, one.start) for one in half.find(question, 1)] == [
+        (one.name, one.start) for one in library.find(question, 1)
+    ]
+    assert half.ask(question, max_new_tokens=4).answer == library.ask(question, max_new_tokens=4).answer
+
+
+def test_other_settings_are_refused(library, videos, loaded):
+    with pytest.raises(ValueError, match=r"was begun with fps=.*, not 1"):
+        index(videos, library.folder, *loaded, fps=1)
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        index(videos, library.folder, *loaded, dtype="int8")
+
+
+def test_another_vision_tower_is_refused(library, videos, loaded):
+    model, processor = deepcopy(loaded[0]), loaded[1]
+    with torch.no_grad():
+        next(model.model.visual.parameters()).add_(1)
+    for use in (Library, lambda folder, *other: index(videos, folder, *other)):
+        with pytest.raises(ValueError, match="another vision tower or processor"):
+            use(library.folder, model, processor)
+
+
+def test_a_folder_of_other_videos_empties_no_library(library, loaded, tmp_path):
+    write_mp4(tmp_path / "other.mp4", render_crowd(make_crowd(9_000_110, 1, 8)), 2)
+    before = encoded(library.folder)
+    with pytest.raises(ValueError, match="3 videos, none of which is here"):
+        index(tmp_path, library.folder, *loaded)
+    assert encoded(library.folder) == before and list(Index(library.folder).entries) == list(WORLDS)
+
+
+def test_a_folder_of_other_files_becomes_no_library(videos, loaded, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(ValueError, match=r"holds other files, such as model\.safetensors"):
+        index(videos, tmp_path, *loaded)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_folder_without_videos_is_refused(loaded, tmp_path):
+    with pytest.raises(ValueError, match="There is no video in"):
+        index(tmp_path, tmp_path / "library", *loaded)
+    with pytest.raises(ValueError, match="There is no folder"):
+        index(tmp_path / "missing", tmp_path / "library", *loaded)
+    with pytest.raises(ValueError, match="There is no library in"):
+        Library.open(tmp_path)
+    assert not (tmp_path / "library").exists()
+
+
+# --- The commands ---
+
+
+def qtsplus(*arguments, **more):
+    line = [sys.executable, "-m", "qtsplus.cli", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, **more)
+
+
+def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
+    (mine / "bad.mp4").write_bytes(b"no video")
+    folder, item = tmp_path / "library", only_there("a.mp4")
+    question = f"What is in the {item.name}?"
+    made = qtsplus("index", mine, "--out", folder, "--model", tiny_published, "--dtype", "float16")
+    assert made.returncode == 0, made.stderr
+    assert made.stdout == f"Wrote {folder}, a library of 3 videos\n"
+    assert "Encoding 3 of 4 videos: 648 tokens, 166 kB" in made.stderr
+    assert "Left out bad.mp4: Cannot decode" in made.stderr
+
+    shutil.rmtree(mine)
+    moments = json.loads(qtsplus("find", folder, question, "--json", "--top", 2).stdout)["moments"]
+    assert len(moments) == 2 and moments[0]["name"] == "a.mp4"
+    assert item.appears_at <= moments[0]["start"] < moments[0]["end"] <= item.vanishes_at
+    answer = json.loads(qtsplus("ask", folder, question, "--json", "--max-new-tokens", 4).stdout)
+    assert answer["answer"].rstrip(".") == item.mark and answer["evidence"][0]["video"] == "a.mp4"
+
+
+def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
+    mine, folder = tmp_path / "videos", tmp_path / "library"
+    mine.mkdir()
+    for number in range(5):
+        write_mp4(mine / f"{number}.mp4", render_crowd(make_crowd(9_000_120 + number, 40, 8)), 2)
+    line = [sys.executable, "-m", "qtsplus.cli", "index", mine, "--out", folder, "--model", tiny_published]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        while not encoded(folder) and running.poll() is None:
+            time.sleep(0.005)
+        running.send_signal(signal.SIGINT)
+        _, notes = running.communicate()
+    before = encoded(folder)
+    assert running.returncode == 130 and notes.splitlines()[-1].startswith("qtsplus: interrupted"), notes
+    assert 1 <= len(before) < 5
+    index(mine, folder, *loaded, name=str(tiny_published))
+    after = encoded(folder)
+    assert len(after) == 5 and before.items() <= after.items()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["find", "{empty}", QUESTION], "There is no library in"),
+        (["find", "{library}", " "], "empty"),
+        (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
+        (["ask", "{library}", QUESTION, "--two-passes"], "--two-passes is about a video"),
+        (["ask", "{library}", QUESTION, "--evidence", "{empty}/drawn"], "--evidence is about a video"),
+        (["ask", "{library}", " "], "empty"),
+        (["ask", "{library}", QUESTION, "--retention", "2"], "--retention is 2"),
+        (["index", "{empty}", "--out", "{empty}/library"], "There is no video in"),
+        (["index", "{videos}", "--out", "{empty}/library", "--fps", "0"], "--fps is 0"),
+        (["index", "{videos}", "--out", "{videos}/a.mp4"], "is a file; expected a folder"),
+    ],
+)
+def test_bad_command_lines_end_in_one_line(library, videos, tiny_published, tmp_path, arguments, reason):
+    places = {"library": library.folder, "videos": videos, "empty": tmp_path}
+    line = [one.format(**places) for one in arguments]
+    result = CliRunner().invoke(app, [*line, "--model", str(tiny_published)])
+    assert result.exit_code == 2 and reason in result.stderr.splitlines()[-1], result.output
+
+
+def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path):
+    (tmp_path / "bad.mp4").write_bytes(b"no video")
+    line = ["index", str(tmp_path), "--out", str(tmp_path / "library"), "--model", str(tiny_published)]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 1 and "could be encoded" in result.stderr
+    result = CliRunner().invoke(app, ["find", str(tmp_path / "library"), QUESTION])
+    assert result.exit_code == 2 and "holds no video yet" in result.stderr
+
+
+def test_an_empty_scorer_is_refused(loaded):
+    with pytest.raises(ValueError, match="question is empty"):
+        Scorer(*loaded, " ", list)
