@@ -4,11 +4,12 @@ VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 VENV_VLLM ?= .venv-vllm
 VENV_SWIFT ?= .venv-swift
+VENV_APP ?= .venv-app
 BIN := $(VENV)/bin
 TYPECHECK := build/typecheck/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpus test-slow test-quantization test-oldest test-vllm test-swift lint typecheck bench gpu-wheels
+.PHONY: help demo test test-cpus test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +37,12 @@ $(VENV_VLLM)/.installed: pyproject.toml hatch_build.py
 $(VENV_SWIFT)/.installed: pyproject.toml hatch_build.py
 	$(PYTHON) -m venv $(VENV_SWIFT)
 	$(VENV_SWIFT)/bin/python -m pip install --quiet --disable-pip-version-check ms-swift==4.6.0 pytest hypothesis -e .
+	touch $@
+
+# Of its own, since Gradio holds back packages that it shares with the rest.
+$(VENV_APP)/.installed: pyproject.toml hatch_build.py
+	$(PYTHON) -m venv $(VENV_APP)
+	$(VENV_APP)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,app]' playwright
 	touch $@
 
 demo: $(VENV)/.installed  ## build and publish the tiny model, ask it about a clip twice, draw the kept tokens
@@ -66,6 +73,9 @@ test-vllm: $(VENV_VLLM)/.installed  ## the published folders inside vLLM, on the
 
 test-swift: $(VENV_SWIFT)/.installed  ## ms-swift trains the published folders with recipes/ms_swift.py
 	OMP_NUM_THREADS=1 $(VENV_SWIFT)/bin/python -m pytest -q -m "slow or not slow" tests/backbones/test_ms_swift.py
+
+test-app: $(VENV_APP)/.installed  ## the page of `qtsplus app` in Chromium, which has to be there (Debian: apt install chromium)
+	$(VENV_APP)/bin/python -m pytest -q -m app
 
 lint: $(VENV)/.installed typecheck  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -117,6 +117,17 @@ def serve_lines() -> list[list[str]]:
     ]
 
 
+def app_lines() -> list[list[str]]:
+    app = ["app", "--model", "{model}"]
+    return [
+        *(["app", f"--model={model}"] for model in ("{missing}", "{stock}", "{video}", "", "\x00", LONG)),
+        *each_value(app, "--port", ("0", "65536", *NO_COUNTS)),
+        *each_value(app, "--library", ("", "{missing}", "{empty_folder}", "{video}", "\x00", LONG)),
+        *each_value([*app, "--library", "{empty_folder}"], "--media-root", ("{missing}", "{video}", "\x00", LONG)),
+        *([*app, *more] for more in (["--media-root", "{frames}"], ["--revision", "main"], ["extra"])),
+    ]
+
+
 def eval_lines() -> list[list[str]]:
     run = ["eval", "records", "{records}", "--model", "{model}"]
     return [
@@ -253,6 +264,8 @@ def publish_lines() -> list[list[str]]:
         *(["publish", "{empty_folder}", f"--type={name}", "--repo", "a/b"] for name in ("", "space", "Dataset")),
         ["publish", "{model}", "--dry-run"],
         ["publish", "{model}", "--private", "--to", "{out}"],
+        ["publish", "{model}", "--space", "--repo", "a/b"],
+        ["publish", "{empty_folder}", "--type", "dataset", "--repo", "a/b", "--space"],
         ["publish", "{model}", "--too", "{out}"],
         *(["publish", "{model}", *more, "--dry-run", "--repo", "a/b"] for more in (["--overwrite"], ["--to", "{out}"])),
         *([*command, f"--{name}="] for name in ("to", "out") for command in (["publish", "{model}"], ["demo"])),
@@ -596,6 +609,7 @@ def command_lines() -> list[list[str]]:
         ask_lines,
         batch_lines,
         serve_lines,
+        app_lines,
         eval_lines,
         study_lines,
         convert_lines,

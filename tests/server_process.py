@@ -19,10 +19,10 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_server(
-    port: int, log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    port: int, log: Path, *arguments: str, environment: Mapping[str, str] | None = None, path: str = "/health"
 ) -> Iterator[subprocess.Popen]:
     """
-    Starts Python with arguments, waits until /health answers, and stops it at the end of the block.
+    Starts Python with arguments, waits until a path such as /health answers, and stops it at the end of the block.
 
     Args:
         environment: what is added to this process's.
@@ -32,7 +32,7 @@ def running_server(
         command = [sys.executable, *arguments]
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **added})
     try:
-        while not healthy(port):
+        while not healthy(port, path):
             assert process.poll() is None, log.read_text()[-3000:]
             time.sleep(0.2)
         yield process
@@ -41,9 +41,9 @@ def running_server(
         process.wait()
 
 
-def healthy(port: int) -> bool:
+def healthy(port: int, path: str = "/health") -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
             return answer.status == 200
     except OSError:
         return False

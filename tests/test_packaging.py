@@ -61,6 +61,8 @@ def test_the_wheel_holds_the_hub_files_beside_the_package(wheel_folder):
         "cli/__init__.py",
         "hub/publish.py",
         "demo.mp4",
+        "app.js",
+        "app.css",
         "evaluation/harness/tasks/_records",
         "hub_configs/qtsplus-tiny/tokenizer.json",
     ):

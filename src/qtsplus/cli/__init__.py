@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from .app import app as page
 from .asking import ask, demo
 from .batch import batch
 from .chatting import chat
@@ -39,6 +40,7 @@ def qtsplus(
 
 for command in (demo, ask, chat, index, find, batch, serve, convert, publish, train, calibrate):
     app.command()(command)
+app.command("app")(page)
 for study in (needle, analysis):
     eval_app.command()(study)
 app.add_typer(eval_app, name="eval")

@@ -87,6 +87,9 @@ def publish(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files and their sizes. Upload nothing.")
     ] = False,
+    space: Annotated[
+        bool, typer.Option("--space", help="Add app.py and what it needs: the folder is a Gradio Space as well.")
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it."""
@@ -96,8 +99,8 @@ def publish(
         fail(f"{'--private' if private else '--dry-run'} is about an upload: give --repo ORG/NAME")
     if dry_run and to is not None:
         fail("--dry-run writes nothing: leave --to out")
-    if overwrite and to is None:
-        fail("--overwrite is about a folder: give --to DIR")
+    if (overwrite or space) and to is None:
+        fail(f"--{'overwrite' if overwrite else 'space'} is about a folder: give --to DIR")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
         from ..hub import publish as publishing
 
@@ -105,7 +108,9 @@ def publish(
             publishing.check_repository(repo)
         folder = Path(scratch) / "repository" if to is None else to
         keep = folder is to
-        publishing.assemble_folder(model, folder, repository=repo, overwrite=overwrite, link_weights=not keep, say=note)
+        publishing.assemble_folder(
+            model, folder, repository=repo, overwrite=overwrite, link_weights=not keep, space=space, say=note
+        )
         if keep:
             wrote(folder.resolve())
         if repo is not None:

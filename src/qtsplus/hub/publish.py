@@ -21,6 +21,7 @@ from .checkpoint import read_checkpoint, weight_files, write_checkpoint
 from .files import hub_configs, variants
 from .folder import read_json, update_json, whole_folder
 from .saved import load_config, load_generation_config, load_processor, refuse_adapter
+from .space import write_space
 from .weights import on_meta, read_weights
 
 # What a repository may hold from an earlier upload, and must not mix with this one's.
@@ -36,6 +37,7 @@ def assemble_folder(
     repository: str | None = None,
     overwrite: bool = False,
     link_weights: bool = False,
+    space: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """
@@ -50,6 +52,7 @@ def assemble_folder(
         repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
         overwrite: write also into a folder that holds other files.
         link_weights: link to the source's weights instead of copying them, for a folder that is only uploaded.
+        space: add the page of `qtsplus app`, see [`write_space`].
         say: takes a line for every choice that was made.
 
     Raises:
@@ -96,6 +99,8 @@ def assemble_folder(
                 "not run. Save one there with save_pretrained, convert with --processor, or push it later."
             )
         write_repository(staging, model, processor, repository, about, card)
+        if space:
+            write_space(staging, repository.rpartition("/")[2])
     return folder
 
 
@@ -137,11 +142,10 @@ def upload(
     repository: str,
     private: bool = False,
     say: Callable[[str], object] = lambda line: None,
-    repo_type: str = "model",
 ) -> str:
     """
     Uploads a folder in one commit: a repository never holds the half of it. What an earlier upload left and this one
-    does not bring (shards of another number, code) is removed by the same commit; of a dataset nothing is.
+    does not bring (shards of another number, code) is removed by the same commit.
 
     Args:
         repository: "org/name"; created where it does not exist.
@@ -158,16 +162,16 @@ def upload(
     api = HfApi()
     try:
         stale: list[str] = []
-        if not _create(api, repository, private, repo_type):
-            if private and not api.repo_info(repository, repo_type=repo_type).private:
+        if not _create(api, repository, private):
+            if private and not api.repo_info(repository).private:
                 raise ValueError(f"{repository} exists and is public; make it private first, or leave --private out.")
             names = {path.name for path in Path(folder).iterdir()}
-            there = api.list_repo_files(repository) if repo_type == "model" else []
+            there = api.list_repo_files(repository)
             stale = [path for path in there if _REPLACED.fullmatch(path) and path not in names]
             if stale:
                 say(f"Removing what an earlier upload left: {', '.join(stale)}.")
         message = "Upload with qtsplus publish"
-        return commit_folder(api, folder, repository, message, delete=stale, repo_type=repo_type).commit_url
+        return commit_folder(api, folder, repository, message, delete=stale).commit_url
     except (HTTPError, OSError, RuntimeError) as error:
         # A failed upload of one file is told by the file's name, and why by what caused it.
         cause = error.__cause__ if isinstance(error, RuntimeError) else None
@@ -185,10 +189,10 @@ def check_repository(repository: str) -> None:
     validate_repo_id(repository)
 
 
-def _create(api: HfApi, repository: str, private: bool, repo_type: str) -> bool:
+def _create(api: HfApi, repository: str, private: bool) -> bool:
     """Whether the repository is new."""
     try:
-        api.create_repo(repository, private=private or None, exist_ok=False, repo_type=repo_type)
+        api.create_repo(repository, private=private or None, exist_ok=False)
     except HfHubHTTPError as error:
         # 409: it exists. 403: so may it, and who may not create may still write.
         if error.response is None or error.response.status_code not in (403, 409):

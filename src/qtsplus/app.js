@@ -1,0 +1,129 @@
+// Runs once in Gradio's HTML component and draws what `props.value` says: text from outside is never read as HTML.
+const make = (tag, name, parent, text = "", more = {}) => {
+  const node = Object.assign(document.createElement(tag), { className: name, textContent: text }, more);
+  return parent.appendChild(node);
+};
+const clock = (s) => `${Math.floor(s / 60)}:${(s % 60).toFixed(1).padStart(4, "0").replace(".0", "")}`;
+const percent = (part) => `${(100 * part).toFixed(part < 0.1 ? 1 : 0)}%`;
+
+class Pane {
+  constructor(parent, films, answer) {
+    Object.assign(this, { films, answer, evidence: answer?.evidence ?? [] });
+    this.root = make("section", "pane", parent);
+    if (answer) make("div", "question", this.root, answer.question);
+    if (answer) make("div", "answer", this.root, answer.answer || "(an empty answer)");
+    this.screen = make("div", "screen", this.root);
+    this.line = make("div", "timeline", this.root, "", { tabIndex: 0, role: "slider", ariaLabel: "Position", ariaValueMin: 0 });
+    const row = make("div", "row", this.root);
+    make("button", "play", row, "Play", { onclick: play });
+    this.time = make("span", "time", row);
+    for (const { video, start, end, weight } of this.evidence.slice(0, 6)) {
+      const text = `${Object.keys(films).length > 1 ? video + ", " : ""}${clock(start)} to ${clock(end)} · ${percent(weight)}`;
+      make("button", "chip", row, text, { onclick: () => this.open(video, start) });
+    }
+    if (answer) make("div", "small", this.root, answer.facts);
+    this.open(this.evidence[0]?.video ?? Object.keys(films)[0], this.evidence[0]?.start ?? 0);
+  }
+
+  open(name, seconds) {
+    if (this.name !== name) this.change(name);
+    this.video.currentTime = seconds + 0.01; // a film at 0 is not drawn everywhere
+  }
+
+  change(name) {
+    Object.assign(this, { name, drawn: null, map: this.answer?.maps[name] });
+    this.screen.replaceChildren();
+    this.video = make("video", "", this.screen, "", { src: this.films[name]?.url ?? "", playsInline: true, onclick: play });
+    this.video.onloadedmetadata = () => {
+      this.root.style.maxWidth = `${(62 * this.video.videoWidth) / this.video.videoHeight}vh`;
+      this.scale();
+    };
+    this.video.onerror = () => make("div", "note", this.screen, `${name} cannot be played here. The times hold all the same.`);
+    const [steps, height, width] = this.map?.grid ?? [0, 1, 1];
+    this.canvas = make("canvas", "", this.screen, "", { width, height, hidden: !this.map });
+    this.box = make("div", "box", this.screen);
+    this.kept = Array.from({ length: steps }, () => new Set());
+    this.map?.kept.forEach((token) => this.kept[Math.floor(token / (width * height))].add(token % (width * height)));
+    this.scale();
+  }
+
+  scale() {
+    const { start, step, end } = this.map ?? { end: this.video.duration };
+    const add = (name, from, to, more) => {
+      make("i", name, this.line).style.cssText = `left:${(100 * from) / end}%;width:${(100 * (to - from)) / end}%;${more}`;
+    };
+    this.line.replaceChildren();
+    for (const { video, start, end, weight } of this.evidence) if (video === this.name) add("span", start, end, `opacity:${0.4 + 0.6 * weight}`);
+    const most = Math.max(...this.kept.map((tokens) => tokens.size), 1);
+    this.kept.forEach(({ size }, index) => add("bar", start + index * step, start + (index + 1) * step, `height:${(75 * size) / most}%`));
+    this.head = make("b", "head", this.line);
+    this.line.onpointerdown = this.line.onpointermove = ({ buttons, clientX }) => {
+      const { left, width } = this.line.getBoundingClientRect();
+      if (buttons) this.video.currentTime = Math.max(0, (end * (clientX - left)) / width);
+    };
+    this.line.onkeydown = ({ key }) => (this.video.currentTime += { ArrowLeft: -1, ArrowRight: 1 }[key] * (step ?? 1) || 0);
+    this.line.ariaValueMax = this.length = end;
+  }
+
+  draw(lit) {
+    const now = this.video.currentTime;
+    this.head.style.left = percent(now / this.length);
+    this.line.ariaValueNow = now;
+    this.time.textContent = `${clock(now)} / ${clock(this.length || 0)}`;
+    this.root.querySelector(".play").textContent = this.video.paused ? "Play" : "Pause";
+    const seen = lit && this.evidence.find(({ video, start, end }) => video === this.name && start <= now && now < end);
+    const [left, top, right, bottom] = (seen?.box ?? []).map((part) => 100 * part);
+    this.box.style.cssText = seen ? `left:${left}%;top:${top}%;width:${right - left}%;height:${bottom - top}%` : "display:none";
+    if (this.map) this.dim(lit, Math.min(Math.max(Math.floor((now - this.map.start) / this.map.step), 0), this.kept.length - 1));
+  }
+
+  // One pixel of the canvas is one visual token; the browser stretches it over the film.
+  dim(lit, step) {
+    if (this.drawn === `${step} ${lit}`) return;
+    this.drawn = `${step} ${lit}`;
+    const { width, height } = this.canvas, pixels = new ImageData(width, height);
+    for (let token = 0; token < width * height; token++) {
+      pixels.data.set([8, 10, 24, lit && !this.kept[step].has(token) ? 205 : 0], 4 * token);
+    }
+    this.canvas.getContext("2d").putImageData(pixels, 0, 0);
+  }
+}
+
+let panes = [], asked = [], about = "";
+const play = () => {
+  const { paused } = panes[0].video;
+  panes.forEach(({ video }, index) => ((video.muted = index > 0), paused ? video.play() : video.pause()));
+};
+
+const show = (value) => {
+  const { films, facts, warnings, answers, error } = value, stage = element.querySelector(".stage");
+  stage.replaceChildren();
+  if (error) make("div", "note", stage, error, { role: "alert" });
+  const row = make("div", "panes", stage);
+  panes = Object.keys(films).length ? (answers ?? [null]).map((answer) => new Pane(row, films, answer)) : [];
+  if (!panes.length) return error || make("div", "empty", stage, facts);
+  for (const warning of warnings) make("div", "note", stage, warning);
+  if (answers) make("label", "small", stage, "Dim the rest of the film").prepend(make("input", "lit", stage, "", { type: "checkbox", checked: true }));
+  make("div", "small", stage, facts + (answers ? " On the timeline grey is how many tokens were kept, amber what the answer rests on." : ""));
+  for (const earlier of asked.filter((one) => one.answers !== answers)) {
+    const text = earlier.answers.map(({ question, answer }) => `${question} ${answer}`).join(" | ");
+    make("button", "earlier", stage, text, { onclick: () => show(earlier) });
+  }
+};
+
+const update = () => {
+  const { value } = props;
+  if (value.about !== about) asked = [];
+  about = value.about;
+  if (value.answers) asked.unshift(value);
+  show({ ...(asked[0] ?? value), error: value.error });
+};
+watch("value", update);
+update();
+
+const tick = () => {
+  if (!element.isConnected) return;
+  panes.forEach((pane) => pane.draw(element.querySelector(".lit")?.checked ?? false));
+  requestAnimationFrame(tick);
+};
+tick();

@@ -1,0 +1,43 @@
+"""`qtsplus app`: a page to try a model on."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import fail, note, one_line_errors
+from .models import check_model_options, load_model, open_library
+from .options import Device, Dtype, Model, Revision
+
+
+def app(
+    model: Model = None,
+    revision: Revision = None,
+    library: Annotated[
+        Path | None, typer.Option(help="What `qtsplus index` has made. Its questions need no film to be dropped.")
+    ] = None,
+    media_root: Annotated[
+        Path | None, typer.Option(help="The folder of the library's videos. They are played on the page.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
+    device: Device = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights. auto takes what the checkpoint has.")] = Dtype.auto,
+) -> None:
+    """Open a page to ask about films, which shows in the film what each answer rests on."""
+    check_model_options(model, revision)
+    if media_root is not None and (library is None or not os.path.isdir(media_root)):
+        fail(f"--media-root is {media_root}; expected the folder that the --library was made of")
+    if find_spec("gradio") is None:
+        fail("the package gradio is not installed: pip install -e '.[app]' in a clone")
+    with one_line_errors():
+        from ..app import launch
+
+        if library is None:
+            shelf, loaded = None, load_model(model, revision, device, dtype.value)
+        else:
+            shelf = open_library(library, model, revision, device, dtype.value)
+            loaded = shelf.model, shelf.processor
+        launch(*loaded, shelf, media_root, host=host, port=port, say=note)

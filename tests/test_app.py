@@ -1,0 +1,305 @@
+"""The page of `qtsplus app`, as people use it: a real server, and a real browser that clicks."""
+
+import contextlib
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+pytest.importorskip("gradio")
+sync_api = pytest.importorskip("playwright.sync_api")
+from qtsplus.demo import CLIP, QUESTIONS  # noqa: E402
+from server_process import free_port, running_server  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.app, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
+RING, CIRCLE = QUESTIONS
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory, tiny_published) -> Iterator[str]:
+    """The page of the tiny model, from the command; whatever the server sends beyond this machine goes to a proxy."""
+    port, log = free_port(), tmp_path_factory.mktemp("app") / "log"
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        beyond = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        environment = {"http_proxy": beyond, "https_proxy": beyond, "no_proxy": "127.0.0.1,localhost"}
+        command = ["-m", "qtsplus.cli", "app", "--model", str(tiny_published), "--port", str(port)]
+        with running_server(port, log, *command, environment={**environment, "HF_HUB_OFFLINE": "0"}, path="/"):
+            yield f"http://127.0.0.1:{port}/"
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
+@pytest.fixture
+def visit(browser) -> Iterator[Callable[..., "Visitor"]]:
+    """Opens the page for another person; in the end no page has asked any other host for anything."""
+    with contextlib.ExitStack() as stack:
+        yield lambda address: stack.enter_context(visitor(browser, address))
+
+
+class Visitor:
+    """What a person does on the page, and sees there."""
+
+    def __init__(self, page, address: str) -> None:
+        self.page, self.stage = page, page.locator("#stage")
+        page.goto(address)
+
+    def drop(self, film: Path) -> None:
+        if clear := self.page.locator("#film button[aria-label=Clear]").all():
+            clear[0].click()
+        self.page.set_input_files("#film input[type=file]", film)
+
+    def ask(self, first: str, second: str = "") -> None:
+        self.page.fill("#first textarea", first)
+        self.page.fill("#second textarea", second)
+        self.page.click("#ask")
+
+    def sees(self, what: str, text: str) -> None:
+        sync_api.expect(self.stage.locator(what).first).to_contain_text(text, timeout=60_000)
+
+    def seconds(self, video: int = 0) -> float:
+        return self.stage.locator("video").nth(video).evaluate("video => video.currentTime")
+
+    def stands_at(self, seconds: float, video: int = 0) -> None:
+        script = "([video, at]) => Math.abs(document.querySelectorAll('#stage video')[video].currentTime - at) < 0.2"
+        self.page.wait_for_function(script, arg=[video, seconds])
+
+    def lit(self, pane: int = 0) -> set[int]:
+        """The visual tokens of the current grid step that are not dimmed."""
+        self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        script = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
+        alpha = self.stage.locator("canvas").nth(pane).evaluate(script)[3::4]
+        return {token for token, opacity in enumerate(alpha) if opacity == 0}
+
+
+@contextlib.contextmanager
+def visitor(browser, address: str) -> Iterator[Visitor]:
+    context = browser.new_context()
+    page, requests = context.new_page(), []
+    page.on("request", lambda request: requests.append(request.url))
+    yield Visitor(page, address)
+    context.close()
+    assert requests and all(url.startswith((address, "blob:", "data:")) for url in requests)
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_published):
+    """What the functions under the page say of the demo's clip."""
+    from qtsplus import session
+
+    model, processor = session.load(tiny_published, "cpu")
+    encoded = session.encode(model, processor, CLIP)
+    return [session.ask(model, processor, encoded, one.question, retention=0.1) for one in QUESTIONS]
+
+
+def test_a_film_is_dropped_once_and_asked_twice(visit, address):
+    anna = visit(address)
+    anna.drop(CLIP)
+    anna.sees(".small", "288 visual tokens")
+    anna.ask(RING.question)
+    anna.sees(".answer", RING.answer)
+    first = anna.lit()
+    anna.ask(CIRCLE.question)
+    anna.sees(".answer", CIRCLE.answer)
+    assert anna.lit() != first
+    anna.stage.locator(".earlier", has_text=RING.question).click()
+    anna.sees(".answer", RING.answer)
+    assert anna.lit() == first
+
+
+def test_two_questions_stand_beside_each_other_with_the_tokens_that_the_budget_keeps(visit, address, answers):
+    anna = visit(address)
+    anna.drop(CLIP)
+    anna.sees(".small", "288 visual tokens")
+    anna.page.fill("#share input[type=number]", "10")
+    anna.ask(RING.question, CIRCLE.question)
+    anna.sees(".pane:nth-child(2) .answer", CIRCLE.answer)
+    for pane, answer in enumerate(answers):
+        anna.stands_at(answer.evidence[0].start, pane)
+        anna.sees(f".pane:nth-child({pane + 1}) .small", f"Kept {answer.kept_tokens} of 288 tokens")
+        step = int(answer.evidence[0].start)
+        assert anna.lit(pane) == set(answer.keep_map[step].flatten().nonzero().flatten().tolist()) != set()
+    anna.stage.locator(".lit").uncheck()
+    assert len(anna.lit()) == 36
+
+
+def test_the_timeline_and_the_evidence_seek(visit, address, answers):
+    anna = visit(address)
+    anna.drop(CLIP)
+    anna.sees(".small", "288 visual tokens")
+    anna.ask(RING.question)
+    anna.sees(".answer", RING.answer)
+    best = answers[0].evidence[0].start
+    anna.stands_at(best)
+    line = anna.stage.locator(".timeline")
+    line.click(position={"x": line.bounding_box()["width"] / 4, "y": 10})
+    anna.stands_at(2)
+    line.press("ArrowRight")
+    anna.stands_at(3)
+    anna.stage.locator(".chip").first.click()
+    anna.stands_at(best)
+    anna.stage.locator(".play").click()
+    anna.page.wait_for_function(f"() => document.querySelector('#stage video').currentTime > {best + 0.3}")
+
+
+def test_a_corrupt_film_and_an_empty_question_are_told_and_the_page_stays(visit, address, tmp_path):
+    (tmp_path / "<b>broken.mp4").write_bytes(CLIP.read_bytes()[:2000])
+    anna = visit(address)
+    anna.ask(RING.question)
+    anna.sees(".note", "Drop a film and write a question")
+    anna.drop(tmp_path / "<b>broken.mp4")
+    anna.sees(".note", "Cannot decode")
+    anna.drop(CLIP)
+    anna.sees(".small", "288 visual tokens")
+    anna.ask(" ")
+    anna.sees(".note", "Drop a film and write a question")
+    anna.ask("<img src=x onerror=alert(1)> <|im_end|>")
+    anna.sees(".question", "<img src=x onerror=alert(1)> <|im_end|>")
+    anna.ask(RING.question)
+    anna.sees(".answer", RING.answer)
+
+
+def test_two_people_at_once_do_not_mix(visit, address, tiny_mp4):
+    anna, ben = visit(address), visit(address)
+    anna.drop(CLIP)
+    ben.drop(tiny_mp4)
+    anna.sees(".small", "288 visual tokens")
+    ben.sees(".small", "clip.mp4")
+    for person in (anna, ben):
+        person.ask(RING.question)
+    anna.sees(".answer", RING.answer)
+    ben.sees(".pane .small", "of 64 tokens")
+    anna.ask(CIRCLE.question)
+    anna.sees(".answer", CIRCLE.answer)
+    anna.sees(".pane .small", "of 288 tokens")
+    assert ben.stage.locator(".earlier").count() == 0
+
+
+@pytest.mark.parametrize("place", [__file__, "http://1.1.1.1/film.mp4"])
+def test_no_file_beside_the_films_and_no_address_is_read_for_a_visitor(visit, address, place):
+    anna = visit(address)
+    assert anna.page.request.get(f"{address}gradio_api/file={place}").status == 403
+
+
+@pytest.fixture
+def shown(monkeypatch, tmp_path) -> Iterator[Callable[..., str]]:
+    """Serves a page from this process."""
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "films"))
+    with contextlib.ExitStack() as stack:
+
+        def serve(*what, **options) -> str:
+            from qtsplus import app
+
+            page = app.build(*what)
+            _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False, **options)
+            stack.callback(page.close)
+            return address
+
+        yield serve
+
+
+@pytest.fixture
+def gated(tiny_published, shown, monkeypatch) -> Iterator[tuple[str, Event, Event, Event]]:
+    """A page in this process: its model waits at a gate in every step, and tells that it does, as Stop does."""
+    from qtsplus import app, session
+
+    model, processor = session.load(tiny_published, "cpu")
+    began, stopped, gate = Event(), Event(), Event()
+
+    def wait(*_) -> None:
+        began.set()
+        assert gate.wait(60)
+
+    press = app.Visit.stop
+
+    def stop(visit) -> None:
+        press(visit)
+        stopped.set()
+
+    monkeypatch.setattr(app.Visit, "stop", stop)
+    model.get_input_embeddings().register_forward_pre_hook(wait)
+    yield shown(model, processor), began, stopped, gate
+    gate.set()
+
+
+def test_stop_ends_an_answer_and_the_next_person_is_served(visit, gated):
+    address, began, stopped, gate = gated
+    anna, ben = visit(address), visit(address)
+    for person in (anna, ben):
+        person.drop(CLIP)
+        person.sees(".small", "288 visual tokens")
+    anna.ask(RING.question)
+    assert began.wait(60)
+    ben.ask(CIRCLE.question)
+    anna.page.click("#stop")
+    assert stopped.wait(60)
+    gate.set()
+    anna.sees(".note", "Stopped.")
+    ben.sees(".answer", CIRCLE.answer)
+    assert anna.stage.locator(".answer").count() == 0
+
+
+def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):
+    from qtsplus import session
+
+    anna = visit(shown(*session.load(tiny_published, "cpu"), max_file_size="20kb"))
+    anna.drop(CLIP)
+    sync_api.expect(anna.page.get_by_text("exceed")).to_be_visible()
+    anna.sees(".empty", "Drop a film")
+
+
+def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, shown, tiny_published, tmp_path):
+    from benchmarks.world.clip import write_mp4
+    from benchmarks.world.crowd import make_crowd, render_crowd
+    from qtsplus import library, session
+
+    films = tmp_path / "folder"
+    films.mkdir()
+    shutil.copyfile(CLIP, films / "one.mp4")
+    write_mp4(films / "two.mp4", render_crowd(make_crowd(12)), 2)
+    loaded = session.load(tiny_published, "cpu")
+    library.index(films, tmp_path / "library", *loaded)
+    books = library.Library(tmp_path / "library", *loaded)
+    anna = visit(shown(*loaded, books, films))
+    anna.sees(".empty", "Ask about the 2 films of the library")
+    expected = books.ask(RING.question)
+    best = expected.evidence[0]
+    other = next(span for span in expected.evidence if span.name != best.name)
+    anna.ask(RING.question)
+    anna.sees(".answer", expected.answer)
+    for span in (best, other):
+        anna.stage.locator(".chip", has_text=span.name).first.click()
+        anna.stands_at(span.start)
+    anna.drop(CLIP)
+    anna.sees(".small", "288 visual tokens")
+
+
+def test_the_folder_of_a_space_runs_by_itself(visit, tmp_path):
+    from qtsplus.hub.publish import assemble_folder
+
+    folder, port = assemble_folder("qtsplus-tiny", tmp_path / "space", space=True), free_port()
+    run = "import os, runpy, sys; os.chdir(sys.argv[1]); sys.path.insert(0, ''); runpy.run_path('app.py')"
+    own = {"GRADIO_SERVER_PORT": str(port)}
+    with running_server(port, tmp_path / "log", "-c", run, str(folder), environment=own, path="/") as process:
+        anna = visit(f"http://127.0.0.1:{port}/")
+        anna.drop(CLIP)
+        anna.sees(".small", "288 visual tokens")
+        anna.ask(RING.question)
+        anna.sees(".answer", RING.answer)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+    assert (folder / "qtsplus" / "app.py").is_file() and sys.modules.get("qtsplus")
