@@ -56,6 +56,7 @@ class StandingQuestion:
             at every token again.
     """
 
+    @torch.no_grad()
     def __init__(self, model: Any, processor: Any, question: str):
         _check_question(model, processor, question)
         selector = model.model.qtsplus
@@ -259,7 +260,6 @@ class Stream:
             self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), repeats, tokens)
         return self.cameras[name]
 
-    @torch.no_grad()
     def _add(self, camera: Camera, frames: Sequence[tuple[np.ndarray, float]]) -> None:
         """Encodes whole steps, a few at a time, and thins the memory."""
         for first in range(0, len(frames), STEPS_AT_A_TIME * self.frames_per_step):
@@ -269,6 +269,7 @@ class Stream:
             (features,) = self.model.encode_videos(pixels, grid, device=self.device, repeats=camera.repeats)
             self.remember(camera, features, [time for _, time in chunk[:: self.frames_per_step]])
 
+    @torch.no_grad()
     def remember(self, camera: Camera, features: torch.Tensor, times: Sequence[float]) -> None:
         """
         Adds steps that are encoded, and forgets what the policy does not keep.
