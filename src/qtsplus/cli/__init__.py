@@ -14,6 +14,7 @@ from .serve import serve
 from .studies import analysis, needle
 from .synthesis import merge, vqa, vscq1, vscq2
 from .training import calibrate, train
+from .watch import watch
 
 app = typer.Typer(cls=FilledArguments, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -35,7 +36,7 @@ def qtsplus(
     """Query-aware visual-token selection for long videos."""
 
 
-for command in (demo, ask, batch, serve, convert, publish, train, calibrate):
+for command in (demo, ask, watch, batch, serve, convert, publish, train, calibrate):
     app.command()(command)
 for study in (needle, analysis):
     eval_app.command()(study)
