@@ -50,6 +50,7 @@ class Rival(NamedTuple):
     policy: str
     tokens: int | None = None
     another: bool = False
+    lags: tuple[int, ...] = LAGS
 
 
 RIVALS = (
@@ -60,7 +61,7 @@ RIVALS = (
     Rival("diversity", "diversity"),
     Rival("standing question", "question"),
     Rival("another standing question", "question", another=True),
-    Rival("everything, without a bound", "oldest_first", 10**9),
+    Rival("everything, without a bound", "oldest_first", 10**9, lags=LAGS[-1:]),  # asking takes seconds
 )
 
 
@@ -171,7 +172,7 @@ def ask_film(model: Any, processor: Any, shown: Film, rival: Rival, tokens: int)
         memory = rival.tokens or tokens
         stream = Stream(model, processor, memory_tokens=memory, policy=rival.policy, question=question)
         gone = {number: shown.begins[number] + shown.asked[number].gone for number in group}
-        asks = [(gone[number] + 60 * lag, number, lag) for number in group for lag in LAGS]
+        asks = [(gone[number] + 60 * lag, number, lag) for number in group for lag in rival.lags]
         for step in replay(stream, shown.features, [step for step, _, _ in asks]):
             for number, lag in [(number, lag) for at, number, lag in asks if at == step]:
                 answers.append({"question": number, "lag": lag, **_ask(stream, shown, number)})
@@ -310,10 +311,10 @@ def _page(document: Mapping[str, Any]) -> list[str]:
     lines = [
         f"`{document['command']}`",
         "",
-        f"A stream of {settings['seconds'] / 60:g} minutes with {CELLS} tokens a second, and {count} questions for each "
-        "figure. Right answers, of which a fifth are right by chance. In brackets: how often some token of the object "
-        f"was still in memory. For each answer the model reads {settings['read']} tokens of the memory. The JSON has 95% "
-        "intervals over films.",
+        f"A stream of {settings['seconds'] / 60:g} minutes with {CELLS} tokens a second, and {count} questions for "
+        "each figure. Right answers, of which a fifth are right by chance. In brackets: how often some token of the "
+        f"object was still in memory. For each answer the model reads {settings['read']} tokens of the memory. The "
+        "JSON has 95% intervals over films.",
     ]
     for kind, tokens in product(KINDS, settings["tokens"]):
         chosen = [row for row in rows if (row["kind"], row["tokens"]) == (kind, tokens)]
@@ -321,7 +322,7 @@ def _page(document: Mapping[str, Any]) -> list[str]:
         cells = {(row["rival"], row["lag"]): f"{row['correct']:.0%} ({row['remembered']:.0%})" for row in chosen}
         titles = ["present" if lag == 0 else f"past: {lag} min" for lag in lags]
         names = list(dict.fromkeys(row["rival"] for row in chosen))
-        table = [[name, *(cells[name, lag] for lag in lags)] for name in names]
+        table = [[name, *(cells.get((name, lag), "") for lag in lags)] for name in names]
         lines += ["", f"## The {kind}, {tokens} tokens", "", *markdown_table(["what stays", *titles], table)]
     lines += ["", "## What an append of two frames costs", ""]
     header = ["policy", "minutes", "median ms", "tokens", "resident MB"]
@@ -340,9 +341,9 @@ def _page(document: Mapping[str, Any]) -> list[str]:
     for kind, found in document["drift"].items():
         lines += [
             "",
-            f"The {kind}: relevance that was merged for the whole stream differs by {found['largest_difference']:.1e} at "
-            f"most (natural logarithm) from that of all tokens at once; {found['same_tokens']:.1%} of the memory's tokens "
-            "are those that the whole stream's selection keeps.",
+            f"The {kind}: relevance that was merged for the whole stream differs by {found['largest_difference']:.1e} "
+            f"at most (natural logarithm) from that of all tokens at once; {found['same_tokens']:.1%} of the memory's "
+            "tokens are those that the whole stream's selection keeps.",
         ]
     return lines
 

@@ -1,4 +1,4 @@
-"""`speed`, `memory`, `scaling`, `training-step`, `efficiency` and `stream`: seconds and bytes, beside the stock model."""
+"""`speed`, `memory`, `scaling`, `training-step`, `efficiency`, `stream`: seconds and bytes, beside the stock model."""
 
 import json
 from pathlib import Path
@@ -165,7 +165,7 @@ def rehearsal(
 
 
 def stream(
-    films: Annotated[int, typer.Option(help="How many films to stream, with four questions each.", min=2)] = 8,
+    films: Annotated[int, typer.Option(help="How many films to stream, with four questions each.", min=2)] = 5,
     seconds: Annotated[int, typer.Option(help="The length of each.", min=1200)] = 3600,
     tokens: Annotated[list[int] | None, typer.Option(help="Tokens of the memory. May be repeated. 512, 128.")] = None,
     out: Results = RESULTS,
