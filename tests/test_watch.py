@@ -93,6 +93,8 @@ def served(handle):
     """An http server on loopback, which answers every request by a function of its handler."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self):
             self.send_response(200)
             self.send_header("Content-Type", "video/mp2t")
@@ -113,11 +115,12 @@ def served(handle):
 
 def test_a_server_that_sends_as_it_goes(loaded, film):
     def send(handler):
-        handler.send_header("Connection", "close")  # no length: the film is still being made
+        handler.send_header("Transfer-Encoding", "chunked")  # the film is still being made: nobody knows its length
         handler.end_headers()
         for first in range(0, len(film.read_bytes()), 20_000):
-            handler.wfile.write(film.read_bytes()[first : first + 20_000])
-            handler.wfile.flush()
+            piece = film.read_bytes()[first : first + 20_000]
+            handler.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        handler.wfile.write(b"0\r\n\r\n")
 
     with served(send) as address:
         answers = list(watch(*loaded, {"film": address}, QUESTION, every=100))
@@ -142,6 +145,7 @@ def test_a_server_that_breaks_off(film):
         handler.send_header("Content-Length", str(len(film.read_bytes())))
         handler.end_headers()
         handler.wfile.write(film.read_bytes()[:100_000])
+        handler.close_connection = True
 
     with served(break_off) as address, pytest.raises((TimeoutError, ValueError), match="film.ts"):
         read(address, 2.0)

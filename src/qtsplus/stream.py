@@ -157,6 +157,8 @@ class Stream:
             what was kept and what is new. By default `"question"` with a standing question, else `"diversity"`.
         question: a standing question, by which the policy `"question"` goes. Any other can be asked too.
         fps: frames per second. A step in time lasts as long as its frames.
+        sized_as: frames are as large as in a video of so many; by default of as many as the processor looks at. It
+            counts with backbones such as Qwen3-VL, which share a number of pixels among the frames of a video.
         device: where the memory lives, such as `"cpu"`; the model's when absent.
         frame_tolerance: as for `qtsplus.session.encode`.
 
@@ -173,6 +175,7 @@ class Stream:
         policy: str | Method | None = None,
         question: str | None = None,
         fps: float = 2.0,
+        sized_as: int | None = None,
         device: str | None = None,
         frame_tolerance: float | None = 0.0,
     ):
@@ -190,6 +193,7 @@ class Stream:
         self.question = None if question is None else StandingQuestion(model, processor, question)
         self.frames_per_step = processor.video_processor.temporal_patch_size
         self.fps, self.seconds_per_step = fps, self.frames_per_step / fps
+        self.sized_as = sized_as or int(getattr(processor.video_processor, "max_frames", None) or 768)
         self.device, self.frame_tolerance = torch.device(device or model.device), frame_tolerance
         self.cameras: dict[str, Camera] = {}
         self._width = model.get_input_embeddings().embedding_dim  # a backbone may put more behind a token
@@ -250,9 +254,7 @@ class Stream:
                 raise ValueError("The name of a camera is empty; expected some text.")
             if len(shape) != 3 or shape[2] != 3:
                 raise ValueError(f"Got a frame of shape {shape}; expected (height, width, 3).")
-            # As large as in the longest video, for this one may become as long.
-            longest = int(getattr(self.processor.video_processor, "max_frames", None) or 768)
-            grid = self.processor.grid_of(longest, *shape[:2])
+            grid = self.processor.grid_of(self.sized_as, *shape[:2])
             ((_, height, width),) = self.model.model.merged_grid(grid)
             index, features = torch.empty(0, dtype=torch.long), self.model.model.no_features(self.device)
             tokens = Tokens(features, index, index, torch.empty(0, 0))
