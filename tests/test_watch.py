@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 
 from benchmarks.world.crowd import make_crowd, render_crowd
 from qtsplus import session
-from qtsplus.watching import Source, watch
+from qtsplus.watching import ROOM, Source, watch
 
 WORLD = make_crowd(3, 8)
 QUESTION = "What is in the orange square?"
@@ -151,28 +152,73 @@ def test_a_server_that_breaks_off(film):
         read(address, 2.0)
 
 
-def test_a_camera_waits_for_nobody():
-    """Of 60 frames that come while nobody takes one, the newest are there, and the others are counted."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"udp://127.0.0.1:{free.getsockname()[1]}"
-    source = Source(address, 1000.0, 5.0, time.monotonic())
-    frames = np.repeat(render_crowd(WORLD), 4, axis=0)
+@contextmanager
+def rtsp_camera(film):
+    """
+    A camera on loopback that speaks RTSP (RFC 2326), sends a film as MPEG-TS in RTP (RFC 2250) over the same
+    connection, and then nothing more.
+    """
+    server = socket.create_server(("127.0.0.1", 0))
+    sdp = "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=film\r\nt=0 0\r\nm=video 0 RTP/AVP 33\r\na=control:track\r\n"
+    replies = {
+        "OPTIONS": "Public: OPTIONS, DESCRIBE, SETUP, PLAY\r\n\r\n",
+        "DESCRIBE": f"Content-Type: application/sdp\r\nContent-Length: {len(sdp)}\r\n\r\n{sdp}",
+        "SETUP": "Transport: RTP/AVP/TCP;unicast;interleaved=0-1\r\nSession: 1\r\n\r\n",
+        "PLAY": "Session: 1\r\n\r\n",
+    }
+    stop = threading.Event()
 
-    def paced():
-        for frame in frames:
-            time.sleep(0.1)  # a camera's
-            yield frame
+    def serve():
+        connection, _ = server.accept()
+        method = ""
+        with connection, connection.makefile("rb") as requests:
+            while method != "PLAY":
+                request = [line.decode().strip() for line in iter(requests.readline, b"\r\n")]
+                method, number = request[0].split()[0], next(line for line in request if line.startswith("CSeq"))
+                connection.sendall(f"RTSP/1.0 200 OK\r\n{number}\r\n{replies[method]}".encode())
+            content, size = film.read_bytes(), 7 * 188
+            for index, first in enumerate(range(0, len(content), size)):
+                payload = content[first : first + size]
+                header = struct.pack(">BBHII", 0x80, 33, index, 90 * index, 1)
+                connection.sendall(struct.pack(">cBH", b"$", 0, 12 + len(payload)) + header + payload)
+            stop.wait(120)
 
-    write(address, paced(), 8, format="mpegts")
-    while source.dropped == 0:
-        time.sleep(0.1)
-    time.sleep(1)
-    seconds = []
-    with pytest.raises(TimeoutError, match="sent no frame for 5 s"):
-        seconds += [one for one, _ in source] or seconds
-    assert source._waiting.empty()
-    source.close()
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"rtsp://127.0.0.1:{server.getsockname()[1]}/film"
+    finally:
+        stop.set()
+        server.close()
+        thread.join(10)
+
+
+def until_it_fails(source):
+    frames = []
+    with pytest.raises((TimeoutError, ValueError), match="film"):
+        for item in source:
+            frames.append(item)
+    return frames
+
+
+def test_a_camera_that_stalls(film):
+    """What it sent is there first, with the film's seconds on the stream's clock."""
+    with rtsp_camera(film) as address:
+        frames = until_it_fails(Source(address, 2.0, 4.0, time.monotonic() - 100))
+    seconds = np.array([one for one, _ in frames])
+    assert 14 <= len(frames) <= 17 and frames[0][1].shape == (168, 168, 3)
+    assert seconds[0] >= 100 and np.allclose(np.diff(seconds), 0.5, atol=0.13)
+
+
+def test_a_camera_waits_for_nobody(film):
+    """Of 64 frames that come while nobody takes one the newest are there, and the others are counted."""
+    with rtsp_camera(film) as address:
+        source = Source(address, 1000.0, 4.0, time.monotonic())
+        while source.dropped < 40:
+            time.sleep(0.1)
+        frames = until_it_fails(source)
+    assert ROOM <= len(frames) <= 64 - source.dropped
+    assert np.allclose(np.diff([seconds for seconds, _ in frames]), 1 / 8, atol=0.01), "the newest, all of them"
 
 
 @pytest.mark.parametrize(

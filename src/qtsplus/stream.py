@@ -87,7 +87,7 @@ class StandingQuestion:
 
     def log_relevance(self, scores: torch.Tensor) -> torch.Tensor:
         """`[m]` log-relevance of tokens with these scores `[m, rows]`, among all tokens so far."""
-        log_attention = scores - self.total
+        log_attention = scores if self.total is None else scores - self.total
         if self.reduction == "mean":
             return log_attention.logsumexp(1) - math.log(log_attention.shape[1])
         return log_attention.amax(1)

@@ -4,7 +4,6 @@ import heapq
 import io
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -110,7 +109,7 @@ class Source:
 
     def _open(self) -> Any:
         if self.address == "-":
-            return av.open(sys.stdin.buffer.raw)  # type: ignore[attr-defined]
+            return av.open(open(0, "rb", buffering=0, closefd=False))
         if self.is_file:
             # Its end is not there yet to be looked at.
             return av.open(GrowingFile(self.address, self.timeout), options={"skip_estimate_duration_from_pts": "1"})

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,9 +49,10 @@ def watch(
         from .. import watching
 
         loaded, processor = load_model(model, revision, device)
-        options = {"every": every, "memory_tokens": memory_tokens, "policy": policy, "fps": fps, "timeout": timeout}
+        options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "fps": fps, "timeout": timeout}
+        options.update(every=every, max_new_tokens=max_new_tokens)
         try:
-            answers = watching.watch(loaded, processor, named, question, **options, max_new_tokens=max_new_tokens)
+            answers = watching.watch(loaded, processor, named, question, **options)
             for answer in answers:
                 print(json.dumps(answer.as_dict()), flush=True) if as_json else _print_answer(answer)
         except KeyboardInterrupt:
