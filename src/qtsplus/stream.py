@@ -7,6 +7,7 @@ gone, so that its price is flat. What stays keeps its time and its place in the 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from .mixin_qtsplus import choose
 from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, VisualSpan, take_inputs
 from .session import Answer, _answer, _check_question, _Clock, prompt_inputs
 from .two_passes import SecondPass
-from .video_qtsplus import require_positive, stack_frames
+from .video_qtsplus import stack_frames
 from .videos import EncodedVideo
 
 STEPS_AT_A_TIME = 8  # that are encoded together
@@ -81,6 +82,7 @@ class StandingQuestion:
         scores = (keys @ queries.transpose(1, 2)).transpose(0, 1).flatten(1)
         if self.reduction == "sum":
             scores = scores.logsumexp(1, keepdim=True)
+        scores = scores.cpu()
         total = scores.logsumexp(0)
         self.total = total if self.total is None else torch.logaddexp(self.total, total)
         return scores
@@ -186,7 +188,8 @@ class Stream:
             raise ValueError(f"Got policy={policy!r} and question={question!r}: expected a question with that policy.")
         if not (memory_tokens >= 1 and memory_tokens % 1 == 0):
             raise ValueError(f"memory_tokens={memory_tokens!r}: expected a whole number of tokens, at least 1.")
-        require_positive("fps", fps)
+        if not 1e-3 <= fps <= 1e3:
+            raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
         self.model, self.processor, self.memory_tokens = model, processor, memory_tokens
         self.policy = policy
         self._scored_by, self._method = POLICIES[policy] if isinstance(policy, str) else ("", policy)
@@ -249,6 +252,7 @@ class Stream:
                 self._add(camera, ready)
 
     def camera(self, name: str, shape: tuple[int, ...]) -> Camera:
+        """The camera of a name, which is added if there is none; its frames have this shape, `(H, W, 3)`."""
         if name not in self.cameras:
             if not name.strip():
                 raise ValueError("The name of a camera is empty; expected some text.")
@@ -297,16 +301,15 @@ class Stream:
         """`[k, rows]` on the CPU: what the policy will go by of new tokens `[k, token_width]`."""
         features = features[:, : self._width]
         if self.question is not None:
-            return self.question.add(features.to(self.model.device)).cpu()
+            return self.question.add(features.to(self.model.device))
         if self._scored_by == "chance":
             return torch.rand(len(features), 1, generator=self._chance)
         if self._scored_by == "change":
             before = features[:0] if camera.before is None else camera.before[:, : self._width]
             joined = torch.cat([before, features])
-            grid = (len(joined) // cells, 1, cells)
-            return changes(Candidates([joined], joined[:0], torch.empty(3, 0), [grid], lambda _: joined))[
-                len(before) :, None
-            ].cpu()
+            grid, nowhere = (len(joined) // cells, 1, cells), torch.empty(3, 0)
+            change = changes(Candidates([joined], joined[:0], nowhere, [grid], lambda states: states))
+            return change[len(before) :, None].cpu()
         return torch.empty(len(features), 0)
 
     def _forget(self) -> None:
@@ -407,7 +410,8 @@ class Stream:
         backbone = self.model.model
         text = int((backbone.token_types(input_ids) != VIDEO).sum()) + sum(max(camera.cells) for camera in cameras)
         room = self.model.config.get_text_config().max_position_embeddings - text - max_new_tokens
-        return within(rows, int(room / max(backbone.tokens_per_second * self.seconds_per_step, 1)) - 1)
+        per_step = max(backbone.tokens_per_second * self.seconds_per_step, 1)
+        return within(rows, max(int(room / per_step) - 1, 1))
 
     def _on_the_clock(self, interval: Interval, rows: Sequence[int]) -> Interval:
         first, last = round(interval.start / self.seconds_per_step), round(interval.end / self.seconds_per_step) - 1
@@ -481,14 +485,21 @@ def at_steps(model: Any, layout: Layout, numbers: Sequence[Sequence[int]]) -> La
     """The layout of one prompt, whose videos have steps with these numbers in time in place of 0, 1, 2, ..."""
     row = layout.rows[0]
     positions, language = row.positions.clone(), row.language_positions.clone()
-    for span in row.spans:
-        steps = torch.tensor(numbers[span.index])
-        line = [VisualSpan(VIDEO, span.index, 0, (int(steps[-1]) + len(steps) + 1, 1, 1))]
-        own = torch.arange(span.grid[0]) + span.frame
+
+    @cache
+    def shifts(video: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """By step, how much later it is on the selector's clock, and on the language model's."""
+        steps = torch.tensor(numbers[video], device=positions.device)
+        line = [VisualSpan(VIDEO, video, 0, (int(steps[-1]) + len(steps), 1, 1))]
         clock = model.row_positions(line, line[0].length, 0, layout.seconds, positions.device)
-        columns, size = span.token_columns().to(positions.device), span.grid[1] * span.grid[2]
-        positions[0, columns] += (clock[0][steps[own]] - clock[0][own]).repeat_interleave(size)
+        spoken = model.language_positions(line, 0, clock)
+        return clock[0, steps] - clock[0, : len(steps)], spoken[0, steps] - spoken[0, : len(steps)]
+
+    for span in row.spans:
+        own, size = slice(span.frame, span.frame + span.grid[0]), span.grid[1] * span.grid[2]
+        columns = span.token_columns().to(positions.device)
+        shift, spoken = (by_step[own].repeat_interleave(size) for by_step in shifts(span.index))
+        positions[0, columns] += shift
         if model.rope_axes == 3 and not model.frames_apart:  # else time is text, or a token's number
-            clock = model.language_positions(line, 0, clock)
-            language[0, columns] += (clock[0][steps[own]] - clock[0][own]).repeat_interleave(size)
+            language[0, columns] += spoken
     return replace(layout, rows=[replace(row, positions=positions, language_positions=language)])

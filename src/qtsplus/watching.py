@@ -171,6 +171,8 @@ def watch(
     """
     for name, number in (("every", every), ("timeout", timeout)):
         require_positive(name, number)
+    if timeout > 1e6:
+        raise ValueError(f"timeout={timeout!r}: expected at most a million seconds.")
     if not sources:
         raise ValueError("There is no stream to watch; name one.")
     standing = question if policy == "question" else None

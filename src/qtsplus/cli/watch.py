@@ -45,6 +45,10 @@ def watch(
     """Answer a question again and again while video comes. Ctrl-C ends it."""
     check_model_options(model, revision)
     named = _named(sources)
+    try:
+        question.encode()
+    except UnicodeEncodeError:
+        fail("the question is not valid UTF-8 text")
     with one_line_errors():
         from .. import watching
 
