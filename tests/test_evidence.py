@@ -14,11 +14,11 @@ def test_neighbouring_steps_form_one_interval():
     grid = torch.tensor([[4, 4, 4]])  # 4 steps of 2 x 2 tokens
     kept = torch.tensor([0, 5, 12, 15])  # steps 0, 1 and 3
     relevance = torch.zeros(16)
-    relevance[kept] = torch.tensor([0.21, 0.23, 0.26, 0.26])
+    relevance[kept] = torch.tensor([0.21, 0.23, 0.25, 0.27])
     first, second = evidence_intervals(kept, relevance, grid, [0.5], MERGE)
     assert (first.start, first.end, second.start, second.end) == (1.5, 2.0, 0.0, 1.0)
     assert [first.weight, second.weight] == pytest.approx([0.52 / 0.96, 0.44 / 0.96])
-    assert (first.box, second.box) == ((0.0, 0.0, 1.0, 1.0), (0.0, 0.0, 1.0, 0.5))
+    assert (first.box, second.box) == ((0.5, 0.5, 1.0, 1.0), (0.0, 0.0, 1.0, 0.5))
 
 
 def test_what_was_kept_since_there_was_room_is_no_evidence():
@@ -96,6 +96,14 @@ def test_intervals_cover_exactly_the_steps_with_strong_tokens(sample):
         _, height, width = kept.shape
         for interval in own:
             first, last = (round(second / seconds[video]) for second in (interval.start, interval.end))
-            cells = ((kept & is_strong)[first:last].any(0).nonzero() + 0.5) / torch.tensor([height, width])
-            left, top, right, bottom = interval.box
-            assert (cells > torch.tensor([top, left])).all() and (cells < torch.tensor([bottom, right])).all()
+            cells = (kept & is_strong)[first:last].any(0)
+            left, top, right, bottom = (round(s * n) for s, n in zip(interval.box, [width, height] * 2, strict=True))
+            inside = cells[top:bottom, left:right]
+            assert inside.any(0).all() and inside.any(1).all(), "a row or column of the box holds nothing strong"
+
+
+def test_a_box_is_of_the_group_with_the_most_and_joins_no_cell_elsewhere():
+    relevance = torch.zeros(2 * 25)
+    relevance[[6, 7, 25 + 7, 25 + 12, 24]] = torch.tensor([0.6, 0.7, 0.7, 0.6, 1.0])  # an object that moves; a far cell
+    (interval,) = evidence_intervals(relevance.nonzero()[:, 0], relevance, torch.tensor([[2, 10, 10]]), [1.0], MERGE)
+    assert interval.box == (0.2, 0.2, 0.6, 0.6) and interval.weight == pytest.approx(1)

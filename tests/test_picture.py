@@ -1,11 +1,22 @@
-"""The picture of what an answer kept: frames as the model saw them, with the kept tokens lit."""
+"""What an answer rests on, drawn: frames and videos with the kept tokens lit."""
 
+import json
+from dataclasses import replace
+from fractions import Fraction
+
+import av
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.video_utils import VideoMetadata
 
 from qtsplus import picture
+from qtsplus.evidence import Interval
+from qtsplus.picture import draw_evidence
+from qtsplus.session import Answer
+from qtsplus.video_qtsplus import open_video
+from qtsplus.videos import IN_MEMORY, EncodedVideo
 
 
 def test_only_kept_tokens_are_lit():
@@ -26,3 +37,77 @@ def test_there_is_a_row_for_every_answer(tmp_path, steps):
     with Image.open(one) as single, Image.open(three) as triple:
         assert triple.height == 3 * single.height and triple.width == single.width
         assert single.width == pytest.approx(min(steps, 8) * 165, abs=2)
+
+
+# What an answer rests on ----------------------------------------------------------------------------------------------
+
+
+def answer_about(*videos):
+    """An answer that kept the left half of the first step of each video, and nothing else."""
+    maps = {}
+    for video in videos:
+        maps[video.video] = torch.zeros(2, 2, 2, dtype=torch.bool)
+        maps[video.video][0, :, 0] = True
+    spans = [
+        Interval(one.start, one.start + 1, 0.5, number, (0.0, 0.0, 0.5, 1.0), one.video)
+        for number, one in enumerate(videos)
+    ]
+    return Answer("yes", "film", 4, 2.0, 8, 2, 0.25, spans, {}, maps)
+
+
+def video_of(path, fps, total, start=0.0, seconds=1.0):
+    metadata = VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(range(total)))
+    return EncodedVideo(str(path), torch.empty(8, 4), torch.tensor([[2, 4, 4]]), [seconds], metadata, 0.0, start)
+
+
+def decoded(path):
+    """When a player shows each frame, and the frames."""
+    opened = open_video(str(path), lambda total, _: np.arange(total))
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].codec_context.name == "h264"
+        times = [float(frame.pts * frame.time_base) for frame in container.decode(video=0)]
+    assert times[0] == pytest.approx(opened.start)
+    return times, np.stack(list(opened.decode())).astype(int), opened.metadata
+
+
+@pytest.mark.parametrize(("late", "size"), [(0, (64, 64)), (5, (50, 66))])
+def test_the_video_is_dimmed_where_tokens_were_dropped_and_keeps_its_clock(tmp_path, late, size):
+    with av.open(str(tmp_path / "film.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=8, options={"crf": "10"})
+        stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
+        for index in range(16):
+            frame = av.VideoFrame.from_ndarray(np.full((*size, 3), 120 + 6 * index, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = index + 8 * late, Fraction(1, 8)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    video = video_of(tmp_path / "film.mp4", 8.0, 16, late)
+    draw_evidence(answer_about(video), {video.video: video}, tmp_path / "drawn")
+    times, frames, metadata = decoded(tmp_path / "drawn" / "kept.mp4")
+    assert times == pytest.approx([late + index / 8 for index in range(16)], abs=1e-3)
+    assert metadata.duration == pytest.approx(2) and frames.shape[1:3] == size
+    left, right = frames[:, :, : size[1] // 2 - 8].mean((1, 2, 3)), frames[:, :, size[1] // 2 + 8 :].mean((1, 2, 3))
+    bright = np.array([120 + 6 * index for index in range(16)])
+    assert left[:8] == pytest.approx(bright[:8], abs=6), "what was kept is lit"
+    assert right == pytest.approx(0.22 * bright, abs=8) and left[8:] == pytest.approx(0.22 * bright[8:], abs=8)
+
+
+def test_several_videos_are_numbered_and_frames_in_memory_are_not_drawn(tmp_path):
+    (tmp_path / "$folder$").mkdir()
+    for index in range(5):
+        Image.new("RGB", (31, 33), (50 * index, 90, 200)).save(tmp_path / "$folder$" / f"{index}.png")
+    folder, frames = video_of(tmp_path / "$folder$", 2.5, 5), video_of(IN_MEMORY, 2.5, 5)
+    draw_evidence(answer_about(folder, frames), {one.video: one for one in (folder, frames)}, tmp_path / "drawn")
+    names = sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".")
+    assert names == ["answer.json", "frames-1.png", "kept-1.mp4", "timeline.png"]
+    about = json.loads((tmp_path / "drawn" / "answer.json").read_text())["videos"]
+    assert [one["kept"] for one in about] == [[0, 2], [0, 2]] and "kept_tokens" not in about[1]
+    times, shown, _ = decoded(tmp_path / "drawn" / "kept-1.mp4")
+    assert times == pytest.approx([0, 0.4, 0.8, 1.2, 1.6], abs=1e-3) and shown.shape == (5, 32, 30, 3)
+
+
+def test_an_answer_without_evidence_is_drawn(tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "0.png")
+    video = video_of(tmp_path, 2.0, 1)
+    answer = replace(answer_about(video), evidence=[])
+    draw_evidence(answer, {video.video: video}, tmp_path / "drawn")
+    assert (tmp_path / "drawn" / "frames.png").is_file()

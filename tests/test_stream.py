@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from benchmarks.world.crowd import make_crowd, render_crowd
 from qtsplus import session
 from qtsplus.methods_qtsplus import METHODS
-from qtsplus.stream import POLICIES, StandingQuestion, Stream, within
+from qtsplus.policies import POLICIES, StandingQuestion
+from qtsplus.stream import Stream, within
 
 WORLD = make_crowd(3, 8)
 FRAMES = render_crowd(WORLD)  # 16, of 36 tokens for two

@@ -18,7 +18,8 @@ class Interval:
         start, end: seconds; from the first frame, or on a player's clock in an answer of `qtsplus.session`.
         weight: share of the sample's kept relevance that lies in it.
         video: which of the sample's videos, in prompt order.
-        box: (left, top, right, bottom) of the region in the frame, as fractions of its width and height.
+        box: (left, top, right, bottom) of the region in the frame with the most of it, as fractions of its width and
+            height.
         name: in an answer, the video's name.
         pixels: in an answer, the box in pixels of the video's frames as they are shown; `None` where their size is
             unknown.
@@ -112,21 +113,26 @@ def evidence_intervals(
         for first, last in _runs(is_strong.any(2).any(1).tolist()):
             steps = slice(first, last + 1)
             share = float(weight[steps].sum())
-            box = _bounding_box(is_strong[steps].any(0))
+            box = _bounding_box((weight * is_strong)[steps].sum(0))
             intervals.append(Interval(first * seconds, (last + 1) * seconds, share, video, box))
     return sorted(intervals, key=lambda interval: -interval.weight)
 
 
-def _bounding_box(cells: torch.Tensor) -> tuple[float, float, float, float]:
-    """(left, top, right, bottom) of the true cells `[H, W]`, as fractions of the whole."""
-    rows, columns = cells.any(1).nonzero()[:, 0], cells.any(0).nonzero()[:, 0]
-    height, width = cells.shape
-    return (
-        int(columns[0]) / width,
-        int(rows[0]) / height,
-        (int(columns[-1]) + 1) / width,
-        (int(rows[-1]) + 1) / height,
-    )
+def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
+    """
+    (left, top, right, bottom) as fractions of the whole, of the group with the most weight among the cells `[H, W]`
+    that have some. Cells of a group share sides, so that one cell elsewhere does not make the box thrice the object.
+    """
+    height, width = weights.shape
+    groups, left = [], dict.fromkeys(map(tuple, weights.nonzero().tolist()))
+    while left:
+        group = [left.popitem()[0]]
+        for row, column in group:  # which grows meanwhile
+            beside = ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1))
+            group += [cell for cell in beside if left.pop(cell, 0) is None]
+        groups.append(group)
+    rows, columns = zip(*max(groups, key=lambda group: sum(float(weights[cell]) for cell in group)), strict=True)
+    return min(columns) / width, min(rows) / height, (max(columns) + 1) / width, (max(rows) + 1) / height
 
 
 def _runs(flags: list[bool]) -> list[tuple[int, int]]:

@@ -1,14 +1,28 @@
-"""Draws the frames that a model saw, with the tokens that it kept lit."""
+"""Draws what an answer rests on: frames with the tokens lit that were kept, a timeline, a video."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from .decoding_qtsplus import VideoFile, open_video
+from .evidence import Interval
+from .figures import save_figure
+from .hub.folder import whole_folder
+from .session import Answer
+from .video_qtsplus import open_folder
+from .videos import IN_MEMORY, EncodedVideo
 
 _DIMMED = 0.22  # brightness of what was dropped
+_CLOCK = Fraction(1, 90_000)  # seconds between the times that a frame can have
 
 
 def draw_kept_tokens(
@@ -49,7 +63,134 @@ def draw_kept_tokens(
 
 
 def _lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """`[H', W', 3]` uint8 with the dropped tokens' regions dimmed."""
-    cell = (frame.shape[0] // kept.shape[0], frame.shape[1] // kept.shape[1])
-    light = np.kron(np.where(kept, 1.0, _DIMMED), np.ones(cell))
+    """`[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` `[H, W]` leaves out."""
+    rows, columns = (np.arange(side) * tokens // side for side, tokens in zip(frame.shape, kept.shape, strict=False))
+    light = np.where(kept, 1.0, _DIMMED)[rows][:, columns]
     return (frame * light[:, :, None]).astype(np.uint8)
+
+
+def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: str | Path) -> None:
+    """
+    Draws what an answer rests on.
+
+    The folder gets `answer.json`, with the kept tokens; `timeline.png`; and per video `frames.png`, the middle of each
+    stretch of evidence with its box, and `kept.mp4`, the video itself as H.264, on its own clock, with the tokens lit
+    that were kept. Those of several videos are numbered. A video that was given as frames has neither.
+
+    Args:
+        videos: those that were asked about, by name.
+        folder: as for [`whole_folder`].
+
+    Raises:
+        FileExistsError: the folder holds files that no earlier call wrote.
+        ValueError: a video that cannot be read any more.
+    """
+    with whole_folder(folder) as staging:
+        about = []
+        for number, (name, kept) in enumerate(answer.keep_maps.items(), 1):
+            video, end = videos[name], f"-{number}" if len(answer.keep_maps) > 1 else ""
+            files = {}
+            if video.video != IN_MEMORY:
+                files = {"frames": f"frames{end}.png", "kept_tokens": f"kept{end}.mp4"}
+                draw_spans(video, kept, [one for one in answer.evidence if one.name == name], staging / files["frames"])
+                draw_kept_video(video, kept, staging / files["kept_tokens"])
+            step = float(video.second_per_grid_ts[0])
+            tokens = {"grid": list(kept.shape), "kept": kept.flatten().nonzero()[:, 0].tolist()}
+            about.append({"name": name, "start": video.start, "seconds_per_step": step, **tokens, **files})
+        text = json.dumps({**answer.as_dict(), "videos": about})
+        (staging / "answer.json").write_text(text + "\n", encoding="utf-8")
+        draw_timeline(answer, videos, staging / "timeline.png")
+
+
+def draw_timeline(answer: Answer, videos: Mapping[str, EncodedVideo], path: str | Path) -> None:
+    """Per video the share of the tokens that was kept of every step, and the stretches of evidence; seconds below."""
+    figure = Figure(figsize=(8, 1 + 1.2 * len(answer.keep_maps)), layout="constrained")
+    rows = figure.subplots(len(answer.keep_maps), squeeze=False)[:, 0]
+    for axes, (name, kept) in zip(rows, answer.keep_maps.items(), strict=True):
+        video = videos[name]
+        edges = video.start + float(video.second_per_grid_ts[0]) * np.arange(len(kept) + 1)
+        axes.stairs(100 * kept.float().mean((1, 2)).numpy(), np.minimum(edges, video.start + video.length), fill=True)
+        for one in answer.evidence:
+            if one.name == name:
+                axes.axvspan(one.start, one.end, color="tab:orange", alpha=0.15 + 0.5 * min(one.weight, 1.0), zorder=0)
+        axes.set_xlim(video.start, video.start + video.length)
+        axes.set_ylabel("% kept")
+        axes.set_title(_plain(name), fontsize=9, loc="left")
+    rows[-1].set_xlabel("seconds; orange is evidence")
+    save_figure(figure, Path(path).with_suffix(""))
+
+
+def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Interval], path: str | Path) -> None:
+    """
+    A picture with the frame in the middle of each stretch of evidence, its kept tokens lit, in a box; in order of time.
+
+    Args:
+        kept: bool `[T, H, W]`, tokens.
+        evidence: stretches of this video on a player's clock, the surest first; the first eight are drawn.
+    """
+    spans = sorted(evidence[:8], key=lambda one: one.start)
+    middles = [(one.start + one.end) / 2 - video.start for one in spans]
+    frames = list(_open(video, [int(middle * video.metadata.fps) for middle in middles]).decode())
+    figure = Figure(figsize=(2.4 * max(len(spans), 1), 2.6), layout="constrained")
+    for axes, one, middle, frame in zip(
+        figure.subplots(1, max(len(spans), 1), squeeze=False)[0], spans, middles, frames, strict=False
+    ):
+        height, width = frame.shape[:2]
+        axes.imshow(_lit(frame, kept[_step(video, middle, kept)].numpy()))
+        left, top, right, bottom = one.box
+        size = ((right - left) * width, (bottom - top) * height)
+        axes.add_patch(Rectangle((left * width, top * height), *size, fill=False, color="tab:orange", linewidth=2))
+        axes.set_title(f"{one.start:.1f} to {one.end:.1f} s, {one.weight:.0%}", fontsize=8)
+        axes.axis("off")
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def draw_kept_video(video: EncodedVideo, kept: torch.Tensor, path: str | Path) -> None:
+    """
+    The video's own frames as H.264 with the kept tokens lit and the others dimmed, each frame when a player shows it.
+
+    Args:
+        kept: bool `[T, H, W]`, tokens.
+        path: where the mp4 goes.
+    """
+    fps, light = video.metadata.fps, kept.numpy()
+    opened = _open(video, None)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        stream.height, stream.width = (side // 2 * 2 for side in opened.shape[1:])  # H.264 has no odd sides
+        stream.pix_fmt, stream.codec_context.time_base = "yuv420p", _CLOCK
+        for index, frame in enumerate(opened.decode()):
+            lit = _lit(frame, light[_step(video, index / fps, kept)])[: stream.height, : stream.width]
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(lit), format="rgb24")
+            picture.pts, picture.time_base = round((video.start + index / fps) / _CLOCK), _CLOCK
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+
+
+def _open(video: EncodedVideo, indices: Sequence[int] | None) -> VideoFile:
+    """The video at its own rate: all frames, or those of these indices, in order."""
+
+    def choose(total: int, fps: float) -> np.ndarray:
+        return np.arange(total) if indices is None else np.clip(indices, 0, total - 1)
+
+    if not Path(video.video).is_dir():
+        return open_video(video.video, choose)
+    folder = open_folder(video.video, video.metadata.fps)
+    return folder if indices is None else replace(folder, decode=lambda: _pick(folder, indices))
+
+
+def _pick(folder: VideoFile, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    places = [min(index, folder.shape[0] - 1) for index in indices]
+    frames = {index: frame for index, frame in enumerate(folder.decode()) if index in places}
+    return (frames[place] for place in places)
+
+
+def _step(video: EncodedVideo, seconds: float, kept: torch.Tensor) -> int:
+    """The step of the grid of tokens that shows a time from the first frame on."""
+    return min(int(seconds / float(video.second_per_grid_ts[0]) + 1e-6), len(kept) - 1)
+
+
+def _plain(name: str) -> str:
+    """A name that Matplotlib takes for no formula."""
+    return name.replace("$", r"\$")

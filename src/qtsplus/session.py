@@ -19,6 +19,7 @@ from .evidence import Interval, evidence_intervals, keep_maps
 from .hub.folder import read_json, whole_folder
 from .loading import load
 from .methods_qtsplus import Method
+from .selector_qtsplus import QTSplusOutput
 from .storage import fingerprint, load_video, save_video
 from .two_passes import TwoPasses, second_pass, second_prompt
 from .videos import EncodedVideo, encode
@@ -132,6 +133,7 @@ def answer_questions(
     questions: Sequence[str],
     *,
     turns: Sequence[str] = (),
+    memory: "_Memory | None" = None,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
     selection: str | Method | None = None,
@@ -145,6 +147,7 @@ def answer_questions(
         videos: by name; the names stand in the prompt where there are several.
         questions: each a row of the batch, with a budget of its own.
         turns: what was asked and answered before, in turn, in one conversation with each of the questions.
+        memory: of that conversation.
         retention, max_visual_tokens, selection, max_new_tokens: as for [`ask`].
         generation: as for `generate`.
 
@@ -161,21 +164,42 @@ def answer_questions(
         return [_answer_twice(model, processor, videos, questions, turns, choice, options)]
     inputs = prompt_inputs(processor, videos, questions, turns, model.device)
     clock = _Clock()
-    output = model.generate(**inputs, **choice, **options, streamer=clock)
-    timings, chosen = clock.timings(), output.qtsplus
-    return [
-        _answer(
-            processor,
-            videos,
-            ids[inputs["input_ids"].shape[1] :],
-            timings,
-            kept=chosen.kept_indices[row],
-            # None if the method computed no relevance.
-            relevance=None if chosen.relevance is None else chosen.relevance[row],
-            rho=float(chosen.rho[row]),
-        )
-        for row, ids in enumerate(output.sequences)
-    ]
+    options = {**options, "streamer": clock}
+    if memory is None:
+        output = model.generate(**inputs, **choice, **options)
+        chosen = output.qtsplus
+    else:
+        output, chosen = memory.generate(model, inputs, choice, options)
+    relevance = chosen.relevance or [None] * len(questions)  # none if the method computed none
+    timings, start = clock.timings(), inputs["input_ids"].shape[1]
+    rows = zip(output.sequences[:, start:], chosen.kept_indices, relevance, chosen.rho.tolist(), strict=True)
+    return [_answer(processor, videos, *row, timings) for row in rows]
+
+
+@dataclass
+class _Memory:
+    """What the last answer of a conversation left: the key/value cache, and which tokens were kept."""
+
+    cache: Any = None
+    kept: torch.Tensor | None = None
+
+    def generate(
+        self, model: Any, inputs: dict[str, Any], choice: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[Any, QTSplusOutput]:
+        """
+        As `model.generate`, with the selection: from the cache if the question keeps the tokens that the cache was
+        made of, since it then is what reading all of it again would give.
+        """
+        with torch.no_grad():
+            prompt = model.model.compress(**inputs, **choice, sample_gate=False, pad_left=True)
+        (kept,), chosen = prompt.qtsplus.kept_indices, prompt.qtsplus
+        known, cache, self.kept, self.cache = self.kept, self.cache, None, None  # what is interrupted leaves no cache
+        if known is not None and torch.equal(known, kept) and not model.model.recurrent:
+            output = model.generate(**inputs, **choice, **options, past_key_values=cache)
+        else:
+            output = model.generate_from(prompt, **options)
+        self.cache, self.kept = output.past_key_values, kept
+        return output, chosen
 
 
 def _answer_twice(
@@ -194,28 +218,27 @@ def _answer_twice(
     ((name, video),) = videos.items()
     large: Any = video.large
     second = second_pass(model, large, prompt_inputs(processor, videos, questions, turns, model.device), **choice)
-    whole = replace(video, video_grid_thw=large.chunks.video_grid_thw)
-    inputs = prompt_inputs(processor, {name: whole}, questions, turns, model.device)
-    prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
     timings = {"second_pass": time.perf_counter() - started}
-    clock = _Clock()
+    clock, whole = _Clock(), {name: replace(video, video_grid_thw=large.chunks.video_grid_thw)}
+    inputs = prompt_inputs(processor, whole, questions, turns, model.device)
+    with torch.no_grad():
+        prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
     output = model.generate_from(prompt, **options, streamer=clock)
-    chosen, ids = output.qtsplus, output.sequences[0, inputs["input_ids"].shape[1] :]
+    chosen: Any = prompt.qtsplus
     relevance = None if chosen.relevance is None else chosen.relevance[0]
     kept, relevance = second.of_the_whole(chosen.kept_indices[0], relevance)
-    timings.update(clock.timings())
-    return _answer(processor, {name: whole}, ids, timings, kept=kept, relevance=relevance, rho=second.rho)
+    ids = output.sequences[0, inputs["input_ids"].shape[1] :]
+    return _answer(processor, whole, ids, kept, relevance, second.rho, {**timings, **clock.timings()})
 
 
 def _answer(
     processor: Any,
     videos: Mapping[str, EncodedVideo],
     ids: torch.Tensor,
-    timings: dict[str, float],
-    *,
     kept: torch.Tensor,
     relevance: torch.Tensor | None,
     rho: float,
+    timings: dict[str, float],
 ) -> Answer:
     """An answer from the ids that the model wrote, and the selection among all tokens of the videos."""
     names, encoded = list(videos), list(videos.values())
@@ -232,14 +255,14 @@ def _answer(
         visual_tokens=sum(one.numel() for one in maps.values()),
         kept_tokens=len(kept),
         rho=rho,
-        evidence=[_placed(one, names[one.video], encoded[one.video]) for one in intervals],
+        evidence=[placed(one, names[one.video], encoded[one.video]) for one in intervals],
         timings=timings,
         keep_maps=maps,
         warnings=[warning for video in encoded for warning in video.warnings],
     )
 
 
-def _placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
+def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
     """The same stretch on a player's clock, with its video's name and the box in pixels."""
     width, height = video.metadata.width, video.metadata.height
     pixels = None
@@ -257,7 +280,7 @@ def prompt_inputs(
     videos: Mapping[str, EncodedVideo],
     questions: Sequence[str],
     turns: Sequence[str] = (),
-    device: Any = None,
+    device: Any = "cpu",
 ) -> dict[str, Any]:
     """
     The model's inputs for questions about the same videos, a row for each, as for [`answer_questions`].
@@ -327,6 +350,7 @@ class VideoSession:
         self.model, self.processor = model, processor
         self.videos: dict[str, EncodedVideo] = {}
         self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
+        self._memory = _Memory()
 
     @property
     def names(self) -> list[str]:
@@ -359,13 +383,14 @@ class VideoSession:
             own = PurePath(place).name or "video"
             numbered = (f"{own} ({number})" for number in itertools.count(2))
             name = next(one for one in itertools.chain([own], numbered) if one not in self.videos)
-        self.videos[name] = video
+        self.videos[name], self._memory = video, _Memory()
         return name
 
     def remove(self, name: str) -> None:
         """Forgets a video; `ValueError` if there is none of that name."""
         self._chosen([name])
         del self.videos[name]
+        self._memory = _Memory()
 
     def ask(self, question: str, videos: Sequence[str] | None = None, **generation: Any) -> Answer:
         """
@@ -391,19 +416,21 @@ class VideoSession:
         """
         Answers a question that knows those before and their answers.
 
-        Each question chooses the visual tokens that the model sees with it, among those of all videos.
+        The model reads the whole conversation, with the visual tokens that this question's own words choose: a
+        follow-up should name what it is about. The cache of the turns before serves where a question keeps the same
+        tokens as the one before it, as with `selection="all"`; the answer is that of reading everything again.
 
         Args:
             generation: as for [`answer_questions`].
         """
-        options = {**generation, "turns": self.turns}
-        (answer,) = answer_questions(self.model, self.processor, self.videos, [question], **options)
+        conversation: dict[str, Any] = {"turns": self.turns, "memory": self._memory}
+        (answer,) = answer_questions(self.model, self.processor, self.videos, [question], **conversation, **generation)
         self.turns += [question, answer.answer]
         return answer
 
     def reset(self) -> None:
         """Ends the conversation; the videos stay."""
-        self.turns = []
+        self.turns, self._memory = [], _Memory()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -433,10 +460,12 @@ class VideoSession:
             ValueError: no such folder, a broken one, or one that was made with another vision tower or processor.
         """
         saved, device = read_json(Path(folder) / _SAVED), self.model.device
+        if not {"videos", "turns"} <= saved.keys():
+            raise ValueError(f"{folder} holds no session; expected a folder that `save` wrote.")
         self.videos = {
             name: load_video(Path(folder, file), self.fingerprint, device) for name, file in saved["videos"].items()
         }
-        self.turns = saved["turns"]
+        self.turns, self._memory = saved["turns"], _Memory()
 
     def _chosen(self, names: Sequence[str] | None) -> dict[str, EncodedVideo]:
         """The videos of these names, in their order; `ValueError` for one that is not there."""

@@ -73,25 +73,18 @@ def load_video(path: str | Path, made_by: str, device: Any = "cpu") -> EncodedVi
     Raises:
         ValueError: no such file, one that is broken or no stored video, or one made with another vision tower.
     """
-    about = read_about(path, made_by)
-    with safe_open(path, "pt") as file:
-        features = file.get_tensor("features").to(device)
-    grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
-    return EncodedVideo(features=features, video_grid_thw=grid, metadata=metadata, **about)
-
-
-def read_about(path: str | Path, made_by: str) -> dict[str, Any]:
-    """What a stored video's header says of it, without its features; see [`load_video`]."""
     try:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
-            complete = "features" in file.keys()  # noqa: SIM118  # a safe_open is no dict
+            features = file.get_tensor("features") if "made_by" in header else None
     except (OSError, SafetensorError) as error:
         raise ValueError(f"The stored video {str(path)!r} cannot be read: {error}.") from error
-    if not complete or not {"made_by", "about"} <= header.keys():
+    if features is None:
         raise ValueError(f"{str(path)!r} is no stored video; expected a file that `save_video` wrote.")
     if header["made_by"] != made_by:
         raise ValueError(
             f"{str(path)!r} was made with another vision tower or processor than this model's; encode the video again."
         )
-    return json.loads(header["about"])
+    about = json.loads(header["about"])
+    grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
+    return EncodedVideo(features=features.to(device), video_grid_thw=grid, metadata=metadata, **about)

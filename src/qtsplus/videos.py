@@ -21,6 +21,8 @@ from .video_qtsplus import flatten_videos
 
 T = TypeVar("T")
 
+IN_MEMORY = "frames"  # what a video is called that was given as frames
+
 
 @dataclass(frozen=True)
 class EncodedVideo:
@@ -28,7 +30,7 @@ class EncodedVideo:
     A video that [`encode`] has read, for any number of questions.
 
     Args:
-        video: the path.
+        video: the path, [`IN_MEMORY`] for one that was given as frames.
         features: `[M, d]`, all its visual tokens.
         video_grid_thw: `[1, 3]`, its grid in patches.
         second_per_grid_ts: `[1]`, seconds per temporal patch.
@@ -143,7 +145,7 @@ def _encode_frames(
     metadata.height, metadata.width = get_image_size(np.asarray(flatten_videos(frames)[0][0]))
     (features,) = model.encode_videos(pixels, grid, device=device, repeats=Repeats(frame_tolerance))
     seconds = [float(second) for second in inputs["second_per_grid_ts"]]
-    return EncodedVideo("frames", features, grid, seconds, metadata, time.perf_counter() - started)
+    return EncodedVideo(IN_MEMORY, features, grid, seconds, metadata, time.perf_counter() - started)
 
 
 def read_ahead(items: Iterable[T]) -> Generator[T, None, None]:

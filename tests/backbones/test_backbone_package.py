@@ -36,6 +36,39 @@ def test_ask_encodes_in_chunks_and_answers_as_in_one_shot(model, processor, clip
     assert all(0 <= one.start < one.end <= answer.seconds_of_video for one in answer.evidence)
 
 
+def test_a_session_of_two_videos_in_a_batch_a_conversation_and_on_disk(model, processor, clips, tmp_path):
+    options = {"max_new_tokens": 5, "retention": 0.3}
+    made, again, content = session.VideoSession(model, processor), session.VideoSession(model, processor), []
+    for name in ("long", "short"):
+        made.add(clips / f"{name}.mp4", name, fps=2)
+        content += [{"type": "text", "text": f"{name}: "}, {"type": "video", "video": str(clips / f"{name}.mp4")}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": [*content, {"type": "text", "text": QUESTION}]}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"fps": 2, "query": QUESTION},
+    )
+    answer = made.ask(QUESTION, **options)
+    output = model.generate(**inputs, **options, return_dict_in_generate=True)
+    ids = output.sequences[0, inputs["input_ids"].shape[1] :]
+    assert answer.answer == processor.tokenizer.decode(ids, skip_special_tokens=True).strip()
+    kept = torch.cat([one.flatten() for one in answer.keep_maps.values()]).nonzero()[:, 0]
+    assert torch.equal(kept, output.qtsplus.kept_indices[0])
+    for one, alone in zip(
+        made.ask_many([QUESTION, "Why?"], **options), (answer, made.ask("Why?", **options)), strict=True
+    ):
+        assert one.answer == alone.answer and one.keep_maps.keys() == alone.keep_maps.keys()
+    made.save(tmp_path / "saved")
+    for turn, question in enumerate((QUESTION, "Why?", "And then?")):
+        again.load(tmp_path / "saved")
+        again.turns = list(made.turns)  # read again, without a cache
+        assert len(again.turns) == 2 * turn
+        one, other = (it.chat(question, selection="all", max_new_tokens=5) for it in (made, again))
+        assert one.answer == other.answer and one.evidence == other.evidence
+
+
 @pytest.fixture(scope="module")
 def records(clips):
     return [

@@ -6,6 +6,7 @@ import typer
 
 from .asking import ask, demo
 from .batch import batch
+from .chatting import chat
 from .console import FilledArguments, console
 from .data import data_app
 from .evaluating import eval_app
@@ -36,7 +37,7 @@ def qtsplus(
     """Query-aware visual-token selection for long videos."""
 
 
-for command in (demo, ask, watch, batch, serve, convert, publish, train, calibrate):
+for command in (demo, ask, chat, watch, batch, serve, convert, publish, train, calibrate):
     app.command()(command)
 for study in (needle, analysis):
     eval_app.command()(study)

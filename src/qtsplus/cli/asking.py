@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +12,23 @@ from rich.table import Table
 
 from .console import console, fail, note, notes, one_line_errors, require_fraction, wrote
 from .models import check_model_options, check_selection, load_model
-from .options import AsJson, Device, Dtype, Model, Retention, Revision, Selection
+from .options import (
+    AsJson,
+    Device,
+    Dtype,
+    Fps,
+    MaxNewTokens,
+    MaxVisualTokens,
+    Model,
+    Retention,
+    Revision,
+    Selection,
+    WeightType,
+)
 
 if TYPE_CHECKING:
     from ..session import Answer
+    from ..videos import EncodedVideo
 
 
 def ask(
@@ -26,16 +40,9 @@ def ask(
     model: Model = None,
     revision: Revision = None,
     retention: Retention = None,
-    max_visual_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Keep at most this many visual tokens, also where --retention is more.")
-    ] = None,
+    max_visual_tokens: MaxVisualTokens = None,
     selection: Selection = None,
-    fps: Annotated[
-        float | None,
-        typer.Option(
-            help="For a file: how many frames to look at per second. For a folder: how many frames it has per second."
-        ),
-    ] = None,
+    fps: Fps = None,
     two_passes: Annotated[
         bool,
         typer.Option(
@@ -44,21 +51,27 @@ def ask(
             "sooner, and less sure.",
         ),
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")] = 128,
+    max_new_tokens: MaxNewTokens = 128,
+    evidence: Annotated[
+        Path | None,
+        typer.Option(help="A folder for pictures of what the answer rests on, and the video with the kept tokens lit."),
+    ] = None,
     device: Device = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")
-    ] = Dtype.auto,
+    dtype: WeightType = Dtype.auto,
     as_json: AsJson = False,
 ) -> None:
     """Answer a question about a video, and say which seconds the answer rests on."""
     check_model_options(model, revision)
-    _check_question(video, question, fps)
+    check_video(video, fps)
+    _check_question(question)
     require_fraction(retention)
     with one_line_errors():
         from .. import session
+        from ..hub.folder import check_own
 
         check_selection(selection)
+        if evidence is not None:
+            check_own(evidence)
         started = time.perf_counter()
         loaded, processor = load_model(model, revision, device, dtype.value)
         seconds_to_load = time.perf_counter() - started
@@ -79,7 +92,19 @@ def ask(
     if as_json:
         print(json.dumps(answer.as_dict()))
     else:
-        _print_answer(answer)
+        print_answer(answer)
+    if evidence is not None:
+        # By the address that was asked for: what it is called may leave out a password.
+        draw(answer, {encoded.video: replace(encoded, video=video)}, evidence)
+
+
+def draw(answer: "Answer", videos: "dict[str, EncodedVideo]", folder: Path) -> None:
+    """Draws what an answer rests on."""
+    with one_line_errors(), notes.status("Drawing"):
+        from ..picture import draw_evidence
+
+        draw_evidence(answer, videos, folder)
+    note(f"Wrote {folder}")
 
 
 def demo(
@@ -93,10 +118,11 @@ def demo(
     wrote(out)
     for question, answer in answers:
         console.print(f"\nQuestion: {question.question} (In truth: {question.answer})", highlight=False)
-        _print_answer(answer)
+        print_answer(answer)
 
 
-def _check_question(video: str, question: str, fps: float | None) -> None:
+def check_video(video: str, fps: float | None) -> None:
+    """Ends the command for a video that is not there, before anything heavy is imported."""
     # os.path answers no where a Path raises, such as for a name that is too long.
     if "://" not in video and not os.path.exists(video):
         fail(f"there is no video at {video!r}")
@@ -104,6 +130,9 @@ def _check_question(video: str, question: str, fps: float | None) -> None:
         fail(f"{video} is a folder of frames: give the rate at which they were taken, such as --fps 2")
     if fps is not None and not 0 < fps < float("inf"):
         fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
+
+
+def _check_question(question: str) -> None:
     if not question.strip():
         fail("the question is empty; expected some text")
     try:
@@ -112,7 +141,7 @@ def _check_question(video: str, question: str, fps: float | None) -> None:
         fail("the question is not valid UTF-8 text")
 
 
-def _place(box: tuple[float, float, float, float]) -> str:
+def place(box: tuple[float, float, float, float]) -> str:
     """A region of the frame in words."""
     left, top, right, bottom = box
     if (right - left) * (bottom - top) > 0.5:
@@ -122,14 +151,16 @@ def _place(box: tuple[float, float, float, float]) -> str:
     return f"{row} {column}" if (row, column) != ("middle", "centre") else "centre"
 
 
-def _print_answer(answer: "Answer") -> None:
+def print_answer(answer: "Answer") -> None:
+    """The answer, and a table of what it rests on."""
     console.print(answer.answer or "(an empty answer)", style="bold", markup=False, highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     share = answer.kept_tokens / answer.visual_tokens
     table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
     table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at")
     for number, interval in enumerate(answer.evidence):
-        span = f"{interval.start:.1f} to {interval.end:.1f} s, {_place(interval.box)}"
+        name = f"{interval.name}, " if len(answer.keep_maps) > 1 else ""
+        span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
     stages = [name for name in ("load", "encode", "second_pass", "first_token", "generate") if name in answer.timings]

@@ -67,7 +67,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        fail(_describe(error))
+        fail(describe(error))
     except StrictDataclassError as error:
         fail(f"a config.json cannot be used: {' '.join(str(error).split())}")
 
@@ -82,7 +82,8 @@ def resumable() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
+    """What went wrong, for people."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"  # without "[Errno 21]"
     text = str(error).strip()

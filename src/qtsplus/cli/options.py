@@ -28,6 +28,17 @@ Selection = Annotated[
     str | None,
     typer.Option(help="Choose tokens in another way than the model's own, such as uniform, random or all."),
 ]
+MaxVisualTokens = Annotated[
+    int | None, typer.Option(min=1, help="Keep at most this many visual tokens, also where --retention is more.")
+]
+Fps = Annotated[
+    float | None,
+    typer.Option(
+        help="For a file: how many frames to look at per second. For a folder: how many frames it has per second."
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")]
+WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]
 Device = Annotated[
     str | None, typer.Option(help="Where to run, such as cuda or cpu. Without it, a GPU if there is one.")
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .asking import _place
+from .asking import place
 from .console import console, fail, note, one_line_errors
 from .models import check_model_options, load_model
 from .options import AsJson, Device, Model, Revision
@@ -78,7 +78,7 @@ def _named(sources: list[str]) -> dict[str, str]:
 
 
 def _print_answer(answer: "Answer") -> None:
-    seen = "".join(f"; {one.name} {one.start:.1f} to {one.end:.1f} s, {_place(one.box)}" for one in answer.evidence[:1])
+    seen = "".join(f"; {one.name} {one.start:.1f} to {one.end:.1f} s, {place(one.box)}" for one in answer.evidence[:1])
     line = f"[{answer.seconds_of_video:.1f} s] {answer.answer or '(an empty answer)'}{seen}"
     console.print(line, soft_wrap=True, markup=False, highlight=False)
     for warning in answer.warnings:

@@ -45,13 +45,7 @@ def whole_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
         FileExistsError: the folder holds other files, or is a file.
         ValueError: an empty name; the folder cannot be written, or another process writes it.
     """
-    folder = check_folder(folder).resolve()
-    others = _others(folder)
-    if others and not overwrite:
-        raise FileExistsError(
-            f"{folder} holds files that an earlier run did not write, or that were changed since "
-            f"({', '.join(others[:3])}); choose another folder, move them away, or allow overwriting."
-        )
+    folder = check_own(folder, overwrite)
     with _sole_writer(folder):
         staging = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
@@ -62,6 +56,18 @@ def whole_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
             _move(staging, folder, overwrite)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_own(folder: str | Path, overwrite: bool = False) -> Path:
+    """The folder of [`whole_folder`], before anything is computed for it; raises as that does."""
+    folder = check_folder(folder).resolve()
+    others = _others(folder)
+    if others and not overwrite:
+        raise FileExistsError(
+            f"{folder} holds files that an earlier run did not write, or that were changed since "
+            f"({', '.join(others[:3])}); choose another folder, move them away, or allow overwriting."
+        )
+    return folder
 
 
 @contextmanager

@@ -1,0 +1,131 @@
+"""`qtsplus chat` as a user runs it, through a pipe and in a terminal; and `qtsplus ask --evidence`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from qtsplus.cli import app
+from qtsplus.demo import CLIP, QUESTIONS
+
+COLOUR, INSIDE = QUESTIONS[1].question, QUESTIONS[0].question
+
+
+@pytest.fixture
+def chat(tiny_published, shared_model):
+    def run(lines, *arguments, videos=(CLIP,)):
+        named = [*map(str, videos), "--model", str(tiny_published), *map(str, arguments)]
+        return CliRunner().invoke(app, ["chat", *named], input=lines if isinstance(lines, bytes) else "\n".join(lines))
+
+    return run
+
+
+def test_questions_and_commands_through_a_pipe(chat, tmp_path):
+    lines = [COLOUR, "/evidence", "/budget 0.1", INSIDE, "/budget 7", INSIDE, "/budget auto", f"/add {CLIP}", INSIDE]
+    result = chat([*lines, f"/evidence {tmp_path / 'drawn'}", "/quit", "never asked"], "--json")
+    assert result.exit_code == 0, result.stderr
+    first, evidence, tenth, seven, both = map(json.loads, result.stdout.splitlines())
+    assert [one["answer"] for one in (first, tenth, seven, both)] == ["red", "bird", "bird", "bird"]
+    assert evidence == first["evidence"][0] and evidence["video"] == "demo.mp4"
+    assert tenth["kept_tokens"] == 29 and seven["kept_tokens"] == 7
+    assert both["video"] == "demo.mp4, demo.mp4 (2)" and both["visual_tokens"] == 2 * first["visual_tokens"]
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".") == [
+        *("answer.json", "frames-1.png", "frames-2.png", "kept-1.mp4", "kept-2.mp4", "timeline.png")
+    ]
+
+
+BAD_LINES = {
+    "/budget": "expected a fraction such as 0.1",
+    "/budget 1.5": "expected a fraction such as 0.1",
+    "/budget 0": "expected a fraction such as 0.1",
+    "/add": "/add needs a video",
+    "/add /nowhere.mp4": "There is no video at '/nowhere.mp4'",
+    "/evidence": "ask something first",
+    "/nope": "there is no command /nope",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_line_that_fails_is_one_line_and_the_next_is_answered(chat, line):
+    result = chat([line, INSIDE])
+    assert result.exit_code == 1 and result.stdout.startswith("bird\n"), result.stderr
+    (error,) = (one for one in result.stderr.splitlines() if one.startswith("qtsplus: "))
+    assert BAD_LINES[line] in error
+
+
+def test_what_is_no_text_is_one_line(chat):
+    result = chat(b"\xff\xfe\n" + INSIDE.encode())
+    assert result.exit_code == 1 and result.stdout.startswith("bird\n") and "qtsplus: 'utf-8' codec" in result.stderr
+
+
+def test_a_folder_that_is_the_users_own_is_left_alone(chat, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    result = chat([INSIDE, f"/evidence {tmp_path}", COLOUR])
+    assert result.exit_code == 1 and "mine.txt" in result.stderr and "red" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_video_that_is_not_there_ends_before_anything_is_loaded(chat):
+    result = chat([INSIDE], videos=(CLIP, "/nowhere.mp4"))
+    assert (result.exit_code, result.stdout) == (2, "") and "there is no video at '/nowhere.mp4'" in result.stderr
+
+
+def start(tiny_published, **streams):
+    command = [sys.executable, "-m", "qtsplus.cli", "chat", str(CLIP), "--model", str(tiny_published)]
+    return subprocess.Popen(command, text=True, **streams)
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(tiny_published):
+    pipe = subprocess.PIPE
+    process = start(tiny_published, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(INSIDE + "\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "bird\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in stderr
+
+
+def test_in_a_terminal_there_is_a_prompt_and_ctrl_d_ends(tiny_published):
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    process = start(tiny_published, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
+    os.close(theirs)
+    shown, until = "", time.monotonic() + 120
+
+    def wait_for(words):
+        nonlocal shown
+        while words not in shown:
+            assert time.monotonic() < until, shown
+            shown += os.read(ours, 4096).decode()
+
+    wait_for("> ")
+    os.write(ours, b"/nope\n")
+    wait_for("there is no command /nope")
+    os.write(ours, INSIDE.encode() + b"\n")
+    wait_for("generate")
+    os.write(ours, b"\x04")
+    assert process.wait(timeout=60) == 0, "a line that failed is seen in a terminal"
+    os.close(ours)
+
+
+def test_ask_draws_its_evidence_and_refuses_a_folder_beforehand(tiny_published, shared_model, tmp_path):
+    def ask(*arguments):
+        named = ["ask", str(CLIP), INSIDE, "--model", str(tiny_published), *map(str, arguments)]
+        return CliRunner().invoke(app, named)
+
+    for _ in range(2):  # what it wrote itself, it replaces
+        result = ask("--evidence", tmp_path / "drawn", "--json")
+        assert result.exit_code == 0, result.stderr
+        drawn = json.loads((tmp_path / "drawn" / "answer.json").read_text())
+        assert drawn["evidence"] == json.loads(result.stdout)["evidence"]
+        assert len(drawn["videos"][0]["kept"]) == drawn["kept_tokens"]
+    (tmp_path / "drawn" / "mine.txt").write_text("mine")
+    result = ask("--evidence", tmp_path / "drawn")
+    assert (result.exit_code, result.stdout) == (2, "") and "mine.txt" in result.stderr

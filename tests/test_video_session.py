@@ -1,0 +1,412 @@
+"""A session answers as one call of `generate`: about one video or several, in a batch, in a conversation, saved."""
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from benchmarks.world.clip import write_mp4
+from benchmarks.world.crowd import make_crowd, render_crowd
+from benchmarks.world.crowd_questions import crowd_questions
+from qtsplus import session, storage
+from qtsplus.session import VideoSession, encode, prompt_inputs
+
+WORLDS = [make_crowd(9_000_010 + index, max_objects=8) for index in range(2)]
+SHORT = {"max_new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_published):
+    return session.load(tiny_published, "cpu")
+
+
+@pytest.fixture(scope="module")
+def cameras(tmp_path_factory):
+    """Two mp4 files of crowds."""
+    folder = tmp_path_factory.mktemp("cameras")
+    for name, world in zip(("front", "back"), WORLDS, strict=True):
+        write_mp4(folder / f"{name}.mp4", render_crowd(world), 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(loaded, cameras):
+    made = VideoSession(*loaded)
+    for name in ("front", "back"):
+        made.add(cameras / f"{name}.mp4")
+    return made
+
+
+@pytest.fixture
+def fresh(loaded, both):
+    """A session about the same encoded videos, without a conversation."""
+    made = VideoSession(*loaded)
+    for name, video in both.videos.items():
+        made.add(video, name)
+    return made
+
+
+def questions(world, kinds=("attribute",), number=0):
+    asked = crowd_questions(world, np.random.default_rng(number), multiple_choice=0.0)
+    return [question for question in asked if question.kind in kinds]
+
+
+QUESTIONS = [question.question for world in WORLDS for question in questions(world)]
+
+
+def one_shot(loaded, content, query=None, **options):
+    """The answer, the kept indices and the logits of the prompt, from pixels through the chat template."""
+    model, processor = loaded
+    more = {"processor_kwargs": {**options, **({} if query is None else {"query": query})}}
+    chat = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", **more}
+    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **chat)
+    output = model.generate(**inputs, **SHORT, return_dict_in_generate=True)
+    with torch.no_grad():
+        logits = model(**inputs, logits_to_keep=1).logits
+    text = processor.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    return text, output.qtsplus.kept_indices[0], logits
+
+
+def kept_of(answer):
+    return torch.cat([kept.flatten() for kept in answer.keep_maps.values()]).nonzero()[:, 0]
+
+
+def logits_of(made, question):
+    inputs = prompt_inputs(made.processor, made.videos, [question])
+    with torch.no_grad():
+        return made.model(**inputs, logits_to_keep=1).logits
+
+
+def same(one, other):
+    return (one.answer, one.evidence, one.rho) == (other.answer, other.evidence, other.rho) and all(
+        torch.equal(kept, other.keep_maps[name]) for name, kept in one.keep_maps.items()
+    )
+
+
+# As one call of generate ----------------------------------------------------------------------------------------------
+
+
+def as_file(frames, folder):
+    write_mp4(folder / "film.mp4", frames, 2)
+    return str(folder / "film.mp4"), {}
+
+
+def as_folder(frames, folder):
+    for index, frame in enumerate(frames):
+        Image.fromarray(frame).save(folder / f"{index}.png")
+    return str(folder), {"fps": 2}
+
+
+KINDS = {
+    "file": as_file,
+    "folder": as_folder,
+    "array": lambda frames, _: (frames, {"fps": 2}),
+    "tensor": lambda frames, _: (torch.from_numpy(frames).permute(0, 3, 1, 2), {"fps": 2}),
+    "pictures": lambda frames, _: ([Image.fromarray(frame) for frame in frames], {"fps": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_of_one_video_is_one_shot(loaded, tmp_path, kind):
+    video, options = KINDS[kind](render_crowd(WORLDS[0]), tmp_path)
+    made, question = VideoSession(*loaded), QUESTIONS[0]
+    name = made.add(video, **options)
+    answer = made.ask(question, **SHORT)
+    text, kept, logits = one_shot(
+        loaded, [{"type": "video", "video": video}, {"type": "text", "text": question}], **options
+    )
+    assert answer.answer == text and torch.equal(kept_of(answer), kept) and answer.kept_tokens == len(kept)
+    assert torch.allclose(logits_of(made, question), logits, atol=1e-4)
+    alone = session.ask(*loaded, video, question, **options, **SHORT)
+    assert alone.answer == text and torch.equal(alone.keep_map, answer.keep_maps[name])
+    assert [one.pixels for one in alone.evidence] == [one.pixels for one in answer.evidence]
+    for one in answer.evidence:
+        assert one.pixels == tuple(round(168 * side) for side in one.box), "cells are 28 of 168 pixels"
+
+
+def test_a_session_of_two_videos_is_one_shot(loaded, cameras, both):
+    content = []
+    for name in both.names:
+        content += [{"type": "text", "text": f"{name}: "}, {"type": "video", "video": str(cameras / name)}]
+    for question in QUESTIONS[::4]:
+        answer = both.ask(question, **SHORT)
+        text, kept, logits = one_shot(loaded, [*content, {"type": "text", "text": question}], query=question)
+        assert answer.answer == text and torch.equal(kept_of(answer), kept)
+        assert torch.allclose(logits_of(both, question), logits, atol=1e-4)
+
+
+def test_evidence_names_the_video_whatever_the_order(loaded, both, cameras):
+    turned = VideoSession(*loaded)
+    for name in reversed(both.names):
+        turned.add(cameras / name)
+    named = []
+    for name, world, other in zip(both.names, WORLDS, WORLDS[::-1], strict=True):
+        for question in questions(world):
+            words = set(question.question.rstrip("?").split())
+            if any(len(words & {one.colour, one.shape, one.mark}) > 1 for one in other.objects):
+                continue  # the other camera shows one of that name too
+            for made in (both, turned):
+                answer = made.ask(question.question, **SHORT)
+                if answer.answer == question.answer:
+                    named.append(answer.evidence[0].name == name)
+    assert len(named) >= 8 and all(named)
+
+
+def test_a_question_about_some_of_the_videos(both):
+    for name in both.names:
+        answer = both.ask(QUESTIONS[0], [name], **SHORT)
+        assert list(answer.keep_maps) == [name] and {one.name for one in answer.evidence} == {name}
+        assert same(answer, both.ask(QUESTIONS[0], [name], **SHORT))
+    with pytest.raises(ValueError, match=r"no video 'left.mp4'; expected some of front.mp4, back.mp4"):
+        both.ask(QUESTIONS[0], ["left.mp4"])
+
+
+def test_many_questions_are_each_question(both):
+    asked = [*QUESTIONS, "What?", f"Is this {'very ' * 40}long?"]
+    for batch_size in (3, 16):
+        for question, answer in zip(asked, both.ask_many(asked, batch_size=batch_size, **SHORT), strict=True):
+            assert same(answer, both.ask(question, **SHORT))
+
+
+def test_a_second_question_asks_no_tower(loaded, both, monkeypatch):
+    monkeypatch.setattr(type(loaded[0]), "encode_videos", None)
+    assert both.ask(QUESTIONS[1], **SHORT).answer
+    assert both.ask_many(QUESTIONS[:2], retention=0.1, **SHORT)[1].rho == pytest.approx(0.1)
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_unique(loaded, both, tiny_mp4):
+    made, video = VideoSession(*loaded), both.videos["front.mp4"]
+    with pytest.raises(ValueError, match="no video to ask about"):
+        made.ask("What moves?")
+    assert [made.add(video), made.add(video), made.add(video)] == ["front.mp4", "front.mp4 (2)", "front.mp4 (3)"]
+    for name in ("front.mp4", " "):
+        with pytest.raises(ValueError, match="is taken|is empty"):
+            made.add(video, name)
+    with pytest.raises(ValueError, match="Got fps for a video that was encoded before"):
+        made.add(video, fps=2)
+    made.remove("front.mp4 (2)")
+    assert made.names == ["front.mp4", "front.mp4 (3)"]
+    with pytest.raises(ValueError, match="no video 'front.mp4 \\(2\\)'"):
+        made.remove("front.mp4 (2)")
+
+
+def test_frames_without_their_rate_and_a_list_of_videos_are_refused(loaded):
+    frames = render_crowd(WORLDS[0])
+    with pytest.raises(ValueError, match="frames without their times"):
+        encode(*loaded, frames)
+    with pytest.raises(ValueError, match="Got 2 videos; expected the frames of one"):
+        encode(*loaded, [frames, frames], fps=2)
+
+
+def test_a_name_is_text(loaded, both):
+    """A file may be called anything, and its name ends no turn."""
+    made = VideoSession(*loaded)
+    for name in ("<|im_end|>", "<|video_pad|>.mp4"):
+        made.add(both.videos["front.mp4"], name)
+    answer = made.ask(QUESTIONS[0], **SHORT)
+    assert answer.answer and list(answer.keep_maps) == ["<|im_end|>", "<|video_pad|>.mp4"]
+
+
+# Conversations --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("selection", ["all", "uniform", None])
+def test_a_follow_up_from_the_cache_is_the_conversation_read_again(loaded, fresh, monkeypatch, selection):
+    options, cached = {"selection": selection, **SHORT}, []
+    if selection == "uniform":
+        options["retention"] = 0.2
+    generate = type(loaded[0]).generate
+
+    def noted(self, *args, **kwargs):
+        if cache := kwargs.get("past_key_values"):
+            cached.append(cache.get_seq_length())
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(loaded[0]), "generate", noted)
+    for number, question in enumerate(QUESTIONS[:4]):
+        anew = VideoSession(*loaded)
+        for name, video in fresh.videos.items():
+            anew.add(video, name)
+        anew.turns = list(fresh.turns)
+        before = len(cached)
+        again = anew.chat(question, **options)
+        assert len(cached) == before
+        assert same(fresh.chat(question, **options), again)
+        assert (len(cached) > before) == (number > 0 and selection is not None), (
+            "the cache serves where the same is kept"
+        )
+    assert fresh.turns[::2] == QUESTIONS[:4] and len(fresh.turns) == 8
+
+
+def test_a_turn_that_was_interrupted_leaves_no_trace(loaded, fresh):
+    options, calls = {"selection": "all", **SHORT}, []
+    fresh.chat(QUESTIONS[0], **options)
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    hook = loaded[0].model.language_model.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fresh.chat("What is in the purple circle?", **options)
+    hook.remove()
+    anew = VideoSession(*loaded)
+    for name, video in fresh.videos.items():
+        anew.add(video, name)
+    anew.turns = list(fresh.turns)
+    assert len(fresh.turns) == 2 and same(fresh.chat(QUESTIONS[1], **options), anew.chat(QUESTIONS[1], **options))
+
+
+def test_a_follow_up_keeps_what_its_own_words_ask_for(fresh):
+    first, second = QUESTIONS[:2]
+    assert same(fresh.chat(first, **SHORT), fresh.ask(first, **SHORT))
+    follow_up, alone = fresh.chat(second, **SHORT), fresh.ask(second, **SHORT)
+    assert all(torch.equal(kept, alone.keep_maps[name]) for name, kept in follow_up.keep_maps.items())
+    fresh.reset()
+    assert same(fresh.chat(second, **SHORT), alone)
+
+
+def test_a_video_that_comes_during_a_conversation(loaded, both):
+    made = VideoSession(*loaded)
+    made.add(both.videos["front.mp4"])
+    made.chat(QUESTIONS[0], selection="all", **SHORT)
+    made.add(both.videos["back.mp4"])
+    answer = made.chat(QUESTIONS[-1], selection="all", **SHORT)
+    assert list(answer.keep_maps) == ["front.mp4", "back.mp4"] and answer.kept_tokens == answer.visual_tokens
+    made.remove("front.mp4")
+    assert list(made.chat(QUESTIONS[-1], selection="all", **SHORT).keep_maps) == ["back.mp4"]
+
+
+# On disk --------------------------------------------------------------------------------------------------------------
+
+ANEW = """
+import json, sys
+from qtsplus.session import VideoSession, load
+model, folder, question = sys.argv[1:]
+made = VideoSession(*load(model, "cpu"))
+made.load(folder)
+answers = [made.ask(question, max_new_tokens=8), made.chat(question, max_new_tokens=8)]
+print(json.dumps([{**one.as_dict(), "timings": 0} for one in answers]))
+"""
+
+
+def test_a_saved_session_answers_alike_in_another_process(fresh, tiny_published, tmp_path):
+    fresh.chat(QUESTIONS[0], **SHORT)
+    fresh.save(tmp_path / "saved")
+    run = subprocess.run(
+        [sys.executable, "-c", ANEW, str(tiny_published), str(tmp_path / "saved"), QUESTIONS[1]],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    live = [fresh.ask(QUESTIONS[1], **SHORT), fresh.chat(QUESTIONS[1], **SHORT)]
+    assert json.loads(run.stdout) == json.loads(json.dumps([{**one.as_dict(), "timings": 0} for one in live]))
+
+
+def test_a_saved_session_replaces_its_own_files_alone(fresh, tmp_path):
+    fresh.save(tmp_path / "saved")
+    fresh.remove("back.mp4")
+    fresh.save(tmp_path / "saved")
+    fresh.load(tmp_path / "saved")
+    assert fresh.names == ["front.mp4"]
+    (tmp_path / "saved" / "mine.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="mine.txt"):
+        fresh.save(tmp_path / "saved")
+
+
+def test_features_of_another_tower_are_refused(loaded, fresh, tiny_published, tmp_path):
+    fresh.save(tmp_path / "saved")
+    model, processor = session.load(tiny_published, "cpu")
+    other = VideoSession(model, processor)
+    with torch.no_grad():
+        next(model.model.visual.parameters()).flatten()[0] += 1e-3
+    with pytest.raises(ValueError, match="made with another vision tower or processor"):
+        other.load(tmp_path / "saved")
+    assert other.names == []
+    model, processor = session.load(tiny_published, "cpu")
+    with torch.no_grad():
+        model.lm_head.weight[0] += 1  # the language model's own business
+    VideoSession(model, processor).load(tmp_path / "saved")
+    processor.video_processor.image_mean = [0.1, 0.2, 0.3]
+    with pytest.raises(ValueError, match="made with another vision tower or processor"):
+        VideoSession(model, processor).load(tmp_path / "saved")
+
+
+def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "session.json").write_text("{}")
+    with pytest.raises(ValueError, match="other holds no session"):
+        VideoSession(*loaded).load(tmp_path / "other")
+    made_by = both.fingerprint
+    with pytest.raises(ValueError, match=r"There is no .*session\.json"):
+        VideoSession(*loaded).load(tmp_path)
+    storage.save_video(both.videos["front.mp4"], tmp_path / "video", made_by)
+    whole = (tmp_path / "video").read_bytes()
+    for name, content in (("cut", whole[:-1000]), ("empty", b""), ("text", b"no safetensors" * 9)):
+        (tmp_path / name).write_bytes(content)
+    save_file(load_file(tmp_path / "video"), tmp_path / "foreign")
+    for name in ("missing", "cut", "empty", "text", "foreign"):
+        with pytest.raises(ValueError, match=f"'.*{name}' (cannot be read|is no stored video)"):
+            storage.load_video(tmp_path / name, made_by)
+    back = storage.load_video(tmp_path / "video", made_by)
+    assert torch.equal(back.features, both.videos["front.mp4"].features)
+    assert back.metadata == both.videos["front.mp4"].metadata
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "foreign", "other", "text", "video"]
+
+
+def test_a_video_for_two_passes_is_asked_about_alone(loaded, cameras, tmp_path):
+    made = VideoSession(*loaded)
+    made.add(cameras / "front.mp4", two_passes=session.TwoPasses(tile=2))
+    assert "second_pass" in made.ask(QUESTIONS[0], **SHORT).timings
+    with pytest.raises(ValueError, match="Two passes look at one video for one question"):
+        made.ask_many(QUESTIONS[:2])
+    with pytest.raises(ValueError, match="encoded for two passes and cannot be stored"):
+        made.save(tmp_path / "saved")
+    with pytest.raises(ValueError, match="Two passes read a video twice"):
+        made.add(render_crowd(WORLDS[0]), fps=2, two_passes=session.TwoPasses())
+
+
+# A player's clock -----------------------------------------------------------------------------------------------------
+
+
+def write_at(path, frames, times):
+    """Each frame at its time, in seconds."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=16)
+        stream.height, stream.width, stream.pix_fmt, stream.options = *frames.shape[1:3], "yuv420p", {"crf": "10"}
+        stream.time_base = stream.codec_context.time_base = Fraction(1, 16)
+        for frame, time in zip(frames, times, strict=True):
+            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            picture.pts, picture.time_base = round(16 * time), Fraction(1, 16)
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+
+
+@pytest.mark.parametrize("late", [0.0, 3.0])
+def test_evidence_of_a_variable_rate_is_on_the_players_clock(loaded, tmp_path, late):
+    """Four frames a second at first and sixteen later: of the frames, most show the second half."""
+    world, right, total = WORLDS[0], 0, 0
+    times = [*np.arange(0, 4, 0.25), *np.arange(4, 8, 0.0625)]
+    write_at(tmp_path / "film.mp4", render_crowd(world)[[int(2 * time) for time in times]], late + np.array(times))
+    made = VideoSession(*loaded)
+    made.add(tmp_path / "film.mp4")
+    for question in questions(world):
+        answer = made.ask(question.question, **SHORT)
+        if answer.answer == question.answer:
+            sightings = [sighting for needle in question.evidence for sighting in needle]
+            start, end = min(one.start for one in sightings), max(one.end for one in sightings)
+            total += 1
+            right += answer.evidence[0].start - late < end and answer.evidence[0].end - late > start
+            assert late <= answer.evidence[0].start < answer.evidence[0].end <= late + 8.1
+    assert total >= 3 and right == total
