@@ -1,5 +1,7 @@
 """A stream on every backbone: while all is remembered it is the video, and later it has its true times."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -43,12 +45,12 @@ def test_some_is_remembered(model, processor, frames, policy):
         assert one.start in steps and one.end - stream.seconds_per_step in steps
 
 
-def test_positions_are_those_of_the_whole_video(model, processor, clips, frames, monkeypatch):
+def test_positions_are_those_of_the_whole_video(model, processor, clips, monkeypatch):
     """Of a part of the first step and a part of the last."""
     prompts, generate_from = [], model.generate_from
 
     def note(prompt, *some, **more):
-        prompts.append(prompt)
+        prompts.append(replace(prompt))  # whose features `generate` forgets
         return generate_from(prompt, *some, **more)
 
     monkeypatch.setattr(model, "generate_from", note)
@@ -56,14 +58,17 @@ def test_positions_are_those_of_the_whole_video(model, processor, clips, frames,
     def ends(candidates, n):
         return torch.cat([torch.arange(n // 2), torch.arange(candidates.num_tokens - n // 2, candidates.num_tokens)])
 
-    stream = Stream(model, processor, memory_tokens=6, policy=ends, sized_as=len(frames))
+    frames = np.stack(list(processor.video_chunks(clips / "long.mp4", fps=4).decode()))
+    stream = Stream(model, processor, memory_tokens=6, policy=ends, fps=4, sized_as=len(frames))
     stream.append(frames)
     stream.ask(QUESTION, selection="all", max_new_tokens=1)
-    whole = session.encode(model, processor, clips / "long.mp4", fps=2)
+    whole = session.encode(model, processor, clips / "long.mp4", fps=4)
     inputs = session.prompt_inputs(processor, {"video": whole}, [QUESTION], device="cpu")
     kept = torch.cat([torch.arange(3), torch.arange(len(whole.features) - 3, len(whole.features))])
     call = {"retention": 1.0, "max_visual_tokens": 6, "selection": lambda candidates, n: kept}
     expected = model.model.compress(**inputs, **call)
+    (features,), (whole_features,) = (one.features["video"] for one in (prompts[0], expected))
+    assert torch.allclose(features, whole_features, atol=1e-4), "encoded again at the same times"
     if model.model.rope_axes == 3 and not model.model.frames_apart:
         assert torch.equal(prompts[0].position_ids[1:], expected.position_ids[1:])
     else:  # what is missing takes no positions
