@@ -167,7 +167,9 @@ def rehearsal(
 def stream(
     films: Annotated[int, typer.Option(help="How many films to stream, with four questions each.", min=2)] = 5,
     seconds: Annotated[int, typer.Option(help="The length of each.", min=1200)] = 3600,
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of the memory. May be repeated. 512, 128.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="How many are remembered; may be repeated. Without it, 512 and 128.", min=1)
+    ] = None,
     out: Results = RESULTS,
 ) -> None:
     """Stream an hour of video to the tiny model: what each policy remembers, and what appending costs."""
