@@ -253,6 +253,7 @@ def run_stream(
         seconds: of each; the questions that would be later are left out.
         tokens: sizes of the memory.
     """
+    out.mkdir(parents=True, exist_ok=True)
     target = check_output(out / "stream.json")
     model, processor = load(cached_tiny(), "cpu")
     answers, costs, drifts = [], [], {}
@@ -315,6 +316,9 @@ def _page(document: Mapping[str, Any]) -> list[str]:
         "each figure. Right answers, of which a fifth are right by chance. In brackets: how often some token of the "
         f"object was still in memory. For each answer the model reads {settings['read']} tokens of the memory. The "
         "JSON has 95% intervals over films.",
+        "",
+        f"What is asked for has a name that nothing else in the stream has, which is where policies are at their best that "
+        f"keep what is unlike the rest. The crowd has {len(NAMES) * len(MARKS)} kinds of objects in all.",
     ]
     for kind, tokens in product(KINDS, settings["tokens"]):
         chosen = [row for row in rows if (row["kind"], row["tokens"]) == (kind, tokens)]
