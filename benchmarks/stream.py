@@ -317,8 +317,8 @@ def _page(document: Mapping[str, Any]) -> list[str]:
         f"object was still in memory. For each answer the model reads {settings['read']} tokens of the memory. The "
         "JSON has 95% intervals over films.",
         "",
-        f"What is asked for has a name that nothing else in the stream has, which is where policies are at their best that "
-        f"keep what is unlike the rest. The crowd has {len(NAMES) * len(MARKS)} kinds of objects in all.",
+        "What is asked for has a name that nothing else in the stream has: policies that keep what is unlike the rest "
+        f"are at their best there. The crowd has {len(NAMES) * len(MARKS)} kinds of objects in all.",
     ]
     for kind, tokens in product(KINDS, settings["tokens"]):
         chosen = [row for row in rows if (row["kind"], row["tokens"]) == (kind, tokens)]
