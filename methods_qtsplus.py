@@ -117,6 +117,11 @@ def temporal_redundancy(candidates: Candidates, n: int) -> torch.Tensor:
     EVS keeps the whole first frame, and so has nothing left to choose at budgets around one frame. Here the first frame
     is compared with its own mean instead.
     """
+    return top_n(changes(candidates), n)
+
+
+def changes(candidates: Candidates) -> torch.Tensor:
+    """`[M]` float32, 0 to 2: how much each token differs from the same place one step earlier."""
     change = []
     visual = candidates.visual[0] if len(candidates.visual) == 1 else torch.cat(list(candidates.visual))
     parts = visual.split([math.prod(grid) for grid in candidates.grids])
@@ -125,7 +130,7 @@ def temporal_redundancy(candidates: Candidates, n: int) -> torch.Tensor:
         mean = frames[0].float().mean(0).expand(height * width, -1)
         steps = [(mean, frames[0]), *pairwise(frames)]
         change += [1 - F.cosine_similarity(before.float(), now.float(), dim=-1) for before, now in steps]
-    return top_n(torch.cat(change), n)
+    return torch.cat(change)
 
 
 def diversity(candidates: Candidates, n: int) -> torch.Tensor:

@@ -63,6 +63,28 @@ def ask_lines() -> list[list[str]]:
     ]
 
 
+def watch_lines() -> list[list[str]]:
+    rest = [QUESTION, "--model", "{model}", "--timeout", "0.2"]
+    watch = ["watch", "{video}", *rest]
+    return [
+        # A part of a file can be watched, and standard input is not a bad one.
+        *(["watch", video, *rest] for video in NO_VIDEOS if video not in ("{cut}", "-", "ftp://example.invalid/a.mp4")),
+        *(["watch", "{video}", question, "--model", "{model}"] for question in ("", " ", "\n\t", "\udcff")),
+        *(["watch", "{video}", QUESTION, f"--model={model}"] for model in NO_MODELS[:9]),
+        *(each for name in ("--every", "--fps", "--timeout") for each in each_value(watch, name, NO_RATES)),
+        *each_value(watch, "--fps", ("1e-300", "1e30")),
+        [*watch, "--timeout", "1e30"],
+        *each_value(watch, "--memory-tokens", NO_COUNTS),
+        *each_value(watch, "--max-new-tokens", NO_COUNTS),
+        *each_value(watch, "--policy", ("", "best", "Question", "lm_attention", LONG)),
+        *each_value(watch, "--device", NO_DEVICES),
+        ["watch", "a={video}", "a={video}", *rest],
+        ["watch", "{video}", "{video}", *rest],
+        [*watch, "--revision", "main"],
+        *(["watch", *some] for some in ([], ["{video}"], ["--json"])),
+    ]
+
+
 def batch_lines() -> list[list[str]]:
     batch = ["batch", "{records}", "--out", "{out}.jsonl", "--model", "{model}"]
     ray = [*batch, "--engine", "ray"]
@@ -607,6 +629,7 @@ def command_lines() -> list[list[str]]:
     """All of them but those that read a record file or a recipe of their own."""
     groups = (
         ask_lines,
+        watch_lines,
         batch_lines,
         serve_lines,
         app_lines,

@@ -6,7 +6,7 @@ from qtsplus.cli.console import FilledArguments
 
 from .comparing import ablation, attention, learned, library
 from .making import haystack, tiny, tinyworld, train
-from .measuring import efficiency, memory, rehearsal, scaling, speed, training_step
+from .measuring import efficiency, memory, rehearsal, scaling, speed, stream, training_step
 
 app = typer.Typer(
     cls=FilledArguments,
@@ -30,5 +30,6 @@ app.command()(scaling)
 app.command()(training_step)
 app.command()(efficiency)
 app.command()(rehearsal)
+app.command()(stream)
 
 __all__ = ["app"]

@@ -1,4 +1,4 @@
-"""`speed`, `memory`, `scaling`, `training-step` and `efficiency`: seconds and bytes, beside the stock model."""
+"""`speed`, `memory`, `scaling`, `training-step`, `efficiency`, `stream`: seconds and bytes, beside the stock model."""
 
 import json
 from pathlib import Path
@@ -162,6 +162,22 @@ def rehearsal(
         except StepError as error:
             typer.echo(f"qtsplus: {error}", err=True)
             raise typer.Exit(1) from error
+
+
+def stream(
+    films: Annotated[int, typer.Option(help="How many films to stream, with four questions each.", min=2)] = 5,
+    seconds: Annotated[int, typer.Option(help="The length of each.", min=1200)] = 3600,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="How many are remembered; may be repeated. Without it, 512 and 128.", min=1)
+    ] = None,
+    out: Results = RESULTS,
+) -> None:
+    """Stream an hour of video to the tiny model: what each policy remembers, and what appending costs."""
+    with one_line_errors():
+        from ..stream import run_stream
+
+        target = run_stream(out, films=films, seconds=seconds, tokens=tokens or (512, 128), command=typed())
+    wrote(target)
 
 
 def _print_figures(file: Path) -> None:

@@ -79,6 +79,16 @@ def learned_lines() -> list[list[str]]:
     ]
 
 
+def stream_lines() -> list[list[str]]:
+    return [
+        *each_value(["stream", "--out", "{out}"], "--films", ("1", *NO_COUNTS)),
+        *each_value(["stream", "--out", "{out}"], "--seconds", ("60", *NO_COUNTS)),
+        *each_value(["stream", "--out", "{out}"], "--tokens", NO_COUNTS),
+        ["stream", "--out", "{text}"],
+        ["stream", "extra"],
+    ]
+
+
 def rehearsal_lines() -> list[list[str]]:
     rehearsal = ["rehearsal", "--shape", "tiny", "--out", "{out}"]
     return [
@@ -92,4 +102,5 @@ def rehearsal_lines() -> list[list[str]]:
 
 
 def laboratory_lines() -> list[list[str]]:
-    return [*ablation_lines(), *world_lines(), *speed_lines(), *learned_lines(), *rehearsal_lines()]
+    lines = [*ablation_lines(), *world_lines(), *speed_lines(), *learned_lines(), *rehearsal_lines()]
+    return [*lines, *stream_lines()]

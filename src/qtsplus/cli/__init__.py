@@ -17,6 +17,7 @@ from .serve import serve
 from .studies import analysis, needle
 from .synthesis import merge, vqa, vscq1, vscq2
 from .training import calibrate, train
+from .watch import watch
 
 app = typer.Typer(cls=FilledArguments, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -38,7 +39,7 @@ def qtsplus(
     """Query-aware visual-token selection for long videos."""
 
 
-for command in (demo, ask, chat, index, find, batch, serve, convert, publish, train, calibrate):
+for command in (demo, ask, chat, watch, index, find, batch, serve, convert, publish, train, calibrate):
     app.command()(command)
 app.command("app")(page)
 for study in (needle, analysis):

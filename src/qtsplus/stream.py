@@ -1,0 +1,440 @@
+"""Video without an end: a memory of so many tokens, to which frames are added and of which anything can be asked.
+
+A policy says what stays when the memory is full. Appending looks at the memory and at what is new, never at what has
+gone, so that its price is flat. What stays keeps its time and its place in the frame.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.video_utils import VideoMetadata
+
+from .encoding_qtsplus import Repeats
+from .evidence import Interval
+from .layout_qtsplus import lay_out, splice
+from .methods_qtsplus import Candidates, Method, changes, check_kept
+from .mixin_qtsplus import choose
+from .policies import POLICIES, StandingQuestion
+from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, VisualSpan, take_inputs
+from .session import Answer, _answer, _check_question, _Clock, prompt_inputs
+from .two_passes import SecondPass
+from .video_qtsplus import stack_frames
+from .videos import EncodedVideo
+
+STEPS_AT_A_TIME = 8  # that are encoded together
+_TICKS = 1000  # of a second: the rate at which a prompt's metadata state the times of frames
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """
+    What is left of one camera, in the order of time.
+
+    Args:
+        features: `[m, token_width]`.
+        steps: `[m]` int64, the step in time of each, counted from the beginning of the stream.
+        cells: `[m]` int64, its place in the frame, row by row.
+        scores: `[m, rows]` float32, what the policy goes by; no row where it goes by none.
+    """
+
+    features: torch.Tensor
+    steps: torch.Tensor
+    cells: torch.Tensor
+    scores: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def take(self, kept: torch.Tensor) -> "Tokens":
+        return Tokens(*(values[kept] for values in vars(self).values()))
+
+    def join(self, newer: "Tokens") -> "Tokens":
+        return Tokens(*map(torch.cat, zip(vars(self).values(), vars(newer).values(), strict=True)))
+
+
+@dataclass
+class Camera:
+    """
+    One video of a stream.
+
+    Args:
+        size: height and width of its frames.
+        patches: `[1, 2]`, those of its grid in patches.
+        cells: those of its grid in tokens.
+        waiting: frames, with their times, that are no whole step yet.
+        before: `[h * w, token_width]`, the features of the newest step.
+        newest: the number of that step.
+        last_time: that of the newest frame, in seconds.
+    """
+
+    size: tuple[int, int]
+    patches: torch.Tensor
+    cells: tuple[int, int]
+    repeats: Repeats
+    tokens: Tokens
+    waiting: list[tuple[np.ndarray, float]] = field(default_factory=list)
+    before: torch.Tensor | None = None
+    newest: int = -1
+    last_time: float | None = None
+
+
+class Stream:
+    """
+    Videos without an end, such as those of cameras, of which a model remembers so many tokens.
+
+    Args:
+        model, processor: as `qtsplus.session.load` gives them.
+        memory_tokens: the most visual tokens that stay, those of all cameras together.
+        policy: which ones: a name of [`POLICIES`], or a function like those of `methods_qtsplus.py`, which is given
+            what was kept and what is new. By default `"question"` with a standing question, else `"diversity"`.
+        question: a standing question, by which the policy `"question"` goes. Any other can be asked too.
+        fps: frames per second. A step in time lasts as long as its frames.
+        sized_as: frames are as large as in a video of so many; by default of as many as the processor looks at. It
+            counts with backbones such as Qwen3-VL, which share a number of pixels among the frames of a video.
+        device: where the memory lives, such as `"cpu"`; the model's when absent.
+        frame_tolerance: as for `qtsplus.session.encode`.
+
+    Raises:
+        ValueError: a policy of another name, or one that needs a standing question; no token, or no rate.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        *,
+        memory_tokens: int = 4096,
+        policy: str | Method | None = None,
+        question: str | None = None,
+        fps: float = 2.0,
+        sized_as: int | None = None,
+        device: str | None = None,
+        frame_tolerance: float | None = 0.0,
+    ):
+        policy = policy or ("diversity" if question is None else "question")
+        if isinstance(policy, str) and policy not in POLICIES:
+            raise ValueError(f"policy={policy!r}; expected one of {tuple(POLICIES)}, or a function like their methods.")
+        if (policy == "question") != (question is not None):
+            raise ValueError(f"Got policy={policy!r} and question={question!r}: expected a question with that policy.")
+        if not (memory_tokens >= 1 and memory_tokens % 1 == 0):
+            raise ValueError(f"memory_tokens={memory_tokens!r}: expected a whole number of tokens, at least 1.")
+        if not 1e-3 <= fps <= 1e3:
+            raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
+        self.model, self.processor, self.memory_tokens = model, processor, memory_tokens
+        self.policy = policy
+        self._scored_by, self._method = POLICIES[policy] if isinstance(policy, str) else ("", policy)
+        self.question = None if question is None else StandingQuestion(model, processor, question)
+        self.frames_per_step = processor.video_processor.temporal_patch_size
+        self.fps, self.seconds_per_step = fps, self.frames_per_step / fps
+        self.sized_as = sized_as or int(getattr(processor.video_processor, "max_frames", None) or 768)
+        self.device, self.frame_tolerance = torch.device(device or model.device), frame_tolerance
+        self.cameras: dict[str, Camera] = {}
+        self._width = model.get_input_embeddings().embedding_dim  # a backbone may put more behind a token
+        self._chance = torch.Generator().manual_seed(0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in memory."""
+        return sum(len(camera.tokens) for camera in self.cameras.values())
+
+    # --- Frames ---
+
+    def append(self, frames: Sequence[np.ndarray], times: Sequence[float] | None = None, name: str = "video") -> None:
+        """
+        Encodes frames and remembers what the policy says. A frame that is no whole step waits for the next one.
+
+        Args:
+            frames: `[H, W, 3]` uint8 each, of one size.
+            times: when each was taken, in seconds from the beginning of the stream, ascending; at `fps` behind those
+                before if absent. Of several cameras, on one clock.
+            name: of the camera; that of a new one adds it.
+
+        Raises:
+            ValueError: frames of another size than the camera's earlier ones, or without three colours; times that are
+                not one for each frame, or go back.
+        """
+        if not len(frames):
+            return
+        camera = self.camera(name, np.shape(frames[0]))
+        if times is None:
+            begin = 0.0 if camera.last_time is None else camera.last_time + 1 / self.fps
+            times = [begin + index / self.fps for index in range(len(frames))]
+        before = [-math.inf if camera.last_time is None else camera.last_time, *times]
+        if len(times) != len(frames) or any(later <= time for time, later in pairwise(before)):
+            raise ValueError(f"Got times that do not ascend, or not one for each of {len(frames)} frames of {name!r}.")
+        for frame in frames:
+            if np.shape(frame) != (*camera.size, 3):
+                raise ValueError(
+                    f"Got a frame of shape {np.shape(frame)} of {name!r}; expected {(*camera.size, 3)}, as the first."
+                )
+        camera.last_time = times[-1]
+        camera.waiting += zip(frames, times, strict=True)
+        whole = len(camera.waiting) // self.frames_per_step * self.frames_per_step
+        ready, camera.waiting = camera.waiting[:whole], camera.waiting[whole:]
+        self._add(camera, ready)
+
+    def finish(self) -> None:
+        """Encodes the frames that wait, each step filled up with its last one, as at the end of a video."""
+        for camera in self.cameras.values():
+            if camera.waiting:
+                missing = self.frames_per_step - len(camera.waiting)
+                ready, camera.waiting = camera.waiting + camera.waiting[-1:] * missing, []
+                self._add(camera, ready)
+
+    def camera(self, name: str, shape: tuple[int, ...]) -> Camera:
+        """The camera of a name, which is added if there is none; its frames have this shape, `(H, W, 3)`."""
+        if name not in self.cameras:
+            if not name.strip():
+                raise ValueError("The name of a camera is empty; expected some text.")
+            if len(shape) != 3 or shape[2] != 3:
+                raise ValueError(f"Got a frame of shape {shape}; expected (height, width, 3).")
+            grid = self.processor.grid_of(self.sized_as, *shape[:2])
+            ((_, height, width),) = self.model.model.merged_grid(grid)
+            index, features = torch.empty(0, dtype=torch.long), self.model.model.no_features(self.device)
+            tokens = Tokens(features, index, index, torch.empty(0, 0))
+            repeats = Repeats(self.frame_tolerance)
+            self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), repeats, tokens)
+        return self.cameras[name]
+
+    def _add(self, camera: Camera, frames: Sequence[tuple[np.ndarray, float]]) -> None:
+        """Encodes whole steps, a few at a time, and thins the memory."""
+        for first in range(0, len(frames), STEPS_AT_A_TIME * self.frames_per_step):
+            chunk = frames[first : first + STEPS_AT_A_TIME * self.frames_per_step]
+            grid = torch.cat([torch.ones(1, 1, dtype=torch.long), camera.patches], dim=1)
+            pixels, grid = self.processor.preprocess_frames(stack_frames([frame for frame, _ in chunk]), grid)
+            (features,) = self.model.encode_videos(pixels, grid, device=self.device, repeats=camera.repeats)
+            self.remember(camera, features, [time for _, time in chunk[:: self.frames_per_step]])
+
+    @torch.no_grad()
+    def remember(self, camera: Camera, features: torch.Tensor, times: Sequence[float]) -> None:
+        """
+        Adds steps that are encoded, and forgets what the policy does not keep.
+
+        Args:
+            features: `[t * h * w, token_width]`.
+            times: when each step began, in seconds.
+        """
+        steps = []
+        for time in times:
+            camera.newest = max(round(time / self.seconds_per_step), camera.newest + 1)
+            steps.append(camera.newest)
+        cells = len(features) // len(steps)
+        scores = self._scores(camera, features, cells)
+        camera.before = features[-cells:].clone()
+        places = torch.tensor(steps).repeat_interleave(cells), torch.arange(cells).repeat(len(steps))
+        new = Tokens(features, *places, scores)
+        camera.tokens = camera.tokens.join(new) if len(camera.tokens) else new
+        if self.num_tokens > self.memory_tokens:
+            self._forget()
+
+    def _scores(self, camera: Camera, features: torch.Tensor, cells: int) -> torch.Tensor:
+        """`[k, rows]` on the CPU: what the policy will go by of new tokens `[k, token_width]`."""
+        features = features[:, : self._width]
+        if self.question is not None:
+            return self.question.add(features.to(self.model.device))
+        if self._scored_by == "chance":
+            return torch.rand(len(features), 1, generator=self._chance)
+        if self._scored_by == "change":
+            before = features[:0] if camera.before is None else camera.before[:, : self._width]
+            joined = torch.cat([before, features])
+            grid, nowhere = (len(joined) // cells, 1, cells), torch.empty(3, 0)
+            change = changes(Candidates([joined], joined[:0], nowhere, [grid], lambda states: states))
+            return change[len(before) :, None].cpu()
+        return torch.empty(len(features), 0)
+
+    def _forget(self) -> None:
+        cameras = list(self.cameras.values())
+        sizes = [len(camera.tokens) for camera in cameras]
+        kept = self._method(self._competing(cameras), self.memory_tokens).cpu()
+        check_kept(kept, self.memory_tokens, sum(sizes), self.policy)
+        first = 0
+        for camera, size in zip(cameras, sizes, strict=True):
+            own = kept[(kept >= first) & (kept < first + size)] - first
+            camera.tokens, first = camera.tokens.take(own), first + size
+
+    def _competing(self, cameras: Sequence[Camera]) -> Candidates:
+        """The whole memory; a camera's tokens are one line of one frame."""
+        tokens = [camera.tokens for camera in cameras]
+        rows = [one.cells // camera.cells[1] for one, camera in zip(tokens, cameras, strict=True)]
+        columns = [one.cells % camera.cells[1] for one, camera in zip(tokens, cameras, strict=True)]
+        positions = torch.stack([torch.cat([one.steps for one in tokens]), torch.cat(rows), torch.cat(columns)])
+        scores = torch.cat([one.scores for one in tokens])
+
+        def score(_: torch.Tensor) -> torch.Tensor:
+            if self.question is not None:
+                return self.question.log_relevance(scores)
+            if not scores.shape[1]:
+                raise ValueError(f"policy={self.policy!r} asks for relevance, and there is no standing question.")
+            return scores[:, 0]
+
+        visual = [one.features[:, : self._width] for one in tokens]
+        return Candidates(visual, visual[0][:0], positions, [(1, 1, len(one)) for one in tokens], score)
+
+    # --- Questions ---
+
+    @torch.no_grad()
+    def ask(self, question: str, *, max_new_tokens: int = 128, **choice: Any) -> Answer:
+        """
+        Answers a question about what is in memory.
+
+        Args:
+            max_new_tokens: longest answer.
+            choice: `retention`, `max_visual_tokens` and `selection`, of the tokens in memory, as for
+                `qtsplus.session.ask`.
+
+        Returns:
+            an answer whose evidence has the seconds of the stream and the names of the cameras. Its keep maps have a
+            row for each step of which something is in memory, and one that is empty where others are missing.
+
+        Raises:
+            ValueError: nothing is in memory; a question that is empty or longer than the model's positions.
+        """
+        _check_question(self.model, self.processor, question)
+        cameras = {name: camera for name, camera in self.cameras.items() if len(camera.tokens)}
+        if not cameras:
+            raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
+        rows = {name: _rows(camera.tokens.steps.tolist()) for name, camera in cameras.items()}
+        videos = {name: self._video(name, camera, rows[name]) for name, camera in cameras.items()}
+        places = [_places(camera, rows[name]) for name, camera in cameras.items()]
+        inputs = prompt_inputs(self.processor, videos, [question], device=self.model.device)
+        numbers = self._numbers(list(rows.values()), cameras.values(), inputs["input_ids"], max_new_tokens)
+        prompt = memory_prompt(self.model, inputs, places, numbers, **choice)
+        clock = _Clock()
+        options = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True, "streamer": clock}
+        output = self.model.generate_from(prompt, **options)
+        starts = [0, *accumulate(len(rows[name]) * math.prod(camera.cells) for name, camera in cameras.items())]
+        joined = torch.cat([own + start for own, start in zip(places, starts, strict=False)])
+        second = SecondPass(torch.empty(0), joined, starts[-1], 1.0, float(output.qtsplus.rho[0]))
+        relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
+        kept, relevance = second.of_the_whole(output.qtsplus.kept_indices[0], relevance)
+        ids = output.sequences[0, inputs["input_ids"].shape[1] :]
+        answer = _answer(self.processor, videos, ids, kept, relevance, second.rho, clock.timings())
+        return replace(
+            answer,
+            frames=self.frames_per_step * sum(len(set(camera.tokens.steps.tolist())) for camera in cameras.values()),
+            seconds_of_video=max(video.length for video in videos.values()),
+            visual_tokens=self.num_tokens,
+            evidence=[self._on_the_clock(one, rows[one.name]) for one in answer.evidence],
+        )
+
+    def _video(self, name: str, camera: Camera, rows: Sequence[int]) -> EncodedVideo:
+        """What is left of a camera as a video of these steps, whose frames have their true times."""
+        times = [
+            row * self.seconds_per_step + frame / self.fps for row in rows for frame in range(self.frames_per_step)
+        ]
+        metadata = VideoMetadata(
+            total_num_frames=round((camera.newest + 1) * self.seconds_per_step * _TICKS),
+            fps=_TICKS,
+            frames_indices=[round(time * _TICKS) for time in times],
+            height=camera.size[0],
+            width=camera.size[1],
+        )
+        grid = torch.tensor([[len(rows), *camera.patches[0].tolist()]])
+        return EncodedVideo(name, camera.tokens.features, grid, [self.seconds_per_step], metadata, 0.0)
+
+    def _numbers(
+        self, rows: Sequence[Sequence[int]], cameras: Iterable[Camera], input_ids: torch.Tensor, max_new_tokens: int
+    ) -> list[list[int]]:
+        """[`within`] what the model has positions for, behind the text."""
+        backbone = self.model.model
+        text = int((backbone.token_types(input_ids) != VIDEO).sum()) + sum(max(camera.cells) for camera in cameras)
+        room = self.model.config.get_text_config().max_position_embeddings - text - max_new_tokens
+        per_step = max(backbone.tokens_per_second * self.seconds_per_step, 1)
+        return within(rows, max(int(room / per_step) - 1, 1))
+
+    def _on_the_clock(self, interval: Interval, rows: Sequence[int]) -> Interval:
+        first, last = round(interval.start / self.seconds_per_step), round(interval.end / self.seconds_per_step) - 1
+        return replace(
+            interval, start=rows[first] * self.seconds_per_step, end=(rows[last] + 1) * self.seconds_per_step
+        )
+
+
+def _rows(steps: Sequence[int]) -> list[int]:
+    """The steps that are there, and one in front of each gap: what shows the same on both sides is no one stretch."""
+    rows: list[int] = []
+    for step in sorted(set(steps)):
+        if rows and step > rows[-1] + 1:
+            rows.append(rows[-1] + 1)
+        rows.append(step)
+    return rows
+
+
+def _places(camera: Camera, rows: Sequence[int]) -> torch.Tensor:
+    """`[m]` ascending: where a camera's tokens stand in a video of these steps."""
+    row_of = {step: row for row, step in enumerate(rows)}
+    return torch.tensor([row_of[step] for step in camera.tokens.steps.tolist()]) * math.prod(camera.cells) + (
+        camera.tokens.cells
+    )
+
+
+def within(rows: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+    """
+    The same steps, counted from the oldest, at most `most` of them.
+
+    Where the time between the oldest and the newest is longer, the newer half of the positions is true, and all that
+    is older is drawn together evenly.
+    """
+    first, last = min(steps[0] for steps in rows), max(steps[-1] for steps in rows)
+    if last - first <= most:
+        return [[step - first for step in steps] for steps in rows]
+    far = most - most // 2  # positions that are left to what is older
+    share = far / (last - most // 2 - first)
+    return [[max(most - last + step, int((step - first) * share)) for step in steps] for steps in rows]
+
+
+def memory_prompt(
+    model: Any,
+    inputs: Mapping[str, Any],
+    places: Sequence[torch.Tensor],
+    numbers: Sequence[Sequence[int]],
+    **choice: Any,
+) -> CompactPrompt:
+    """
+    The shortened prompt of a question about some tokens of videos, for `model.generate_from`.
+
+    Args:
+        inputs: the model's, one row, with the tokens as `video_features`.
+        places: per video `[k]`, ascending, which of the tokens of its grid these are.
+        numbers: per video the number in time of each step of its grid.
+        choice: the fields of [`SelectionInputs`].
+    """
+    visual, selection = take_inputs({**inputs, **choice})
+    features = {IMAGE: [], VIDEO: list(visual.video_features or ())}
+    layout = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"])
+    layout = at_steps(model.model, layout, numbers).narrow(places)
+    if model.model.rope_axes == 1:  # the language model counts tokens: those that are there
+        row = layout.rows[0]
+        order = torch.arange(len(row.columns), device=row.columns.device)[None]
+        layout = replace(layout, rows=[replace(row, language_positions=order)])
+    selected, qtsplus = choose(model.model, layout, features, selection, sample_gate=False)
+    return splice(model.model, layout, features, selected, qtsplus, pad_left=True)
+
+
+def at_steps(model: Any, layout: Layout, numbers: Sequence[Sequence[int]]) -> Layout:
+    """The layout of one prompt, whose videos have steps with these numbers in time in place of 0, 1, 2, ..."""
+    row = layout.rows[0]
+    positions, language = row.positions.clone(), row.language_positions.clone()
+
+    @cache
+    def shifts(video: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """By step, how much later it is on the selector's clock, and on the language model's."""
+        steps = torch.tensor(numbers[video], device=positions.device)
+        line = [VisualSpan(VIDEO, video, 0, (int(steps[-1]) + len(steps), 1, 1))]
+        clock = model.row_positions(line, line[0].length, 0, layout.seconds, positions.device)
+        spoken = model.language_positions(line, 0, clock)
+        return clock[0, steps] - clock[0, : len(steps)], spoken[0, steps] - spoken[0, : len(steps)]
+
+    for span in row.spans:
+        own, size = slice(span.frame, span.frame + span.grid[0]), span.grid[1] * span.grid[2]
+        columns = span.token_columns().to(positions.device)
+        shift, spoken = (by_step[own].repeat_interleave(size) for by_step in shifts(span.index))
+        positions[0, columns] += shift
+        if model.rope_axes == 3 and not model.frames_apart:  # else time is text, or a token's number
+            language[0, columns] += spoken
+    return replace(layout, rows=[replace(row, positions=positions, language_positions=language)])

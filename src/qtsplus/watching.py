@@ -1,0 +1,223 @@
+"""Questions to video that is still coming: files that grow, pipes, addresses and cameras."""
+
+import heapq
+import io
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any
+
+import av
+import numpy as np
+
+from .decoding_qtsplus import _ARBITRARY_CLOCK, _upright, shown_name
+from .methods_qtsplus import Method
+from .session import Answer
+from .stream import Stream
+from .video_qtsplus import require_positive
+
+ROOM = 16  # frames of a source that wait to be encoded, and of all that are encoded together
+CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://", "/dev/")  # what waits for nobody
+
+
+class GrowingFile(io.FileIO):
+    """A file that somebody is writing: at its end reading waits, until it has not grown for `patience` seconds."""
+
+    def __init__(self, path: str, patience: float):
+        super().__init__(path)
+        self.patience = patience
+
+    def read(self, size: int | None = -1) -> bytes:
+        until = time.monotonic() + self.patience
+        while not (block := super().read(-1 if size is None else size)) and time.monotonic() < until:
+            time.sleep(0.05)
+        if not block:
+            self.patience = 0.0  # whatever asks next does not wait again
+        return block or b""
+
+
+class Source:
+    """
+    The frames of one source, at most `fps` a second, which a thread reads.
+
+    At most [`ROOM`] of them wait. Then a file, a pipe or a server has to wait too. A camera does not: the oldest frame
+    that waits is dropped for the newest, and counted in `dropped`.
+
+    Args:
+        address: a file, `-` for standard input, an address, or a device such as `/dev/video0`.
+        timeout: seconds without a frame after which a source has failed, and a file has ended.
+        began: when the clock of the stream stood at 0, by `time.monotonic`; a camera's frames have its times. Those of
+            other sources have a player's.
+
+    Iterating gives (seconds, `[H, W, 3]` uint8) until the source ends.
+
+    Raises, while one iterates:
+        TimeoutError: nothing came for too long.
+        ValueError: a source that cannot be opened or decoded, or that breaks off.
+    """
+
+    def __init__(self, address: str, fps: float, timeout: float, began: float):
+        self.address, self.fps, self.timeout, self.began = address, fps, timeout, began
+        self.name = shown_name(address)
+        self.is_camera = address.startswith(CAMERAS)
+        self.is_file = not (self.is_camera or "://" in address or address == "-")
+        if self.is_file and not os.path.isfile(address):
+            raise ValueError(f"There is no stream at {self.name!r}; expected a file, an address, a device, or -.")
+        self.dropped = 0
+        self._waiting: queue.Queue[Any] = queue.Queue(ROOM)
+        self._closed = False
+        threading.Thread(target=self._read, daemon=True, name=f"qtsplus-watch {self.name}").start()
+
+    def __iter__(self) -> Iterator[tuple[float, np.ndarray]]:
+        while True:
+            try:
+                item = self._waiting.get(timeout=None if self.is_file else self.timeout)
+            except queue.Empty:
+                raise TimeoutError(f"The stream {self.name!r} sent no frame for {self.timeout:g} s.") from None
+            if item is None:
+                return
+            if isinstance(item, Exception):
+                raise ValueError(f"Cannot read the stream {self.name!r}: {item}.") from item
+            yield item
+
+    def close(self) -> None:
+        """Has the thread end with the frame that it is reading."""
+        self._closed = True
+
+    def _read(self) -> None:
+        try:
+            for item in self._decode():
+                self._put(item)
+                if self._closed:
+                    return
+            self._put(None)
+        except (av.error.FFmpegError, OSError, ValueError) as error:
+            self._put(error)
+
+    def _put(self, item: Any) -> None:
+        while not self._closed:
+            try:
+                return self._waiting.put(item, timeout=0.1)
+            except queue.Full:
+                if self.is_camera:
+                    self._waiting.get_nowait()
+                    self.dropped += 1
+
+    def _open(self) -> Any:
+        if self.address == "-":
+            return av.open(open(0, "rb", buffering=0, closefd=False))
+        if self.is_file:
+            # Its end is not there yet to be looked at.
+            return av.open(GrowingFile(self.address, self.timeout), options={"skip_estimate_duration_from_pts": "1"})
+        if self.address.startswith("/dev/"):
+            return av.open(self.address, format="v4l2", timeout=self.timeout)
+        options = {"rtsp_transport": "tcp"} if self.address.startswith("rtsp") else {}
+        return av.open(self.address, options=options, timeout=self.timeout)
+
+    def _decode(self) -> Iterator[tuple[float, np.ndarray]]:
+        reformatter = av.video.reformatter.VideoReformatter()
+        with self._open() as container:
+            if not container.streams.video:
+                raise ValueError("it has no video")
+            begin = (container.start_time or 0) / av.time_base if container.format.flags & _ARBITRARY_CLOCK else 0.0
+            step = -1
+            for frame in container.decode(video=0):
+                if frame.time is None:
+                    raise ValueError("its frames have no times")
+                if self.is_camera and step < 0:
+                    begin = frame.time - (time.monotonic() - self.began)
+                seconds = max(frame.time - begin, 0.0)
+                if int(seconds * self.fps + 1e-3) > step:
+                    step = int(seconds * self.fps + 1e-3)
+                    yield seconds, _upright(frame, reformatter)
+
+
+def watch(
+    model: Any,
+    processor: Any,
+    sources: Mapping[str, str],
+    question: str,
+    *,
+    every: float = 10.0,
+    fps: float = 2.0,
+    memory_tokens: int = 4096,
+    policy: str | Method = "question",
+    timeout: float = 10.0,
+    **choice: Any,
+) -> Iterator[Answer]:
+    """
+    Answers one question again and again while videos come: every so many seconds of video, and once more at their end.
+
+    Args:
+        model, processor: as `qtsplus.session.load` gives them.
+        sources: by name a file that may still grow (MPEG-TS, Matroska, fragmented mp4), `-` for standard input, an
+            address (http, rtsp, ...) or a device such as `/dev/video0`. All share one clock and one memory.
+        every: seconds of video from answer to answer.
+        fps, memory_tokens, policy: as for [`Stream`].
+        timeout: seconds without a frame after which a source has failed, and a file has ended.
+        choice: as for [`Stream.ask`].
+
+    Yields:
+        answers as [`Stream.ask`] gives them; their `warnings` count the frames that a camera lost because they came
+        faster than they were encoded.
+
+    Raises:
+        TimeoutError: a pipe, an address or a camera sent nothing for too long.
+        ValueError: no source, one that cannot be read or breaks off, a question or a number out of its range.
+    """
+    for name, number in (("every", every), ("timeout", timeout)):
+        require_positive(name, number)
+    if timeout > 1e6:
+        raise ValueError(f"timeout={timeout!r}: expected at most a million seconds.")
+    if not sources:
+        raise ValueError("There is no stream to watch; name one.")
+    standing = question if policy == "question" else None
+    options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "question": standing, "fps": fps}
+    stream, began = Stream(model, processor, **options), time.monotonic()
+    opened = {name: Source(address, fps, timeout, began) for name, address in sources.items()}
+    waiting: dict[str, list[tuple[float, np.ndarray]]] = {name: [] for name in sources}
+
+    def answer() -> Answer:
+        said = stream.ask(question, **choice)
+        lost = [(name, source.dropped) for name, source in opened.items() if source.dropped]
+        return replace(
+            said, warnings=[f"{count} frames of {name!r} came too fast to be encoded." for name, count in lost]
+        )
+
+    try:
+        due = every
+        named = (_named(name, source) for name, source in opened.items())
+        for seconds, name, frame in heapq.merge(*named, key=itemgetter(0)):
+            if seconds >= due:
+                due = (seconds // every + 1) * every
+                _append(stream, waiting)
+                if stream.num_tokens:
+                    yield answer()
+            waiting[name].append((seconds, frame))
+            if sum(map(len, waiting.values())) >= ROOM:
+                _append(stream, waiting)
+        _append(stream, waiting)
+        stream.finish()
+        yield answer()
+    finally:
+        for source in opened.values():
+            source.close()
+
+
+def _named(name: str, source: Source) -> Iterator[tuple[float, str, np.ndarray]]:
+    for seconds, frame in source:
+        yield seconds, name, frame
+
+
+def _append(stream: Stream, waiting: dict[str, list[tuple[float, np.ndarray]]]) -> None:
+    for name, frames in waiting.items():
+        if frames:
+            stream.append([frame for _, frame in frames], [seconds for seconds, _ in frames], name)
+            frames.clear()
+
+
+__all__ = ["GrowingFile", "Source", "watch"]

@@ -1,0 +1,303 @@
+"""`qtsplus watch` and the sources behind it: files that grow, pipes, servers and cameras, each a real one."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import av
+import numpy as np
+import pytest
+
+from benchmarks.world.crowd import make_crowd, render_crowd
+from qtsplus import session
+from qtsplus.watching import ROOM, Source, watch
+
+WORLD = make_crowd(3, 8)
+QUESTION = "What is in the orange square?"
+ANSWER = next(item.mark for item in WORLD.objects if item.name == "orange square")
+
+
+def write(path, frames, rate, **options):
+    """H.264 by PyAV, such as a camera's; to a file or an address."""
+    with av.open(str(path), "w", **options) as container:
+        stream = container.add_stream("libx264", rate=rate, options={"g": str(rate), "crf": "12", "bf": "0"})
+        stream.width, stream.height, stream.pix_fmt = 168, 168, "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+        container.mux(stream.encode())
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_published):
+    return session.load(tiny_published, "cpu")
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    """8 s of a crowd as MPEG-TS, 8 frames a second."""
+    path = tmp_path_factory.mktemp("film") / "film.ts"
+    write(path, np.repeat(render_crowd(WORLD), 4, axis=0), 8)
+    return path
+
+
+def read(address, timeout=5.0, fps=2.0):
+    return [seconds for seconds, _ in Source(str(address), fps, timeout, time.monotonic())]
+
+
+def times_of(answers):
+    return [answer.seconds_of_video for answer in answers]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sources
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "suffix, options", [("ts", {}), ("mkv", {}), ("mp4", {}), ("mp4", {"movflags": "frag_keyframe"})]
+)
+def test_a_file_is_read_at_the_rate_that_was_asked_for(tmp_path, suffix, options):
+    path = tmp_path / f"film.{suffix}"
+    write(path, np.repeat(render_crowd(WORLD), 4, axis=0), 8, options=options)
+    assert read(path, 0.2) == pytest.approx(np.arange(16) / 2, abs=0.01)
+
+
+def test_a_growing_file_is_waited_for(loaded, film, tmp_path):
+    path, content = tmp_path / "growing.ts", film.read_bytes()
+    path.touch()
+
+    def grow():
+        for piece in range(10):
+            time.sleep(0.2)
+            with path.open("ab") as file:
+                file.write(content[piece * len(content) // 10 : (piece + 1) * len(content) // 10])
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    answers = list(watch(*loaded, {"door": str(path)}, QUESTION, every=3, timeout=5))
+    writer.join()
+    assert times_of(answers) == [3, 6, 8], "and once more at its end"
+    assert [answer.answer for answer in answers] == [ANSWER] * 3
+    assert answers[-1].evidence[0].name == "door"
+
+
+@contextmanager
+def served(handle):
+    """An http server on loopback, which answers every request by a function of its handler."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "video/mp2t")
+            handle(self)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/film.ts"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_that_sends_as_it_goes(loaded, film):
+    def send(handler):
+        handler.send_header("Transfer-Encoding", "chunked")  # the film is still being made: nobody knows its length
+        handler.end_headers()
+        for first in range(0, len(film.read_bytes()), 20_000):
+            piece = film.read_bytes()[first : first + 20_000]
+            handler.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        handler.wfile.write(b"0\r\n\r\n")
+
+    with served(send) as address:
+        answers = list(watch(*loaded, {"film": address}, QUESTION, every=100))
+    assert times_of(answers) == [8] and answers[0].answer == ANSWER
+
+
+def test_a_server_that_stalls(film):
+    done = threading.Event()
+
+    def stall(handler):
+        handler.end_headers()
+        handler.wfile.write(film.read_bytes()[:100_000])
+        done.wait(30)
+
+    with served(stall) as address, pytest.raises((TimeoutError, ValueError), match="film.ts"):
+        read(address, 1.0)
+    done.set()
+
+
+def test_a_server_that_breaks_off(film):
+    def break_off(handler):
+        handler.send_header("Content-Length", str(len(film.read_bytes())))
+        handler.end_headers()
+        handler.wfile.write(film.read_bytes()[:100_000])
+        handler.close_connection = True
+
+    with served(break_off) as address, pytest.raises((TimeoutError, ValueError), match="film.ts"):
+        read(address, 2.0)
+
+
+@contextmanager
+def rtsp_camera(film):
+    """
+    A camera on loopback that speaks RTSP (RFC 2326), sends a film as MPEG-TS in RTP (RFC 2250) over the same
+    connection, and then nothing more.
+    """
+    server = socket.create_server(("127.0.0.1", 0))
+    sdp = "v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=film\r\nt=0 0\r\nm=video 0 RTP/AVP 33\r\na=control:track\r\n"
+    replies = {
+        "OPTIONS": "Public: OPTIONS, DESCRIBE, SETUP, PLAY\r\n\r\n",
+        "DESCRIBE": f"Content-Type: application/sdp\r\nContent-Length: {len(sdp)}\r\n\r\n{sdp}",
+        "SETUP": "Transport: RTP/AVP/TCP;unicast;interleaved=0-1\r\nSession: 1\r\n\r\n",
+        "PLAY": "Session: 1\r\n\r\n",
+    }
+    stop = threading.Event()
+
+    def serve():
+        connection, _ = server.accept()
+        method = ""
+        with connection, connection.makefile("rb") as requests:
+            while method != "PLAY":
+                request = [line.decode().strip() for line in iter(requests.readline, b"\r\n")]
+                method, number = request[0].split()[0], next(line for line in request if line.startswith("CSeq"))
+                connection.sendall(f"RTSP/1.0 200 OK\r\n{number}\r\n{replies[method]}".encode())
+            content, size = film.read_bytes(), 7 * 188
+            for index, first in enumerate(range(0, len(content), size)):
+                payload = content[first : first + size]
+                header = struct.pack(">BBHII", 0x80, 33, index, 90 * index, 1)
+                connection.sendall(struct.pack(">cBH", b"$", 0, 12 + len(payload)) + header + payload)
+            stop.wait(120)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"rtsp://127.0.0.1:{server.getsockname()[1]}/film"
+    finally:
+        stop.set()
+        server.close()
+        thread.join(10)
+
+
+def until_it_fails(source):
+    frames = []
+    with pytest.raises((TimeoutError, ValueError), match="film"):
+        for item in source:
+            frames.append(item)
+    return frames
+
+
+def test_a_camera_that_stalls(film):
+    """What it sent is there first, with the film's seconds on the stream's clock."""
+    with rtsp_camera(film) as address:
+        frames = until_it_fails(Source(address, 2.0, 4.0, time.monotonic() - 100))
+    seconds = np.array([one for one, _ in frames])
+    assert 14 <= len(frames) <= 17 and frames[0][1].shape == (168, 168, 3)
+    assert seconds[0] >= 100 and np.allclose(np.diff(seconds), 0.5, atol=0.13)
+
+
+def test_a_camera_waits_for_nobody(film):
+    """Of 64 frames that come while nobody takes one the newest are there, and the others are counted."""
+    with rtsp_camera(film) as address:
+        source = Source(address, 1000.0, 4.0, time.monotonic())
+        while source.dropped < 40:
+            time.sleep(0.1)
+        frames = until_it_fails(source)
+    assert ROOM <= len(frames) <= 64 - source.dropped
+    assert np.allclose(np.diff([seconds for seconds, _ in frames]), 1 / 8, atol=0.01), "the newest, all of them"
+
+
+@pytest.mark.parametrize(
+    "address", ["/nonexistent/film.ts", "/dev/video99", "http://127.0.0.1:9/film.ts", "nonsense://x"]
+)
+def test_what_is_no_source(address):
+    with pytest.raises(ValueError, match="stream"):
+        read(address, 1.0)
+
+
+def test_what_is_no_video(tmp_path):
+    (tmp_path / "text.ts").write_text("not a video\n" * 100)
+    with pytest.raises(ValueError, match="Cannot read the stream .*text.ts"):
+        read(tmp_path / "text.ts", 0.2)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Watching
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_two_cameras_on_one_clock(loaded, film, tmp_path):
+    write(tmp_path / "yard.ts", [np.full((168, 168, 3), 120, np.uint8)] * 24, 8)
+    sources = {"yard": str(tmp_path / "yard.ts"), "door": str(film)}
+    answers = list(watch(*loaded, sources, QUESTION, every=2, timeout=0.2, memory_tokens=150))
+    assert times_of(answers) == [2, 4, 6, 8], "one ends after 3 s, the other goes on"
+    assert all(answer.evidence[0].name == "door" for answer in answers)
+    assert answers[-1].visual_tokens == 150 and answers[-1].answer == ANSWER
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"timeout": -1}, {"fps": float("nan")}, {"policy": "best"}], ids=str)
+def test_numbers_out_of_range(loaded, film, options):
+    with pytest.raises(ValueError):
+        next(watch(*loaded, {"film": str(film)}, QUESTION, **options))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watching(tiny_published, *arguments):
+    """`qtsplus watch` in a process of its own, with a pipe as its standard input."""
+    command = [sys.executable, "-m", "qtsplus.cli", "watch", *map(str, arguments), "--model", str(tiny_published)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=environment, **pipes)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_pipe_that_ends(tiny_published, film):
+    with watching(tiny_published, "door=-", QUESTION, "--every", "4", "--json") as process:
+        output, errors = process.communicate(film.read_bytes())
+    assert process.returncode == 0, errors
+    answers = [json.loads(line) for line in output.splitlines()]
+    assert [answer["seconds_of_video"] for answer in answers] == [4, 8]
+    assert [answer["answer"] for answer in answers] == [ANSWER] * 2
+    assert answers[0]["evidence"][0]["video"] == "door"
+
+
+def test_a_pipe_that_stalls(tiny_published, film):
+    with watching(tiny_published, "-", QUESTION, "--every", "2", "--timeout", "3") as process:
+        process.stdin.write(film.read_bytes())
+        process.stdin.flush()
+        assert b"[2.0 s] " + ANSWER.encode() in process.stdout.readline()
+        assert process.wait(120) == 2
+        assert process.stderr.read().decode().splitlines()[-1] == "qtsplus: The stream '-' sent no frame for 3 s."
+
+
+def test_interrupted(tiny_published, film):
+    with watching(tiny_published, "-", QUESTION, "--every", "2", "--timeout", "600") as process:
+        process.stdin.write(film.read_bytes())
+        process.stdin.flush()
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 130
+        assert process.stderr.read().decode().splitlines()[-1] == "Stopped."
