@@ -280,7 +280,6 @@ def run_stream(
         "rows": _rows(answers),
         "costs": costs,
         "drift": drifts,
-        "answers": answers,
     }
     target.with_suffix(".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
     write_json(target, document)
@@ -300,6 +299,7 @@ def _rows(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             {
                 **{"kind": kind, "tokens": tokens, "rival": rival, "lag": lag, "questions": len(group)},
                 **{name: float(shares.mean()) for name, shares in values.items()},
+                "by_film": [float(values["correct"][clusters == number].mean()) for number in np.unique(clusters)],
                 "interval": share_interval(values["correct"], clusters),
             }
         )
