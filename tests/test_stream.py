@@ -83,7 +83,7 @@ def test_frames_are_encoded_once(loaded, monkeypatch):
     assert counts == [2] * 4 and scored == [72] * 4, "what is new, and never what is remembered"
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, METHODS["uniform"]], ids=str)
+@pytest.mark.parametrize("policy", [*POLICIES, METHODS["uniform"]], ids=[*POLICIES, "a function"])
 def test_the_memory_has_a_bound(loaded, policy, whole):
     one = stream(loaded, policy)
     for first in range(0, 16, 2):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .methods_qtsplus import METHODS, Candidates, Method, most_relevant
-from .session import _check_question
+from .session import check_question
 
 
 def newest(candidates: Candidates, n: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ class StandingQuestion:
 
     @torch.no_grad()
     def __init__(self, model: Any, processor: Any, question: str):
-        _check_question(model, processor, question)
+        check_question(model, processor, question)
         selector = model.model.qtsplus
         if len(selector.scoring_layers) != 1:
             raise ValueError(

@@ -112,7 +112,7 @@ def ask(
         ValueError: a question that is empty or longer than the model's positions, a video that cannot be read, frames
             without `fps`, `fps` for a video that was encoded before, a retention out of its range.
     """
-    _check_question(model, processor, question)
+    check_question(model, processor, question)
     timings: dict[str, float] = {}
     if not isinstance(video, EncodedVideo):
         video = encode(model, processor, video, fps=fps, two_passes=two_passes)
@@ -155,7 +155,7 @@ def answer_questions(
         ValueError: no video; two passes over other than one video and one question; and as [`ask`].
     """
     for question in questions:
-        _check_question(model, processor, question)
+        check_question(model, processor, question)
     if not videos:
         raise ValueError("There is no video to ask about; add one.")
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
@@ -163,7 +163,7 @@ def answer_questions(
     if any(video.large for video in videos.values()):
         return [_answer_twice(model, processor, videos, questions, turns, choice, options)]
     inputs = prompt_inputs(processor, videos, questions, turns, model.device)
-    clock = _Clock()
+    clock = Clock()
     options = {**options, "streamer": clock}
     if memory is None:
         output = model.generate(**inputs, **choice, **options)
@@ -173,7 +173,7 @@ def answer_questions(
     relevance = chosen.relevance or [None] * len(questions)  # none if the method computed none
     timings, start = clock.timings(), inputs["input_ids"].shape[1]
     rows = zip(output.sequences[:, start:], chosen.kept_indices, relevance, chosen.rho.tolist(), strict=True)
-    return [_answer(processor, videos, *row, timings) for row in rows]
+    return [make_answer(processor, videos, *row, timings) for row in rows]
 
 
 @dataclass
@@ -219,7 +219,7 @@ def _answer_twice(
     large: Any = video.large
     second = second_pass(model, large, prompt_inputs(processor, videos, questions, turns, model.device), **choice)
     timings = {"second_pass": time.perf_counter() - started}
-    clock, whole = _Clock(), {name: replace(video, video_grid_thw=large.chunks.video_grid_thw)}
+    clock, whole = Clock(), {name: replace(video, video_grid_thw=large.chunks.video_grid_thw)}
     inputs = prompt_inputs(processor, whole, questions, turns, model.device)
     with torch.no_grad():
         prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
@@ -228,10 +228,10 @@ def _answer_twice(
     relevance = None if chosen.relevance is None else chosen.relevance[0]
     kept, relevance = second.of_the_whole(chosen.kept_indices[0], relevance)
     ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-    return _answer(processor, whole, ids, kept, relevance, second.rho, {**timings, **clock.timings()})
+    return make_answer(processor, whole, ids, kept, relevance, second.rho, {**timings, **clock.timings()})
 
 
-def _answer(
+def make_answer(
     processor: Any,
     videos: Mapping[str, EncodedVideo],
     ids: torch.Tensor,
@@ -306,7 +306,7 @@ def prompt_inputs(
     return {**inputs, "video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
 
 
-def _check_question(model: Any, processor: Any, question: str) -> None:
+def check_question(model: Any, processor: Any, question: str) -> None:
     if not question.strip():
         raise ValueError("The question is empty; expected some text.")
     tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
@@ -315,7 +315,7 @@ def _check_question(model: Any, processor: Any, question: str) -> None:
         raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
 
 
-class _Clock(BaseStreamer):
+class Clock(BaseStreamer):
     """Notes when the first new token comes; `generate` puts the prompt before it."""
 
     def __init__(self) -> None:

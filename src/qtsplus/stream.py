@@ -22,7 +22,7 @@ from .methods_qtsplus import Candidates, Method, changes, check_kept
 from .mixin_qtsplus import choose
 from .policies import POLICIES, StandingQuestion
 from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, VisualSpan, take_inputs
-from .session import Answer, _answer, _check_question, _Clock, prompt_inputs
+from .session import Answer, Clock, check_question, make_answer, prompt_inputs
 from .two_passes import SecondPass
 from .video_qtsplus import stack_frames
 from .videos import EncodedVideo
@@ -295,7 +295,7 @@ class Stream:
         Raises:
             ValueError: nothing is in memory; a question that is empty or longer than the model's positions.
         """
-        _check_question(self.model, self.processor, question)
+        check_question(self.model, self.processor, question)
         cameras = {name: camera for name, camera in self.cameras.items() if len(camera.tokens)}
         if not cameras:
             raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
@@ -305,7 +305,7 @@ class Stream:
         inputs = prompt_inputs(self.processor, videos, [question], device=self.model.device)
         numbers = self._numbers(list(rows.values()), cameras.values(), inputs["input_ids"], max_new_tokens)
         prompt = memory_prompt(self.model, inputs, places, numbers, **choice)
-        clock = _Clock()
+        clock = Clock()
         options = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True, "streamer": clock}
         output = self.model.generate_from(prompt, **options)
         starts = [0, *accumulate(len(rows[name]) * math.prod(camera.cells) for name, camera in cameras.items())]
@@ -314,7 +314,7 @@ class Stream:
         relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
         kept, relevance = second.of_the_whole(output.qtsplus.kept_indices[0], relevance)
         ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-        answer = _answer(self.processor, videos, ids, kept, relevance, second.rho, clock.timings())
+        answer = make_answer(self.processor, videos, ids, kept, relevance, second.rho, clock.timings())
         return replace(
             answer,
             frames=self.frames_per_step * sum(len(set(camera.tokens.steps.tolist())) for camera in cameras.values()),
