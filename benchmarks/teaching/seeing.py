@@ -169,7 +169,7 @@ def teach_to_see(folder: Path, steps: int, rate: float = 1e-3, count: int = 32, 
         optimizer.load_state_dict(state["optimizer"])
         done = state["step"]
     namer, began, losses = Namer(model, processor), time.perf_counter(), []
-    batches = DataLoader(_Batches(count, few), batch_size=None, sampler=range(done, steps), num_workers=1)
+    batches = DataLoader(_Batches(count, few), batch_size=None, sampler=range(done, steps), collate_fn=tuple, num_workers=1)
     for step, (frames, labels) in enumerate(batches, start=done):
         factor = min(1.0, (step + 1) / 50, (steps - step) / (0.2 * steps))
         for group, own in zip(optimizer.param_groups, full, strict=True):

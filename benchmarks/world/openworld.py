@@ -130,7 +130,13 @@ class OpenWorld:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def make_open(seed: int, seconds: int = 8, few: bool = False, size: tuple[int, int] | None = None) -> OpenWorld:
+def make_open(
+    seed: int,
+    seconds: int = 8,
+    few: bool = False,
+    size: tuple[int, int] | None = None,
+    bars: tuple[int, int] | None = None,
+) -> OpenWorld:
     """
     Makes a world; the same arguments give the same one.
 
@@ -139,6 +145,7 @@ def make_open(seed: int, seconds: int = 8, few: bool = False, size: tuple[int, i
         seconds: length, in [`OPEN_SECONDS`].
         few: a third of the things, for what learning starts with.
         size: of the frames, one of [`OPEN_SIZES`], or else drawn.
+        bars: see [`OpenWorld`], or else drawn.
 
     Raises:
         ValueError: `seconds` or `size` out of range.
@@ -149,15 +156,13 @@ def make_open(seed: int, seconds: int = 8, few: bool = False, size: tuple[int, i
         raise ValueError(f"size={size!r}: expected one of {OPEN_SIZES}.")
     rng = np.random.default_rng([seed, seconds, 11])
     drawn = OPEN_SIZES[rng.choice(len(OPEN_SIZES), p=(0.4, 0.12, 0.12, 0.12, 0.12, 0.12))]
-    bars = (0, 0)
-    if rng.random() < 0.2:
-        along = int(rng.integers(2))
-        bars = tuple(int(rng.integers(6, 22)) * (axis == along) for axis in range(2))
+    wide, tall = (int(width) for width in rng.integers(6, 30, 2))
+    barred = rng.random()  # by chance
     world = OpenWorld(
         seed=seed,
         seconds=seconds,
         size=size or drawn,
-        bars=bars,
+        bars=bars or ((wide, 0) if barred < 0.1 else (0, tall) if barred < 0.2 else (0, 0)),
         things=(),
         shade=int(rng.integers(80, 190)),
         clouds=float(rng.uniform(4, 26)),
