@@ -49,7 +49,7 @@ def answer_all(model: Any, processor: Any, path: Path, batch: int = 16, blind: b
 
 def _row(dataset: TinyWorldDataset, model: Any, record: Any, features: dict[str, torch.Tensor], blind: bool) -> Any:
     """An example with its video encoded, once for all of its questions."""
-    example = dataset.example(record)
+    example: Any = dataset.example(record)
     name = "any" if blind else str(record.video)
     pixels = example.pop("pixel_values_videos")
     if name not in features:
@@ -63,9 +63,7 @@ def constant_answers(path: Path) -> dict[str, float]:
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         answers[record["kind"]][record["answer"]] += 1
-    return {
-        kind: round(100 * max(own.values()) / own.total(), 1) for kind, own in sorted(answers.items())
-    }
+    return {kind: round(100 * max(own.values()) / own.total(), 1) for kind, own in sorted(answers.items())}
 
 
 def main() -> None:

@@ -85,9 +85,9 @@ class TinyWorldDataset(VideoQADataset):
     """
     As [`VideoQADataset`].
 
-    `dense`, when set, gives examples the `token_words` of their record, a [`TokenWords`], and as `needles` for
-    each answer's first words `[k]`, where it has them. The `attention` of a record with a `teacher_video` is the attention to that one,
-    see [`sum_onto`].
+    `dense`, when set, gives examples the `token_words` of their record, a [`TokenWords`], and as `needles` the tokens
+    `[k]` of each answer's first words, where it has them. The `attention` of a record with a `teacher_video` is the
+    attention to that one, see [`sum_onto`].
     """
 
     dense = False

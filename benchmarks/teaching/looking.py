@@ -126,10 +126,11 @@ def watching(
         supervised = row_labels[real] != IGNORED
         starts = (supervised[1:] & ~supervised[:-1]).nonzero()[:, 0].tolist()
         # A long text may have been cut before its last answers.
-        words = [(start + number, word) for start, answer in zip(starts, own) for number, word in enumerate(answer)]
-        places = torch.tensor([place for place, _ in words], dtype=torch.int64, device=ids.device)
-        wanted = torch.zeros(len(words), int(real.sum()), dtype=torch.bool, device=ids.device)
-        for looks, (_, found) in zip(wanted, words, strict=True):
+        answers = zip(starts, own, strict=False)
+        said = [(start + number, word) for start, answer in answers for number, word in enumerate(answer)]
+        places = torch.tensor([place for place, _ in said], dtype=torch.int64, device=ids.device)
+        wanted = torch.zeros(len(said), int(real.sum()), dtype=torch.bool, device=ids.device)
+        for looks, (_, found) in zip(wanted, said, strict=True):
             if len(found) and int(found.max()) >= len(tokens):
                 raise ValueError(f"needles name the visual token {int(found.max())}; the video has {len(tokens)}.")
             looks[tokens[found.to(tokens.device)]] = True

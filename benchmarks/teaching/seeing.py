@@ -92,7 +92,10 @@ class Namer:
     def scores(self, frames: np.ndarray) -> list[torch.Tensor]:
         """Of each aspect `[B * tokens, words of it]`."""
         settings = self.processor.video_processor
-        grid = (frames.shape[1] // settings.temporal_patch_size, *(side // settings.patch_size for side in frames.shape[2:4]))
+        grid = (
+            frames.shape[1] // settings.temporal_patch_size,
+            *(side // settings.patch_size for side in frames.shape[2:4]),
+        )
         grids = torch.tensor([grid] * len(frames))
         tokens = self.model.model.visual(patches(frames, self.processor), grid_thw=grids).pooler_output
         tokens = torch.cat(list(tokens)) if isinstance(tokens, (tuple, list)) else tokens
@@ -144,7 +147,9 @@ class _Batches(Dataset):
         return draw_batch(step * self.count, self.count, step < self.few)
 
 
-def teach_to_see(folder: Path, steps: int, rate: float = 1e-3, count: int = 32, every: int = 200, few: int = 300) -> None:
+def teach_to_see(
+    folder: Path, steps: int, rate: float = 1e-3, count: int = 32, every: int = 200, few: int = 300
+) -> None:
     """
     Trains the tower of the model in a folder, and the embeddings of its words.
 
@@ -169,7 +174,9 @@ def teach_to_see(folder: Path, steps: int, rate: float = 1e-3, count: int = 32, 
         optimizer.load_state_dict(state["optimizer"])
         done = state["step"]
     namer, began, losses = Namer(model, processor), time.perf_counter(), []
-    batches = DataLoader(_Batches(count, few), batch_size=None, sampler=range(done, steps), collate_fn=tuple, num_workers=1)
+    batches = DataLoader(
+        _Batches(count, few), batch_size=None, sampler=range(done, steps), collate_fn=tuple, num_workers=1
+    )
     for step, (frames, labels) in enumerate(batches, start=done):
         factor = min(1.0, (step + 1) / 50, (steps - step) / (0.2 * steps))
         for group, own in zip(optimizer.param_groups, full, strict=True):

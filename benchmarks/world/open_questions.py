@@ -83,7 +83,9 @@ def _existence(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
     shapes = sorted({thing.shape for thing in world.things} - changing)
     there = {thing.name for thing in world.things}
     for number, thing in _plain(world, shown):
-        yield OpenQuestion("existence", f"Is there {with_article(thing.name)}?", "Yes", tuple(shown.needle(number).tolist()))
+        yield OpenQuestion(
+            "existence", f"Is there {with_article(thing.name)}?", "Yes", tuple(shown.needle(number).tolist())
+        )
     for name in (f"{colour} {shape}" for colour in OPEN_COLOURS for shape in shapes):
         if name not in there:
             yield OpenQuestion("existence", f"Is there {with_article(name)}?", "No", ())

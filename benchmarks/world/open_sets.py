@@ -31,7 +31,7 @@ def _test_world(seed: int, seconds: int) -> OpenWorld:
     return replace(make_open(seed, seconds, size=SQUARE, bars=(MARGIN, MARGIN)), bars=(0, 0), light=1.0)
 
 
-# The same questions about the same videos, which are shown otherwise; but for the last two, which have their own things.
+# The same questions about the same videos, shown otherwise; but for the last two, which have things of their own.
 VARIANTS: dict[str, Callable[[int, int], OpenWorld]] = {
     "plain": _test_world,
     "shift5": lambda seed, seconds: _moved(_test_world(seed, seconds), 5),

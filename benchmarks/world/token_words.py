@@ -52,11 +52,8 @@ def read_token_words(path: str | os.PathLike) -> NamedTokens:
     try:
         with safe_open(path, framework="np") as file:
             content = json.loads((file.metadata() or {})["token_words"])
-            labels, things = (
-                file.get_tensor(name).astype(np.int64) if name in file.keys() else None for name in ("labels", "things")
-            )
-            if labels is None:
-                raise KeyError("labels")
+            tensors = {name: file.get_tensor(name).astype(np.int64) for name in file.keys()}  # noqa: SIM118
+            labels, things = tensors["labels"], tensors.get("things")
             return NamedTokens(labels, content["words"], content["aspects"], content.get("context", ()), things)
     except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"{path} does not name the tokens of a video: {error}.") from error

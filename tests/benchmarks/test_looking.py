@@ -114,7 +114,7 @@ def test_the_loss_gains_its_weighted_mean(tmp_path):
     plain = steps(train(tmp_path, max_steps=1))[0]
     looked = steps(train(tmp_path, max_steps=1, looking_weight=0.5))[0]
     assert looked["loss_looking"] > 0 and "loss_looking" not in plain
-    needles = [own for own in needles_of(examples(4)) if own]
+    needles = [own[0] for own in needles_of(examples(4)) if own]
     with_video, resting = len(needles), sum(len(own[0]) > 0 for own in needles)
     assert 0 < resting < with_video  # whose mean it is
     gained = 0.5 * looked["loss_looking"] * resting / with_video
@@ -199,6 +199,8 @@ def test_a_crowd_says_what_its_answers_rest_on_and_a_batch_of_it_trains(tmp_path
     model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
     with watching(model, batch, labels, needles, LAYER) as looks:
         model(**batch, use_cache=False)
-    assert [len(look.by_kind["looking"].places) for look in looks] == [sum(len(word) > 0 for (word,) in own) for own in needles]
+    assert [len(look.by_kind["looking"].places) for look in looks] == [
+        sum(len(word) > 0 for (word,) in own) for own in needles
+    ]
     looking_losses(looks, "looking").sum().backward()
     assert model.model.language_model.layers[LAYER].self_attn.q_proj.weight.grad.abs().max() > 0

@@ -153,10 +153,15 @@ def test_a_set_on_disk_holds_what_its_records_say(tmp_path):
     assert frames[:, :20].mean() < 12 and frames[:, 60:-60].mean() > 40
     labels = read_token_words(tmp_path / record["token_words"])
     assert (labels.things == name_tokens(world, count_pixels(world)).things).all()
-    asked = {question.text: question for question in open_questions(
-        world, count_pixels(world), np.random.default_rng([record["seed"], record["seconds"], 14])
-    )}
-    assert all(tuple(row["needles"][0]) == asked[row["question"]].needles for row in records if row["video"] == record["video"])
+    asked = {
+        question.text: question
+        for question in open_questions(
+            world, count_pixels(world), np.random.default_rng([record["seed"], record["seconds"], 14])
+        )
+    }
+    assert all(
+        tuple(row["needles"][0]) == asked[row["question"]].needles for row in records if row["video"] == record["video"]
+    )
 
     before = (tmp_path / record["video"]).stat().st_mtime_ns
     whole = path.read_bytes()
