@@ -5,12 +5,15 @@
 
 import argparse
 import json
+import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from qtsplus.training.dataset import IGNORED
+from qtsplus.training.features import encode_videos
 from qtsplus.training.models import load_config, load_model, load_processor
 
 from .dataset import TinyWorldCollator, TinyWorldDataset, read_tinyworld
@@ -24,37 +27,33 @@ def answer_all(model: Any, processor: Any, path: Path, batch: int = 16, blind: b
     Args:
         path: a set of `build_open`, one question a record.
         batch: questions read at a time.
-        blind: of another video each, the same one for all: what the question alone tells.
+        blind: every question is asked about the same video: what the question alone tells. All are of one size.
     """
     records = read_tinyworld(path)
     kinds = [json.loads(line)["kind"] for line in path.read_text(encoding="utf-8").splitlines()]
     dataset, collate = TinyWorldDataset(records, processor), TinyWorldCollator(processor)
-    features: dict[str, torch.Tensor] = {}
     right: dict[str, list[bool]] = defaultdict(list)
-    for first in range(0, len(records), batch):
-        rows = [_row(dataset, model, record, features, blind) for record in records[first : first + batch]]
-        inputs = collate(rows)
-        labels = inputs.pop("labels")
-        for name in ("source_ids", "skipped"):
-            inputs.pop(name, None)
-        said = model(**inputs, selection="all", use_cache=False)
-        labels = model.compact_labels(labels, input_ids=None, columns=said.qtsplus.columns)
-        hits = (said.logits[:, :-1].argmax(-1) == labels[:, 1:]) | (labels[:, 1:] == -100)
-        for kind, hit in zip(kinds[first:], hits.all(1).tolist(), strict=False):
-            right[kind].append(hit)
+    with tempfile.TemporaryDirectory() as folder:
+        dataset.features = encode_videos(model, processor, [(str(record.video), None) for record in records], folder)
+        any_video = dataset.features.load(str(records[0].video))
+        for first in range(0, len(records), batch):
+            rows: list[Any] = [dataset.example(record) for record in records[first : first + batch]]
+            hits = _are_right(model, collate([{**row, **(any_video or {})} for row in rows] if blind else rows))
+            for kind, hit in zip(kinds[first:], hits, strict=False):
+                right[kind].append(hit)
     shares = {kind: round(100 * sum(hits) / len(hits), 1) for kind, hits in sorted(right.items())}
     every = [hit for hits in right.values() for hit in hits]
     return {**shares, "all": round(100 * sum(every) / len(every), 1), "questions": len(every)}
 
 
-def _row(dataset: TinyWorldDataset, model: Any, record: Any, features: dict[str, torch.Tensor], blind: bool) -> Any:
-    """An example with its video encoded, once for all of its questions."""
-    example: Any = dataset.example(record)
-    name = "any" if blind else str(record.video)
-    pixels = example.pop("pixel_values_videos")
-    if name not in features:
-        features[name] = model.encode_videos(pixels, example["video_grid_thw"])[0]
-    return {**example, "video_features": features[name]}
+def _are_right(model: Any, inputs: dict[str, Any]) -> list[bool]:
+    """Of each row whether every word of its answer is the likeliest."""
+    labels = inputs.pop("labels")
+    for name in ("source_ids", "skipped"):
+        inputs.pop(name, None)
+    said = model(**inputs, selection="all", use_cache=False)
+    labels = model.compact_labels(labels, input_ids=None, columns=said.qtsplus.columns)
+    return ((said.logits[:, :-1].argmax(-1) == labels[:, 1:]) | (labels[:, 1:] == IGNORED)).all(1).tolist()
 
 
 def constant_answers(path: Path) -> dict[str, float]:

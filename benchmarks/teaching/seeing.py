@@ -186,7 +186,7 @@ def teach_to_see(
         torch.nn.utils.clip_grad_norm_([weight for _, weight in trained], 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(float(loss))
+        losses.append(loss.item())
         if (step + 1) % every == 0 or step + 1 == steps:
             model.save_pretrained(folder)
             torch.save({"optimizer": optimizer.state_dict(), "step": step + 1}, folder / STATE)

@@ -180,17 +180,3 @@ def test_shifted_and_dark_videos_are_asked_the_same():
         for world in (plain, shifted, dark)  # the middle of the frame stays where it is
     ]
     assert texts[0] == texts[1] == texts[2]
-
-
-def test_clips_reach_the_tower_as_the_video_processor_gives_them(tmp_path):
-    torch = pytest.importorskip("torch")
-    from benchmarks.teaching.seeing import draw_batch, patches
-    from benchmarks.world.open_model import make_open_model
-
-    _, processor = make_open_model(tmp_path)
-    frames, labels = draw_batch(32, 3)
-    given_back = processor.video_processor(
-        videos=[torch.from_numpy(clip).movedim(-1, 1) for clip in frames], do_sample_frames=False, return_tensors="pt"
-    )
-    torch.testing.assert_close(patches(frames, processor), given_back["pixel_values_videos"])
-    assert len(labels) == 3 * frames.shape[2] * frames.shape[3] // CELL**2
