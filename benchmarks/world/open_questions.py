@@ -40,7 +40,7 @@ def open_questions(
     world: OpenWorld, shown: Shown, rng: np.random.Generator, plan: Mapping[str, int] = OPEN_PLAN
 ) -> list[OpenQuestion]:
     """
-    Questions about a world. Of each kind every answer is as likely, as far as the world has it.
+    Questions about a world, of each kind in rounds in which every answer that the world has comes once.
 
     Args:
         world, shown: see [`count_pixels`].
@@ -54,12 +54,10 @@ def open_questions(
             by_answer.setdefault(question.answer, []).append(question)
         answers = sorted(by_answer)
         answers = [answers[index] for index in rng.permutation(len(answers))]
-        for number in range(count):
-            left = [by_answer[answer] for answer in answers if by_answer[answer]]
-            if not left:
-                break
-            chosen = left[number % len(left)]
-            asked.append(chosen.pop(int(rng.integers(len(chosen)))))
+        rounds = min(map(len, by_answer.values()), default=0)
+        for number in range(min(count, rounds * len(answers))):
+            questions = by_answer[answers[number % len(answers)]]
+            asked.append(questions.pop(int(rng.integers(len(questions)))))
     return asked
 
 
