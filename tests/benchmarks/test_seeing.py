@@ -1,6 +1,7 @@
 """A tower learns to see, goes on where it was stopped, and a base is asked."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from benchmarks.world.open_model import make_open_model
 from benchmarks.world.open_sets import build_open
 from benchmarks.world.scene import CELL
 from qtsplus.training.models import load_config, load_model, load_processor
+
+BASE = Path(__file__).resolve().parents[2] / "benchmarks" / "bases" / "open"
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +64,15 @@ def test_a_base_is_asked_by_kind(start, tmp_path):
     kinds = {line["kind"] for line in lines}
     assert set(shares) == kinds | {"all", "questions"} and shares["questions"] == len(lines)
     assert set(constant_answers(path)) == kinds and constant_answers(path)["existence"] == 50.0
+
+
+def test_the_taught_base_answers_wherever_things_are(tmp_path):
+    """A few videos each; benchmarks/notebook.md has what it answers in sixty."""
+    folder = str(BASE)
+    processor = load_processor(None, folder, load_config(None, folder, {"selection": "all"}))
+    model = load_model(None, folder, {"selection": "all"}).eval()
+    for variant in ("shift5", "portrait"):
+        path = build_open(tmp_path / variant, "test", 3, 8, variant=variant)
+        assert answer_all(model, processor, path)["all"] > 75
+    assert answer_all(model, processor, path, blind=True)["all"] < 60
+    assert (BASE / "model.safetensors").stat().st_size < 8e6
