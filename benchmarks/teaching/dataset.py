@@ -19,7 +19,7 @@ from qtsplus.training.dataset import SkippedRecord, VideoQADataset
 from .naming import load_token_words
 
 Index = Annotated[int, Strict(), Field(ge=0)]
-_DENSE = ("token_words", "needles", "teacher_video")
+_DENSE = ("token_words", "needles", "looks", "teacher_video")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="ignore"))
@@ -30,6 +30,8 @@ class TinyWorldRecord(VideoRecord):
     Args:
         token_words: a safetensors file that names what each visual token shows, see `NamedTokens`.
         needles: of each answer in turn, the visual tokens of that file's grid that it rests on; may be empty.
+        looks: of each answer in turn, for its first words in turn the visual tokens that show them; without any, its
+            first word has the needles.
         teacher_video: the same video at full size, where `video` is too small for a teacher of attention.
 
     Raises:
@@ -38,6 +40,7 @@ class TinyWorldRecord(VideoRecord):
 
     token_words: str | None = None
     needles: tuple[tuple[Index, ...], ...] = ()
+    looks: tuple[tuple[tuple[Index, ...], ...], ...] = ()
     teacher_video: Text | None = None
 
     @model_validator(mode="after")
@@ -82,9 +85,9 @@ class TinyWorldDataset(VideoQADataset):
     """
     As [`VideoQADataset`].
 
-    `dense`, when set, gives examples the `token_words` of their record, a [`TokenWords`], and its `needles`, `[k]` for
-    each answer, where it has them. The `attention` of a record with a `teacher_video` is the attention to that one,
-    see [`sum_onto`].
+    `dense`, when set, gives examples the `token_words` of their record, a [`TokenWords`], and as `needles` the tokens
+    `[k]` of each answer's first words, where it has them. The `attention` of a record with a `teacher_video` is the
+    attention to that one, see [`sum_onto`].
     """
 
     dense = False
@@ -145,7 +148,8 @@ class TinyWorldDataset(VideoQADataset):
         if record.token_words is not None:
             example["token_words"] = load_token_words(record.token_words, self.processor.tokenizer)
         if record.needles:
-            example["needles"] = [torch.tensor(needles, dtype=torch.int64) for needles in record.needles]
+            looks = record.looks or tuple((needles,) for needles in record.needles)
+            example["needles"] = [[torch.tensor(word, dtype=torch.int64) for word in answer] for answer in looks]
         return example
 
 

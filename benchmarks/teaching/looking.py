@@ -91,7 +91,7 @@ def watching(
     model: Any,
     inputs: Mapping[str, Any],
     labels: torch.Tensor,
-    needles: Sequence[Sequence[torch.Tensor]],
+    needles: Sequence[Sequence[Sequence[torch.Tensor]]],
     layer: int,
     token_words: Sequence[TokenWords | None] | None = None,
     names: bool = False,
@@ -105,8 +105,8 @@ def watching(
         model: a QTSplus model.
         inputs: with `input_ids` `[B, S]`.
         labels: `[B, S]`.
-        needles: per row and answer the visual tokens `[k]` that it rests on, as places among the row's; a row may have
-            none, and an answer `[0]`.
+        needles: per row and answer, for its first words in turn, the visual tokens `[k]` that each rests on, as places
+            among the row's; a row may have none, and a word `[0]`.
         layer: of the language model, counted from 0.
         token_words: per row, of its video.
         names: whether to note the names in the questions too, of rows that have token_words.
@@ -124,21 +124,25 @@ def watching(
     rows = [Looks() for _ in ids]
     for row, own, tokens, real, row_labels in zip(rows, needles, candidates, mask.bool(), labels, strict=True):
         supervised = row_labels[real] != IGNORED
-        starts = (supervised[1:] & ~supervised[:-1]).nonzero()[:, 0]
-        wanted = torch.zeros(len(starts), int(real.sum()), dtype=torch.bool, device=ids.device)
-        for answer, found in zip(wanted, own, strict=False):  # a long text may have been cut before its last answers
+        starts = (supervised[1:] & ~supervised[:-1]).nonzero()[:, 0].tolist()
+        # A long text may have been cut before its last answers.
+        answers = zip(starts, own, strict=False)
+        said = [(start + number, word) for start, answer in answers for number, word in enumerate(answer)]
+        places = torch.tensor([place for place, _ in said], dtype=torch.int64, device=ids.device)
+        wanted = torch.zeros(len(said), int(real.sum()), dtype=torch.bool, device=ids.device)
+        for looks, (_, found) in zip(wanted, said, strict=True):
             if len(found) and int(found.max()) >= len(tokens):
                 raise ValueError(f"needles name the visual token {int(found.max())}; the video has {len(tokens)}.")
-            answer[tokens[found.to(tokens.device)]] = True
-        row.add("looking", layer, starts, wanted)
+            looks[tokens[found.to(tokens.device)]] = True
+        row.add("looking", layer, places, wanted)
     named = [(index, words) for index, words in enumerate(token_words or ()) if words is not None]
     grids = model.model.merged_grid(inputs["video_grid_thw"]) if named else ()
     for (index, words), grid in zip(named, grids, strict=True):
         row, tokens, real = rows[index], candidates[index], mask[index].bool()
         earlier = words.earlier(tuple(grid)).to(ids.device)
-        followed = (earlier >= 0).nonzero()[:, 0]
+        followed = earlier.any(1).nonzero()[:, 0]
         wanted = torch.zeros(len(followed), int(real.sum()), dtype=torch.bool, device=ids.device)
-        wanted.scatter_(1, tokens[earlier[followed]][:, None], True)
+        wanted[:, tokens] = earlier[followed]
         row.add("following", layer - 1, tokens[followed], wanted)
         if names:
             _watch_names(row, ids[index, real], labels[index, real], needles[index], layer, words, tokens, tuple(grid))
@@ -150,7 +154,7 @@ def _watch_names(
     row: Looks,
     ids: torch.Tensor,
     labels: torch.Tensor,
-    needles: Sequence[torch.Tensor],
+    needles: Sequence[Sequence[torch.Tensor]],
     layer: int,
     words: TokenWords,
     tokens: torch.Tensor,
@@ -162,7 +166,7 @@ def _watch_names(
     places = torch.tensor([name.place for name in names], dtype=torch.int64, device=ids.device)
     for wanted, name in zip(meant, names, strict=True):
         if name.turn < len(needles):
-            own = needles[name.turn].cpu()  # as the words are
+            own = torch.cat([*needles[name.turn]]).cpu()  # as the words are
             wanted[tokens[own[words.showing(name.words, grid)[own]].to(tokens.device)]] = True
     row.add("referring", layer, places, meant)
     places, said = said_names(labels, names, words)

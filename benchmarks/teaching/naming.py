@@ -39,6 +39,7 @@ class TokenWords:
         first_words: `[n]` int64, the same without one, as a text begins with it; -1 where those are several tokens.
         aspects: `[k, n]` bool, which words an aspect can be; the first of them stands for nothing.
         context: `[c, n]` bool, the same.
+        things: `[T, H, W]` int64, which thing a token names, or -1; `None` where its words tell.
         places: the tokens of [`SECONDS`], [`ROWS`] and [`COLUMNS`], int64 each.
     """
 
@@ -48,6 +49,7 @@ class TokenWords:
     aspects: torch.Tensor
     context: torch.Tensor
     places: tuple[torch.Tensor, ...]
+    things: torch.Tensor | None = None
 
     def labels_on(self, grid: Sequence[int]) -> torch.Tensor:
         """
@@ -73,20 +75,18 @@ class TokenWords:
 
     def earlier(self, grid: Sequence[int]) -> torch.Tensor:
         """
-        Of each of a model's tokens the one in the step before that shows the same, `[M]`; -1 where it shows nothing,
-        where none or several do, and where tokens cover several cells.
+        Of each of a model's tokens those in the step before that show the same thing, `[M, M]` bool; none where it
+        shows nothing, and where tokens cover several cells.
         """
         labels = self.labels_on(grid)[..., : len(self.aspects)]
         if labels.shape[1] > 1:
-            return torch.full((len(labels),), -1)
-        shown = labels[:, 0].unflatten(0, (grid[0], -1))
-        nothing = self.aspects.int().argmax(1)
+            return torch.zeros(len(labels), len(labels), dtype=torch.bool)
+        shown = labels[:, 0] if self.things is None else self.things.reshape(-1, 1)
+        nothing = self.aspects.int().argmax(1) if self.things is None else torch.tensor([-1])
         something = ((shown != UNNAMED) & (shown != nothing)).all(-1)
-        same = (shown[1:, :, None] == shown[:-1, None]).all(-1) & something[1:, :, None]
-        found = torch.full(shown.shape[:2], -1)
-        where = same.int().argmax(-1) + torch.arange(grid[0] - 1)[:, None] * shown.shape[1]
-        found[1:] = where.where(same.sum(-1) == 1, -1)
-        return found.flatten()
+        step = torch.arange(len(shown)) // (grid[1] * grid[2])
+        same = (shown[:, None] == shown[None]).all(-1) & (step[:, None] == step[None] + 1)
+        return same & something[:, None]
 
     def told(
         self, labels: torch.Tensor, grid: Sequence[int], duration: float
@@ -136,6 +136,7 @@ def load_token_words(path: str | os.PathLike, tokenizer: Any) -> TokenWords:
         own,
         beside,
         tuple(torch.tensor([_only_token(tokenizer, sign) for sign in signs]) for signs in (SECONDS, ROWS, COLUMNS)),
+        None if named.things is None else torch.from_numpy(named.things),
     )
 
 

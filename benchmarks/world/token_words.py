@@ -22,12 +22,15 @@ class NamedTokens(NamedTuple):
         aspects: per aspect that a token shows by itself the words that it can be.
         context: the same for the aspects behind those, which a token has beside earlier ones: such as where its object
             has moved.
+        things: `[T, H, W]` int64, the number of the thing that a token names, or -1; `None` where no two things of a
+            video have the same words and none changes.
     """
 
     labels: np.ndarray
     words: Sequence[str]
     aspects: Sequence[Sequence[str]]
     context: Sequence[Sequence[str]] = ()
+    things: np.ndarray | None = None
 
 
 def write_token_words(path: str | os.PathLike, named: NamedTokens) -> None:
@@ -35,8 +38,9 @@ def write_token_words(path: str | os.PathLike, named: NamedTokens) -> None:
     part = f"{os.fspath(path)}.part"
     aspects = {name: [list(aspect) for aspect in getattr(named, name)] for name in ("aspects", "context")}
     content = {"words": list(named.words), **aspects}
-    labels = np.ascontiguousarray(named.labels.astype(np.int16))
-    save_file({"labels": labels}, part, metadata={"token_words": json.dumps(content)})
+    tensors = {"labels": named.labels} if named.things is None else {"labels": named.labels, "things": named.things}
+    tensors = {name: np.ascontiguousarray(tensor.astype(np.int16)) for name, tensor in tensors.items()}
+    save_file(tensors, part, metadata={"token_words": json.dumps(content)})
     os.replace(part, path)
 
 
@@ -48,8 +52,9 @@ def read_token_words(path: str | os.PathLike) -> NamedTokens:
     try:
         with safe_open(path, framework="np") as file:
             content = json.loads((file.metadata() or {})["token_words"])
-            labels = file.get_tensor("labels").astype(np.int64)
-            return NamedTokens(labels, content["words"], content["aspects"], content.get("context", ()))
+            tensors = {name: file.get_tensor(name).astype(np.int64) for name in file.keys()}  # noqa: SIM118
+            labels, things = tensors["labels"], tensors.get("things")
+            return NamedTokens(labels, content["words"], content["aspects"], content.get("context", ()), things)
     except (OSError, KeyError, SafetensorError) as error:
         raise ValueError(f"{path} does not name the tokens of a video: {error}.") from error
 

@@ -236,25 +236,29 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> Tokenizer:
     return tokenizer
 
 
-def build_processor(folder: str | os.PathLike, vocab_size: int = 2048) -> Qwen2_5_VLQTSplusProcessor:
+def build_processor(
+    folder: str | os.PathLike, vocab_size: int = 2048, texts: Iterable[str] | None = None
+) -> Qwen2_5_VLQTSplusProcessor:
     """
     Writes the tokenizer, chat template and processor of qtsplus-tiny into a folder, byte for byte the same every time.
 
     Args:
         folder: where to write; made where it is missing.
         vocab_size: entries of the tokenizer at most.
+        texts: what the tokenizer learns from, or [`write_sentences`].
 
     Returns:
         The processor as loaded from there.
     """
     os.makedirs(folder, exist_ok=True)
-    train_tokenizer(write_sentences(), vocab_size).save(os.path.join(folder, "tokenizer.json"))
-    texts = {
+    sentences = write_sentences() if texts is None else texts
+    train_tokenizer(sentences, vocab_size).save(os.path.join(folder, "tokenizer.json"))
+    files = {
         "tokenizer_config.json": json.dumps(TOKENIZER_CONFIG, indent=2) + "\n",
         "processor_config.json": json.dumps(PROCESSOR_CONFIG, indent=2) + "\n",
         "chat_template.jinja": CHAT_TEMPLATE,
     }
-    for name, text in texts.items():
+    for name, text in files.items():
         with open(os.path.join(folder, name), "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
     # The code that the folder's `auto_map` names is this package's.

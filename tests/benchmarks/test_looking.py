@@ -21,11 +21,11 @@ LAYER = 1
 ENOUGH = LOOKS["looking"]
 
 
-def needles_of(rows: list) -> list[list[torch.Tensor]]:
+def needles_of(rows: list) -> list[list[list[torch.Tensor]]]:
     """Two or three tokens for the one answer of a row with a video; every third answer or so rests on nothing."""
     draws = [sum(row.ids) % 3 for row in rows]
     return [
-        [torch.tensor([0, 3, 5][: draw + 1] if draw else [], dtype=torch.int64)] if row.videos else []
+        [[torch.tensor([0, 3, 5][: draw + 1] if draw else [], dtype=torch.int64)]] if row.videos else []
         for row, draw in zip(rows, draws, strict=True)
     ]
 
@@ -56,11 +56,11 @@ def test_the_shares_are_those_of_eager_attention_with_their_gradients(tmp_path):
     attention = model(**inputs, selection="all", use_cache=False, output_attentions=True).attentions[LAYER]
     wanted = []
     for row, own in enumerate(needles):
-        if own and len(own[0]):
+        if own and len(own[0][0]):
             real = inputs["attention_mask"][row].nonzero()[:, 0]
             visual = (inputs["input_ids"][row, real] == model.config.video_token_id).nonzero()[:, 0].tolist()
             start = int((labels[row, real] != -100).nonzero()[0]) - 1
-            share = attention[row, :, start, [visual[token] for token in own[0].tolist()]].sum(-1).mean()
+            share = attention[row, :, start, [visual[token] for token in own[0][0].tolist()]].sum(-1).mean()
             wanted.append(-(share / ENOUGH).clamp(max=1).log())
     assert len(losses) == len(wanted) > 1
     torch.testing.assert_close(losses, torch.stack(wanted))
@@ -114,7 +114,7 @@ def test_the_loss_gains_its_weighted_mean(tmp_path):
     plain = steps(train(tmp_path, max_steps=1))[0]
     looked = steps(train(tmp_path, max_steps=1, looking_weight=0.5))[0]
     assert looked["loss_looking"] > 0 and "loss_looking" not in plain
-    needles = [own for own in needles_of(examples(4)) if own]
+    needles = [own[0] for own in needles_of(examples(4)) if own]
     with_video, resting = len(needles), sum(len(own[0]) > 0 for own in needles)
     assert 0 < resting < with_video  # whose mean it is
     gained = 0.5 * looked["loss_looking"] * resting / with_video
@@ -146,7 +146,7 @@ def test_what_cannot_be_looked_at_is_refused(tmp_path):
     trainer = make_trainer(
         tmp_path, looking_weight=1.0, looking_layer=LAYER, freeze_language_model=False, selector={"selection": "all"}
     )
-    trainer.data_collator = lambda rows: {**collate(rows), "needles": [[torch.tensor([99])]] * len(rows)}
+    trainer.data_collator = lambda rows: {**collate(rows), "needles": [[[torch.tensor([99])]]] * len(rows)}
     with pytest.raises(ValueError, match="needles name the visual token 99; the video has"):
         trainer.train()
     with pytest.raises(ValueError, match=r"looking_layer=9: expected layers \[9\] to have attention, of \[0, 1"):
@@ -199,6 +199,8 @@ def test_a_crowd_says_what_its_answers_rest_on_and_a_batch_of_it_trains(tmp_path
     model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
     with watching(model, batch, labels, needles, LAYER) as looks:
         model(**batch, use_cache=False)
-    assert [len(look.by_kind["looking"].places) for look in looks] == [sum(map(bool, map(len, own))) for own in needles]
+    assert [len(look.by_kind["looking"].places) for look in looks] == [
+        sum(len(word) > 0 for (word,) in own) for own in needles
+    ]
     looking_losses(looks, "looking").sum().backward()
     assert model.model.language_model.layers[LAYER].self_attn.q_proj.weight.grad.abs().max() > 0

@@ -94,13 +94,18 @@ def test_a_token_of_several_cells_names_what_each_of_them_shows():
     torch.testing.assert_close(loss, sum(by_hand) / 6)
 
 
-def test_a_token_is_followed_to_the_only_one_before_that_shows_the_same():
+def test_a_token_is_followed_to_those_a_step_before_that_show_the_same():
     """Four tokens a step: a red circle moves and meets another; a blue star stands still till its shape is unknown."""
     red, blue, none, unknown = [1, 3, 0], [2, 4, 0], [0, 0, 0], [2, UNNAMED, 0]
     steps = [[red, none, blue, none], [none, red, blue, unknown], [red, red, unknown, none], [none, red, blue, none]]
     words = replace(words_of((1, 1, 1)), labels=torch.tensor(steps).reshape(4, 2, 2, 3))
-    assert words.earlier((4, 2, 2)).tolist() == [-1] * 4 + [-1, 0, 2, -1] + [5, 5, -1, -1] + [-1, -1, -1, -1]
-    assert words.earlier((4, 1, 1)).tolist() == [-1] * 4
+    pairs = words.earlier((4, 2, 2)).nonzero().tolist()
+    assert pairs == [[5, 0], [6, 2], [8, 5], [9, 5], [13, 8], [13, 9]]
+    assert not words.earlier((4, 1, 1)).any()
+    # Where it is known which thing that is, its words do not count.
+    things = torch.tensor([[0, -1, 1, -1], [-1, 0, 1, 1], [0, 0, 1, -1], [-1, 2, 1, -1]]).reshape(4, 2, 2)
+    pairs = replace(words, things=things).earlier((4, 2, 2)).nonzero().tolist()
+    assert pairs == [[5, 0], [6, 2], [7, 2], [8, 5], [9, 5], [10, 6], [10, 7], [14, 10]]
 
 
 def test_what_needs_a_second_before_is_not_told_of_several_cells():

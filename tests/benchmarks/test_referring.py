@@ -109,7 +109,7 @@ def test_the_shares_are_those_of_eager_attention_with_their_gradients(crowd, pro
                 continue
             seen = [
                 visual[token]
-                for token in needles[row][turns[at]].tolist()
+                for token in needles[row][turns[at]][0].tolist()
                 if (shown.words[cells[token, 0]], shown.words[cells[token, 1]]) == (colour, shape)
             ]
             if seen:

@@ -1,0 +1,134 @@
+"""What can be asked about a world without a grid, and the visual tokens that hold each answer: one, or a hundred."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .open_tokens import Shown
+from .openworld import OPEN_COLOURS, OpenWorld, Thing, crossing_frame
+from .questions import with_article
+from .scene import FPS
+
+# Of each kind how many, as far as a video allows.
+OPEN_PLAN = {"mark": 4, "existence": 4, "stay": 6, "colours": 2, "crossing": 2}
+LEAST_SEEN = 300  # pixels of a thing over its whole life, for it to be asked about
+
+
+@dataclass(frozen=True)
+class OpenQuestion:
+    """
+    A question about a video.
+
+    Attributes:
+        kind: one of [`OPEN_PLAN`].
+        text, answer: what is asked, and the whole of what is to be said.
+        needles: the visual tokens, ascending, that hold what decides the answer; none where the answer is that there is
+            no such thing.
+        looks: for the words of the answer in turn the tokens that show what is said, as far as that is more than the
+            needles tell.
+    """
+
+    kind: str
+    text: str
+    answer: str
+    needles: tuple[int, ...]
+    looks: tuple[tuple[int, ...], ...] = ()
+
+
+def open_questions(
+    world: OpenWorld, shown: Shown, rng: np.random.Generator, plan: Mapping[str, int] = OPEN_PLAN
+) -> list[OpenQuestion]:
+    """
+    Questions about a world, of each kind in rounds in which every answer that the world has comes once.
+
+    Args:
+        world, shown: see [`count_pixels`].
+        rng: draws what is asked.
+        plan: how many of each kind.
+    """
+    asked: list[OpenQuestion] = []
+    for kind, count in plan.items():
+        by_answer: dict[str, list[OpenQuestion]] = {}
+        for question in _KINDS[kind](world, shown):
+            by_answer.setdefault(question.answer, []).append(question)
+        answers = sorted(by_answer)
+        answers = [answers[index] for index in rng.permutation(len(answers))]
+        rounds = min(map(len, by_answer.values()), default=0)
+        for number in range(min(count, rounds * len(answers))):
+            questions = by_answer[answers[number % len(answers)]]
+            asked.append(questions.pop(int(rng.integers(len(questions)))))
+    return asked
+
+
+def _plain(world: OpenWorld, shown: Shown) -> Iterator[tuple[int, Thing]]:
+    """The things of one colour that can be seen well enough."""
+    for number, thing in enumerate(world.things):
+        if not thing.changes and shown.bodies[number].sum() >= LEAST_SEEN:
+            yield number, thing
+
+
+def _marks(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
+    for number, thing in _plain(world, shown):
+        if thing.mark is not None:
+            yield OpenQuestion(
+                "mark", f"What is in the {thing.name}?", thing.mark, tuple(shown.needle(number).tolist())
+            )
+
+
+def _existence(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
+    changing = {thing.shape for thing in world.things if thing.changes}
+    shapes = sorted({thing.shape for thing in world.things} - changing)
+    there = {thing.name for thing in world.things}
+    for number, thing in _plain(world, shown):
+        yield OpenQuestion(
+            "existence", f"Is there {with_article(thing.name)}?", "Yes", tuple(shown.needle(number).tolist())
+        )
+    for name in (f"{colour} {shape}" for colour in OPEN_COLOURS for shape in shapes):
+        if name not in there:
+            yield OpenQuestion("existence", f"Is there {with_article(name)}?", "No", ())
+
+
+def _stays(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
+    for number, thing in _plain(world, shown):
+        stay = world.stay(thing)
+        if stay is not None and world.seconds > 2:
+            text = f"How long is the {thing.name} there?"
+            yield OpenQuestion("stay", text, stay, tuple(shown.needle(number).tolist()))
+
+
+def _colours(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
+    """The thing that changes is the only one of its shape."""
+    for number, thing in enumerate(world.things):
+        if thing.changes:
+            edges = (thing.start, *thing.changes, thing.stop)
+            # The first step that shows a colour alone, and what is left of its time.
+            spans = [slice(-(-start // FPS), stop // FPS) for start, stop in zip(edges, edges[1:], strict=False)]
+            looks = tuple(tuple(shown.needle(number, slice(span.start, span.start + 1)).tolist()) for span in spans)
+            text = f"Which colours does the {thing.shape} take?"
+            yield OpenQuestion("colours", text, " ".join(thing.colours), tuple(shown.needle(number).tolist()), looks)
+
+
+def _crossings(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
+    crossings = []
+    for number, thing in enumerate(world.things):
+        frame = crossing_frame(thing, world)
+        if frame is not None:
+            steps = slice((frame - 1) // FPS, frame // FPS + 1)
+            crossings.append((frame, thing, tuple(shown.needle(number, steps).tolist())))
+    crossings.sort(key=lambda crossing: crossing[0])
+    if len(crossings) > 1 and crossings[0][0] // FPS + 1 < crossings[-1][0] // FPS:
+        needles = tuple(sorted({token for *_, tokens in crossings for token in tokens}))
+        for word, (_, thing, tokens) in (("first", crossings[0]), ("last", crossings[-1])):
+            yield OpenQuestion("crossing", f"What crosses the middle {word}?", thing.name, needles, (tokens, tokens))
+
+
+_KINDS: dict[str, Callable[[OpenWorld, Shown], Iterator[OpenQuestion]]] = {
+    "mark": _marks,
+    "existence": _existence,
+    "stay": _stays,
+    "colours": _colours,
+    "crossing": _crossings,
+}
+
+__all__ = ["OPEN_PLAN", "OpenQuestion", "open_questions"]

@@ -1,0 +1,78 @@
+"""A tower learns to see, goes on where it was stopped, and a base is asked."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.teaching.answering import answer_all, constant_answers
+from benchmarks.teaching.seeing import STATE, draw_batch, patches, teach_to_see
+from benchmarks.world.open_model import make_open_model
+from benchmarks.world.open_sets import build_open
+from benchmarks.world.scene import CELL
+from qtsplus.training.models import load_config, load_model, load_processor
+
+BASE = Path(__file__).resolve().parents[2] / "benchmarks" / "bases" / "open"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("start")
+    make_open_model(folder)
+    return folder
+
+
+def weights(folder):
+    return load_model(None, str(folder), {"selection": "all"}).state_dict()
+
+
+def test_clips_reach_the_tower_as_the_video_processor_gives_them(start):
+    processor = load_processor(None, str(start), load_config(None, str(start)))
+    frames, labels = draw_batch(32, 3)
+    by_processor = processor.video_processor(
+        videos=[torch.from_numpy(clip).movedim(-1, 1) for clip in frames], do_sample_frames=False, return_tensors="pt"
+    )
+    torch.testing.assert_close(patches(frames, processor), by_processor["pixel_values_videos"])
+    assert len(labels) == 3 * frames.shape[2] * frames.shape[3] // CELL**2
+
+
+def test_only_the_tower_and_the_words_learn_and_a_stopped_run_goes_on(start, tmp_path, capsys):
+    before = weights(start)
+    model, _ = make_open_model(tmp_path)
+    teach_to_see(tmp_path, 2, count=2, every=1, few=1)
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in said] == [1, 2] and all(0 <= line["shape"] <= 100 for line in said)
+    after = weights(tmp_path)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any(".visual." in name for name in changed)
+    assert {name for name in changed if ".visual." not in name} <= {
+        "model.language_model.embed_tokens.weight",
+        "lm_head.weight",
+    }
+    assert torch.load(tmp_path / STATE, weights_only=True)["step"] == 2
+    teach_to_see(tmp_path, 3, count=2, every=1)
+    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [3]
+
+
+def test_a_base_is_asked_by_kind(start, tmp_path):
+    path = build_open(tmp_path, "test", 2, 4)
+    config = load_config(None, str(start), {"selection": "all"})
+    model = load_model(None, str(start), {"selection": "all"}).eval()
+    shares = answer_all(model, load_processor(None, str(start), config), path, batch=5)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    kinds = {line["kind"] for line in lines}
+    assert set(shares) == kinds | {"all", "questions"} and shares["questions"] == len(lines)
+    assert set(constant_answers(path)) == kinds and constant_answers(path)["existence"] == 50.0
+
+
+def test_the_taught_base_answers_wherever_things_are(tmp_path):
+    """A few videos each; benchmarks/notebook.md has what it answers in sixty."""
+    folder = str(BASE)
+    processor = load_processor(None, folder, load_config(None, folder, {"selection": "all"}))
+    model = load_model(None, folder, {"selection": "all"}).eval()
+    for variant in ("shift5", "portrait"):
+        path = build_open(tmp_path / variant, "test", 3, 8, variant=variant)
+        assert answer_all(model, processor, path)["all"] > 75
+    assert answer_all(model, processor, path, blind=True)["all"] < 60
+    assert (BASE / "model.safetensors").stat().st_size < 8e6
