@@ -1,6 +1,7 @@
 """Fixtures shared by all tests. Nothing here needs the network."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -12,6 +13,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from qtsplus.hub.files import hub_configs
+
+# Where a shell runs the tests in the background they ignore Ctrl-C, and what they start would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine fails no test, and the same examples are drawn everywhere.
 settings.register_profile(

@@ -74,7 +74,10 @@ class Answer:
         """What `qtsplus ask --json` prints: all fields but the keep maps."""
         fields = {name: value for name, value in vars(self).items() if name != "keep_maps"}
         evidence = [
-            {"video": one.name, **{name: getattr(one, name) for name in ("start", "end", "weight", "box", "pixels")}}
+            {
+                **{"video": one.name, "start": one.start, "end": one.end, "weight": one.weight, "box": list(one.box)},
+                "pixels": None if one.pixels is None else list(one.pixels),
+            }
             for one in self.evidence
         ]
         return {**fields, "evidence": evidence}
