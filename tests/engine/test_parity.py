@@ -16,8 +16,10 @@ def check_answer(engine, answer, tokens, log_probabilities):
     tolerance = TOLERANCE[engine.dtype]
     for token, value in answer["logprobs"].items():
         assert value == pytest.approx(float(log_probabilities[int(token)]), abs=tolerance)
-    compared = len(tokens) if engine.exact else 1
-    assert answer["tokens"][:compared] == tokens[:compared]
+    if engine.exact:
+        assert answer["tokens"] == tokens
+    else:  # which of two that are nearly the same comes first is left to the rounding
+        assert float(log_probabilities[answer["tokens"][0]]) >= float(log_probabilities.max()) - tolerance
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def test_the_same_answers(engine, all_times):
     for name, asked in engine.requests.items():
         overrides: dict[str, Any] = {}
         drawn = asked["settings"].get("selection") == "random"
-        if drawn or (not engine.exact and asked["settings"].get("selection") != "all"):
+        if asked["videos"] and (drawn or (not engine.exact and asked["settings"].get("selection") != "all")):
             kept = torch.tensor(engine.alone[name]["kept"])
             overrides = {"retention": 1.0, "max_visual_tokens": len(kept)}
             overrides["selection"] = lambda candidates, n, kept=kept: kept
