@@ -278,12 +278,10 @@ def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, sho
     anna.sees(".empty", "Ask about the 2 films of the library")
     expected = books.ask(RING.question)
     best = expected.evidence[0]
-    other = next(span for span in expected.evidence if span.name != best.name)
     anna.ask(RING.question)
     anna.sees(".answer", expected.answer)
-    for span in (best, other):
-        anna.stage.locator(".chip", has_text=span.name).first.click()
-        anna.stands_at(span.start)
+    anna.stage.locator(".chip", has_text=best.name).first.click()
+    anna.stands_at(best.start)
     anna.drop(CLIP)
     anna.sees(".small", "288 visual tokens")
 
