@@ -14,6 +14,7 @@ from .selector_qtsplus import GATES
 
 POSITION_IDS = ("original", "sequential")
 QUERY_STATES = ("embeddings", "layer")
+BUDGETS = ("head", "mass")
 # What a saved configuration without these fields means: they are younger than it.
 _BEFORE = {"query_states": "embeddings", "reduction": "max"}
 
@@ -29,6 +30,10 @@ class QTSplusConfig(PreTrainedConfig):
         rho_min (`float`, defaults to 0.05): smallest fraction of the visual tokens that the budget head may ask for.
         rho_max (`float`, defaults to 0.5): largest fraction.
         n_max (`int`, defaults to 25600): hard cap on the kept tokens of one sample, in training as in inference.
+        budget (`str`, defaults to `"head"`): where rho comes from. `"head"` is the paper's: a small network over the
+            question and the relevance. `"mass"` keeps the fewest tokens whose relevance sums to `relevance_mass`, what
+            went to the null token included.
+        relevance_mass (`float`, defaults to 0.8): for `budget="mass"`.
         budget_hidden_size (`int`, defaults to 256): width of the budget head's hidden layer.
 
     > The gate
@@ -66,6 +71,8 @@ class QTSplusConfig(PreTrainedConfig):
     > The layers
 
         scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
+        null_token (`bool`, defaults to `False`): one learned token competes with the visual ones for the relevance and
+            stands for "none of them". What it takes, the visual tokens' relevance lacks to 1.
         reduction (`str`, defaults to `"mean"`): how the relevance of a token is made of its scores over heads and words
             of the question. `"max"` is the paper's maximum, `"mean"` the mean of the probabilities, `"sum"` one softmax
             over the log-sum-exp over heads of the sum of the raw scores over words, for questions without options. A
@@ -97,6 +104,8 @@ class QTSplusConfig(PreTrainedConfig):
     rho_min: float = 0.05
     rho_max: float = 0.5
     n_max: int = 25600
+    budget: str = "head"
+    relevance_mass: float = 0.8
     budget_hidden_size: int = 256
     tau_s: float = 0.5
     gate: str = "soft"
@@ -107,6 +116,7 @@ class QTSplusConfig(PreTrainedConfig):
     attention_group: int = 8192
     attention_mass: float = 0.6
     scoring_layers: int = 1
+    null_token: bool = False
     reduction: str = "mean"
     reencode_layers: int = 2
     reencode_rope: bool = True
@@ -128,6 +138,8 @@ class QTSplusConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         _require(0 < self.rho_min <= self.rho_max <= 1, self, "rho_min, rho_max", "0 < rho_min <= rho_max <= 1")
         _require(self.n_max >= 1, self, "n_max", "n_max >= 1")
+        _require(self.budget in BUDGETS, self, "budget", f"one of {BUDGETS}")
+        _require(0 < self.relevance_mass <= 1, self, "relevance_mass", "0 < relevance_mass <= 1")
         _require(self.tau_s > 0, self, "tau_s", "tau_s > 0")
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
         _require(self.query_states in QUERY_STATES, self, "query_states", f"one of {QUERY_STATES}")

@@ -172,13 +172,16 @@ def first_largest(scores: torch.Tensor) -> torch.Tensor:
     return (scores >= scores.amax() - TIE).int().argmax()
 
 
-def attention_share(candidates: Candidates, mass: float) -> float:
+def share_of_mass(log_shares: torch.Tensor, mass: float) -> float:
     """
-    The share of the tokens that together hold this share of the language model's attention, up to [`TIE`]: the budget
-    of `"lm_attention"` where the call states none.
+    The smallest share of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
+
+    Args:
+        log_shares: `[M]`; their shares sum to 1, or to less where something else took the rest, which counts as kept.
     """
-    shares = candidates.log_attention.softmax(0).sort(descending=True).values.cumsum(0)
-    return min(int((shares < mass - TIE).sum()) + 1, len(shares)) / len(shares)
+    shares = log_shares.exp().sort(descending=True).values
+    left_out = shares.sum() - shares.cumsum(0)
+    return min(int((left_out > 1 - mass + TIE).sum()) + 1, len(shares)) / len(shares)
 
 
 METHODS: dict[str, Method] = {

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
-from .methods_qtsplus import Candidates, Method, attention_share, check_budget, check_kept, find_method, top_n
+from .methods_qtsplus import Candidates, Method, check_budget, check_kept, find_method, share_of_mass, top_n
 from .relevance_qtsplus import QTSplusLayer, rotary_tables, take_rows
 
 SOFT_TOKENS = 3  # times what inference keeps, through the soft gate
@@ -256,6 +256,7 @@ class QTSplusSelector(nn.Module):
         self.scoring_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.scoring_layers))
         self.budget = QTSplusBudgetHead(hidden_size, config.budget_hidden_size)
         self.reencode_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.reencode_layers))
+        self.null_tokens = nn.ModuleList(nn.Embedding(1, hidden_size) for _ in range(config.null_token))
         self.question_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.query_states == "layer"))
         self.register_buffer("rho_history", torch.zeros(2, dtype=torch.int64))
         self.freeze_unused()
@@ -359,9 +360,11 @@ class QTSplusSelector(nn.Module):
 
         def score(states: torch.Tensor) -> torch.Tensor:
             require_question()
+            scored = [*visual, *(token.weight.to(states.dtype) for token in self.null_tokens)]
             for layer in self.scoring_layers[:-1]:
-                states = layer(states, visual)
-            return self.scoring_layers[-1](states, visual, relevance_reduction=self.config.reduction)
+                states = layer(states, scored)
+            relevance = self.scoring_layers[-1](states, scored, relevance_reduction=self.config.reduction)
+            return relevance[: len(relevance) - len(self.null_tokens)]
 
         def ask() -> torch.Tensor:
             require_question()
@@ -408,7 +411,10 @@ class QTSplusSelector(nn.Module):
         if retention is not None:
             return zero + retention, kept_count(retention, num_tokens, cap)
         if selection == "lm_attention":
-            share = attention_share(candidates, config.attention_mass)
+            share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
+            rho = (zero + share).clamp(config.rho_min, config.rho_max)
+        elif config.budget == "mass":
+            share = share_of_mass(candidates.log_relevance.detach(), config.relevance_mass)
             rho = (zero + share).clamp(config.rho_min, config.rho_max)
         else:
             relevance = candidates.log_relevance.exp()

@@ -22,7 +22,8 @@ def twin_targets(model, inputs, labels, layers=None, query_mask=None, heads=None
         attentions = [by_layer[layer][:, head] for layer, head in heads]
     columns = output.qtsplus.columns
     ids = inputs["input_ids"].gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
-    answers = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100) != -100
+    said = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
+    answers = (said != -100) & (said != model.config.turn_end_token_id)
     looking = answers.roll(-1, 1)
     if query_mask is not None:
         looking = query_mask.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0) == 1
@@ -38,5 +39,5 @@ def twin_targets(model, inputs, labels, layers=None, query_mask=None, heads=None
             targets.append(torch.zeros(0))
             continue
         attention = sum(layer[b][look].mean(0)[is_visual] for layer in attentions)
-        targets.append(attention / attention.sum())
+        targets.append(attention / len(attentions))
     return targets

@@ -14,7 +14,7 @@ from qtsplus.methods_qtsplus import (
     METHODS,
     TIE,
     Candidates,
-    attention_share,
+    share_of_mass,
     diversity,
     most_relevant,
     temporal_redundancy,
@@ -166,7 +166,7 @@ def test_the_mass_of_the_attention_is_held_by_the_fewest_tokens():
     log_attention = torch.tensor([0.1, 0.5, 0.05, 0.25, 0.1]).log() - 3
     visual = torch.zeros(5, 2)
     candidates = Candidates([visual], visual, torch.zeros(3, 5), [(1, 1, 5)], pytest.fail, attend=lambda: log_attention)
-    assert [round(5 * attention_share(candidates, mass)) for mass in (0.3, 0.6, 0.8, 1.0)] == [1, 2, 3, 5]
+    assert [round(5 * share_of_mass(candidates.log_attention.log_softmax(0), mass)) for mass in (0.3, 0.6, 0.8, 1.0)] == [1, 2, 3, 5]
 
 
 def test_relevance_is_none_where_nothing_was_scored(model, inputs):

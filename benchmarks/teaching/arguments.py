@@ -17,9 +17,12 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
             records with `token_words`, of the second, row and column that it stands in, and of what it shows beside
             earlier tokens.
         looking_weight (`float`, defaults to 0): for records with `needles`, weight of -log of the share of the
-            attention that an answer pays to the visual tokens it rests on. Half of the attention is enough. With
+            attention that an answer pays to the visual tokens it rests on. `looking_share` of it is enough. With
             `token_words` the same, in the layer before, of what a token pays to the one of the step before that
             shows the same. Not in steps that leave tokens out.
+        looking_share (`float`, defaults to 0.5): how much of its attention an answer is to pay to what it rests on.
+        sparing_weight (`float`, defaults to 0): for records with `needles`, weight of -log of the share of the attention
+            that an answer that rests on no visual token ("No") leaves to the text, up to nine tenths.
         referring_weight (`float`, defaults to 0): for records with `needles` and `token_words`, weight of the same for
             the names in questions ("the red circle"): of what the last word of a name pays to those of the needles that
             show it, and in the layer behind of what an answer that says a name pays to that word, where nine tenths
@@ -33,12 +36,14 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
     muon_scale: float | None = field(default=None)
     naming_weight: float = field(default=0.0)
     looking_weight: float = field(default=0.0)
+    looking_share: float = field(default=0.5)
+    sparing_weight: float = field(default=0.0)
     referring_weight: float = field(default=0.0)
     looking_layer: int = field(default=2)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("naming_weight", "looking_weight", "referring_weight", "looking_layer"):
+        for name in ("naming_weight", "looking_weight", "sparing_weight", "referring_weight", "looking_layer"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected at least 0.")
         if self.muon_scale is not None and self.muon_scale <= 0:
@@ -48,7 +53,9 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
                 "naming_weight teaches the vision tower and the language model: set freeze_vision_model or "
                 "freeze_language_model to false."
             )
-        for name in ("looking_weight", "referring_weight"):
+        if not 0 < self.looking_share <= 1:
+            raise ValueError(f"looking_share={self.looking_share!r}: expected a share above 0, up to 1.")
+        for name in ("looking_weight", "sparing_weight", "referring_weight"):
             if getattr(self, name) and self.freeze_language_model:
                 raise ValueError(f"{name} teaches the language model: set freeze_language_model to false.")
 

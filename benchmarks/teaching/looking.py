@@ -23,7 +23,7 @@ from .referring import find_names, said_names
 
 # How much of the attention on what is to be looked at is enough; the rest may read the question. Of two names a half
 # would do for both at once.
-LOOKS = {"looking": 0.5, "following": 0.5, "referring": 0.5, "choosing": 0.9}
+LOOKS = {"looking": 0.5, "following": 0.5, "referring": 0.5, "choosing": 0.9, "sparing": 0.9}
 NAME_LOOKS = ("referring", "choosing")
 
 
@@ -99,7 +99,8 @@ def watching(
     """
     While it lasts, a pass over these inputs with all tokens notes in the rows how far each answer looks at its needles;
     in the layer before, how far each visual token looks at the one before it that shows the same; and on request how
-    far each name looks at those needles that show it, and in the layer behind the answer at the name that it says.
+    far each name looks at those needles that show it, and in the layer behind the answer at the name that it says. Of an
+    answer without needles it notes how far it looks at the text.
 
     Args:
         model: a QTSplus model.
@@ -135,6 +136,9 @@ def watching(
                 raise ValueError(f"needles name the visual token {int(found.max())}; the video has {len(tokens)}.")
             looks[tokens[found.to(tokens.device)]] = True
         row.add("looking", layer, places, wanted)
+        text = torch.ones_like(wanted) & ~wanted.any(1, keepdim=True)
+        text[:, tokens] = False
+        row.add("sparing", layer, places, text)
     named = [(index, words) for index, words in enumerate(token_words or ()) if words is not None]
     grids = model.model.merged_grid(inputs["video_grid_thw"]) if named else ()
     for (index, words), grid in zip(named, grids, strict=True):
@@ -174,13 +178,14 @@ def _watch_names(
     row.add("choosing", layer + 1, places, chosen.scatter_(1, said[:, None], True))
 
 
-def looking_losses(rows: Sequence[Looks], kind: str) -> torch.Tensor:
+def looking_losses(rows: Sequence[Looks], kind: str, enough: float | None = None) -> torch.Tensor:
     """
     Of each row that has something of a kind, one of [`LOOKS`], to look at: the mean of -log of the share of the
-    attention that is there, up to the one that is enough, `[such rows]`.
+    attention that is there, up to the one that is `enough`, `[such rows]`.
     """
+    enough = LOOKS[kind] if enough is None else enough
     shares = [row.by_kind[kind].shares for row in rows if kind in row.by_kind]
-    losses = [-(share / LOOKS[kind]).clamp(1e-4, 1).log().mean() for share in shares if share is not None]
+    losses = [-(share / enough).clamp(1e-4, 1).log().mean() for share in shares if share is not None]
     return torch.stack(losses) if losses else torch.zeros(0)
 
 

@@ -76,7 +76,7 @@ class TinyWorldTrainer(QTSplusTrainer):
         self, inputs: Mapping[str, Any], labels: torch.Tensor, needles: Any, token_words: Any
     ) -> AbstractContextManager[Sequence[Looks]]:
         """Notes who looks how far at what, where that is taught and no token is left out."""
-        taught = self.model.training and max(self.args.looking_weight, self.args.referring_weight) > 0
+        taught = self.model.training and max(self.args.looking_weight, self.args.sparing_weight, self.args.referring_weight) > 0
         if needles is None or not taught or "retention" in inputs:
             return nullcontext(())
         layer, names = self.args.looking_layer, self.args.referring_weight > 0
@@ -96,8 +96,10 @@ class TinyWorldTrainer(QTSplusTrainer):
             losses = naming_losses(base_model(self.model), inputs, labels, outputs, token_words, args.looking_layer)
             found["loss_naming"] = args.naming_weight, losses
         for kind in LOOKS:
-            weight = args.referring_weight if kind in NAME_LOOKS else args.looking_weight
-            losses = looking_losses(looks, kind)
+            weight = {"sparing": args.sparing_weight, **dict.fromkeys(NAME_LOOKS, args.referring_weight)}.get(
+                kind, args.looking_weight
+            )
+            losses = looking_losses(looks, kind, args.looking_share if kind == "looking" else None)
             if weight and len(losses):
                 found[f"loss_{kind}"] = weight, losses
         return found

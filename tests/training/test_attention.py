@@ -99,7 +99,7 @@ def test_heads_kept_apart_are_those_of_the_twin(rows):
         for row, expected in zip(noted, twin_targets(model, inputs, labels, heads=[(layer, head)]), strict=True):
             if len(expected):
                 mine = row.by_head[layer][head]
-                torch.testing.assert_close(mine / mine.sum(), expected, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_adapters_take_part_in_the_teaching(rows):
@@ -157,6 +157,27 @@ def test_the_divergence_and_its_gradients_are_the_textbook_ones(reduction):
         results.append((divergence.double(), *torch.autograd.grad(divergence, inputs)))
     for mine, expected in zip(*results, strict=True):
         torch.testing.assert_close(mine.double(), expected.double(), atol=1e-6, rtol=1e-5)
+
+
+def test_with_a_null_token_what_the_text_took_is_taught_too():
+    shares, target = torch.tensor([0.5, 0.2, 0.1, 0.2]), torch.tensor([0.25, 0.25, 0.0, 0.5])
+    (divergence,) = relevance_divergences([shares[:3].log()], [target[:3]], null_token=True)
+    torch.testing.assert_close(divergence, F.kl_div(shares.log(), target, reduction="sum"))
+    (divergence,) = relevance_divergences([shares[:3].log()], [target[:3]])
+    expected = F.kl_div((shares[:3] / 0.8).log(), target[:3] / 0.5, reduction="sum")
+    torch.testing.assert_close(divergence, expected)
+
+
+def test_what_ends_the_turn_is_no_part_of_the_answer(rows):
+    """Of an answer of one word, its attention would be half."""
+    model = tiny_model()
+    inputs, labels = labelled(rows[0])
+    labels[:] = -100
+    ends = (inputs["input_ids"][0] == model.config.turn_end_token_id).nonzero()[-1, 0]
+    labels[0, ends - 1] = inputs["input_ids"][0, ends - 1]
+    expected = answer_attention(model, inputs, labels)
+    labels[0, ends] = model.config.turn_end_token_id
+    torch.testing.assert_close(answer_attention(model, inputs, labels), expected, atol=0, rtol=0)
 
 
 def test_targets_for_other_tokens_are_refused():

@@ -28,6 +28,7 @@ from .distillation import EVERYTHING, evaluating
 from .lora import base_model
 
 NOTED_ATTENTION = "qtsplus_noted"
+REST = 1e-6  # the least share that is told from none, in float32
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def answer_attention(
     """
     How the model with all visual tokens shares its attention out among them while it answers.
 
-    The mean over positions, summed over heads and layers, of the softmax over all that a position sees; of it the
-    visual tokens' part, which is made to sum to 1. A row with earlier turns counts only its last answer and question.
+    The mean over positions, heads and layers of the softmax over all that a position sees; of it the visual tokens'
+    part, so that it sums to what the text leaves. A row with earlier turns counts only its last answer and question.
 
     Args:
         model: a QTSplus model, or a `PeftModel` of one; put into evaluation mode for as long.
@@ -123,15 +124,19 @@ def _grouped_attention(model: nn.Module, inputs: Mapping[str, Any], labels: torc
         _, qtsplus = choose(base, layout, features, whole, sample_gate=False, looking=places)
     found = qtsplus.log_relevance or [torch.zeros(0, device=ids.device)] * len(ids)
     taught = [len(seen_from) > 0 for seen_from in looking]
-    return [row[: len(row) * is_taught].softmax(0) for row, is_taught in zip(found, taught, strict=True)]
+    return [row[: len(row) * is_taught].exp() for row, is_taught in zip(found, taught, strict=True)]
 
 
-def relevance_divergences(log_relevance: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+def relevance_divergences(
+    log_relevance: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], null_token: bool = False
+) -> torch.Tensor:
     """
     `KL(target || softmax(log r))` of each row that has a target, `[rows with a target]`.
 
     Args:
-        log_relevance, targets: per row `[M_b]` float32; a target sums to 1, or is empty.
+        log_relevance, targets: per row `[M_b]` float32; a target sums to at most 1, or is empty.
+        null_token: whether what a target lacks to 1 is taught too, to what r lacks to 1, in place of making both sum
+            to 1.
 
     Raises:
         ValueError: a target for other visual tokens than were scored.
@@ -143,16 +148,24 @@ def relevance_divergences(log_relevance: Sequence[torch.Tensor], targets: Sequen
         if len(scores) != len(target):
             raise ValueError(f"Row {row} has {len(target)} targets for {len(scores)} scored visual tokens.")
         target = target.to(scores.device, scores.dtype)
-        divergences.append((torch.xlogy(target, target) - target * scores.log_softmax(0)).sum())
+        if null_token:
+            rest = (1 - scores.exp().sum()).clamp(min=REST).log()
+            target, scores = torch.cat([target, (1 - target.sum()).clamp(min=0)[None]]), torch.cat([scores, rest[None]])
+        else:
+            target, scores = target / target.sum().clamp(min=REST), scores.log_softmax(0)
+        divergences.append((torch.xlogy(target, target) - target * scores).sum())
     return torch.stack(divergences) if divergences else torch.zeros(0)
 
 
-def _last_answers(labels: torch.Tensor) -> torch.Tensor:
-    """`[B, S]` bool: of every row's supervised tokens the last ones without a gap."""
+def _last_answers(labels: torch.Tensor, turn_end: int) -> torch.Tensor:
+    """
+    `[B, S]` bool: of every row's supervised tokens the last ones without a gap, but for what ends the turn. That rests
+    on nothing, and of a one-word answer it would be half.
+    """
     supervised = labels != IGNORED
     gaps_behind = (~supervised).flip(1).cumsum(1).flip(1)
     fewest = gaps_behind.masked_fill(~supervised, labels.shape[1] + 1).amin(1, keepdim=True)
-    return supervised & (gaps_behind == fewest)
+    return supervised & (gaps_behind == fewest) & (labels != turn_end)
 
 
 def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = None, grouped: bool = False) -> None:
@@ -182,7 +195,7 @@ class _Row:
         places: `[n]`, the tokens that are looked from.
         visual: `[M]`.
         columns: `[S_b]`, where the language model has the row's real tokens.
-        attention: `[M]`, summed over heads and layers so far.
+        attention: `[M]`, summed over heads and layers so far, and how many those are.
         by_head: per layer `[heads, M]`, where that is asked for.
     """
 
@@ -190,6 +203,7 @@ class _Row:
     visual: torch.Tensor
     columns: torch.Tensor | None = None
     attention: torch.Tensor | None = None
+    heads: int = 0
     by_head: dict[int, torch.Tensor] | None = None
 
     @property
@@ -215,13 +229,14 @@ class _Row:
         found = attention_to_tokens(queries[:, columns[places]], keys[:, columns], places, visual, scaling, window)
         found = found.to(self.visual.device)
         self.attention = found.sum(0) if self.attention is None else self.attention + found.sum(0)
+        self.heads += len(found)
         if self.by_head is not None:
             self.by_head[layer] = found
 
     def target(self) -> torch.Tensor:
         if self.attention is None:
             return torch.zeros(0, device=self.visual.device)
-        return (self.attention / self.attention.sum().clamp(min=torch.finfo(torch.float32).tiny)).float()
+        return (self.attention / self.heads).float()
 
 
 def attention_to_tokens(
@@ -289,7 +304,7 @@ def _places(
     model: Any, layout: Layout, query_mask: torch.Tensor | None, labels: torch.Tensor, positions: str
 ) -> list[torch.Tensor]:
     """Per row, the places among its real tokens that are looked from; none in a row without an answer."""
-    pairs = zip(_last_answers(labels), layout.rows, strict=True)
+    pairs = zip(_last_answers(labels, model.config.turn_end_token_id), layout.rows, strict=True)
     answers = [answer[row.columns][1:].nonzero()[:, 0] for answer, row in pairs]
     if positions == "answer":
         return answers

@@ -38,7 +38,7 @@ def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
     selector = active_selector(model)
     unused = {id(parameter) for parameter in selector.unused_parameters()}
     if args.freeze_scores:
-        scoring = (selector.scoring_layers, selector.question_layers)
+        scoring = (selector.scoring_layers, selector.question_layers, selector.null_tokens)
         unused |= {id(parameter) for layers in scoring for parameter in layers.parameters()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen[part_of(name)] and id(parameter) not in unused)

@@ -38,6 +38,7 @@ def note_targets(
     assert dataset.features is not None
     selector = model.config.qtsplus_config
     settings = [
+        "shares",  # of all attention, and not of that to the visual tokens
         dataset.features.folder.name,
         {name: value for name, value in asdict(choice).items() if name != "grouped"},
         selector.select_images,

@@ -283,7 +283,8 @@ class QTSplusTrainer(Trainer):
         """Of each sample with visual tokens and an answer: how far the scores are from the attention."""
         if targets is None or qtsplus is None or qtsplus.log_relevance is None:
             return torch.zeros(0, device=labels.device)
-        return relevance_divergences(qtsplus.log_relevance, targets).to(labels.device)
+        null_token = self.selector_config.null_token
+        return relevance_divergences(qtsplus.log_relevance, targets, null_token).to(labels.device)
 
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """
