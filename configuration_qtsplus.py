@@ -14,7 +14,7 @@ from .selector_qtsplus import GATES
 
 POSITION_IDS = ("original", "sequential")
 QUERY_STATES = ("embeddings", "layer")
-BUDGETS = ("head", "mass")
+BUDGETS = ("rho", "mass", "loss")
 # What a saved configuration without these fields means: they are younger than it.
 _BEFORE = {"query_states": "embeddings", "reduction": "max"}
 
@@ -30,10 +30,13 @@ class QTSplusConfig(PreTrainedConfig):
         rho_min (`float`, defaults to 0.05): smallest fraction of the visual tokens that the budget head may ask for.
         rho_max (`float`, defaults to 0.5): largest fraction.
         n_max (`int`, defaults to 25600): hard cap on the kept tokens of one sample, in training as in inference.
-        budget (`str`, defaults to `"head"`): where rho comes from. `"head"` is the paper's: a small network over the
-            question and the relevance. `"mass"` keeps the fewest tokens whose relevance sums to `relevance_mass`, what
-            went to the null token included.
-        relevance_mass (`float`, defaults to 0.8): for `budget="mass"`.
+        budget (`str`, defaults to `"rho"`): where rho comes from. `"rho"` is the paper's: a head over the question and
+            its relevance predicts it. With `"loss"` the head predicts what the answer would lose with 1, 2, 4, ...
+            tokens; kept are so many that this, and the price of the tokens, is least. `"mass"` needs no head: the
+            fewest tokens whose relevance sums to `relevance_mass`, what went to the null token included.
+        token_price (`float`, defaults to 0.02): for `budget="loss"`, what one more token has to be worth, in nats of
+            the answer's log-probability; the lambdas' part comes on top. Training sets it where there is a `target_n`.
+        relevance_mass (`float`, defaults to 0.8): for `budget="mass"`. Training sets it where there is a `target_n`.
         budget_hidden_size (`int`, defaults to 256): width of the budget head's hidden layer.
 
     > The gate
@@ -104,7 +107,8 @@ class QTSplusConfig(PreTrainedConfig):
     rho_min: float = 0.05
     rho_max: float = 0.5
     n_max: int = 25600
-    budget: str = "head"
+    budget: str = "rho"
+    token_price: float = 0.02
     relevance_mass: float = 0.8
     budget_hidden_size: int = 256
     tau_s: float = 0.5
@@ -139,6 +143,7 @@ class QTSplusConfig(PreTrainedConfig):
         _require(0 < self.rho_min <= self.rho_max <= 1, self, "rho_min, rho_max", "0 < rho_min <= rho_max <= 1")
         _require(self.n_max >= 1, self, "n_max", "n_max >= 1")
         _require(self.budget in BUDGETS, self, "budget", f"one of {BUDGETS}")
+        _require(self.token_price > 0, self, "token_price", "token_price > 0")
         _require(0 < self.relevance_mass <= 1, self, "relevance_mass", "0 < relevance_mass <= 1")
         _require(self.tau_s > 0, self, "tau_s", "tau_s > 0")
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")

@@ -1,4 +1,4 @@
-"""Which visual tokens stay: methods, each a function `select(candidates, n) -> kept indices`.
+"""Which visual tokens stay, and how many: budgets, and methods, functions `select(candidates, n) -> kept indices`.
 
 `selection=` takes such a function in every call, or the name of one of [`METHODS`], which the configuration takes too.
 Of tokens that are as good as each other the earliest stay: [`top_n`] says what that means.
@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 # Scores that differ by no more are a tie. Equal frames that are encoded in batches of other sizes differ by 1e-6 in
 # their features, in float32, and hardly more in log-relevance, where this is a ten-thousandth of a token's relevance.
 TIE = 1e-4
+EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
 
 
 @dataclass
@@ -172,18 +174,6 @@ def first_largest(scores: torch.Tensor) -> torch.Tensor:
     return (scores >= scores.amax() - TIE).int().argmax()
 
 
-def share_of_mass(log_shares: torch.Tensor, mass: float) -> float:
-    """
-    The smallest share of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
-
-    Args:
-        log_shares: `[M]`; their shares sum to 1, or to less where something else took the rest, which counts as kept.
-    """
-    shares = log_shares.exp().sort(descending=True).values
-    left_out = shares.sum() - shares.cumsum(0)
-    return min(int((left_out > 1 - mass + TIE).sum()) + 1, len(shares)) / len(shares)
-
-
 METHODS: dict[str, Method] = {
     "qtsplus": most_relevant,
     "lm_attention": lm_attention,
@@ -193,6 +183,125 @@ METHODS: dict[str, Method] = {
     "temporal_redundancy": temporal_redundancy,
     "diversity": diversity,
 }
+
+
+# --- How many (lines 3 and 4) ---
+
+
+def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tensor:
+    """
+    What the budget head sees: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
+
+    With the reduction `"max"`, `max r` is the most that any word of the question, in any head, gives to one token. With
+    `"mean"` and `"sum"` r sums to 1 and is p itself, so `max r` is the share of the first token, and smaller.
+
+    Args:
+        query: `[L, d]`, the states of the question's words.
+        relevance: `[M]` float32.
+    """
+    p = relevance / (relevance.sum() + EPSILON)
+    entropy = -(p * (p + EPSILON).log()).sum()
+    log_m = torch.full_like(entropy, math.log(len(relevance)))
+    return torch.cat([query.float().mean(0), torch.stack([log_m, relevance.max(), entropy])])
+
+
+def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
+    """`n = min(ceil(rho M), n_max)`, at least 1."""
+    # A product such as 0.07 * 100 = 7.000000000000001 must not cost a token more.
+    return max(1, min(math.ceil(round(rho * num_tokens, 6)), n_max))
+
+
+class Float32Linear(nn.Linear):
+    """Computes in float32 whatever its parameters' dtype; a module of its own, so that offloading finds its weights."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            return F.linear(states.float(), self.weight.float(), self.bias.float())
+
+
+class QTSplusBudgetHead(nn.Module):
+    """`rho = rho_min + (rho_max - rho_min) sigmoid(MLP(features))`, in float32 whatever the parameters' dtype."""
+
+    def __init__(self, hidden_size: int, budget_hidden_size: int):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            Float32Linear(hidden_size + 3, budget_hidden_size), nn.GELU(), Float32Linear(budget_hidden_size, 1)
+        )
+
+    def forward(self, features: torch.Tensor, rho_min: float, rho_max: float) -> torch.Tensor:
+        logit = self.mlp(features)
+        return rho_min + (rho_max - rho_min) * torch.sigmoid(logit[0])
+
+
+class QTSplusLossHead(nn.Module):
+    """
+    What an answer loses with only 1, 2, 4, ... of the most relevant tokens, `[K]` nats that fall towards 0: in float32
+    whatever the parameters' dtype.
+    """
+
+    def __init__(self, hidden_size: int, budget_hidden_size: int, n_max: int):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            Float32Linear(hidden_size + 8, budget_hidden_size),
+            nn.GELU(),
+            Float32Linear(budget_hidden_size, n_max.bit_length()),
+        )
+
+    def forward(self, query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            query: `[L, d]`, the states of the question's words.
+            log_relevance: `[M]` float32.
+        """
+        falls = F.softplus(self.mlp(self._features(query, log_relevance)) - 4)  # few at first
+        return falls.flip(0).cumsum(0).flip(0)
+
+    @staticmethod
+    def _features(query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:
+        """As [`budget_features`], with the tokens' part of all relevance, and how many hold 50, 80 and 95% of it."""
+        shares = log_relevance.exp().sort(descending=True).values
+        seen = shares.sum()
+        kept = (shares.cumsum(0)[:, None] < seen * shares.new_tensor([0.5, 0.8, 0.95])).sum(0) + 1
+        parts = torch.stack([shares[0], seen, 1 - seen]).clamp(min=1e-4).log()
+        basic = budget_features(query, log_relevance.exp())
+        return torch.cat([basic[:-2], parts, basic[-1:], kept.float().log()])
+
+
+def cheapest_count(losses: torch.Tensor, config: Any, least: int, most: int) -> int:
+    """
+    The count, `least` to `most`, at which what [`QTSplusLossHead`] predicts and the price of the tokens are least
+    together: Equation 5 of one question. Between the predictions a line is drawn over the logarithm.
+    """
+    doublings = torch.arange(0, math.log2(most) + 0.25, 0.25, device=losses.device).clamp(max=math.log2(most))
+    counts = (2**doublings).round().clamp(min=least, max=most)
+    below = counts.log2().floor().long().clamp(max=len(losses) - 1)
+    above = (below + 1).clamp(max=len(losses) - 1)
+    answer = torch.lerp(losses[below], losses[above], counts.log2() - below)
+    share = counts / config.n_max
+    price = config.token_price * counts + config.lambda_m * share + config.lambda_t * share.square()
+    return int(counts[(answer + price).argmin()])
+
+
+def share_of_mass(log_shares: torch.Tensor, mass: float) -> float:
+    """
+    The smallest share of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
+
+    Args:
+        log_shares: `[M]`; their shares sum to 1, or to less where something else took the rest, which counts as kept.
+            Those of the reduction `"max"`, which sum to more, are made to sum to 1.
+    """
+    shares = log_shares.exp().sort(descending=True).values
+    shares = shares / shares.sum().clamp(min=1)
+    left_out = shares.sum() - shares.cumsum(0)
+    return min(int((left_out > 1 - mass + TIE).sum()) + 1, len(shares)) / len(shares)
+
+
+class Budget(NamedTuple):
+    """Of one sample: rho, a scalar tensor; the count n; what [`QTSplusLossHead`] predicts, `[K]` or `[0]`."""
+
+    rho: torch.Tensor
+    n: int
+    losses: torch.Tensor
 
 
 # --- What a call may ask for ---

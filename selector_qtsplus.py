@@ -1,74 +1,37 @@
 """The query-aware token selector: Algorithm 1 of the paper, from relevance to the re-encoded tokens.
 
-Independent of any backbone. [`QTSplusSelector`], at the end, runs it over a ragged batch; before it come the pieces in
-the paper's order, except lines 1 and 2 (relevance_qtsplus.py). A gate does in training what the method `"qtsplus"`
-(methods_qtsplus.py) does at inference, or nearly so. Symbols are the paper's, as words: visual (X, `[M, d]`), query (Q,
-`[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
+Independent of any backbone. [`QTSplusSelector`], at the end, runs it over a ragged batch; before it come the gates.
+Lines 1 and 2 are in relevance_qtsplus.py, the budget's heads, lines 3 and 4, in methods_qtsplus.py. A gate does in
+training what the method `"qtsplus"` does at inference, or nearly so. Symbols are the paper's, as words: visual (X,
+`[M, d]`), query (Q, `[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
-from .methods_qtsplus import Candidates, Method, check_budget, check_kept, find_method, share_of_mass, top_n
+from .methods_qtsplus import (
+    Budget,
+    Candidates,
+    Method,
+    QTSplusBudgetHead,
+    QTSplusLossHead,
+    budget_features,
+    cheapest_count,
+    check_budget,
+    check_kept,
+    find_method,
+    kept_count,
+    share_of_mass,
+    top_n,
+)
 from .relevance_qtsplus import QTSplusLayer, rotary_tables, take_rows
 
 SOFT_TOKENS = 3  # times what inference keeps, through the soft gate
-EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
-
-# --- Lines 3-4: budget ---
-
-
-def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tensor:
-    """
-    What the budget head sees: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
-
-    With the reduction `"max"`, `max r` is the most that any word of the question, in any head, gives to one token. With
-    `"mean"` and `"sum"` r sums to 1 and is p itself, so `max r` is the share of the first token, and smaller.
-
-    Args:
-        query: `[L, d]`, the states of the question's words.
-        relevance: `[M]` float32.
-    """
-    p = relevance / (relevance.sum() + EPSILON)
-    entropy = -(p * (p + EPSILON).log()).sum()
-    log_m = torch.full_like(entropy, math.log(len(relevance)))
-    return torch.cat([query.float().mean(0), torch.stack([log_m, relevance.max(), entropy])])
-
-
-def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
-    """`n = min(ceil(rho M), n_max)`, at least 1."""
-    # A product such as 0.07 * 100 = 7.000000000000001 must not cost a token more.
-    return max(1, min(math.ceil(round(rho * num_tokens, 6)), n_max))
-
-
-class Float32Linear(nn.Linear):
-    """Computes in float32 whatever its parameters' dtype; a module of its own, so that offloading finds its weights."""
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(states.device.type, enabled=False):
-            return F.linear(states.float(), self.weight.float(), self.bias.float())
-
-
-class QTSplusBudgetHead(nn.Module):
-    """`rho = rho_min + (rho_max - rho_min) sigmoid(MLP(features))`, in float32 whatever the parameters' dtype."""
-
-    def __init__(self, hidden_size: int, budget_hidden_size: int):
-        super().__init__()
-        self.mlp = nn.Sequential(
-            Float32Linear(hidden_size + 3, budget_hidden_size), nn.GELU(), Float32Linear(budget_hidden_size, 1)
-        )
-
-    def forward(self, features: torch.Tensor, rho_min: float, rho_max: float) -> torch.Tensor:
-        logit = self.mlp(features)
-        return rho_min + (rho_max - rho_min) * torch.sigmoid(logit[0])
-
 
 # --- Lines 5-14: the gates, on the threshold of Algorithm 2 ---
 
@@ -207,6 +170,10 @@ class QTSplusOutput(ModelOutput):
         threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r in units of its spread for "soft");
             0 where there was none, as for "detached". `None` at inference.
         loss_t, loss_m, loss_s: scalars, the weighted compute-aware penalties.
+        seen: `[B]` float32, the part of the relevance that the visual tokens have and the null token does not; `None`
+            without one, or where nothing was scored.
+        predicted_losses: `[B, K]` float32, with `budget="loss"` what the answer would lose with 1, 2, 4, ... tokens; 0
+            in rows whose budget the call gives. `None` with other budgets.
         columns: `[B, S']` int64, the column of the caller's prompt behind each column that the language model saw;
             -1 on padding.
     """
@@ -221,6 +188,8 @@ class QTSplusOutput(ModelOutput):
     loss_t: torch.Tensor | None = None
     loss_m: torch.Tensor | None = None
     loss_s: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+    predicted_losses: torch.Tensor | None = None
     columns: torch.Tensor | None = None
 
 
@@ -254,7 +223,11 @@ class QTSplusSelector(nn.Module):
         self.mrope_section = list(mrope_section)
         shape = (hidden_size, num_attention_heads, num_key_value_heads, rms_norm_eps, config.dropout)
         self.scoring_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.scoring_layers))
-        self.budget = QTSplusBudgetHead(hidden_size, config.budget_hidden_size)
+        self.budget: nn.Module
+        if config.budget == "loss":
+            self.budget = QTSplusLossHead(hidden_size, config.budget_hidden_size, config.n_max)
+        else:
+            self.budget = QTSplusBudgetHead(hidden_size, config.budget_hidden_size)
         self.reencode_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.reencode_layers))
         self.null_tokens = nn.ModuleList(nn.Embedding(1, hidden_size) for _ in range(config.null_token))
         self.question_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.query_states == "layer"))
@@ -262,9 +235,13 @@ class QTSplusSelector(nn.Module):
         self.freeze_unused()
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Those of the last scoring layer that its attention weights do not need; checkpoints carry them."""
+        """
+        Those of the last scoring layer that its attention weights do not need, and of a head that is not asked;
+        checkpoints carry them.
+        """
         last: Any = self.scoring_layers[-1]
-        return [p for module in (last.v_proj, last.o_proj, last.ffn_norm, last.ffn) for p in module.parameters()]
+        unused = [last.v_proj, last.o_proj, last.ffn_norm, last.ffn, *[self.budget] * (self.config.budget == "mass")]
+        return [p for module in unused for p in module.parameters()]
 
     def freeze_unused(self):
         """Freezes what can never receive a gradient. Loading makes new, trainable parameters, so again after it."""
@@ -324,7 +301,8 @@ class QTSplusSelector(nn.Module):
         for row, sample in enumerate(zip(visual, query, positions, grids, strict=True)):
             candidates = self._candidates(row, *sample, None if attention is None else attention[row])
             rows.append(self._select(candidates, selection, retentions[row], cap, sample_gate, reencode))
-        features, kept_indices, log_relevance, rhos, thresholds = (list(field) for field in zip(*rows, strict=True))
+        features, kept_indices, log_relevance, budgets, thresholds = (list(field) for field in zip(*rows, strict=True))
+        rhos, losses = [budget.rho for budget in budgets], [budget.losses for budget in budgets]
         if anchor is not None:
             features = [tokens + anchor.to(tokens.dtype) for tokens in features]
         rho = torch.stack(rhos)
@@ -342,6 +320,8 @@ class QTSplusSelector(nn.Module):
             loss_t=loss_t,
             loss_m=loss_m,
             loss_s=loss_s,
+            seen=torch.stack([row.exp().sum() for row in log_relevance]) if scored and self.null_tokens else None,
+            predicted_losses=torch.stack(losses) if self.config.budget == "loss" else None,
         )
 
     def _candidates(self, row, visual, query, positions, grids, attend) -> Candidates:
@@ -380,15 +360,16 @@ class QTSplusSelector(nn.Module):
         cap: int,
         sample_gate: bool,
         reencode: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One sample: (tokens, kept indices, scores, rho, threshold)."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Budget, torch.Tensor]:
+        """One sample: (tokens, kept indices, scores, budget, threshold)."""
         zero, method = torch.zeros((), device=candidates.device), find_method(selection)
         if candidates.num_tokens == 0:
             scores = candidates.scores
-            return candidates.visual[0], scores.long(), scores, zero, zero
-        rho, n = self._budget(candidates, selection, retention, cap)
+            return candidates.visual[0], scores.long(), scores, self._fixed(zero, 0), zero
+        budget = self._budget(candidates, selection, retention, cap)
+        n = budget.n
         if sample_gate and selection == "qtsplus":
-            tokens, kept, threshold = self._gate(candidates, rho, n, cap)
+            tokens, kept, threshold = self._gate(candidates, budget.rho, n, cap)
         else:
             kept, threshold = method(candidates, n), zero
             check_kept(kept, n, candidates.num_tokens, selection)
@@ -398,30 +379,38 @@ class QTSplusSelector(nn.Module):
             tokens = self._encode(
                 self.reencode_layers, tokens, candidates.positions[:, kept] if self.config.reencode_rope else None
             )
-        return tokens, kept, candidates.scores, rho, threshold.detach()
+        return tokens, kept, candidates.scores, budget, threshold.detach()
 
-    def _budget(
-        self, candidates: Candidates, selection: str | Method, retention: float | None, cap: int
-    ) -> tuple[torch.Tensor, int]:
-        """Lines 3 and 4, where the call does not fix rho itself: rho, a scalar tensor, and n."""
+    def _fixed(self, rho: torch.Tensor, n: int) -> Budget:
+        """A budget that no head predicts."""
+        steps = self.config.n_max.bit_length() if self.config.budget == "loss" else 0
+        return Budget(rho, n, torch.zeros(steps, device=rho.device))
+
+    def _budget(self, candidates: Candidates, selection: str | Method, retention: float | None, cap: int) -> Budget:
+        """Lines 3 and 4, where the call does not fix rho itself."""
         config, num_tokens = self.config, candidates.num_tokens
         zero = torch.zeros((), device=candidates.device)
         if selection == "all":
-            return zero + 1, num_tokens
+            return self._fixed(zero + 1, num_tokens)
         if retention is not None:
-            return zero + retention, kept_count(retention, num_tokens, cap)
-        if selection == "lm_attention":
-            share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
-            rho = (zero + share).clamp(config.rho_min, config.rho_max)
-        elif config.budget == "mass":
-            share = share_of_mass(candidates.log_relevance.detach(), config.relevance_mass)
-            rho = (zero + share).clamp(config.rho_min, config.rho_max)
-        else:
+            return self._fixed(zero + retention, kept_count(retention, num_tokens, cap))
+        if selection != "lm_attention" and config.budget == "rho":
             relevance = candidates.log_relevance.exp()
             if config.gate == "detached":  # the scores are taught, by nothing else
                 relevance = relevance.detach()
             rho = self.budget(budget_features(candidates.query_states, relevance), config.rho_min, config.rho_max)
-        return rho, kept_count(float(rho.detach()), num_tokens, cap)
+            return Budget(rho, kept_count(float(rho.detach()), num_tokens, cap), zero[None][:0])
+        if selection != "lm_attention" and config.budget == "loss":
+            losses = self.budget(candidates.query_states.detach(), candidates.log_relevance.detach())
+            bounds = (kept_count(bound, num_tokens, cap) for bound in (config.rho_min, config.rho_max))
+            n = cheapest_count(losses.detach(), config, *bounds)
+            return Budget(zero + n / num_tokens, n, losses)
+        if selection == "lm_attention":
+            share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
+        else:
+            share = share_of_mass(candidates.log_relevance.detach(), config.relevance_mass)
+        rho = (zero + share).clamp(config.rho_min, config.rho_max)
+        return self._fixed(rho, kept_count(float(rho), num_tokens, cap))
 
     def _gate(
         self, candidates: Candidates, rho: torch.Tensor, n: int, cap: int

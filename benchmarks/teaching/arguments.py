@@ -21,8 +21,8 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
             `token_words` the same, in the layer before, of what a token pays to the one of the step before that
             shows the same. Not in steps that leave tokens out.
         looking_share (`float`, defaults to 0.5): how much of its attention an answer is to pay to what it rests on.
-        sparing_weight (`float`, defaults to 0): for records with `needles`, weight of -log of the share of the attention
-            that an answer that rests on no visual token ("No") leaves to the text, up to nine tenths.
+        sparing_weight (`float`, defaults to 0): for records with `needles`, weight of -log of the share of the
+            attention that an answer that rests on no visual token ("No") leaves to the text, up to nine tenths.
         referring_weight (`float`, defaults to 0): for records with `needles` and `token_words`, weight of the same for
             the names in questions ("the red circle"): of what the last word of a name pays to those of the needles that
             show it, and in the layer behind of what an answer that says a name pays to that word, where nine tenths

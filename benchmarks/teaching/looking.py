@@ -99,8 +99,8 @@ def watching(
     """
     While it lasts, a pass over these inputs with all tokens notes in the rows how far each answer looks at its needles;
     in the layer before, how far each visual token looks at the one before it that shows the same; and on request how
-    far each name looks at those needles that show it, and in the layer behind the answer at the name that it says. Of an
-    answer without needles it notes how far it looks at the text.
+    far each name looks at those needles that show it, and in the layer behind the answer at the name that it says. Of
+    an answer without needles it notes how far it looks at the text.
 
     Args:
         model: a QTSplus model.

@@ -23,7 +23,7 @@ class TinyWorldTrainer(QTSplusTrainer):
     """
     Adds to the objective of [`QTSplusTrainer`]
 
-        naming_weight * naming + looking_weight * looking + referring_weight * referring,
+        naming_weight * naming + looking_weight * looking + sparing_weight * sparing + referring_weight * referring,
 
     dense supervision of a base ([`naming_losses`], [`looking_losses`]): means over the samples with visual tokens. They
     are logged as `loss_naming`, `loss_looking`, `loss_following`, `loss_referring` and `loss_choosing`.
@@ -44,7 +44,8 @@ class TinyWorldTrainer(QTSplusTrainer):
     def __init__(self, model: nn.Module, args: TinyWorldTrainingArguments, **kwargs: Any):
         super().__init__(model, args, **kwargs)
         if isinstance(self.train_dataset, TinyWorldDataset):
-            self.train_dataset.dense = max(args.naming_weight, args.looking_weight, args.referring_weight) > 0
+            weights = (args.naming_weight, args.looking_weight, args.sparing_weight, args.referring_weight)
+            self.train_dataset.dense = max(weights) > 0
             if args.relevance_weight:
                 self._sum_targets(self.train_dataset)
 
@@ -76,7 +77,8 @@ class TinyWorldTrainer(QTSplusTrainer):
         self, inputs: Mapping[str, Any], labels: torch.Tensor, needles: Any, token_words: Any
     ) -> AbstractContextManager[Sequence[Looks]]:
         """Notes who looks how far at what, where that is taught and no token is left out."""
-        taught = self.model.training and max(self.args.looking_weight, self.args.sparing_weight, self.args.referring_weight) > 0
+        args = self.args
+        taught = self.model.training and max(args.looking_weight, args.sparing_weight, args.referring_weight) > 0
         if needles is None or not taught or "retention" in inputs:
             return nullcontext(())
         layer, names = self.args.looking_layer, self.args.referring_weight > 0

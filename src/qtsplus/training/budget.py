@@ -1,12 +1,16 @@
 """The objective's terms in rho, with what they remember from step to step."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..selector_qtsplus import kept_count
 from .arguments import QTSplusTrainingArguments
+
+LOST = 4.0  # nats: an answer that has lost so many is wrong, and may lose any number more
 
 
 class RunningMeans:
@@ -55,7 +59,20 @@ class Budget:
         """Takes the mean of rho over all steps so far, which this step's prior is."""
         self._rho_history = self.selector.rho_history.clone()
 
-    def loss(self, qtsplus: Any, samples: torch.Tensor, training: bool) -> torch.Tensor | float:
+    def price(self) -> dict[str, float]:
+        """By its name what holds the mean count at `target_n`."""
+        config = self.selector.config
+        fields = {"loss": "token_price", "mass": "relevance_mass"}
+        if config.budget in fields:
+            return {fields[config.budget]: getattr(config, fields[config.budget])}
+        return {"alpha": self.alpha}
+
+    def set_price(self, state: Mapping[str, Any]) -> None:
+        """As [`Budget.price`] gave it."""
+        for name in self.price():
+            setattr(self if name == "alpha" else self.selector.config, name, state[name])
+
+    def loss(self, qtsplus: Any, samples: torch.Tensor, training: bool, asked: bool = True) -> torch.Tensor | float:
         """
         This micro-batch's part of the terms.
 
@@ -63,6 +80,7 @@ class Budget:
             qtsplus: the selector's output; `None` in batches of text.
             samples: `[]`, those of the whole step with visual tokens.
             training: whether they count, or are only logged.
+            asked: whether the model chose its budget, and not the call.
         """
         if qtsplus is None:
             return 0.0
@@ -74,7 +92,7 @@ class Budget:
         soft_n = rho * num_tokens
         soft_n = soft_n - (soft_n - config.n_max).clamp(min=0).detach()  # the count of the gate, the gradient of rho M
         pairs = zip(rho.tolist(), num_tokens.tolist(), strict=True)
-        asked = torch.tensor([kept_count(share, m, config.n_max) for share, m in pairs], device=rho.device)
+        counts = torch.tensor([kept_count(share, m, config.n_max) for share, m in pairs], device=rho.device)
         running = self.running[training]
         for name, values in (
             ("rho", rho),
@@ -85,10 +103,14 @@ class Budget:
             ("visual_tokens", num_tokens),
         ):
             running.add(name, values.sum(), count)
-        if not training or rho.requires_grad:
-            running.add("n_asked", asked.sum(), count)  # by the model itself
+        asked &= rho.requires_grad or (config.budget != "rho" and config.selection == "qtsplus")
+        if not training or asked:
+            running.add("n_asked", counts.sum(), count)  # by the model itself
+        if training and asked:
+            self._step_rho += torch.stack([(rho.detach().double() * 2.0**32).round().long().sum(), count])
+            self._step_n += counts.sum()
         if not training or not rho.requires_grad:
-            return 0.0  # there is no budget to learn where everything is kept
+            return 0.0  # there is no rho to learn where everything is kept
 
         loss_s = (config.lambda_s * (rho - self._prior(rho)).pow(2)).sum()
         for name, total in (
@@ -98,8 +120,6 @@ class Budget:
             ("threshold", qtsplus.threshold[with_vision].sum()),
         ):
             running.add(name, total, count)
-        self._step_rho += torch.stack([(rho.detach().double() * 2.0**32).round().long().sum(), count])
-        self._step_n += asked.sum()
         total = (qtsplus.loss_t + qtsplus.loss_m) * count + loss_s
         if config.target_n is not None:
             damping = self.args.dual_damping * self.excess / config.target_n
@@ -123,6 +143,34 @@ class Budget:
         if target is not None and rho[1] > 0:
             # A start far above the target must not wind alpha up further than one far below could unwind it.
             self.excess = min(float(n / rho[1]) / target - 1, 1.0)
-            self.alpha = max(0.0, self.alpha + self.args.dual_learning_rate * self.excess / target)
+            move = self.args.dual_learning_rate * self.excess
+            if config.budget == "loss":
+                config.token_price *= math.exp(move)
+            elif config.budget == "mass":
+                odds = config.relevance_mass / (1 - min(config.relevance_mass, 0.9999)) * math.exp(-move)
+                config.relevance_mass = odds / (1 + odds)
+            else:
+                self.alpha = max(0.0, self.alpha + move / target)
         self._step_rho.zero_()
         self._step_n.zero_()
+
+
+def most_tokens(totals: Sequence[int], config: Any) -> torch.Tensor:
+    """`[B]` int64, of each row's visual tokens the most that `rho_max` and `n_max` allow; 1 where there are none."""
+    return torch.tensor([kept_count(config.rho_max, total, config.n_max) for total in totals])
+
+
+def loss_differences(predicted: torch.Tensor, measured: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """
+    How far off predicted losses are, of each row the mean over its counts: `[rows with visual tokens]` (smooth L1).
+
+    Args:
+        predicted: `[B, K]`, see `QTSplusLossHead`.
+        measured: `[B, K]`, the cross-entropy of the answer with 1, 2, 4, ... tokens. What is lost is lost against the
+            largest count that the row allows, and counts up to [`LOST`].
+        most: `[B]`, as [`most_tokens`] gives it.
+    """
+    within = 2 ** torch.arange(measured.shape[1], device=most.device) <= most[:, None]
+    excess = measured - measured.gather(1, within.sum(1, keepdim=True) - 1)
+    off = F.smooth_l1_loss(predicted, excess.clamp(0, LOST), reduction="none")
+    return ((off * within).sum(1) / within.sum(1))[most > 1]

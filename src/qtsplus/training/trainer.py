@@ -21,7 +21,7 @@ from ..results import write_json
 from ..saving_qtsplus import model_card
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, relevance_divergences
-from .budget import Budget, RunningMeans
+from .budget import Budget, RunningMeans, loss_differences, most_tokens
 from .collator import VideoQACollator
 from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
 from .distillation import answer_logits
@@ -35,7 +35,15 @@ SKIPPED_FILE = "skipped_files.json"
 
 logger = logging.get_logger(__name__)
 
-_LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), "loss_t", "loss_m", "loss_s", "loss_relevance")
+_LOSSES = (
+    "loss_lm",
+    *(f"loss_{source}" for source in SOURCES),
+    "loss_t",
+    "loss_m",
+    "loss_s",
+    "loss_relevance",
+    "loss_budget",
+)
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
 _FREEZING = ("freeze_vision_model", "freeze_language_model", "freeze_selector", "sft_loss", "relevance_weight")
@@ -63,6 +71,7 @@ class QTSplusTrainer(Trainer):
 
         L_SFT + lambda_t (rho M)^2 / n_max^2 + lambda_m rho M / n_max + lambda_s (rho - rho_bar)^2
               + (alpha + damping) (rho M - target_n) + relevance_weight * KL(attention || softmax(log r))
+              + |predicted - measured losses|
 
     `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]). Every
     term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT over the
@@ -74,6 +83,10 @@ class QTSplusTrainer(Trainer):
     with `excess = mean n / target_n - 1` (at most 1), `alpha += dual_learning_rate * excess / target_n`; and
     `damping = dual_damping * excess / target_n`, as in the modified differential multiplier method (Platt and Barr,
     1988), keeps the ascent from swinging. Both are saved and restored with the checkpoint.
+
+    With `budget="loss"` rho has no gradient: in steps whose budget is not drawn the head learns what answers lose with
+    1, 2, 4, ... tokens. `exp(dual_learning_rate * excess)` then multiplies `token_price`, in place of alpha; with
+    `budget="mass"` it divides the odds of `relevance_mass`.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
     `loss_s`, `loss_relevance`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
@@ -186,9 +199,14 @@ class QTSplusTrainer(Trainer):
         for name, (weight, losses) in further.items():
             loss = loss + weight * losses.sum() / counts[-2].clamp(min=1)
             self.running[True].add(name, losses.sum(), len(losses))
-        budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training)
-        if model.training and self.args.budget_probe is not None and self._retention is None:
-            loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
+        budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training, asked=self._retention is None)
+        if model.training and self._retention is None and not self.args.freeze_selector:
+            if self.selector_config.budget == "loss":
+                differences = self._predicted_losses(inputs, labels, outputs.qtsplus)
+                loss = loss + differences.sum() / counts[-2].clamp(min=1)
+                self.running[True].add("loss_budget", differences.sum(), len(differences))
+            elif self.args.budget_probe is not None:
+                loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
         if model.training:
             # Distributed training averages gradients over the processes, which here are parts of one sum.
             loss = (loss + budget) * self.accelerator.num_processes
@@ -256,6 +274,22 @@ class QTSplusTrainer(Trainer):
                 measured.append(torch.zeros_like(rho).index_add(0, rows, weights * token_losses))
         slope = (measured[0] - measured[1]) / (2 * math.log(factor))
         return (slope * torch.where(with_vision, rho, 1.0).log()).sum()
+
+    def _predicted_losses(self, inputs, labels, qtsplus) -> torch.Tensor:
+        """Of each sample with visual tokens how far off the losses are that the budget head predicts, `[k]`."""
+        known = qtsplus is not None and qtsplus.predicted_losses is not None
+        totals = qtsplus.num_tokens.tolist() if known else [0] * len(labels)
+        most = most_tokens(totals, self.selector_config).to(labels.device)
+        steps = int(self.accelerator.gather(most.max()).max()).bit_length()  # no process may wait for another's pass
+        measured = torch.stack([self._loss_with(inputs, labels, 2**step) for step in range(steps)], 1)
+        return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most) if known else most[:0].float()
+
+    @torch.no_grad()
+    def _loss_with(self, inputs, labels, count: int) -> torch.Tensor:
+        """`[B]`, the sum of the cross-entropy over each answer, with so many visual tokens at most."""
+        asked = {**inputs, "retention": 1.0, "max_visual_tokens": count}
+        _, token_losses, rows = self._answer(self.model, asked, labels)
+        return token_losses.new_zeros(len(labels)).index_add(0, rows, token_losses)
 
     def _others_may_wait(self, qtsplus: Any) -> bool:
         """Whether a batch is of text alone, while other processes, with parts of the weights, may have videos."""
@@ -349,7 +383,7 @@ class QTSplusTrainer(Trainer):
         if "loss" in logs:
             logs.update(self.running[True].pop(self.sum_over_processes))
             if self.selector_config.target_n is not None:
-                logs["alpha"] = self.budget.alpha
+                logs |= self.budget.price()
             if self._gather_skipped():
                 logs["skipped_files"] = len(self.skipped)
         for name in [name for name in logs if name.startswith("eval") and name.endswith("_loss")]:
@@ -421,7 +455,7 @@ class QTSplusTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         skipped = self._gather_skipped()
         if self.args.should_save:
-            state = {"alpha": self.budget.alpha, "excess": self.budget.excess, "skipped": skipped}
+            state = {**self.budget.price(), "excess": self.budget.excess, "skipped": skipped}
             write_json(Path(output_dir, STATE_FILE), state)
             self._write_skipped()
 
@@ -429,7 +463,8 @@ class QTSplusTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and os.path.exists(os.path.join(checkpoint, STATE_FILE)):
             state = json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))
-            self.budget.alpha, self.budget.excess, self.skipped = state["alpha"], state["excess"], state["skipped"]
+            self.budget.set_price(state)
+            self.budget.excess, self.skipped = state["excess"], state["skipped"]
 
 
 def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
