@@ -85,6 +85,8 @@ class QTSplusConfig(PreTrainedConfig):
             rotary positions. `False` for the checkpoints of the reference implementation, which never had them.
         dropout (`float`, defaults to 0.0): dropout after attention and feed-forward.
 
+        evidence_share (`float`, defaults to 0.5): of the highest relevance, what a token needs to count as evidence.
+
     > The prompt
 
         position_ids (`str`, defaults to `"original"`): `"original"` lets each kept token keep the position it had in
@@ -125,6 +127,7 @@ class QTSplusConfig(PreTrainedConfig):
     reencode_layers: int = 2
     reencode_rope: bool = True
     dropout: float = 0.0
+    evidence_share: float = 0.5
     position_ids: str = "original"
     select_images: bool = False
     lambda_t: float = 0.1
@@ -143,6 +146,7 @@ class QTSplusConfig(PreTrainedConfig):
         _require(0 < self.rho_min <= self.rho_max <= 1, self, "rho_min, rho_max", "0 < rho_min <= rho_max <= 1")
         _require(self.n_max >= 1, self, "n_max", "n_max >= 1")
         _require(self.budget in BUDGETS, self, "budget", f"one of {BUDGETS}")
+        _require(0 < self.evidence_share <= 1, self, "evidence_share", "0 < evidence_share <= 1")
         _require(self.token_price > 0, self, "token_price", "token_price > 0")
         _require(0 < self.relevance_mass <= 1, self, "relevance_mass", "0 < relevance_mass <= 1")
         _require(self.tau_s > 0, self, "tau_s", "tau_s > 0")

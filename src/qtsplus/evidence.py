@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Of the highest relevance, what a kept token needs to count as evidence. The others are kept too, since the budget has
-# room for them.
+# Of the highest relevance, what a token needs to count as evidence, where a model's configuration says nothing else.
 STRONG = 0.5
 
 
@@ -16,7 +15,7 @@ class Interval:
 
     Args:
         start, end: seconds; from the first frame, or on a player's clock in an answer of `qtsplus.session`.
-        weight: share of the sample's kept relevance that lies in it.
+        weight: share of the sample's relevance that lies in it.
         video: which of the sample's videos, in prompt order.
         box: (left, top, right, bottom) of the region in the frame with the most of it, as fractions of its width and
             height.
@@ -74,16 +73,20 @@ def evidence_intervals(
     video_grid_thw: torch.Tensor,
     second_per_grid_ts: Sequence[float],
     merge_size: int,
+    strong_share: float = STRONG,
 ) -> list[Interval]:
     """
-    The stretches of the videos that hold strong tokens: kept ones with half of the highest relevance at least.
-    Neighbouring grid steps form one stretch.
+    The stretches of the videos that hold strong tokens. Neighbouring grid steps form one stretch.
+
+    What shows a thing may be more than an answer needs: tokens are strong whether or not they were kept.
 
     Args:
         kept_indices: `[n]`, indices among the sample's video tokens.
-        relevance: `[M]`; `None` or empty where the selection did not look (every kept token is then as strong).
+        relevance: `[M]`; `None` or empty where the selection did not look (every kept token is then as strong, and no
+            other).
         second_per_grid_ts: seconds that one grid step of each video lasts.
         video_grid_thw, merge_size: as for [`token_grids`].
+        strong_share: of the highest relevance, what makes a token strong; `evidence_share` of the configuration.
 
     Returns:
         intervals, the one with the most relevance first; none if nothing was kept.
@@ -98,12 +101,12 @@ def evidence_intervals(
     if relevance is not None and len(relevance):
         if len(relevance) != len(weights):
             raise ValueError(f"The video grids hold {len(weights)} tokens, but there are {len(relevance)} relevances.")
-        weights[kept_indices] = relevance.detach().cpu().double()[kept_indices]
+        weights = relevance.detach().cpu().double()
     if weights.sum() == 0:
         weights[kept_indices] = 1.0
     if len(kept_indices) == 0:
         return []
-    strong = (weights > 0) & (weights >= STRONG * weights.max())
+    strong = (weights > 0) & (weights >= strong_share * weights.max())
     weights = weights / weights.sum()
 
     intervals = []

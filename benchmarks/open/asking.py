@@ -1,0 +1,235 @@
+"""Questions about worlds without a grid, asked of a model in many ways."""
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from qtsplus.evidence import evidence_intervals
+from qtsplus.processing_qtsplus import _tokenize_query
+from qtsplus.training.dataset import IGNORED
+from qtsplus.training.features import encode_videos
+from qtsplus.training.models import load_config, load_model, load_processor
+
+from ..teaching.dataset import TinyWorldCollator, TinyWorldDataset, read_tinyworld
+from ..world.openworld import OPEN_COLOURS
+
+LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BATCH = 32
+
+
+@dataclass
+class Answers:
+    """
+    Of each question, in one way of asking.
+
+    Attributes:
+        right: whether the answer is right to its last word.
+        kept: the visual tokens that the language model read.
+        share: of the tokens that hold the answer the part that was kept; NaN where there are none.
+    """
+
+    right: list[bool] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    share: list[float] = field(default_factory=list)
+
+
+class OpenTest:
+    """
+    A set of `build_open`, one question a record, with its videos encoded once.
+
+    Args:
+        model, processor: any model with the tower that all models have which are asked.
+        path: the JSONL file.
+        limit: so many of the questions, drawn by chance; all if `None`.
+    """
+
+    def __init__(self, model: Any, processor: Any, path: Path, limit: int | None = None):
+        records, lines = read_tinyworld(path), path.read_text(encoding="utf-8").splitlines()
+        chosen = np.sort(np.random.default_rng(0).permutation(len(records))[:limit])
+        self.records: list[Any] = [records[index] for index in chosen]
+        self.rows: list[dict[str, Any]] = [json.loads(lines[index]) for index in chosen]
+        self.processor, self.collate = processor, TinyWorldCollator(processor)
+        self.dataset = TinyWorldDataset(self.records, processor)
+        self._folder = tempfile.TemporaryDirectory()
+        videos = [(str(record.video), None) for record in self.records]
+        self.dataset.features = encode_videos(model, processor, videos, self._folder.name)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def kinds(self) -> np.ndarray:
+        return np.array([row["kind"] for row in self.rows])
+
+    @property
+    def videos(self) -> np.ndarray:
+        return np.array([row["video"] for row in self.rows])
+
+    @property
+    def needles(self) -> list[list[int]]:
+        """Per question, the visual tokens that hold its answer."""
+        return [row["needles"][0] for row in self.rows]
+
+    @cached_property
+    def totals(self) -> np.ndarray:
+        """Per question, the visual tokens of its video."""
+        return np.array([len(self.dataset.example(record)["video_features"]) for record in self.records])
+
+    def batches(
+        self, queries: Sequence[str] | None = None, texts: Sequence[str] | None = None
+    ) -> Iterator[tuple[slice, dict[str, Any], torch.Tensor]]:
+        """
+        (rows, the model's inputs, labels) of each batch.
+
+        Args:
+            queries: questions to select by, in place of the prompts' own.
+            texts: questions in place of the prompts'.
+        """
+        for first in range(0, len(self), BATCH):
+            rows = slice(first, min(first + BATCH, len(self)))
+            records = self.records[rows]
+            if texts is not None:
+                records = [_ask_otherwise(record, text) for record, text in zip(records, texts[rows], strict=True)]
+            inputs = self.collate([self.dataset.example(record) for record in records])
+            labels = inputs.pop("labels")
+            for name in ("source_ids", "skipped", "token_words", "needles"):
+                inputs.pop(name, None)
+            if queries is not None:
+                inputs.pop("query_mask", None)
+                made = _tokenize_query(self.processor.tokenizer, list(queries[rows]), None, like=None)
+                inputs |= {name: torch.tensor(values) for name, values in made.items()}
+            yield rows, inputs, labels
+
+    @torch.no_grad()
+    def ask(
+        self,
+        model: Any,
+        queries: Sequence[str] | None = None,
+        texts: Sequence[str] | None = None,
+        caps: Sequence[int] | None = None,
+        **choice: Any,
+    ) -> Answers:
+        """
+        Answers to all questions.
+
+        Args:
+            caps: per question the count to keep.
+            choice: `retention`, `max_visual_tokens`, `selection`, as in a call of the model.
+        """
+        answers = Answers()
+        for rows, inputs, labels in self.batches(queries, texts):
+            if caps is not None:
+                totals = self.totals[rows]
+                choice = {"retention": [cap / total for cap, total in zip(caps[rows], totals, strict=True)]}
+            output = model(**inputs, use_cache=False, **choice)
+            said = model.compact_labels(labels, inputs["input_ids"], output.qtsplus.columns)[:, 1:]
+            right = ((output.logits[:, :-1].argmax(-1) == said) | (said == IGNORED)).all(1)
+            answers.right += right.tolist()
+            answers.kept += output.qtsplus.n.tolist()
+            for kept, needles in zip(output.qtsplus.kept_indices, self.needles[rows], strict=True):
+                held = np.isin(needles, kept.numpy()).mean() if needles else float("nan")
+                answers.share.append(float(held))
+        return answers
+
+    @torch.no_grad()
+    def losses(self, model: Any, count: int) -> np.ndarray:
+        """Per question the cross-entropy of its answer with so many of the most relevant tokens."""
+        found = []
+        for _, inputs, labels in self.batches():
+            output = model(**inputs, use_cache=False, retention=1.0, max_visual_tokens=count)
+            said = model.compact_labels(labels, inputs["input_ids"], output.qtsplus.columns)[:, 1:]
+            logits = output.logits[:, :-1].float()
+            parts = F.cross_entropy(logits.transpose(1, 2), said, ignore_index=IGNORED, reduction="none")
+            found += parts.sum(1).tolist()
+        return np.array(found)
+
+    @torch.no_grad()
+    def scores(self, model: Any) -> tuple[list[np.ndarray], list[float], list[set[int]]]:
+        """Per question: relevance, the part that the null token did not take, the seconds that evidence names."""
+        relevance, seen, seconds = [], [], []
+        share = model.config.qtsplus_config.evidence_share
+        for _, inputs, _ in self.batches():
+            chosen = model(**inputs, use_cache=False).qtsplus
+            relevance += [row.numpy() for row in chosen.relevance]
+            seen += chosen.seen.tolist()
+            grids, steps = inputs["video_grid_thw"], inputs["second_per_grid_ts"]
+            for index, (kept, row) in enumerate(zip(chosen.kept_indices, chosen.relevance, strict=True)):
+                step = [float(steps[index])]
+                spans = evidence_intervals(kept, row, grids[index : index + 1], step, 2, share)
+                seconds.append({second for span in spans for second in range(round(span.start), round(span.end))})
+        return relevance, seen, seconds
+
+
+def _ask_otherwise(record: Any, text: str) -> Any:
+    return type(record)(**{**vars(record), "question": text})
+
+
+def open_test(folder: str, path: Path, limit: int | None = None) -> OpenTest:
+    """A test set, its videos encoded by the model in a folder."""
+    return OpenTest(load(folder), load_processor(None, folder, load_config(None, folder, {})), path, limit)
+
+
+def load(folder: str, **selector: Any) -> Any:
+    return load_model(None, folder, selector).eval()
+
+
+# --- Questions that ask for something else, or the same otherwise ---
+
+
+def of_other_videos(test: OpenTest) -> list[str]:
+    """For each question one of another video, of another text."""
+    rng, order = np.random.default_rng(3), []
+    for row in test.rows:
+        while True:
+            other = test.rows[int(rng.integers(len(test)))]
+            if other["video"] != row["video"] and other["question"] != row["question"]:
+                order.append(other["question"])
+                break
+    return order
+
+
+def with_another_word(test: OpenTest) -> list[str]:
+    """With another colour; where a question names none, another shape, or last for first."""
+    rng, changed = np.random.default_rng(4), []
+    names = {"colour": list(OPEN_COLOURS), "shape": ["circle", "square", "triangle", "cross", "ring"]}
+    swaps = {"first": "last", "last": "first"}
+    for row in test.rows:
+        text = row["question"]
+        for words in names.values():
+            found = re.search(rf"\b({'|'.join(words)})\b", text)
+            if found:
+                others = [word for word in words if word != found.group()]
+                text = text.replace(found.group(), others[int(rng.integers(len(others)))])
+                break
+        else:
+            text = re.sub(r"\b(first|last)\b", lambda match: swaps[match.group()], text)
+        changed.append(text)
+    return changed
+
+
+def otherwise(test: OpenTest) -> dict[str, list[str]]:
+    """Every question in lower case, and in other words."""
+    said: list[tuple[str, str]] = [
+        (r"^What is in the (.*)\?$", r"Which mark does the \1 have?"),
+        (r"^Is there (an? .*)\?$", r"Can \1 be seen?"),
+        (r"^How long is the (.*) there\?$", r"For how long does the \1 stay?"),
+        (r"^Which colours does the (.*) take\?$", r"What colours does the \1 have?"),
+        (r"^What crosses the middle (.*)\?$", r"Which thing is \1 to cross the middle?"),
+    ]
+    rephrase: Callable[[str], str] = lambda text: next(  # noqa: E731
+        re.sub(pattern, words, text) for pattern, words in said if re.match(pattern, text)
+    )
+    questions = [row["question"] for row in test.rows]
+    return {
+        "in lower case": [text.lower() for text in questions],
+        "in other words": [rephrase(text) for text in questions],
+    }

@@ -1,0 +1,67 @@
+"""The same thing in a longer video: how many tokens the model's own budget keeps of it."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..world.open_sets import VARIANTS
+from .asking import OpenTest
+
+LENGTHS = (8, 30, 600)  # seconds
+ASKED = 80
+
+
+def counts_by_length(model: Any, test: OpenTest) -> dict[str, Any]:
+    """
+    Counts for questions about a thing of 8 seconds, among other videos that have no such thing.
+
+    Only the selector reads: the language model has no use for ten minutes here. What crosses the middle is not asked,
+    since in every video something does.
+    """
+    features: dict[str, torch.Tensor] = {}
+    names: dict[str, set[str]] = {}
+    for record, row in zip(test.records, test.rows, strict=True):
+        if row["video"] not in features:
+            features[row["video"]] = test.dataset.example(record)["video_features"]
+            things = VARIANTS["plain"](row["seed"], row["seconds"]).things
+            names[row["video"]] = {name for thing in things for name in (thing.name, thing.shape)}
+    asked = [row for row in test.rows if row["kind"] != "crossing" and row["needles"][0]][:ASKED]
+    counts = {seconds: [_count(model, test, row, seconds, features, names) for row in asked] for seconds in LENGTHS}
+    needles = [len(row["needles"][0]) for row in asked]
+    return {
+        "questions": len(asked),
+        "tokens": {str(seconds): round(float(np.mean(found)), 1) for seconds, found in counts.items()},
+        "change": {
+            str(seconds): round(float(np.median(np.array(found) / np.array(counts[8]))), 2)
+            for seconds, found in counts.items()
+        },
+        "needles": round(float(np.mean(needles)), 1),
+    }
+
+
+@torch.no_grad()
+def _count(
+    model: Any,
+    test: OpenTest,
+    row: dict[str, Any],
+    seconds: int,
+    features: dict[str, torch.Tensor],
+    names: dict[str, set[str]],
+) -> int:
+    """The tokens that are kept of so many seconds, in the middle of which the question's video stands."""
+    text, own = row["question"], features[row["video"]]
+    others = [video for video, known in names.items() if video != row["video"] and not _names(text, known)]
+    rng = np.random.default_rng(row["seed"])
+    wanted = -(-(seconds - row["seconds"]) // row["seconds"])
+    filler = [features[others[int(index)]] for index in rng.integers(len(others), size=wanted)]
+    visual = torch.cat([*filler[: wanted // 2], own, *filler[wanted // 2 :]])[: seconds * len(own) // row["seconds"]]
+    ids = torch.tensor(test.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+    query = model.get_input_embeddings()(ids)
+    _, chosen = model.model.qtsplus([visual], [query], [torch.zeros(3, len(visual))], reencode=False)
+    return int(chosen.n[0])
+
+
+def _names(text: str, known: set[str]) -> bool:
+    """Whether a question names one of these things; those of one colour by colour and shape."""
+    return any(name in text for name in known if " " in name or text.startswith("Which colours"))
