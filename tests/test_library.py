@@ -141,8 +141,8 @@ def test_ask_is_a_session_of_the_files_that_rank_first(library):
         session.add(library._video(name), f"{name}, 0:00 to 0:06")
     wanted = session.ask("What?", max_visual_tokens=20, max_new_tokens=4)
     assert (answer.answer, answer.kept_tokens, answer.rho) == (wanted.answer, wanted.kept_tokens, wanted.rho)
-    assert list(answer.keep_maps) == list(wanted.keep_maps)
-    assert all(torch.equal(answer.keep_maps[name], kept) for name, kept in wanted.keep_maps.items())
+    assert list(answer.keep_maps) == library.names and answer.video == ", ".join(library.names)
+    assert all(torch.equal(*pair) for pair in zip(answer.keep_maps.values(), wanted.keep_maps.values(), strict=True))
     assert {one.name for one in answer.evidence} <= set(WORLDS)
 
 
@@ -162,6 +162,10 @@ def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
     answer = library.ask(f"What is in the {item.name}?", max_new_tokens=4)
     assert answer.evidence[0].name == "a.mp4"
     assert item.appears_at <= answer.evidence[0].start < answer.evidence[0].end <= item.vanishes_at
+    kept = answer.keep_map
+    assert kept.shape == (6, 6, 6) and kept.sum() == answer.kept_tokens
+    (read,) = {step // 2 for step in kept.nonzero()[:, 0].tolist()}
+    assert read == int(answer.evidence[0].start) // 2, "nothing is kept of the pieces that were not read"
 
 
 def test_a_piece_that_is_the_whole_video_is_the_video(library):
@@ -291,12 +295,27 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     assert "Encoding 3 of 4 videos: 648 tokens, 166 kB" in made.stderr
     assert "Left out bad.mp4: Cannot decode" in made.stderr
 
+    (mine / "more/c.mp4").write_bytes(b"another film")
+    call = ["ask", folder, question, "--max-new-tokens", 4, "--pieces", 2, "--evidence", tmp_path / "drawn", "--json"]
+    asked = qtsplus(*call)
+    assert asked.returncode == 0, asked.stderr
+    drawn = json.loads((tmp_path / "drawn/answer.json").read_text())
+    assert drawn["evidence"] == json.loads(asked.stdout)["evidence"]
+    assert [one["name"] for one in drawn["videos"]] == ["a.mp4", "more/c.mp4"]
+    left = {path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != "."}
+    assert left == {"answer.json", "timeline.png", "frames-1.png", "kept-1.mp4"}, "c.mp4 was changed"
+    assert "\nThe file of more/c.mp4 is gone or was changed, so its frames are not drawn.\n" in asked.stderr
+
     shutil.rmtree(mine)
     moments = json.loads(qtsplus("find", folder, question, "--json", "--top", 2).stdout)["moments"]
     assert len(moments) == 2 and moments[0]["name"] == "a.mp4"
     assert item.appears_at <= moments[0]["start"] < moments[0]["end"] <= item.vanishes_at
     answer = json.loads(qtsplus("ask", folder, question, "--json", "--max-new-tokens", 4).stdout)
     assert answer["answer"].rstrip(".") == item.mark and answer["evidence"][0]["video"] == "a.mp4"
+    asked = qtsplus(*call)
+    assert asked.returncode == 0 and asked.stderr.count("so its frames are not drawn") == 2, asked.stderr
+    left = {path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != "."}
+    assert left == {"answer.json", "timeline.png"}
 
 
 def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
@@ -326,7 +345,7 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
         (["find", "{library}", QUESTION, "--revision", "main"], "--revision is about a repository"),
         (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
         (["ask", "{library}", QUESTION, "--two-passes"], "--two-passes is about a video"),
-        (["ask", "{library}", QUESTION, "--evidence", "{empty}/drawn"], "--evidence is about a video"),
+        (["ask", "{library}", QUESTION, "--evidence", "{videos}"], "holds files that an earlier run did not write"),
         (["ask", "{library}", " "], "empty"),
         (["ask", "{videos}/a.mp4", QUESTION, "--pieces", "2"], "--pieces is about a library"),
         (["ask", "{library}", QUESTION, "--retention", "2"], "--retention is 2"),

@@ -27,6 +27,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..library import Library
     from ..session import Answer
     from ..videos import EncodedVideo
 
@@ -69,11 +70,11 @@ def ask(
     """Answer a question about a video or a library, and say which seconds the answer rests on."""
     check_model_options(model, revision)
     if is_library(video):
-        only_videos = {"--fps": fps is not None, "--two-passes": two_passes, "--evidence": evidence is not None}
+        refuse_for_a_library(**{"--fps": fps is not None, "--two-passes": two_passes})
         choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
         choice |= {"selection": selection, "pieces": pieces or 1, "max_new_tokens": max_new_tokens}
         loading = model, revision, device, dtype.value
-        _ask_library(Path(video), question, loading, only_videos, as_json, **choice)
+        _ask_library(Path(video), question, loading, evidence, as_json, **choice)
         return
     if pieces is not None:
         fail("--pieces is about a library; leave it out")
@@ -131,17 +132,19 @@ def _ask_library(
     folder: Path,
     question: str,
     loading: tuple[str | None, str | None, str | None, str],
-    only_videos: dict[str, bool],
+    evidence: Path | None,
     as_json: bool,
     **generation: Any,
 ) -> None:
     """`ask` about a library, whose videos are encoded; its evidence names them."""
-    for option in (name for name, is_set in only_videos.items() if is_set):
-        fail(f"{option} is about a video, and those of a library are encoded already; leave it out")
     _check_question(question)
     require_fraction(generation["retention"])
     with one_line_errors():
+        from ..hub.folder import check_own
+
         check_selection(generation["selection"])
+        if evidence is not None:
+            check_own(evidence)
         library = open_library(folder, *loading)
         with notes.status("Asking"):
             answer = library.ask(question, **generation)
@@ -149,6 +152,24 @@ def _ask_library(
         print(json.dumps(answer.as_dict()))
     else:
         print_answer(answer, named=True)
+    if evidence is not None:
+        draw(answer, films_of(library, answer), evidence)
+
+
+def refuse_for_a_library(**options: bool) -> None:
+    """Ends the command for options that were given and are about videos which are yet to be encoded."""
+    for option in (name for name, is_set in options.items() if is_set):
+        fail(f"{option} is about a video, and those of a library are encoded already; leave it out")
+
+
+def films_of(library: "Library", answer: "Answer") -> "dict[str, EncodedVideo]":
+    """The videos of a library that an answer is about, to be drawn as far as their files are there."""
+    from ..videos import IN_MEMORY
+
+    films = {name: library.film(name) for name in answer.keep_maps}
+    for name in (name for name, film in films.items() if film.video == IN_MEMORY):
+        note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
+    return films
 
 
 def demo(
