@@ -318,6 +318,24 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     assert left == {"answer.json", "timeline.png"}
 
 
+def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published, tmp_path):
+    items = [only_there(name) for name in WORLDS]
+    questions = [f"What is in the {item.name}?" for item in items]
+    lines = [questions[0], "/evidence", "/budget 20", *questions[1:], f"/evidence {tmp_path / 'drawn'}", "/add a.mp4"]
+    call = ["chat", str(library.folder), "--model", str(tiny_published), "--max-new-tokens", "4"]
+    result = CliRunner().invoke(app, [*call, "--json"], input="\n".join(lines))
+    assert result.exit_code == 1 and "`qtsplus index` adds to a library" in result.stderr, result.stderr
+    first, evidence, *others = map(json.loads, result.stdout.splitlines())
+    assert evidence == first["evidence"][0] and evidence["video"] == "a.mp4"
+    for answer, question, item, name in zip([first, *others], questions, items, WORLDS, strict=True):
+        alone = library.ask(question, max_new_tokens=4, max_visual_tokens=None if answer is first else 20)
+        assert answer["answer"] == alone.answer and alone.answer.rstrip(".") == item.mark and answer["video"] == name
+        assert answer["evidence"] == alone.as_dict()["evidence"] and answer["kept_tokens"] == alone.kept_tokens
+    assert (tmp_path / "drawn/frames.png").is_file() and (tmp_path / "drawn/kept.mp4").is_file()
+    result = CliRunner().invoke(app, call, input=questions[1])
+    assert result.exit_code == 0 and "b.mp4, " in result.stdout, "the file is named"
+
+
 def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
     mine, folder = tmp_path / "videos", tmp_path / "library"
     mine.mkdir()
@@ -347,6 +365,9 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
         (["ask", "{library}", QUESTION, "--two-passes"], "--two-passes is about a video"),
         (["ask", "{library}", QUESTION, "--evidence", "{videos}"], "holds files that an earlier run did not write"),
         (["ask", "{library}", " "], "empty"),
+        (["chat", "{library}", "{videos}/a.mp4"], "is a library, which is asked alone"),
+        (["chat", "{videos}/a.mp4", "{library}", "--fps", "2"], "{library} is a library, which is asked alone"),
+        (["chat", "{library}", "--fps", "2"], "--fps is about a video"),
         (["ask", "{videos}/a.mp4", QUESTION, "--pieces", "2"], "--pieces is about a library"),
         (["ask", "{library}", QUESTION, "--retention", "2"], "--retention is 2"),
         (["index", "{empty}", "--out", "{empty}/library"], "There is no video in"),
@@ -358,7 +379,7 @@ def test_bad_command_lines_end_in_one_line(library, videos, tiny_published, tmp_
     places = {"library": library.folder, "videos": videos, "empty": tmp_path}
     line = [one.format(**places) for one in arguments]
     result = CliRunner().invoke(app, [*line, "--model", str(tiny_published)])
-    assert result.exit_code == 2 and reason in result.stderr.splitlines()[-1], result.output
+    assert result.exit_code == 2 and reason.format(**places) in result.stderr.splitlines()[-1], result.output
 
 
 def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path):
