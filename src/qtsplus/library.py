@@ -13,13 +13,14 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import track
 
+from .answers import placed
 from .data.media import VIDEO_SUFFIXES
 from .evidence import Interval, evidence_intervals
 from .loading import load
 from .output import check_folder, first_line, require_space, size
 from .ranking import Piece, Ranking, Scorer
 from .results import Journal
-from .session import Answer, answer_questions, placed
+from .session import Answer, answer_questions
 from .storage import fingerprint, load_video, save_video
 from .videos import IN_MEMORY, EncodedVideo, encode
 

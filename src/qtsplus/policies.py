@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from .answers import check_question
 from .methods_qtsplus import METHODS, Candidates, Method, most_relevant
-from .session import check_question
 
 
 def newest(candidates: Candidates, n: int) -> torch.Tensor:
