@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from .evidence import Interval, evidence_intervals, keep_maps
+from .prompt_qtsplus import pad_rows
 from .videos import EncodedVideo
 
 
@@ -132,14 +134,53 @@ def prompt_inputs(
         texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
         texts[0] = seen + texts[0]
         rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
-    encoded = list(videos.values()) * len(rows)
-    grids = torch.cat([video.video_grid_thw for video in encoded])
+    encoded = list(videos.values())
     # Where nothing else stands in the last turn, it is the question.
-    query = {"query": list(questions)} if len(videos) > 1 and not turns else {}
-    metadata = [video.metadata for video in encoded]
-    inputs = processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **query).to(device)
+    query = list(questions) if len(videos) > 1 and not turns else None
+    inputs = _conversation(processor, rows[:1], encoded, query and query[:1])
+    if len(rows) > 1:
+        inputs = _behind(processor, inputs, _conversation(processor, rows, list(map(_first_step, encoded)), query))
+    encoded = encoded * len(rows)
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
-    return {**inputs, "video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
+    more = {"video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
+    return {**inputs.to(device), **more}
+
+
+def _conversation(
+    processor: Any, rows: Sequence[list[dict[str, Any]]], videos: Sequence[EncodedVideo], query: list[str] | None
+) -> Any:
+    grids = torch.cat([video.video_grid_thw for video in videos]).repeat(len(rows), 1)
+    metadata = [video.metadata for video in videos] * len(rows)
+    more = {} if query is None else {"query": query}
+    return processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **more)
+
+
+def _first_step(video: EncodedVideo) -> EncodedVideo:
+    """As a prompt sees it."""
+    grid, metadata = video.video_grid_thw.clone(), copy(video.metadata)
+    metadata.frames_indices = metadata.frames_indices[: math.ceil(len(metadata.frames_indices) / int(grid[0, 0]))]
+    grid[0, 0] = 1
+    return replace(video, video_grid_thw=grid, metadata=metadata)
+
+
+def _behind(processor: Any, first: Any, rows: Any) -> Any:
+    """
+    The inputs of rows about the same videos, all of which stand in front.
+
+    Making ids of a long video's placeholders takes as long as the rest of a small model's answer: it is done for the
+    first row, and what is behind them is taken from the rows as they are with one step of each video.
+    """
+    (front,), placeholder, whole = first["input_ids"], processor.placeholder_ids[1], []
+    end = int((front == placeholder).nonzero()[-1]) + 1
+    for ids, mask in zip(rows["input_ids"], rows["attention_mask"].bool(), strict=True):
+        behind = ids[mask]
+        whole.append(torch.cat([front[:end], behind[int((behind == placeholder).nonzero()[-1]) + 1 :]]))
+    left = processor.tokenizer.padding_side == "left"
+    rows["input_ids"] = pad_rows(whole, processor.tokenizer.pad_token_id, left=left)
+    rows["attention_mask"] = pad_rows([torch.ones_like(ids) for ids in whole], 0, left=left)
+    rows["query_mask"] = processor._query_mask(rows["input_ids"], rows["attention_mask"])
+    rows["video_grid_thw"] = first["video_grid_thw"].repeat(len(whole), 1)
+    return rows
 
 
 def check_question(model: Any, processor: Any, question: str) -> None:
