@@ -19,6 +19,7 @@ from qtsplus import ranking
 from qtsplus.cli import app
 from qtsplus.library import Index, Library, index
 from qtsplus.loading import load
+from qtsplus.methods_qtsplus import top_n
 from qtsplus.ranking import Piece, Scorer
 from qtsplus.session import VideoSession
 
@@ -74,20 +75,30 @@ def joint_log_relevance(library, question):
     return chosen.log_relevance[0], chosen.kept_indices[0]
 
 
-@pytest.mark.parametrize(("reduction", "layers"), [("sum", 1), ("max", 1), ("mean", 1), ("sum", 2)])
-def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, reduction, layers):
+LONG = f"What is in the {'big ' * 30}red circle?"  # more words, each in every head, than a key has numbers
+
+
+@pytest.mark.parametrize(
+    ("reduction", "layers", "question"),
+    [("sum", 1, QUESTION), ("max", 1, QUESTION), ("mean", 1, QUESTION), ("sum", 2, QUESTION), ("max", 1, LONG)],
+)
+def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, reduction, layers, question):
     model = deepcopy(library.model)
     monkeypatch.setattr(library, "model", model)
     selector = model.model.qtsplus
     monkeypatch.setattr(selector.config, "reduction", reduction)
     selector.scoring_layers.extend(deepcopy(selector.scoring_layers[0]) for _ in range(layers - 1))
     monkeypatch.setattr(ranking, "CHUNK", 50)  # no divisor of a video
-    joint, kept = joint_log_relevance(library, QUESTION)
-    scorer, ranked = library._rank(QUESTION)
+    with torch.no_grad():
+        selector.scoring_layers[-1].kv_norm.weight.mul_(torch.linspace(0.5, 1.5, 128))
+        selector.scoring_layers[-1].k_proj.bias.add_(1)
+    joint, kept = joint_log_relevance(library, question)
+    scorer, ranked = library._rank(question)
+    assert (scorer.queries is None) == (question == QUESTION)
     with torch.no_grad():
         streamed = torch.cat([scorer.relevance(library._video(name).features) for name in library.names])
     torch.testing.assert_close(streamed - ranked.total, joint, atol=1e-4, rtol=0)
-    assert streamed.topk(len(kept), sorted=False).indices.sort().values.tolist() == kept.tolist()
+    assert top_n(streamed, len(kept)).tolist() == kept.tolist()
     best = [library._video(name).features.shape[0] for name in library.names]
     peaks = [float(part.max()) for part in joint.split(best)]
     assert [piece.name for piece in ranked.pieces] == [

@@ -13,7 +13,7 @@ import torch
 from .relevance_qtsplus import rotary_tables
 from .videos import EncodedVideo
 
-CHUNK = 16384  # tokens that are scored at a time
+CHUNK = 1024  # tokens that are scored at a time, few enough for a processor's cache
 PIECE = 16384  # tokens; a longer video competes in pieces of so many
 
 
@@ -74,6 +74,9 @@ class Scorer:
     it divides by is known at the end. With `"max"` and `"mean"` every head and word has a softmax of its own, and a
     first pass finds what they divide by. Memory does not grow with the number of videos.
 
+    A score is the product of a query and a key, and a key is a token's norm and a matrix. Where the queries are fewer
+    than a key's numbers, that matrix is taken into them, which leaves a fraction of the work for each token.
+
     Args:
         features: begins a pass over the features of the videos, `[M, token_width]` each.
 
@@ -98,8 +101,14 @@ class Scorer:
         queries = self._heads(self.layer.q_proj(self.layer.q_norm(states)))
         if self.reduction == "sum":  # the sum of the scores is the score of the sum
             queries = queries.sum(1, keepdim=True)
-        kv_heads = self.layer.k_proj.out_features // self.layer.head_dim
-        self.queries = queries.reshape(kv_heads, -1, self.layer.head_dim) / self.layer.head_dim**0.5
+        weights, shift = self.layer.k_proj.weight.float(), self.layer.k_proj.bias.float()[:, None]
+        queries = queries.reshape(len(weights) // self.layer.head_dim, -1, self.layer.head_dim)
+        self.queries: torch.Tensor | None = queries / self.layer.head_dim**0.5
+        if len(self.queries.flatten(0, 1)) <= len(weights):  # what makes keys of tokens goes into the queries, once
+            heads = (part.unflatten(0, (len(queries), -1)) for part in (weights, shift))
+            weights, shift = ((self.queries @ part).flatten(0, 1) for part in heads)
+            self.queries = None
+        self.weights, self.shift = weights * self.layer.kv_norm.weight.float(), shift
         self.normaliser = torch.zeros(1, 1)
         if self.reduction != "sum":
             chunks = (self._scores(chunk) for video in features() for chunk in video.split(CHUNK))
@@ -124,9 +133,12 @@ class Scorer:
 
     def _scores(self, features: torch.Tensor) -> torch.Tensor:
         """`[rows, k]` on the CPU, a row for each head and word."""
-        tokens = features[:, : self.width].to(self.queries.device, self.layer.k_proj.weight.dtype)
-        keys = self._heads(self.layer.k_proj(self.layer.kv_norm(tokens)))
-        return (self.queries @ keys.transpose(1, 2)).flatten(0, 1).cpu()
+        tokens = features[:, : self.width].to(self.weights.device, torch.float32)
+        scale = torch.rsqrt(tokens.square().mean(1) + self.layer.kv_norm.eps)
+        scores = (self.weights @ tokens.T) * scale + self.shift
+        if self.queries is not None:
+            scores = (self.queries @ scores.unflatten(0, (len(self.queries), -1))).flatten(0, 1)
+        return scores.cpu()
 
     def _reduced(self, scores: torch.Tensor) -> torch.Tensor:
         scores = scores - self.normaliser
