@@ -277,7 +277,8 @@ def test_nothing_to_ask_about(loaded):
 
 def test_several_scoring_layers_have_no_standing_question(loaded, monkeypatch):
     selector = loaded[0].model.qtsplus
-    monkeypatch.setattr(selector, "scoring_layers", torch.nn.ModuleList([*selector.scoring_layers] * 2))
+    two = torch.nn.ModuleList([*selector.scoring_layers] * 2)
+    monkeypatch.setitem(selector._modules, "scoring_layers", two)  # setattr would take it away at the end
     with pytest.raises(ValueError, match="2 scoring layers"):
         Stream(*loaded, question=QUESTION)
 

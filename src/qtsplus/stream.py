@@ -232,7 +232,7 @@ class Stream:
         """`[k, rows]` on the CPU: what the policy will go by of new tokens `[k, token_width]`."""
         features = features[:, : self._width]
         if self.question is not None:
-            return self.question.add(features.to(self.model.device))
+            return self.question.add(features)
         if self._scored_by == "chance":
             return torch.rand(len(features), 1, generator=self._chance)
         if self._scored_by == "change":
