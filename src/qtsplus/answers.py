@@ -135,24 +135,21 @@ def prompt_inputs(
         texts[0] = seen + texts[0]
         rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
     encoded = list(videos.values())
-    # Where nothing else stands in the last turn, it is the question.
-    query = list(questions) if len(videos) > 1 and not turns else None
-    inputs = _conversation(processor, rows[:1], encoded, query and query[:1])
+
+    def inputs_of(count: int, videos: Sequence[EncodedVideo]) -> Any:
+        grids = torch.cat([video.video_grid_thw for video in videos]).repeat(count, 1)
+        metadata = [video.metadata for video in videos] * count
+        # Where nothing else stands in the last turn, it is the question.
+        query = {"query": list(questions[:count])} if len(videos) > 1 and not turns else {}
+        return processor.conversation_inputs(rows[:count], video_grid_thw=grids, video_metadata=metadata, **query)
+
+    inputs = inputs_of(1, encoded)
     if len(rows) > 1:
-        inputs = _behind(processor, inputs, _conversation(processor, rows, list(map(_first_step, encoded)), query))
+        inputs = _behind(processor, inputs, inputs_of(len(rows), list(map(_first_step, encoded))))
     encoded = encoded * len(rows)
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
     more = {"video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
     return {**inputs.to(device), **more}
-
-
-def _conversation(
-    processor: Any, rows: Sequence[list[dict[str, Any]]], videos: Sequence[EncodedVideo], query: list[str] | None
-) -> Any:
-    grids = torch.cat([video.video_grid_thw for video in videos]).repeat(len(rows), 1)
-    metadata = [video.metadata for video in videos] * len(rows)
-    more = {} if query is None else {"query": query}
-    return processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **more)
 
 
 def _first_step(video: EncodedVideo) -> EncodedVideo:
