@@ -77,8 +77,17 @@ def choose(
             ones; those from which the answer begins if `None`.
     """
     nothing, width = model.no_features(layout.mask.device), model.get_input_embeddings().embedding_dim
+
+    @cache  # rows about the same video share the tensor
+    def moved(source: torch.Tensor) -> torch.Tensor:
+        return source.to(nothing.device)
+
+    @cache
+    def narrow(source: torch.Tensor) -> torch.Tensor:
+        return source[:, :width]
+
     spans = [layout.competing(row) for row in layout.rows]
-    sources = [[features[span.modality][span.index].to(nothing.device) for span in row] or [nothing] for row in spans]
+    sources = [[moved(features[span.modality][span.index]) for span in row] or [nothing] for row in spans]
     grids = [[grid for span in row for grid in layout.grids_of(span)] for row in spans]
 
     @cache
@@ -90,7 +99,7 @@ def choose(
         return log_attention(model, reading(), row, sources[row], grids[row], features)
 
     selected, qtsplus = model.qtsplus(
-        [[part[:, :width] for part in parts] for parts in sources],
+        [list(map(narrow, parts)) for parts in sources],
         query_embeds(model, layout, selection),
         [row.positions[:, row.candidates] for row in layout.rows],
         grids,

@@ -74,6 +74,7 @@ class QTSplusLayer(nn.Module):
         context: torch.Tensor | Sequence[torch.Tensor],
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         relevance_reduction: str | None = None,
+        keys: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Args:
@@ -82,9 +83,10 @@ class QTSplusLayer(nn.Module):
             rotary: tables for self-attention.
             relevance_reduction: return the `[M]` log-relevance of this layer's attention, with this reduction, instead
                 of the `[L, d]` output.
+            keys: those of the context, where they are there already.
         """
         query_states = self._heads(self.q_proj(self.q_norm(query)))
-        key_states = self._heads(in_blocks(self._keys, context))
+        key_states = self.keys(context) if keys is None else keys
         if relevance_reduction is not None:
             return log_relevance(query_states, key_states, reduction=relevance_reduction)
         value_states = self._heads(in_blocks(self._values, context))
@@ -93,6 +95,10 @@ class QTSplusLayer(nn.Module):
         attention = grouped_attention(query_states, key_states, value_states)
         query = query + self._drop(self.o_proj(attention.transpose(0, 1).flatten(1)))
         return query + self._drop(in_blocks(self._feed_forward, query))
+
+    def keys(self, context: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+        """`[kv_heads, M, head_dim]`."""
+        return self._heads(in_blocks(self._keys, context))
 
     def _keys(self, context: torch.Tensor) -> torch.Tensor:
         return self.k_proj(self.kv_norm(context))

@@ -193,6 +193,21 @@ class QTSplusOutput(ModelOutput):
     columns: torch.Tensor | None = None
 
 
+class _SharedKeys:
+    """A layer's keys, which rows about the same tensors share where they follow each other: questions on one video."""
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+        self.visual: Sequence[torch.Tensor] | None = None
+        self.keys: Any = None
+
+    def of(self, visual: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.visual is None or list(map(id, visual)) != list(map(id, self.visual)):
+            self.keys = None  # gives its memory back first
+            self.visual, self.keys = visual, self.layer.keys(visual)
+        return self.keys
+
+
 class QTSplusSelector(nn.Module):
     """
     Selects and re-encodes the visual tokens that matter for a question (Algorithm 1).
@@ -297,9 +312,9 @@ class QTSplusSelector(nn.Module):
         sample_gate = self.training if sample_gate is None else sample_gate
 
         anchor = self._anchor() if self.training and torch.is_grad_enabled() else None
-        rows = []
+        rows, keys = [], _SharedKeys(self.scoring_layers[-1])
         for row, sample in enumerate(zip(visual, query, positions, grids, strict=True)):
-            candidates = self._candidates(row, *sample, None if attention is None else attention[row])
+            candidates = self._candidates(row, *sample, keys, None if attention is None else attention[row])
             rows.append(self._select(candidates, selection, retentions[row], cap, sample_gate, reencode))
         features, kept_indices, log_relevance, budgets, thresholds = (list(field) for field in zip(*rows, strict=True))
         rhos, losses = [budget.rho for budget in budgets], [budget.losses for budget in budgets]
@@ -324,7 +339,7 @@ class QTSplusSelector(nn.Module):
             predicted_losses=torch.stack(losses) if self.config.budget == "loss" else None,
         )
 
-    def _candidates(self, row, visual, query, positions, grids, attend) -> Candidates:
+    def _candidates(self, row, visual, query, positions, grids, keys, attend) -> Candidates:
         """One sample: lines 1 and 2, for whoever asks for them."""
 
         def require_question() -> None:
@@ -343,7 +358,8 @@ class QTSplusSelector(nn.Module):
             scored = [*visual, *(token.weight.to(states.dtype) for token in self.null_tokens)]
             for layer in self.scoring_layers[:-1]:
                 states = layer(states, scored)
-            relevance = self.scoring_layers[-1](states, scored, relevance_reduction=self.config.reduction)
+            reduction = self.config.reduction
+            relevance = self.scoring_layers[-1](states, scored, relevance_reduction=reduction, keys=keys.of(scored))
             return relevance[: len(relevance) - len(self.null_tokens)]
 
         def ask() -> torch.Tensor:

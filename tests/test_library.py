@@ -19,6 +19,7 @@ from qtsplus import ranking
 from qtsplus.cli import app
 from qtsplus.library import Index, Library, index
 from qtsplus.loading import load
+from qtsplus.methods_qtsplus import top_n
 from qtsplus.ranking import Piece, Scorer
 from qtsplus.session import VideoSession
 
@@ -74,20 +75,30 @@ def joint_log_relevance(library, question):
     return chosen.log_relevance[0], chosen.kept_indices[0]
 
 
-@pytest.mark.parametrize(("reduction", "layers"), [("sum", 1), ("max", 1), ("mean", 1), ("sum", 2)])
-def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, reduction, layers):
+LONG = f"What is in the {'big ' * 30}red circle?"  # more words, each in every head, than a key has numbers
+
+
+@pytest.mark.parametrize(
+    ("reduction", "layers", "question"),
+    [("sum", 1, QUESTION), ("max", 1, QUESTION), ("mean", 1, QUESTION), ("sum", 2, QUESTION), ("max", 1, LONG)],
+)
+def test_ranking_video_by_video_is_one_selection_over_all(library, monkeypatch, reduction, layers, question):
     model = deepcopy(library.model)
     monkeypatch.setattr(library, "model", model)
     selector = model.model.qtsplus
     monkeypatch.setattr(selector.config, "reduction", reduction)
     selector.scoring_layers.extend(deepcopy(selector.scoring_layers[0]) for _ in range(layers - 1))
     monkeypatch.setattr(ranking, "CHUNK", 50)  # no divisor of a video
-    joint, kept = joint_log_relevance(library, QUESTION)
-    scorer, ranked = library._rank(QUESTION)
+    with torch.no_grad():
+        selector.scoring_layers[-1].kv_norm.weight.mul_(torch.linspace(0.5, 1.5, 128))
+        selector.scoring_layers[-1].k_proj.bias.add_(1)
+    joint, kept = joint_log_relevance(library, question)
+    scorer, ranked = library._rank(question)
+    assert (scorer.scores.queries is None) == (question == QUESTION)
     with torch.no_grad():
         streamed = torch.cat([scorer.relevance(library._video(name).features) for name in library.names])
     torch.testing.assert_close(streamed - ranked.total, joint, atol=1e-4, rtol=0)
-    assert streamed.topk(len(kept), sorted=False).indices.sort().values.tolist() == kept.tolist()
+    assert top_n(streamed, len(kept)).tolist() == kept.tolist()
     best = [library._video(name).features.shape[0] for name in library.names]
     peaks = [float(part.max()) for part in joint.split(best)]
     assert [piece.name for piece in ranked.pieces] == [
@@ -141,8 +152,8 @@ def test_ask_is_a_session_of_the_files_that_rank_first(library):
         session.add(library._video(name), f"{name}, 0:00 to 0:06")
     wanted = session.ask("What?", max_visual_tokens=20, max_new_tokens=4)
     assert (answer.answer, answer.kept_tokens, answer.rho) == (wanted.answer, wanted.kept_tokens, wanted.rho)
-    assert list(answer.keep_maps) == list(wanted.keep_maps)
-    assert all(torch.equal(answer.keep_maps[name], kept) for name, kept in wanted.keep_maps.items())
+    assert list(answer.keep_maps) == library.names and answer.video == ", ".join(library.names)
+    assert all(torch.equal(*pair) for pair in zip(answer.keep_maps.values(), wanted.keep_maps.values(), strict=True))
     assert {one.name for one in answer.evidence} <= set(WORLDS)
 
 
@@ -162,6 +173,10 @@ def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
     answer = library.ask(f"What is in the {item.name}?", max_new_tokens=4)
     assert answer.evidence[0].name == "a.mp4"
     assert item.appears_at <= answer.evidence[0].start < answer.evidence[0].end <= item.vanishes_at
+    kept = answer.keep_map
+    assert kept.shape == (6, 6, 6) and kept.sum() == answer.kept_tokens
+    (read,) = {step // 2 for step in kept.nonzero()[:, 0].tolist()}
+    assert read == int(answer.evidence[0].start) // 2, "nothing is kept of the pieces that were not read"
 
 
 def test_a_piece_that_is_the_whole_video_is_the_video(library):
@@ -291,12 +306,45 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     assert "Encoding 3 of 4 videos: 648 tokens, 166 kB" in made.stderr
     assert "Left out bad.mp4: Cannot decode" in made.stderr
 
+    (mine / "more/c.mp4").write_bytes(b"another film")
+    call = ["ask", folder, question, "--max-new-tokens", 4, "--pieces", 2, "--evidence", tmp_path / "drawn", "--json"]
+    asked = qtsplus(*call)
+    assert asked.returncode == 0, asked.stderr
+    drawn = json.loads((tmp_path / "drawn/answer.json").read_text())
+    assert drawn["evidence"] == json.loads(asked.stdout)["evidence"]
+    assert [one["name"] for one in drawn["videos"]] == ["a.mp4", "more/c.mp4"]
+    left = {path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != "."}
+    assert left == {"answer.json", "timeline.png", "frames-1.png", "kept-1.mp4"}, "c.mp4 was changed"
+    assert "\nThe file of more/c.mp4 is gone or was changed, so its frames are not drawn.\n" in asked.stderr
+
     shutil.rmtree(mine)
     moments = json.loads(qtsplus("find", folder, question, "--json", "--top", 2).stdout)["moments"]
     assert len(moments) == 2 and moments[0]["name"] == "a.mp4"
     assert item.appears_at <= moments[0]["start"] < moments[0]["end"] <= item.vanishes_at
     answer = json.loads(qtsplus("ask", folder, question, "--json", "--max-new-tokens", 4).stdout)
     assert answer["answer"].rstrip(".") == item.mark and answer["evidence"][0]["video"] == "a.mp4"
+    asked = qtsplus(*call)
+    assert asked.returncode == 0 and asked.stderr.count("so its frames are not drawn") == 2, asked.stderr
+    left = {path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != "."}
+    assert left == {"answer.json", "timeline.png"}
+
+
+def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published, tmp_path):
+    items = [only_there(name) for name in WORLDS]
+    questions = [f"What is in the {item.name}?" for item in items]
+    lines = [questions[0], "/evidence", "/budget 20", *questions[1:], f"/evidence {tmp_path / 'drawn'}", "/add a.mp4"]
+    call = ["chat", str(library.folder), "--model", str(tiny_published), "--max-new-tokens", "4"]
+    result = CliRunner().invoke(app, [*call, "--json"], input="\n".join(lines))
+    assert result.exit_code == 1 and "`qtsplus index` adds to a library" in result.stderr, result.stderr
+    first, evidence, *others = map(json.loads, result.stdout.splitlines())
+    assert evidence == first["evidence"][0] and evidence["video"] == "a.mp4"
+    for answer, question, item, name in zip([first, *others], questions, items, WORLDS, strict=True):
+        alone = library.ask(question, max_new_tokens=4, max_visual_tokens=None if answer is first else 20)
+        assert answer["answer"] == alone.answer and alone.answer.rstrip(".") == item.mark and answer["video"] == name
+        assert answer["evidence"] == alone.as_dict()["evidence"] and answer["kept_tokens"] == alone.kept_tokens
+    assert (tmp_path / "drawn/frames.png").is_file() and (tmp_path / "drawn/kept.mp4").is_file()
+    result = CliRunner().invoke(app, call, input=questions[1])
+    assert result.exit_code == 0 and "b.mp4, " in result.stdout, "the file is named"
 
 
 def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
@@ -326,8 +374,11 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
         (["find", "{library}", QUESTION, "--revision", "main"], "--revision is about a repository"),
         (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
         (["ask", "{library}", QUESTION, "--two-passes"], "--two-passes is about a video"),
-        (["ask", "{library}", QUESTION, "--evidence", "{empty}/drawn"], "--evidence is about a video"),
+        (["ask", "{library}", QUESTION, "--evidence", "{videos}"], "holds files that an earlier run did not write"),
         (["ask", "{library}", " "], "empty"),
+        (["chat", "{library}", "{videos}/a.mp4"], "is a library, which is asked alone"),
+        (["chat", "{videos}/a.mp4", "{library}", "--fps", "2"], "{library} is a library, which is asked alone"),
+        (["chat", "{library}", "--fps", "2"], "--fps is about a video"),
         (["ask", "{videos}/a.mp4", QUESTION, "--pieces", "2"], "--pieces is about a library"),
         (["ask", "{library}", QUESTION, "--retention", "2"], "--retention is 2"),
         (["index", "{empty}", "--out", "{empty}/library"], "There is no video in"),
@@ -339,7 +390,7 @@ def test_bad_command_lines_end_in_one_line(library, videos, tiny_published, tmp_
     places = {"library": library.folder, "videos": videos, "empty": tmp_path}
     line = [one.format(**places) for one in arguments]
     result = CliRunner().invoke(app, [*line, "--model", str(tiny_published)])
-    assert result.exit_code == 2 and reason in result.stderr.splitlines()[-1], result.output
+    assert result.exit_code == 2 and reason.format(**places) in result.stderr.splitlines()[-1], result.output
 
 
 def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from transformers.video_utils import VideoMetadata
 
+from benchmarks.world.clip import write_mp4
 from qtsplus import picture
 from qtsplus.evidence import Interval
 from qtsplus.picture import draw_evidence
@@ -106,8 +107,9 @@ def test_several_videos_are_numbered_and_frames_in_memory_are_not_drawn(tmp_path
 
 
 def test_an_answer_without_evidence_is_drawn(tmp_path):
-    Image.new("RGB", (32, 32)).save(tmp_path / "0.png")
-    video = video_of(tmp_path, 2.0, 1)
+    write_mp4(tmp_path / "film.mp4", np.zeros((4, 32, 32, 3), np.uint8), 2)
+    video = video_of(tmp_path / "film.mp4", 2.0, 4)
     answer = replace(answer_about(video), evidence=[])
     draw_evidence(answer, {video.video: video}, tmp_path / "drawn")
-    assert (tmp_path / "drawn" / "frames.png").is_file()
+    names = sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".")
+    assert names == ["answer.json", "kept.mp4", "timeline.png"]

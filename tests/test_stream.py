@@ -10,7 +10,9 @@ from benchmarks.world.crowd import make_crowd, render_crowd
 from qtsplus import session
 from qtsplus.methods_qtsplus import METHODS
 from qtsplus.policies import POLICIES, StandingQuestion
-from qtsplus.stream import Stream, within
+from qtsplus.recall import within
+from qtsplus.session import VideoSession
+from qtsplus.stream import Stream
 
 WORLD = make_crowd(3, 8)
 FRAMES = render_crowd(WORLD)  # 16, of 36 tokens for two
@@ -275,6 +277,73 @@ def test_nothing_to_ask_about(loaded):
 
 def test_several_scoring_layers_have_no_standing_question(loaded, monkeypatch):
     selector = loaded[0].model.qtsplus
-    monkeypatch.setattr(selector, "scoring_layers", torch.nn.ModuleList([*selector.scoring_layers] * 2))
+    two = torch.nn.ModuleList([*selector.scoring_layers] * 2)
+    monkeypatch.setitem(selector._modules, "scoring_layers", two)  # setattr would take it away at the end
     with pytest.raises(ValueError, match="2 scoring layers"):
         Stream(*loaded, question=QUESTION)
+
+
+# In a session --------------------------------------------------------------------------------------------------------
+
+
+def same(answer, expected):
+    said = (answer.answer, answer.video, answer.frames, answer.seconds_of_video, answer.visual_tokens, answer.rho)
+    other = (expected.answer, expected.video, expected.frames, expected.seconds_of_video, expected.visual_tokens)
+    assert said == (*other, expected.rho) and answer.evidence == expected.evidence
+    assert answer.keep_maps.keys() == expected.keep_maps.keys()
+    assert all(torch.equal(kept, expected.keep_maps[name]) for name, kept in answer.keep_maps.items())
+
+
+def test_a_session_of_a_stream_answers_as_the_stream_does_while_it_goes_on(loaded):
+    one, made = Stream(*loaded, memory_tokens=100), VideoSession(*loaded)
+    assert made.add(one) == "video"
+    with pytest.raises(ValueError, match="no step in time yet"):
+        made.ask(QUESTION)
+    for piece in np.split(FRAMES, 2):
+        one.append(piece)
+        expected = one.ask(QUESTION, max_visual_tokens=30)
+        same(made.ask(QUESTION, max_visual_tokens=30), expected)
+        same(made.chat(QUESTION, max_visual_tokens=30), expected)
+        made.reset()
+    assert expected.answer == ANSWER and [one.answer for one in made.ask_many([QUESTION] * 2)] == [ANSWER] * 2
+    made.chat("What is in the yellow ring?")
+    assert made.chat(QUESTION).answer and len(made.turns) == 4
+
+
+def test_cameras_of_a_stream_keep_their_names(loaded):
+    one, made = Stream(*loaded, memory_tokens=100), VideoSession(*loaded)
+    one.append(FRAMES[:8], 5 + np.arange(8) / 2, "yard")
+    assert made.add(one) == "yard"
+    one.append(FRAMES[8:], 7 + np.arange(8) / 2, "door")
+    same(made.ask(QUESTION), one.ask(QUESTION))
+    made.add(FRAMES, "door", fps=2)
+    with pytest.raises(ValueError, match="Two videos are called 'door'"):
+        made.ask(QUESTION)
+    assert made.ask(QUESTION, ["door"]).seconds_of_video == 8
+    made.remove("yard")
+    assert made.names == ["door"] and not made.streams
+
+
+def test_a_stream_beside_a_film_is_as_two_films(loaded, whole):
+    one, made, films = Stream(*loaded), VideoSession(*loaded), VideoSession(*loaded)
+    one.append(FRAMES)
+    empty = session.encode(*loaded, np.full_like(FRAMES, 128), fps=2)
+    for each, second in ((made, one), (films, whole)):
+        each.add(empty, "empty")
+        assert each.add(second, "door") == "door"
+    answer, expected = made.ask(QUESTION, max_visual_tokens=30), films.ask(QUESTION, max_visual_tokens=30)
+    same(answer, expected)
+    assert answer.evidence[0].name == "door" and answer.frames == 32
+
+
+def test_what_a_session_takes_of_no_stream(loaded, tmp_path):
+    one, made = Stream(*loaded), VideoSession(*loaded)
+    with pytest.raises(ValueError, match="Got fps for a video that was encoded before"):
+        made.add(one, fps=2)
+    with pytest.raises(ValueError, match="another model"):
+        VideoSession(None, loaded[1]).add(one)
+    made.add(one)
+    assert made.add(Stream(*loaded)) == "video (2)"
+    with pytest.raises(ValueError, match="'video' is open and cannot be saved"):
+        made.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

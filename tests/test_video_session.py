@@ -181,6 +181,14 @@ def test_a_second_question_asks_no_tower(loaded, both, monkeypatch):
     assert both.ask_many(QUESTIONS[:2], retention=0.1, **SHORT)[1].rho == pytest.approx(0.1)
 
 
+def test_a_batch_projects_the_keys_of_its_videos_once(both):
+    projected, layer = [], both.model.model.qtsplus.scoring_layers[-1]
+    hook = layer.k_proj.register_forward_hook(lambda _, inputs, __: projected.append(len(inputs[0])))
+    both.ask_many(QUESTIONS[:3], **SHORT)
+    hook.remove()
+    assert sum(projected) == sum(len(video.features) for video in both.videos.values())
+
+
 # Names ----------------------------------------------------------------------------------------------------------------
 
 

@@ -13,19 +13,20 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import track
 
+from .answers import placed
 from .data.media import VIDEO_SUFFIXES
 from .evidence import Interval, evidence_intervals
 from .loading import load
 from .output import check_folder, first_line, require_space, size
 from .ranking import Piece, Ranking, Scorer
 from .results import Journal
-from .session import Answer, answer_questions, placed
+from .session import Answer, answer_questions
 from .storage import fingerprint, load_video, save_video
-from .videos import EncodedVideo, encode
+from .videos import IN_MEMORY, EncodedVideo, encode
 
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)  # of one video, and the others are indexed
 _INDEX = "library.jsonl"
-_MODEL = 0  # the key of the model's name; the others are names of videos
+_MODEL = 0  # the key of the model's name and of the videos' folder; the others are names of videos
 _SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")
 _DTYPES = ("auto", "float16", "bfloat16", "float32")
 
@@ -50,8 +51,13 @@ class Index(Journal):
     @property
     def model(self) -> tuple[str | None, str | None]:
         """The name and the revision of the model that made it; no name for the bundled one."""
-        name, revision = self.done[_MODEL]
+        name, revision, *_ = self.done[_MODEL]
         return name, revision
+
+    @property
+    def videos(self) -> Path:
+        """The folder that was indexed last; the current one where an older index does not say."""
+        return Path(*self.done[_MODEL][2:])
 
     @property
     def entries(self) -> dict[str, dict[str, Any]]:
@@ -132,7 +138,8 @@ def index(
         indexing = _Indexing(
             Index(folder, {"made_by": made_by, "dtype": dtype, **settings}), model, processor, sampling
         )
-        indexing.index.add(_MODEL, [str(Path(name).resolve()) if name and Path(name).is_dir() else name, revision])
+        named = str(Path(name).resolve()) if name and Path(name).is_dir() else name
+        indexing.index.add(_MODEL, [named, revision, str(videos.resolve())])
         indexing.recognise(files)
         indexing.encode_all(indexing.measure(files, say))
         indexing.sweep()
@@ -284,9 +291,9 @@ class Library:
 
     def __init__(self, folder: str | Path, model: Any, processor: Any):
         self.folder, self.model, self.processor = Path(folder), model, processor
-        index, self.made_by = Index(self.folder), fingerprint(model, processor)
-        index.require(self.made_by)
-        self.files = index.files
+        self.index, self.made_by = Index(self.folder), fingerprint(model, processor)
+        self.index.require(self.made_by)
+        self.files = self.index.files
         if not self.files:
             raise ValueError(f"The library {folder} holds no video yet: run `qtsplus index` to its end.")
 
@@ -326,6 +333,9 @@ class Library:
             pieces: from how many, where long videos count by their pieces. The bundled model has learned from prompts
                 of one video, and from more it answers worse.
             generation: as for `answer_questions`, such as `max_visual_tokens`.
+
+        Returns:
+            an answer whose evidence and keep maps are those of whole files; nothing is kept of what was not read.
         """
         if pieces < 1:
             raise ValueError(f"pieces={pieces}: expected at least 1.")
@@ -335,12 +345,26 @@ class Library:
     def ask_pieces(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
         """Answers a question from these pieces alone, which stand in the prompt with their names and times."""
         pieces = sorted(pieces, key=lambda piece: (piece.name, piece.first))
-        parts = {}
+        videos, parts = {piece.name: self._video(piece.name) for piece in pieces}, {}
         for piece in pieces:
-            part = piece.cut(self._video(piece.name))
+            part = piece.cut(videos[piece.name])
             parts[f"{piece.name}, {_clock(part.start)} to {_clock(part.start + part.length)}"] = part
         (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
-        return replace(answer, evidence=[replace(one, name=pieces[one.video].name) for one in answer.evidence])
+        maps: dict[str, torch.Tensor] = {}
+        for piece, kept in zip(pieces, answer.keep_maps.values(), strict=True):
+            steps = int(videos[piece.name].video_grid_thw[0, 0])
+            maps.setdefault(piece.name, kept.new_zeros(steps, *kept.shape[1:]))[piece.first : piece.last] = kept
+        evidence = [replace(one, name=pieces[one.video].name) for one in answer.evidence]
+        return replace(answer, video=", ".join(maps), evidence=evidence, keep_maps=maps)
+
+    def film(self, name: str) -> EncodedVideo:
+        """
+        A video with the path of its file, for `draw_evidence`. Where the file is gone or was changed, it is one of
+        [`IN_MEMORY`], of which no frames can be drawn.
+        """
+        path, content = self.index.videos / name, self.index.entries[name]["content"]
+        there = path.is_file() and _content(path) == content
+        return replace(self._video(name), video=str(path) if there else IN_MEMORY)
 
     def _video(self, name: str) -> EncodedVideo:
         return replace(load_video(self.files[name], self.made_by), video=name)

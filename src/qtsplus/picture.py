@@ -74,8 +74,8 @@ def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: st
     Draws what an answer rests on.
 
     The folder gets `answer.json`, with the kept tokens; `timeline.png`; and per video `frames.png`, the middle of each
-    stretch of evidence with its box, and `kept.mp4`, the video itself as H.264, on its own clock, with the tokens lit
-    that were kept. Those of several videos are numbered. A video that was given as frames has neither.
+    stretch of evidence with its box, if it has some, and `kept.mp4`, the video itself as H.264, on its own clock, with
+    the tokens lit that were kept. Those of several videos are numbered. A video that was given as frames has neither.
 
     Args:
         videos: those that were asked about, by name.
@@ -89,11 +89,13 @@ def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: st
         about = []
         for number, (name, kept) in enumerate(answer.keep_maps.items(), 1):
             video, end = videos[name], f"-{number}" if len(answer.keep_maps) > 1 else ""
-            files = {}
+            files, spans = {}, [one for one in answer.evidence if one.name == name]
             if video.video != IN_MEMORY:
-                files = {"frames": f"frames{end}.png", "kept_tokens": f"kept{end}.mp4"}
-                draw_spans(video, kept, [one for one in answer.evidence if one.name == name], staging / files["frames"])
+                files = {"kept_tokens": f"kept{end}.mp4"}
                 draw_kept_video(video, kept, staging / files["kept_tokens"])
+                if spans:
+                    files["frames"] = f"frames{end}.png"
+                    draw_spans(video, kept, spans, staging / files["frames"])
             step = float(video.second_per_grid_ts[0])
             tokens = {"grid": list(kept.shape), "kept": kept.flatten().nonzero()[:, 0].tolist()}
             about.append({"name": name, "start": video.start, "seconds_per_step": step, **tokens, **files})
@@ -126,14 +128,14 @@ def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Inter
 
     Args:
         kept: bool `[T, H, W]`, tokens.
-        evidence: stretches of this video on a player's clock, the surest first; the first eight are drawn.
+        evidence: stretches of this video on a player's clock, at least one, the surest first; eight are drawn.
     """
     spans = sorted(evidence[:8], key=lambda one: one.start)
     middles = [(one.start + one.end) / 2 - video.start for one in spans]
     frames = list(_open(video, [int(middle * video.metadata.fps) for middle in middles]).decode())
-    figure = Figure(figsize=(2.4 * max(len(spans), 1), 2.6), layout="constrained")
+    figure = Figure(figsize=(2.4 * len(spans), 2.6), layout="constrained")
     for axes, one, middle, frame in zip(
-        figure.subplots(1, max(len(spans), 1), squeeze=False)[0], spans, middles, frames, strict=False
+        figure.subplots(1, len(spans), squeeze=False)[0], spans, middles, frames, strict=False
     ):
         height, width = frame.shape[:2]
         axes.imshow(_lit(frame, kept[_step(video, middle, kept)].numpy()))

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from .answers import check_question
 from .methods_qtsplus import METHODS, Candidates, Method, most_relevant
-from .session import check_question
+from .ranking import Scores, question_states
 
 
 def newest(candidates: Candidates, n: int) -> torch.Tensor:
@@ -45,23 +46,17 @@ class StandingQuestion:
                 f"The selector has {len(selector.scoring_layers)} scoring layers; a standing question needs one that "
                 "has a single layer: choose another policy."
             )
-        self.layer, self.reduction = selector.scoring_layers[0], selector.config.reduction
         ids = torch.tensor(processor.text_ids(question), device=model.device)
-        order = torch.arange(len(ids), device=model.device).expand(3, -1)
-        states = selector._encode(selector.question_layers, model.get_input_embeddings()(ids), order)
-        self.queries = self.layer._heads(self.layer.q_proj(self.layer.q_norm(states))).float()
-        if self.reduction == "sum":
-            self.queries = self.queries.sum(1, keepdim=True)
+        states = question_states(selector, model.get_input_embeddings()(ids))
+        self.reduction = selector.config.reduction
+        self.scores = Scores(selector.scoring_layers[0], states, self.reduction)
         self.total: torch.Tensor | None = None  # [rows], the log-sum-exp of all scores so far
 
     def add(self, features: torch.Tensor) -> torch.Tensor:
         """`[k, rows]`: the scores of new tokens `[k, d]`; a row for each head and word, or one for all with "sum"."""
-        keys = self.layer._heads(self.layer._keys(features)).float()
-        queries = self.queries.reshape(len(keys), -1, keys.shape[-1]) / math.sqrt(keys.shape[-1])
-        scores = (keys @ queries.transpose(1, 2)).transpose(0, 1).flatten(1)
+        scores = self.scores.of(features).T
         if self.reduction == "sum":
             scores = scores.logsumexp(1, keepdim=True)
-        scores = scores.cpu()
         total = scores.logsumexp(0)
         self.total = total if self.total is None else torch.logaddexp(self.total, total)
         return scores

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .relevance_qtsplus import rotary_tables
+from .relevance_qtsplus import QTSplusLayer
+from .selector_qtsplus import QTSplusSelector
 from .videos import EncodedVideo
 
-CHUNK = 16384  # tokens that are scored at a time
+CHUNK = 1024  # tokens that are scored at a time, few enough for a processor's cache
 PIECE = 16384  # tokens; a longer video competes in pieces of so many
 
 
@@ -65,6 +66,47 @@ def cut_into_pieces(name: str, video: EncodedVideo, relevance: torch.Tensor) -> 
     ]
 
 
+def question_states(selector: QTSplusSelector, embeds: torch.Tensor) -> torch.Tensor:
+    """`[L, d]`, the words of a question as the selector's scoring layers see them, from their embeddings."""
+    order = torch.arange(len(embeds), device=embeds.device).expand(3, -1)
+    return selector._encode(selector.question_layers, embeds, order)
+
+
+class Scores:
+    """
+    The scores of any tokens for one question, in the last scoring layer.
+
+    A score is the product of a query and a key, and a key is a token's norm and a matrix. Where the queries are fewer
+    than a key's numbers, that matrix is taken into them, which leaves a fraction of the work for each token.
+
+    Args:
+        states: `[L, d]`, of the question's words.
+        reduction: with `"sum"` there is a row of scores for each head, else one for each head and word.
+    """
+
+    def __init__(self, layer: QTSplusLayer, states: torch.Tensor, reduction: str):
+        queries = layer._heads(layer.q_proj(layer.q_norm(states))).float() / layer.head_dim**0.5
+        if reduction == "sum":  # the sum of the scores is the score of the sum
+            queries = queries.sum(1, keepdim=True)
+        weights, shift = layer.k_proj.weight.float(), layer.k_proj.bias.float()[:, None]
+        queries = queries.reshape(len(weights) // layer.head_dim, -1, layer.head_dim)
+        self.queries: torch.Tensor | None = queries
+        if len(queries.flatten(0, 1)) <= len(weights):
+            heads = (part.unflatten(0, (len(queries), -1)) for part in (weights, shift))
+            weights, shift = ((queries @ part).flatten(0, 1) for part in heads)
+            self.queries = None
+        self.weights, self.shift, self.eps = weights * layer.kv_norm.weight.float(), shift, layer.kv_norm.eps
+
+    def of(self, features: torch.Tensor) -> torch.Tensor:
+        """`[rows, k]` float32 on the CPU."""
+        tokens = features[:, : self.weights.shape[1]].to(self.weights.device, torch.float32)
+        scale = torch.rsqrt(tokens.square().mean(1) + self.eps)
+        scores = (self.weights @ tokens.T) * scale + self.shift
+        if self.queries is not None:
+            scores = (self.queries @ scores.unflatten(0, (len(self.queries), -1))).flatten(0, 1)
+        return scores.cpu()
+
+
 class Scorer:
     """
     The relevance of every token of many videos for one question, for one video at a time: what the selector says of all
@@ -86,28 +128,20 @@ class Scorer:
         if not question.strip() or not words:
             raise ValueError("The question is empty; expected some text.")
         selector, embed = model.model.qtsplus, model.get_input_embeddings()
-        states = embed(torch.tensor(words, device=model.device))
-        order = torch.arange(len(states), device=states.device).expand(3, -1)
-        rotary = rotary_tables(order, selector.head_dim, selector.rope_theta, selector.mrope_section)
-        for layer in selector.question_layers:
-            states = layer(states, states, rotary)
-        self.width, self.reduction = states.shape[1], selector.config.reduction
-        *earlier, self.layer = selector.scoring_layers
+        states = question_states(selector, embed(torch.tensor(words, device=model.device)))
+        *earlier, last = selector.scoring_layers
         for layer in earlier:
-            states = layer(states, [video[:, : self.width].to(states) for video in features()])
-        queries = self._heads(self.layer.q_proj(self.layer.q_norm(states)))
-        if self.reduction == "sum":  # the sum of the scores is the score of the sum
-            queries = queries.sum(1, keepdim=True)
-        kv_heads = self.layer.k_proj.out_features // self.layer.head_dim
-        self.queries = queries.reshape(kv_heads, -1, self.layer.head_dim) / self.layer.head_dim**0.5
+            states = layer(states, [video[:, : states.shape[1]].to(states) for video in features()])
+        self.reduction = selector.config.reduction
+        self.scores = Scores(last, states, self.reduction)
         self.normaliser = torch.zeros(1, 1)
         if self.reduction != "sum":
-            chunks = (self._scores(chunk) for video in features() for chunk in video.split(CHUNK))
+            chunks = (self.scores.of(chunk) for video in features() for chunk in video.split(CHUNK))
             self.normaliser = reduce(torch.logaddexp, (chunk.logsumexp(1, keepdim=True) for chunk in chunks))
 
     def relevance(self, features: torch.Tensor) -> torch.Tensor:
         """`[M]` float32, the log-relevance of the tokens of one video, plus the ranking's `total`."""
-        return torch.cat([self._reduced(self._scores(chunk)) for chunk in features.split(CHUNK)])
+        return torch.cat([self._reduced(self.scores.of(chunk)) for chunk in features.split(CHUNK)])
 
     def rank(self, videos: Iterable[tuple[str, EncodedVideo]]) -> "Ranking":
         """Ranks the videos, each with its name."""
@@ -119,15 +153,6 @@ class Scorer:
         pieces.sort(key=lambda piece: -piece.peak)
         return Ranking(pieces, float(total) if self.reduction == "sum" else 0.0)
 
-    def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.layer.head_dim)).transpose(0, 1).float()
-
-    def _scores(self, features: torch.Tensor) -> torch.Tensor:
-        """`[rows, k]` on the CPU, a row for each head and word."""
-        tokens = features[:, : self.width].to(self.queries.device, self.layer.k_proj.weight.dtype)
-        keys = self._heads(self.layer.k_proj(self.layer.kv_norm(tokens)))
-        return (self.queries @ keys.transpose(1, 2)).flatten(0, 1).cpu()
-
     def _reduced(self, scores: torch.Tensor) -> torch.Tensor:
         scores = scores - self.normaliser
         if self.reduction == "max":
@@ -135,4 +160,4 @@ class Scorer:
         return scores.logsumexp(0) - (math.log(len(scores)) if self.reduction == "mean" else 0.0)
 
 
-__all__ = ["Piece", "Ranking", "Scorer"]
+__all__ = ["Piece", "Ranking", "Scorer", "Scores"]

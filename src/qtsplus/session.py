@@ -2,85 +2,31 @@
 
 import itertools
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 
+from .answers import Answer, Clock, check_question, make_answer, prompt_inputs
 from .decoding_qtsplus import is_address
-from .evidence import Interval, evidence_intervals, keep_maps
 from .hub.folder import read_json, whole_folder
 from .loading import load
 from .methods_qtsplus import Method
+from .recall import Remembered, answer_remembered
 from .selector_qtsplus import QTSplusOutput
 from .storage import fingerprint, load_video, save_video
+from .stream import Stream
 from .two_passes import TwoPasses, second_pass, second_prompt
 from .videos import EncodedVideo, encode
 
 __all__ = ["Answer", "EncodedVideo", "TwoPasses", "VideoSession", "answer_questions", "ask", "encode", "load"]
 
 _SAVED = "session.json"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """
-    What a model answered about one or more videos, and what the answer rests on.
-
-    Args:
-        answer: the text.
-        video: the path that was asked about; of several videos their names, with commas.
-        frames: frames that the model saw.
-        seconds_of_video: length of the videos.
-        visual_tokens: M, the videos' tokens before the selection.
-        kept_tokens: n, those that the language model read.
-        rho: the fraction that the selection aimed at.
-        evidence: stretches of a video that show what was asked for, see [`Interval`]; the surest first. Their seconds
-            are those of a player.
-        timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
-            `second_pass`, with two passes, is choosing regions and encoding them at full size.
-            `first_token` and `generate` both count from the call of `generate`; questions of one batch share them.
-        keep_maps: by the video's name, bool `[T, H, W]`, the kept tokens in its grid of tokens.
-        warnings: what is wrong with the videos, as in [`EncodedVideo`].
-    """
-
-    answer: str
-    video: str
-    frames: int
-    seconds_of_video: float
-    visual_tokens: int
-    kept_tokens: int
-    rho: float
-    evidence: list[Interval]
-    timings: dict[str, float]
-    keep_maps: dict[str, torch.Tensor]
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def keep_map(self) -> torch.Tensor:
-        """`[T, H, W]`, the keep map of the only video; `ValueError` if there are several."""
-        if len(self.keep_maps) != 1:
-            raise ValueError(f"The answer is about {len(self.keep_maps)} videos: take one of `keep_maps`.")
-        return next(iter(self.keep_maps.values()))
-
-    def as_dict(self) -> dict[str, Any]:
-        """What `qtsplus ask --json` prints: all fields but the keep maps."""
-        fields = {name: value for name, value in vars(self).items() if name != "keep_maps"}
-        evidence = [
-            {
-                **{"video": one.name, "start": one.start, "end": one.end, "weight": one.weight, "box": list(one.box)},
-                "pixels": None if one.pixels is None else list(one.pixels),
-            }
-            for one in self.evidence
-        ]
-        return {**fields, "evidence": evidence}
 
 
 def ask(
@@ -165,6 +111,9 @@ def answer_questions(
     options = {**generation, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
     if any(video.large for video in videos.values()):
         return [_answer_twice(model, processor, videos, questions, turns, choice, options)]
+    if any(isinstance(video, Remembered) for video in videos.values()):
+        asking = (turns, choice, options)
+        return [answer_remembered(model, processor, videos, question, *asking) for question in questions]
     inputs = prompt_inputs(processor, videos, questions, turns, model.device)
     clock = Clock()
     options = {**options, "streamer": clock}
@@ -234,111 +183,6 @@ def _answer_twice(
     return make_answer(processor, whole, ids, kept, relevance, second.rho, {**timings, **clock.timings()})
 
 
-def make_answer(
-    processor: Any,
-    videos: Mapping[str, EncodedVideo],
-    ids: torch.Tensor,
-    kept: torch.Tensor,
-    relevance: torch.Tensor | None,
-    rho: float,
-    timings: dict[str, float],
-) -> Answer:
-    """An answer from the ids that the model wrote, and the selection among all tokens of the videos."""
-    names, encoded = list(videos), list(videos.values())
-    grids = torch.cat([video.video_grid_thw for video in encoded])
-    seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
-    merge_size = processor.video_processor.merge_size
-    maps = dict(zip(names, keep_maps(kept, grids, merge_size), strict=True))
-    intervals = evidence_intervals(kept, relevance, grids, seconds, merge_size)
-    return Answer(
-        answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
-        video=encoded[0].video if len(encoded) == 1 else ", ".join(names),
-        frames=sum(len(video.metadata.frames_indices) for video in encoded),
-        seconds_of_video=sum(video.length for video in encoded),
-        visual_tokens=sum(one.numel() for one in maps.values()),
-        kept_tokens=len(kept),
-        rho=rho,
-        evidence=[placed(one, names[one.video], encoded[one.video]) for one in intervals],
-        timings=timings,
-        keep_maps=maps,
-        warnings=[warning for video in encoded for warning in video.warnings],
-    )
-
-
-def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
-    """The same stretch on a player's clock, with its video's name and the box in pixels."""
-    width, height = video.metadata.width, video.metadata.height
-    pixels = None
-    if width and height:
-        left, top, right, bottom = interval.box
-        low, high = (math.floor(left * width), math.floor(top * height)), (right * width, bottom * height)
-        pixels = (*low, math.ceil(high[0]), math.ceil(high[1]))
-    # The last grid step is padded where the frames are odd in number.
-    start, end = video.start + interval.start, video.start + min(interval.end, video.length)
-    return replace(interval, start=start, end=end, name=name, pixels=pixels)
-
-
-def prompt_inputs(
-    processor: Any,
-    videos: Mapping[str, EncodedVideo],
-    questions: Sequence[str],
-    turns: Sequence[str] = (),
-    device: Any = "cpu",
-) -> dict[str, Any]:
-    """
-    The model's inputs for questions about the same videos, a row for each, as for [`answer_questions`].
-
-    All videos stand in front of the first text. Of several, each has its name in front; only the question's own words
-    then say which tokens are kept.
-    """
-    seen: list[dict[str, Any]] = []
-    for name in videos:
-        seen += [{"type": "text", "text": f"{name}: "}] * (len(videos) > 1) + [{"type": "video"}]
-    rows = []
-    for question in questions:
-        texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
-        texts[0] = seen + texts[0]
-        rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
-    encoded = list(videos.values()) * len(rows)
-    grids = torch.cat([video.video_grid_thw for video in encoded])
-    # Where nothing else stands in the last turn, it is the question.
-    query = {"query": list(questions)} if len(videos) > 1 and not turns else {}
-    metadata = [video.metadata for video in encoded]
-    inputs = processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **query).to(device)
-    seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
-    return {**inputs, "video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
-
-
-def check_question(model: Any, processor: Any, question: str) -> None:
-    if not question.strip():
-        raise ValueError("The question is empty; expected some text.")
-    tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
-    most = model.config.get_text_config().max_position_embeddings
-    if tokens >= most:
-        raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
-
-
-class Clock(BaseStreamer):
-    """Notes when the first new token comes; `generate` puts the prompt before it."""
-
-    def __init__(self) -> None:
-        self.puts = 0
-        self.started = time.perf_counter()
-        self.first_token = float("nan")
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts += 1
-        if self.puts == 2:
-            self.first_token = time.perf_counter()
-
-    def end(self) -> None:
-        pass
-
-    def timings(self) -> dict[str, float]:
-        """Seconds to the first token, and until now."""
-        return {"first_token": self.first_token - self.started, "generate": time.perf_counter() - self.started}
-
-
 class VideoSession:
     """
     Videos that are encoded once and asked about again and again.
@@ -352,47 +196,63 @@ class VideoSession:
     def __init__(self, model: Any, processor: Any) -> None:
         self.model, self.processor = model, processor
         self.videos: dict[str, EncodedVideo] = {}
+        self.streams: dict[str, Stream] = {}
         self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
         self._memory = _Memory()
 
     @property
     def names(self) -> list[str]:
         """The videos' names, in the order in which the model sees them."""
-        return list(self.videos)
+        return [*self.videos, *self.streams]
 
     def add(self, video: Any, name: str | None = None, **options: Any) -> str:
         """
-        Encodes a video and adds it.
+        Encodes a video and adds it; or adds an open stream, of which every question sees what is then in memory.
 
         Args:
-            video: whatever [`encode`] takes, or what it has made of one.
-            name: what prompts and answers call it; the file's name by default, with a number where that is taken.
+            video: whatever [`encode`] takes, or what it has made of one; or a `Stream`, which may go on.
+            name: what prompts and answers call it; the file's name by default, with a number where that is taken. The
+                cameras of a stream that has several keep their own names.
             options: as for [`encode`], such as `fps`.
 
         Returns:
             the name.
 
         Raises:
-            ValueError: a name that is empty or taken; options for a video that was encoded before; as [`encode`].
+            ValueError: a name that is empty or taken; options for a video that was encoded before, or for a stream; a
+                stream of another model; as [`encode`].
         """
-        if name is not None and (not name.strip() or name in self.videos):
+        if name is not None and (not name.strip() or name in self.names):
             raise ValueError(f"The name {name!r} is {'taken' if name.strip() else 'empty'}; name the video otherwise.")
-        if not isinstance(video, EncodedVideo):
-            video = encode(self.model, self.processor, video, **options)
-        elif options:
+        if options and isinstance(video, (EncodedVideo, Stream)):
             raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
-        if name is None:
+        if isinstance(video, Stream) and video.model is not self.model:
+            raise ValueError("The stream was opened with another model than the session's; open both with one.")
+        if not isinstance(video, (EncodedVideo, Stream)):
+            video = encode(self.model, self.processor, video, **options)
+        name = name or self._free_name(video)
+        if isinstance(video, Stream):
+            self.streams[name] = video
+        else:
+            self.videos[name] = video
+        self._memory = _Memory()
+        return name
+
+    def _free_name(self, video: EncodedVideo | Stream) -> str:
+        """The file's or the camera's own name, with a number where that is taken."""
+        if isinstance(video, Stream):
+            own = next(iter(video.cameras), "video")
+        else:
             place = urlsplit(video.video).path if is_address(video.video) else video.video
             own = PurePath(place).name or "video"
-            numbered = (f"{own} ({number})" for number in itertools.count(2))
-            name = next(one for one in itertools.chain([own], numbered) if one not in self.videos)
-        self.videos[name], self._memory = video, _Memory()
-        return name
+        numbered = (f"{own} ({number})" for number in itertools.count(2))
+        return next(one for one in itertools.chain([own], numbered) if one not in self.names)
 
     def remove(self, name: str) -> None:
         """Forgets a video; `ValueError` if there is none of that name."""
-        self._chosen([name])
-        del self.videos[name]
+        self._check_names([name])
+        self.videos.pop(name, None)
+        self.streams.pop(name, None)
         self._memory = _Memory()
 
     def ask(self, question: str, videos: Sequence[str] | None = None, **generation: Any) -> Answer:
@@ -427,7 +287,8 @@ class VideoSession:
             generation: as for [`answer_questions`].
         """
         conversation: dict[str, Any] = {"turns": self.turns, "memory": self._memory}
-        (answer,) = answer_questions(self.model, self.processor, self.videos, [question], **conversation, **generation)
+        videos = self._chosen(None)
+        (answer,) = answer_questions(self.model, self.processor, videos, [question], **conversation, **generation)
         self.turns += [question, answer.answer]
         return answer
 
@@ -446,8 +307,10 @@ class VideoSession:
 
         Raises:
             FileExistsError: the folder holds files that no earlier call wrote.
-            ValueError: a video for two passes.
+            ValueError: a video for two passes; an open stream.
         """
+        if self.streams:
+            raise ValueError(f"The stream {next(iter(self.streams))!r} is open and cannot be saved; remove it first.")
         with whole_folder(folder) as staging:
             files = {name: f"{number}.safetensors" for number, name in enumerate(self.videos)}
             for name, file in files.items():
@@ -468,11 +331,20 @@ class VideoSession:
         self.videos = {
             name: load_video(Path(folder, file), self.fingerprint, device) for name, file in saved["videos"].items()
         }
-        self.turns, self._memory = saved["turns"], _Memory()
+        self.streams, self.turns, self._memory = {}, saved["turns"], _Memory()
 
     def _chosen(self, names: Sequence[str] | None) -> dict[str, EncodedVideo]:
-        """The videos of these names, in their order; `ValueError` for one that is not there."""
-        for name in names or ():
-            if name not in self.videos:
+        """The videos of these names, in their order, and of a stream what its cameras remember by now."""
+        self._check_names(names or ())
+        chosen: dict[str, EncodedVideo] = {}
+        for name in self.names if names is None else names:
+            own = {name: self.videos[name]} if name in self.videos else self.streams[name].videos(name)
+            if taken := chosen.keys() & own.keys():
+                raise ValueError(f"Two videos are called {min(taken)!r}; add one by another `name`.")
+            chosen |= own
+        return chosen
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.names:
                 raise ValueError(f"There is no video {name!r}; expected some of {', '.join(self.names) or 'none'}.")
-        return self.videos if names is None else {name: self.videos[name] for name in names}

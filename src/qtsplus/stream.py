@@ -5,25 +5,20 @@ gone, so that its price is flat. What stays keeps its time and its place in the 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.video_utils import VideoMetadata
 
+from .answers import Answer, check_question
 from .encoding_qtsplus import Repeats
-from .evidence import Interval
-from .layout_qtsplus import lay_out, splice
 from .methods_qtsplus import Candidates, Method, changes, check_kept
-from .mixin_qtsplus import choose
 from .policies import POLICIES, StandingQuestion
-from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, VisualSpan, take_inputs
-from .session import Answer, Clock, check_question, make_answer, prompt_inputs
-from .two_passes import SecondPass
+from .recall import Remembered, answer_remembered, places_of, rows_of
 from .video_qtsplus import stack_frames
 from .videos import EncodedVideo
 
@@ -237,7 +232,7 @@ class Stream:
         """`[k, rows]` on the CPU: what the policy will go by of new tokens `[k, token_width]`."""
         features = features[:, : self._width]
         if self.question is not None:
-            return self.question.add(features.to(self.model.device))
+            return self.question.add(features)
         if self._scored_by == "chance":
             return torch.rand(len(features), 1, generator=self._chance)
         if self._scored_by == "change":
@@ -296,35 +291,27 @@ class Stream:
             ValueError: nothing is in memory; a question that is empty or longer than the model's positions.
         """
         check_question(self.model, self.processor, question)
+        options = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
+        return answer_remembered(self.model, self.processor, self.videos(), question, (), choice, options)
+
+    def videos(self, only: str | None = None) -> dict[str, EncodedVideo]:
+        """
+        What is in memory now, by camera; `ValueError` if there is nothing.
+
+        Args:
+            only: what the camera is called, where there is only one; by its own name when absent.
+        """
         cameras = {name: camera for name, camera in self.cameras.items() if len(camera.tokens)}
         if not cameras:
             raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
-        rows = {name: _rows(camera.tokens.steps.tolist()) for name, camera in cameras.items()}
-        videos = {name: self._video(name, camera, rows[name]) for name, camera in cameras.items()}
-        places = [_places(camera, rows[name]) for name, camera in cameras.items()]
-        inputs = prompt_inputs(self.processor, videos, [question], device=self.model.device)
-        numbers = self._numbers(list(rows.values()), cameras.values(), inputs["input_ids"], max_new_tokens)
-        prompt = memory_prompt(self.model, inputs, places, numbers, **choice)
-        clock = Clock()
-        options = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True, "streamer": clock}
-        output = self.model.generate_from(prompt, **options)
-        starts = [0, *accumulate(len(rows[name]) * math.prod(camera.cells) for name, camera in cameras.items())]
-        joined = torch.cat([own + start for own, start in zip(places, starts, strict=False)])
-        second = SecondPass(torch.empty(0), joined, starts[-1], 1.0, float(output.qtsplus.rho[0]))
-        relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
-        kept, relevance = second.of_the_whole(output.qtsplus.kept_indices[0], relevance)
-        ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-        answer = make_answer(self.processor, videos, ids, kept, relevance, second.rho, clock.timings())
-        return replace(
-            answer,
-            frames=self.frames_per_step * sum(len(set(camera.tokens.steps.tolist())) for camera in cameras.values()),
-            seconds_of_video=max(video.length for video in videos.values()),
-            visual_tokens=self.num_tokens,
-            evidence=[self._on_the_clock(one, rows[one.name]) for one in answer.evidence],
-        )
+        if only and len(self.cameras) == 1:
+            return {only: self._video(only, *cameras.values())}
+        return {name: self._video(name, camera) for name, camera in cameras.items()}
 
-    def _video(self, name: str, camera: Camera, rows: Sequence[int]) -> EncodedVideo:
-        """What is left of a camera as a video of these steps, whose frames have their true times."""
+    def _video(self, name: str, camera: Camera) -> Remembered:
+        """What is left of a camera; its frames have their true times."""
+        steps = camera.tokens.steps.tolist()
+        rows = rows_of(steps)
         times = [
             row * self.seconds_per_step + frame / self.fps for row in rows for frame in range(self.frames_per_step)
         ]
@@ -336,105 +323,6 @@ class Stream:
             width=camera.size[1],
         )
         grid = torch.tensor([[len(rows), *camera.patches[0].tolist()]])
-        return EncodedVideo(name, camera.tokens.features, grid, [self.seconds_per_step], metadata, 0.0)
-
-    def _numbers(
-        self, rows: Sequence[Sequence[int]], cameras: Iterable[Camera], input_ids: torch.Tensor, max_new_tokens: int
-    ) -> list[list[int]]:
-        """[`within`] what the model has positions for, behind the text."""
-        backbone = self.model.model
-        text = int((backbone.token_types(input_ids) != VIDEO).sum()) + sum(max(camera.cells) for camera in cameras)
-        room = self.model.config.get_text_config().max_position_embeddings - text - max_new_tokens
-        per_step = max(backbone.tokens_per_second * self.seconds_per_step, 1)
-        return within(rows, max(int(room / per_step) - 1, 1))
-
-    def _on_the_clock(self, interval: Interval, rows: Sequence[int]) -> Interval:
-        first, last = round(interval.start / self.seconds_per_step), round(interval.end / self.seconds_per_step) - 1
-        return replace(
-            interval, start=rows[first] * self.seconds_per_step, end=(rows[last] + 1) * self.seconds_per_step
-        )
-
-
-def _rows(steps: Sequence[int]) -> list[int]:
-    """The steps that are there, and one in front of each gap: what shows the same on both sides is no one stretch."""
-    rows: list[int] = []
-    for step in sorted(set(steps)):
-        if rows and step > rows[-1] + 1:
-            rows.append(rows[-1] + 1)
-        rows.append(step)
-    return rows
-
-
-def _places(camera: Camera, rows: Sequence[int]) -> torch.Tensor:
-    """`[m]` ascending: where a camera's tokens stand in a video of these steps."""
-    row_of = {step: row for row, step in enumerate(rows)}
-    return torch.tensor([row_of[step] for step in camera.tokens.steps.tolist()]) * math.prod(camera.cells) + (
-        camera.tokens.cells
-    )
-
-
-def within(rows: Sequence[Sequence[int]], most: int) -> list[list[int]]:
-    """
-    The same steps, counted from the oldest, at most `most` of them.
-
-    Where the time between the oldest and the newest is longer, the newer half of the positions is true, and all that
-    is older is drawn together evenly.
-    """
-    first, last = min(steps[0] for steps in rows), max(steps[-1] for steps in rows)
-    if last - first <= most:
-        return [[step - first for step in steps] for steps in rows]
-    far = most - most // 2  # positions that are left to what is older
-    share = far / (last - most // 2 - first)
-    return [[max(most - last + step, int((step - first) * share)) for step in steps] for steps in rows]
-
-
-def memory_prompt(
-    model: Any,
-    inputs: Mapping[str, Any],
-    places: Sequence[torch.Tensor],
-    numbers: Sequence[Sequence[int]],
-    **choice: Any,
-) -> CompactPrompt:
-    """
-    The shortened prompt of a question about some tokens of videos, for `model.generate_from`.
-
-    Args:
-        inputs: the model's, one row, with the tokens as `video_features`.
-        places: per video `[k]`, ascending, which of the tokens of its grid these are.
-        numbers: per video the number in time of each step of its grid.
-        choice: the fields of [`SelectionInputs`].
-    """
-    visual, selection = take_inputs({**inputs, **choice})
-    features = {IMAGE: [], VIDEO: list(visual.video_features or ())}
-    layout = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"])
-    layout = at_steps(model.model, layout, numbers).narrow(places)
-    if model.model.rope_axes == 1:  # the language model counts tokens: those that are there
-        row = layout.rows[0]
-        order = torch.arange(len(row.columns), device=row.columns.device)[None]
-        layout = replace(layout, rows=[replace(row, language_positions=order)])
-    selected, qtsplus = choose(model.model, layout, features, selection, sample_gate=False)
-    return splice(model.model, layout, features, selected, qtsplus, pad_left=True)
-
-
-def at_steps(model: Any, layout: Layout, numbers: Sequence[Sequence[int]]) -> Layout:
-    """The layout of one prompt, whose videos have steps with these numbers in time in place of 0, 1, 2, ..."""
-    row = layout.rows[0]
-    positions, language = row.positions.clone(), row.language_positions.clone()
-
-    @cache
-    def shifts(video: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """By step, how much later it is on the selector's clock, and on the language model's."""
-        steps = torch.tensor(numbers[video], device=positions.device)
-        line = [VisualSpan(VIDEO, video, 0, (int(steps[-1]) + len(steps), 1, 1))]
-        clock = model.row_positions(line, line[0].length, 0, layout.seconds, positions.device)
-        spoken = model.language_positions(line, 0, clock)
-        return clock[0, steps] - clock[0, : len(steps)], spoken[0, steps] - spoken[0, : len(steps)]
-
-    for span in row.spans:
-        own, size = slice(span.frame, span.frame + span.grid[0]), span.grid[1] * span.grid[2]
-        columns = span.token_columns().to(positions.device)
-        shift, spoken = (by_step[own].repeat_interleave(size) for by_step in shifts(span.index))
-        positions[0, columns] += shift
-        if model.rope_axes == 3 and not model.frames_apart:  # else time is text, or a token's number
-            language[0, columns] += spoken
-    return replace(layout, rows=[replace(row, positions=positions, language_positions=language)])
+        video = (name, camera.tokens.features, grid, [self.seconds_per_step], metadata, 0.0)
+        frames = self.frames_per_step * len(set(steps))
+        return Remembered(*video, clock=self, rows=rows, places=places_of(camera, rows), frames=frames)

@@ -36,6 +36,26 @@ def test_ask_encodes_in_chunks_and_answers_as_in_one_shot(model, processor, clip
     assert all(0 <= one.start < one.end <= answer.seconds_of_video for one in answer.evidence)
 
 
+QUESTIONS = (QUESTION, "Why does the <|im_end|> move to the left?", "\n And then?")
+
+
+@pytest.mark.parametrize("names", [["long"], ["long", "short"]])
+@pytest.mark.parametrize("turns", [[], ["What was there?", "Nothing."]])
+def test_the_prompts_of_a_batch_are_those_of_each_question(model, processor, clips, names, turns):
+    videos = {name: session.encode(model, processor, clips / f"{name}.mp4", fps=2) for name in names}
+    together = session.prompt_inputs(processor, videos, QUESTIONS, turns)
+    for row, question in enumerate(QUESTIONS):
+        alone = session.prompt_inputs(processor, videos, [question], turns)
+        assert together.keys() == alone.keys()
+        for name in [name for name in alone if name.startswith(("input_", "query_"))]:
+            mask = "query_attention_mask" if name.startswith("query_") and name != "query_mask" else "attention_mask"
+            kept, own = together[mask][row].bool(), alone[mask][0].bool()
+            assert torch.equal(together[name][row][kept], alone[name][0][own]), name
+        for name in ("video_grid_thw", "second_per_grid_ts"):
+            size = len(names)
+            assert torch.equal(torch.as_tensor(together[name])[row * size :][:size], torch.as_tensor(alone[name])), name
+
+
 def test_a_session_of_two_videos_in_a_batch_a_conversation_and_on_disk(model, processor, clips, tmp_path):
     options = {"max_new_tokens": 5, "retention": 0.3}
     made, again, content = session.VideoSession(model, processor), session.VideoSession(model, processor), []

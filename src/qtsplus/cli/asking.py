@@ -27,6 +27,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..library import Library
     from ..session import Answer
     from ..videos import EncodedVideo
 
@@ -68,49 +69,53 @@ def ask(
 ) -> None:
     """Answer a question about a video or a library, and say which seconds the answer rests on."""
     check_model_options(model, revision)
-    if is_library(video):
-        only_videos = {"--fps": fps is not None, "--two-passes": two_passes, "--evidence": evidence is not None}
-        choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
-        choice |= {"selection": selection, "pieces": pieces or 1, "max_new_tokens": max_new_tokens}
-        loading = model, revision, device, dtype.value
-        _ask_library(Path(video), question, loading, only_videos, as_json, **choice)
-        return
-    if pieces is not None:
+    library = is_library(video)
+    if library:
+        refuse_for_a_library(**{"--fps": fps is not None, "--two-passes": two_passes})
+    elif pieces is not None:
         fail("--pieces is about a library; leave it out")
-    check_video(video, fps)
+    else:
+        check_video(video, fps)
     _check_question(question)
     require_fraction(retention)
+    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
+    choice |= {"selection": selection, "max_new_tokens": max_new_tokens}
+    loading = model, revision, device, dtype.value
     with one_line_errors():
-        from .. import session
         from ..hub.folder import check_own
 
         check_selection(selection)
         if evidence is not None:
             check_own(evidence)
-        started = time.perf_counter()
-        loaded, processor = load_model(model, revision, device, dtype.value)
-        seconds_to_load = time.perf_counter() - started
-        passes = session.TwoPasses() if two_passes else None
-        encoded = session.encode(loaded, processor, video, fps=fps, two_passes=passes, progress=True)
-        with notes.status("Asking"):
-            answer = session.ask(
-                loaded,
-                processor,
-                encoded,
-                question,
-                retention=retention,
-                max_visual_tokens=max_visual_tokens,
-                selection=selection,
-                max_new_tokens=max_new_tokens,
-            )
-    answer.timings.update(load=seconds_to_load, encode=encoded.seconds)
+        if library:
+            shelf = open_library(Path(video), *loading)
+            with notes.status("Asking"):
+                answer = shelf.ask(question, pieces or 1, **choice)
+        else:
+            answer, encoded = _ask_video(video, question, loading, fps, two_passes, choice)
     if as_json:
         print(json.dumps(answer.as_dict()))
     else:
-        print_answer(answer)
+        print_answer(answer, named=library)
     if evidence is not None:
         # By the address that was asked for: what it is called may leave out a password.
-        draw(answer, {encoded.video: replace(encoded, video=video)}, evidence)
+        draw(answer, films_of(shelf, answer) if library else {encoded.video: replace(encoded, video=video)}, evidence)
+
+
+def _ask_video(
+    video: str, question: str, loading: tuple, fps: float | None, two_passes: bool, choice: dict[str, Any]
+) -> "tuple[Answer, EncodedVideo]":
+    from .. import session
+
+    started = time.perf_counter()
+    loaded, processor = load_model(*loading)
+    seconds_to_load = time.perf_counter() - started
+    passes = session.TwoPasses() if two_passes else None
+    encoded = session.encode(loaded, processor, video, fps=fps, two_passes=passes, progress=True)
+    with notes.status("Asking"):
+        answer = session.ask(loaded, processor, encoded, question, **choice)
+    answer.timings.update(load=seconds_to_load, encode=encoded.seconds)
+    return answer, encoded
 
 
 def draw(answer: "Answer", videos: "dict[str, EncodedVideo]", folder: Path) -> None:
@@ -127,28 +132,20 @@ def is_library(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "library.jsonl"))
 
 
-def _ask_library(
-    folder: Path,
-    question: str,
-    loading: tuple[str | None, str | None, str | None, str],
-    only_videos: dict[str, bool],
-    as_json: bool,
-    **generation: Any,
-) -> None:
-    """`ask` about a library, whose videos are encoded; its evidence names them."""
-    for option in (name for name, is_set in only_videos.items() if is_set):
+def refuse_for_a_library(**options: bool) -> None:
+    """Ends the command for options that were given and are about videos which are yet to be encoded."""
+    for option in (name for name, is_set in options.items() if is_set):
         fail(f"{option} is about a video, and those of a library are encoded already; leave it out")
-    _check_question(question)
-    require_fraction(generation["retention"])
-    with one_line_errors():
-        check_selection(generation["selection"])
-        library = open_library(folder, *loading)
-        with notes.status("Asking"):
-            answer = library.ask(question, **generation)
-    if as_json:
-        print(json.dumps(answer.as_dict()))
-    else:
-        print_answer(answer, named=True)
+
+
+def films_of(library: "Library", answer: "Answer") -> "dict[str, EncodedVideo]":
+    """The videos of a library that an answer is about, to be drawn as far as their files are there."""
+    from ..videos import IN_MEMORY
+
+    films = {name: library.film(name) for name in answer.keep_maps}
+    for name in (name for name, film in films.items() if film.video == IN_MEMORY):
+        note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
+    return films
 
 
 def demo(

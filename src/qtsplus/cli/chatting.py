@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .asking import check_video, print_answer
-from .console import console, describe, note, notes, one_line_errors, require_fraction
-from .models import check_model_options, check_selection, load_model
+from .asking import check_video, films_of, is_library, print_answer, refuse_for_a_library
+from .console import console, describe, fail, note, notes, one_line_errors, require_fraction
+from .models import check_model_options, check_selection, load_model, open_library
 from .options import (
     AsJson,
     Device,
@@ -27,7 +27,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..session import Answer, VideoSession
+    from ..session import Answer
+    from ..videos import EncodedVideo
 
 _HELP = "Commands: /evidence [FOLDER], /budget FRACTION, COUNT or auto, /add VIDEO, /quit. Anything else is a question."
 
@@ -35,7 +36,10 @@ _HELP = "Commands: /evidence [FOLDER], /budget FRACTION, COUNT or auto, /add VID
 def chat(
     videos: Annotated[
         list[str],
-        typer.Argument(help="Video files, http(s) addresses of some, or folders of frames.", show_default=False),
+        typer.Argument(
+            help="Video files, http(s) addresses of some, folders of frames; or a library of `qtsplus index`.",
+            show_default=False,
+        ),
     ],
     model: Model = None,
     revision: Revision = None,
@@ -51,24 +55,37 @@ def chat(
     """
     Ask about videos again and again. They are encoded once, and a question knows those before.
 
+    Every question to a library searches all of it, and may be answered from another video than the one before. So it
+    stands alone, as for `qtsplus ask`: name in each what it is about.
+
     A question stands on a line of its own. /evidence says what the last answer rests on, or draws it into a folder;
     /budget 0.1, /budget 256 and /budget auto change how many visual tokens are kept; /add VIDEO adds a video; /quit
     ends. From a pipe, a line that fails makes the exit code 1.
     """
     check_model_options(model, revision)
-    for video in videos:
-        check_video(video, fps)
+    library = next(filter(is_library, videos), None)
+    if library and videos[1:]:
+        fail(f"{library} is a library, which is asked alone")
+    if library:
+        refuse_for_a_library(**{"--fps": fps is not None})
+    else:
+        for video in videos:
+            check_video(video, fps)
     require_fraction(retention)
-    choice = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
+    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
+    choice["max_new_tokens"] = max_new_tokens
+    loading = model, revision, device, dtype.value
     try:
         with one_line_errors():
             from .. import session
 
             check_selection(selection)
-            videos_in_memory = session.VideoSession(*load_model(model, revision, device, dtype.value))
-            talk = _Talk(videos_in_memory, {**choice, "max_new_tokens": max_new_tokens}, fps, as_json)
-            for video in videos:
-                talk.add(video)
+            if library:
+                talk: _Talk = _Search(open_library(Path(library), *loading), choice, fps, as_json)
+            else:
+                talk = _Talk(session.VideoSession(*load_model(*loading)), choice, fps, as_json)
+                for video in videos:
+                    talk.add(video)
         note(_HELP)
         failed = talk.listen()
     except KeyboardInterrupt:
@@ -80,7 +97,9 @@ def chat(
 class _Talk:
     """A conversation, its settings, and its last answer."""
 
-    def __init__(self, session: "VideoSession", choice: dict[str, Any], fps: float | None, as_json: bool) -> None:
+    names_videos = False  # in an answer about one
+
+    def __init__(self, session: Any, choice: dict[str, Any], fps: float | None, as_json: bool) -> None:
         self.session, self.choice, self.fps, self.as_json = session, choice, fps, as_json
         self.places: dict[str, str] = {}  # of the videos, as they were named here
         self.last: Answer | None = None
@@ -113,14 +132,21 @@ class _Talk:
             raise ValueError(f"there is no command {command}. {_HELP}")
         else:
             with notes.status("Asking"):
-                self.last = self.session.chat(text, **self.choice)
+                self.last = self.ask(text)
             if self.as_json:
                 print(json.dumps(self.last.as_dict()), flush=True)
             else:
-                print_answer(self.last)
+                print_answer(self.last, self.names_videos)
+
+    def ask(self, question: str) -> "Answer":
+        return self.session.chat(question, **self.choice)
+
+    def films(self, answer: "Answer") -> "dict[str, EncodedVideo]":
+        """Those to draw, by the addresses that were asked for: what they are called may leave out a password."""
+        return {name: replace(video, video=self.places[name]) for name, video in self.session.videos.items()}
 
     def add(self, video: str) -> None:
-        """Encodes one more video. A library of encoded ones would be opened here."""
+        """Encodes one more video."""
         if not video:
             raise ValueError("/add needs a video: a file, an address or a folder")
         name = self.session.add(video, fps=self.fps, progress=True)
@@ -150,9 +176,7 @@ class _Talk:
         if folder:
             from ..picture import draw_evidence
 
-            # By the addresses that were asked for: what they are called may leave out a password.
-            videos = {name: replace(video, video=self.places[name]) for name, video in self.session.videos.items()}
-            draw_evidence(self.last, videos, Path(folder))
+            draw_evidence(self.last, self.films(self.last), Path(folder))
             note(f"Wrote {folder}")
             return
         for one in self.last.as_dict()["evidence"]:
@@ -162,6 +186,21 @@ class _Talk:
             seconds, box = f"{one['start']:.1f} to {one['end']:.1f} s", one["pixels"] or one["box"]
             line = f"{one['video']}: {seconds}, box {box}, {one['weight']:.0%}"
             console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+class _Search(_Talk):
+    """The same about a library."""
+
+    names_videos = True
+
+    def ask(self, question: str) -> "Answer":
+        return self.session.ask(question, **self.choice)
+
+    def films(self, answer: "Answer") -> "dict[str, EncodedVideo]":
+        return films_of(self.session, answer)
+
+    def add(self, video: str) -> None:
+        raise ValueError("/add is about a conversation on videos; `qtsplus index` adds to a library")
 
 
 def _lines() -> Iterator[bytes]:

@@ -1,0 +1,210 @@
+"""An answer about videos: the prompt of its question, and what it is made of."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from .evidence import Interval, evidence_intervals, keep_maps
+from .prompt_qtsplus import pad_rows
+from .videos import EncodedVideo
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    What a model answered about one or more videos, and what the answer rests on.
+
+    Args:
+        answer: the text.
+        video: the path that was asked about; of several videos their names, with commas.
+        frames: frames that the model saw.
+        seconds_of_video: length of the videos.
+        visual_tokens: M, the videos' tokens before the selection.
+        kept_tokens: n, those that the language model read.
+        rho: the fraction that the selection aimed at.
+        evidence: stretches of a video that show what was asked for, see [`Interval`]; the surest first. Their seconds
+            are those of a player.
+        timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
+            `second_pass`, with two passes, is choosing regions and encoding them at full size.
+            `first_token` and `generate` both count from the call of `generate`; questions of one batch share them.
+        keep_maps: by the video's name, bool `[T, H, W]`, the kept tokens in its grid of tokens.
+        warnings: what is wrong with the videos, as in [`EncodedVideo`].
+    """
+
+    answer: str
+    video: str
+    frames: int
+    seconds_of_video: float
+    visual_tokens: int
+    kept_tokens: int
+    rho: float
+    evidence: list[Interval]
+    timings: dict[str, float]
+    keep_maps: dict[str, torch.Tensor]
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def keep_map(self) -> torch.Tensor:
+        """`[T, H, W]`, the keep map of the only video; `ValueError` if there are several."""
+        if len(self.keep_maps) != 1:
+            raise ValueError(f"The answer is about {len(self.keep_maps)} videos: take one of `keep_maps`.")
+        return next(iter(self.keep_maps.values()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `qtsplus ask --json` prints: all fields but the keep maps."""
+        fields = {name: value for name, value in vars(self).items() if name != "keep_maps"}
+        evidence = [
+            {
+                **{"video": one.name, "start": one.start, "end": one.end, "weight": one.weight, "box": list(one.box)},
+                "pixels": None if one.pixels is None else list(one.pixels),
+            }
+            for one in self.evidence
+        ]
+        return {**fields, "evidence": evidence}
+
+
+def make_answer(
+    processor: Any,
+    videos: Mapping[str, EncodedVideo],
+    ids: torch.Tensor,
+    kept: torch.Tensor,
+    relevance: torch.Tensor | None,
+    rho: float,
+    timings: dict[str, float],
+) -> Answer:
+    """An answer from the ids that the model wrote, and the selection among all tokens of the videos."""
+    names, encoded = list(videos), list(videos.values())
+    grids = torch.cat([video.video_grid_thw for video in encoded])
+    seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
+    merge_size = processor.video_processor.merge_size
+    maps = dict(zip(names, keep_maps(kept, grids, merge_size), strict=True))
+    intervals = evidence_intervals(kept, relevance, grids, seconds, merge_size)
+    return Answer(
+        answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
+        video=encoded[0].video if len(encoded) == 1 else ", ".join(names),
+        frames=sum(len(video.metadata.frames_indices) for video in encoded),
+        seconds_of_video=sum(video.length for video in encoded),
+        visual_tokens=sum(one.numel() for one in maps.values()),
+        kept_tokens=len(kept),
+        rho=rho,
+        evidence=[placed(one, names[one.video], encoded[one.video]) for one in intervals],
+        timings=timings,
+        keep_maps=maps,
+        warnings=[warning for video in encoded for warning in video.warnings],
+    )
+
+
+def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
+    """The same stretch on a player's clock, with its video's name and the box in pixels."""
+    width, height = video.metadata.width, video.metadata.height
+    pixels = None
+    if width and height:
+        left, top, right, bottom = interval.box
+        low, high = (math.floor(left * width), math.floor(top * height)), (right * width, bottom * height)
+        pixels = (*low, math.ceil(high[0]), math.ceil(high[1]))
+    # The last grid step is padded where the frames are odd in number.
+    start, end = video.start + interval.start, video.start + min(interval.end, video.length)
+    return replace(interval, start=start, end=end, name=name, pixels=pixels)
+
+
+def prompt_inputs(
+    processor: Any,
+    videos: Mapping[str, EncodedVideo],
+    questions: Sequence[str],
+    turns: Sequence[str] = (),
+    device: Any = "cpu",
+) -> dict[str, Any]:
+    """
+    The model's inputs for questions about the same videos, a row for each, as for [`answer_questions`].
+
+    All videos stand in front of the first text. Of several, each has its name in front; only the question's own words
+    then say which tokens are kept.
+    """
+    seen: list[dict[str, Any]] = []
+    for name in videos:
+        seen += [{"type": "text", "text": f"{name}: "}] * (len(videos) > 1) + [{"type": "video"}]
+    rows = []
+    for question in questions:
+        texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
+        texts[0] = seen + texts[0]
+        rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
+    encoded = list(videos.values())
+
+    def inputs_of(count: int, videos: Sequence[EncodedVideo]) -> Any:
+        grids = torch.cat([video.video_grid_thw for video in videos]).repeat(count, 1)
+        metadata = [video.metadata for video in videos] * count
+        # Where nothing else stands in the last turn, it is the question.
+        query = {"query": list(questions[:count])} if len(videos) > 1 and not turns else {}
+        return processor.conversation_inputs(rows[:count], video_grid_thw=grids, video_metadata=metadata, **query)
+
+    inputs = inputs_of(1, encoded)
+    if len(rows) > 1:
+        inputs = _behind(processor, inputs, inputs_of(len(rows), list(map(_first_step, encoded))))
+    encoded = encoded * len(rows)
+    seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
+    more = {"video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
+    return {**inputs.to(device), **more}
+
+
+def _first_step(video: EncodedVideo) -> EncodedVideo:
+    """As a prompt sees it."""
+    grid, metadata = video.video_grid_thw.clone(), copy(video.metadata)
+    metadata.frames_indices = metadata.frames_indices[: math.ceil(len(metadata.frames_indices) / int(grid[0, 0]))]
+    grid[0, 0] = 1
+    return replace(video, video_grid_thw=grid, metadata=metadata)
+
+
+def _behind(processor: Any, first: Any, rows: Any) -> Any:
+    """
+    The inputs of rows about the same videos, all of which stand in front.
+
+    Making ids of a long video's placeholders takes as long as the rest of a small model's answer: it is done for the
+    first row, and what is behind them is taken from the rows as they are with one step of each video.
+    """
+    (front,), placeholder, whole = first["input_ids"], processor.placeholder_ids[1], []
+    end = int((front == placeholder).nonzero()[-1]) + 1
+    for ids, mask in zip(rows["input_ids"], rows["attention_mask"].bool(), strict=True):
+        behind = ids[mask]
+        whole.append(torch.cat([front[:end], behind[int((behind == placeholder).nonzero()[-1]) + 1 :]]))
+    left = processor.tokenizer.padding_side == "left"
+    rows["input_ids"] = pad_rows(whole, processor.tokenizer.pad_token_id, left=left)
+    rows["attention_mask"] = pad_rows([torch.ones_like(ids) for ids in whole], 0, left=left)
+    rows["query_mask"] = processor._query_mask(rows["input_ids"], rows["attention_mask"])
+    rows["video_grid_thw"] = first["video_grid_thw"].repeat(len(whole), 1)
+    return rows
+
+
+def check_question(model: Any, processor: Any, question: str) -> None:
+    if not question.strip():
+        raise ValueError("The question is empty; expected some text.")
+    tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
+    most = model.config.get_text_config().max_position_embeddings
+    if tokens >= most:
+        raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
+
+
+class Clock(BaseStreamer):
+    """Notes when the first new token comes; `generate` puts the prompt before it."""
+
+    def __init__(self) -> None:
+        self.puts = 0
+        self.started = time.perf_counter()
+        self.first_token = float("nan")
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts += 1
+        if self.puts == 2:
+            self.first_token = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+    def timings(self) -> dict[str, float]:
+        """Seconds to the first token, and until now."""
+        return {"first_token": self.first_token - self.started, "generate": time.perf_counter() - self.started}

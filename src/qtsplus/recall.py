@@ -1,0 +1,191 @@
+"""Questions to what a stream remembers: some of the tokens of some of its steps, alone or beside whole videos."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .answers import Answer, Clock, make_answer, prompt_inputs
+from .evidence import Interval
+from .layout_qtsplus import lay_out, splice
+from .mixin_qtsplus import choose
+from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, VisualSpan, take_inputs
+from .two_passes import SecondPass
+from .videos import EncodedVideo
+
+if TYPE_CHECKING:
+    from .stream import Camera, Stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembered(EncodedVideo):
+    """
+    What a stream remembers of a camera, as a video of the steps that are left.
+
+    Args:
+        clock: the stream, whose cameras share one.
+        rows: the step in time of each step of the grid.
+        places: `[m]` ascending, where the tokens stand in the grid.
+        frames: how many they are of.
+    """
+
+    clock: "Stream"
+    rows: list[int]
+    places: torch.Tensor
+    frames: int
+
+    def shown(self, interval: Interval) -> Interval:
+        """A stretch of the grid on the stream's clock."""
+        seconds = self.clock.seconds_per_step
+        first, last = round(interval.start / seconds), round(interval.end / seconds) - 1
+        return replace(interval, start=self.rows[first] * seconds, end=(self.rows[last] + 1) * seconds)
+
+
+@torch.no_grad()
+def answer_remembered(
+    model: Any,
+    processor: Any,
+    videos: Mapping[str, EncodedVideo],
+    question: str,
+    turns: Sequence[str],
+    choice: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Answer:
+    """
+    Answers a question about videos of which some are [`Remembered`]; the answer is as that of [`Stream.ask`].
+
+    Args:
+        turns: what was asked and answered before, in turn.
+        choice, options: for the selection, and for `generate`.
+    """
+    encoded = list(videos.values())
+    live = [video for video in encoded if isinstance(video, Remembered)]
+    inputs = prompt_inputs(processor, videos, [question], turns, model.device)
+    places = [one.places if isinstance(one, Remembered) else torch.arange(len(one.features)) for one in encoded]
+    numbers = _numbers(model, encoded, inputs["input_ids"], options["max_new_tokens"])
+    prompt, clock = memory_prompt(model, inputs, places, numbers, **choice), Clock()
+    output = model.generate_from(prompt, **options, streamer=clock)
+    sizes = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
+    starts = [0, *accumulate(sizes)]
+    joined = torch.cat([own + start for own, start in zip(places, starts, strict=False)])
+    second = SecondPass(torch.empty(0), joined, starts[-1], 1.0, float(output.qtsplus.rho[0]))
+    relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
+    kept, relevance = second.of_the_whole(output.qtsplus.kept_indices[0], relevance)
+    ids = output.sequences[0, inputs["input_ids"].shape[1] :]
+    answer = make_answer(processor, videos, ids, kept, relevance, second.rho, clock.timings())
+    others = [video for video in encoded if not isinstance(video, Remembered)]
+    spans = [(one, encoded[one.video]) for one in answer.evidence]
+    return replace(
+        answer,
+        frames=sum(video.frames for video in live) + sum(len(video.metadata.frames_indices) for video in others),
+        seconds_of_video=max(video.length for video in live) + sum(video.length for video in others),
+        visual_tokens=sum(map(len, places)),
+        evidence=[video.shown(one) if isinstance(video, Remembered) else one for one, video in spans],
+    )
+
+
+def _numbers(
+    model: Any, videos: Sequence[EncodedVideo], input_ids: torch.Tensor, max_new_tokens: int
+) -> list[list[int]]:
+    """The number in time of each step of the videos: [`within`] what the model has positions for, behind the text."""
+    backbone = model.model
+    grids = [backbone.merged_grid(video.video_grid_thw)[0] for video in videos]
+    text = int((backbone.token_types(input_ids) != VIDEO).sum()) + sum(max(grid[1:]) for grid in grids)
+    room = model.config.get_text_config().max_position_embeddings - text - max_new_tokens
+    numbers = [list(range(grid[0])) for grid in grids]
+    for clock in {video.clock for video in videos if isinstance(video, Remembered)}:
+        per_step = max(backbone.tokens_per_second * clock.seconds_per_step, 1)
+        own = {n: one.rows for n, one in enumerate(videos) if isinstance(one, Remembered) and one.clock is clock}
+        shared = within(list(own.values()), max(int(room / per_step) - 1, 1))
+        for index, steps in zip(own, shared, strict=True):
+            numbers[index] = steps
+    return numbers
+
+
+def rows_of(steps: Sequence[int]) -> list[int]:
+    """The steps that are there, and one in front of each gap: what shows the same on both sides is no one stretch."""
+    rows: list[int] = []
+    for step in sorted(set(steps)):
+        if rows and step > rows[-1] + 1:
+            rows.append(rows[-1] + 1)
+        rows.append(step)
+    return rows
+
+
+def places_of(camera: "Camera", rows: Sequence[int]) -> torch.Tensor:
+    """`[m]` ascending: where a camera's tokens stand in a video of these steps."""
+    row_of = {step: row for row, step in enumerate(rows)}
+    return torch.tensor([row_of[step] for step in camera.tokens.steps.tolist()]) * math.prod(camera.cells) + (
+        camera.tokens.cells
+    )
+
+
+def within(rows: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+    """
+    The same steps, counted from the oldest, at most `most` of them.
+
+    Where the time between the oldest and the newest is longer, the newer half of the positions is true, and all that
+    is older is drawn together evenly.
+    """
+    first, last = min(steps[0] for steps in rows), max(steps[-1] for steps in rows)
+    if last - first <= most:
+        return [[step - first for step in steps] for steps in rows]
+    far = most - most // 2  # positions that are left to what is older
+    share = far / (last - most // 2 - first)
+    return [[max(most - last + step, int((step - first) * share)) for step in steps] for steps in rows]
+
+
+def memory_prompt(
+    model: Any,
+    inputs: Mapping[str, Any],
+    places: Sequence[torch.Tensor],
+    numbers: Sequence[Sequence[int]],
+    **choice: Any,
+) -> CompactPrompt:
+    """
+    The shortened prompt of a question about some tokens of videos, for `model.generate_from`.
+
+    Args:
+        inputs: the model's, one row, with the tokens as `video_features`.
+        places: per video `[k]`, ascending, which of the tokens of its grid these are.
+        numbers: per video the number in time of each step of its grid.
+        choice: the fields of [`SelectionInputs`].
+    """
+    visual, selection = take_inputs({**inputs, **choice})
+    features = {IMAGE: [], VIDEO: list(visual.video_features or ())}
+    layout = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"])
+    layout = at_steps(model.model, layout, numbers).narrow(places)
+    if model.model.rope_axes == 1:  # the language model counts tokens: those that are there
+        row = layout.rows[0]
+        order = torch.arange(len(row.columns), device=row.columns.device)[None]
+        layout = replace(layout, rows=[replace(row, language_positions=order)])
+    selected, qtsplus = choose(model.model, layout, features, selection, sample_gate=False)
+    return splice(model.model, layout, features, selected, qtsplus, pad_left=True)
+
+
+def at_steps(model: Any, layout: Layout, numbers: Sequence[Sequence[int]]) -> Layout:
+    """The layout of one prompt, whose videos have steps with these numbers in time in place of 0, 1, 2, ..."""
+    row = layout.rows[0]
+    positions, language = row.positions.clone(), row.language_positions.clone()
+
+    @cache
+    def shifts(video: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """By step, how much later it is on the selector's clock, and on the language model's."""
+        steps = torch.tensor(numbers[video], device=positions.device)
+        line = [VisualSpan(VIDEO, video, 0, (int(steps[-1]) + len(steps), 1, 1))]
+        clock = model.row_positions(line, line[0].length, 0, layout.seconds, positions.device)
+        spoken = model.language_positions(line, 0, clock)
+        return clock[0, steps] - clock[0, : len(steps)], spoken[0, steps] - spoken[0, : len(steps)]
+
+    for span in row.spans:
+        own, size = slice(span.frame, span.frame + span.grid[0]), span.grid[1] * span.grid[2]
+        columns = span.token_columns().to(positions.device)
+        shift, spoken = (by_step[own].repeat_interleave(size) for by_step in shifts(span.index))
+        positions[0, columns] += shift
+        if model.rope_axes == 3 and not model.frames_apart:  # else time is text, or a token's number
+            language[0, columns] += spoken
+    return replace(layout, rows=[replace(row, positions=positions, language_positions=language)])
