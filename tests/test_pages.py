@@ -16,7 +16,8 @@ PAGES = [*OWN, *sorted((ROOT / "docs").glob("*.md"))]
 RUN_AS_PASTED = ("CONTRIBUTING.md", "README.md", "long_videos.md", "notebook.md", "training.md", "use.md")
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-BEGUN_BY_THE_FIRST = {"use.md"}  # pages whose other snippets go on where the first one ends
+# Pages whose other snippets go on where the first one ends.
+BEGUN_BY_THE_FIRST = {"long_videos.md", "training.md", "use.md"}
 OPTIONAL = {"from trl": "trl", "torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 
 
