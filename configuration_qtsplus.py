@@ -16,7 +16,7 @@ POSITION_IDS = ("original", "sequential")
 QUERY_STATES = ("embeddings", "layer")
 BUDGETS = ("rho", "mass", "loss")
 # What a saved configuration without these fields means: they are younger than it.
-_BEFORE = {"query_states": "embeddings", "reduction": "max"}
+_BEFORE = {"query_states": "embeddings", "reduction": "max", "budget": "rho", "null_token": False}
 
 
 class QTSplusConfig(PreTrainedConfig):
@@ -30,10 +30,11 @@ class QTSplusConfig(PreTrainedConfig):
         rho_min (`float`, defaults to 0.05): smallest fraction of the visual tokens that the budget head may ask for.
         rho_max (`float`, defaults to 0.5): largest fraction.
         n_max (`int`, defaults to 25600): hard cap on the kept tokens of one sample, in training as in inference.
-        budget (`str`, defaults to `"rho"`): where rho comes from. `"rho"` is the paper's: a head over the question and
-            its relevance predicts it. With `"loss"` the head predicts what the answer would lose with 1, 2, 4, ...
-            tokens; kept are so many that this, and the price of the tokens, is least. `"mass"` needs no head: the
-            fewest tokens whose relevance sums to `relevance_mass`, what went to the null token included.
+        budget (`str`, defaults to `"loss"`): where rho comes from. With `"loss"` a head over the question and its
+            relevance predicts what the answer would lose with 1, 2, 4, ... tokens; kept are so many that this, and the
+            price of the tokens, is least. The paper's `"rho"` has the head predict rho. `"mass"` needs no head: the
+            fewest tokens whose relevance sums to `relevance_mass`, what went to the null token included. A saved
+            configuration that does not say has `"rho"`.
         token_price (`float`, defaults to 0.02): for `budget="loss"`, what one more token has to be worth, in nats of
             the answer's log-probability; the lambdas' part comes on top. Training sets it where there is a `target_n`.
         relevance_mass (`float`, defaults to 0.8): for `budget="mass"`. Training sets it where there is a `target_n`.
@@ -74,8 +75,9 @@ class QTSplusConfig(PreTrainedConfig):
     > The layers
 
         scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
-        null_token (`bool`, defaults to `False`): one learned token competes with the visual ones for the relevance and
-            stands for "none of them". What it takes, the visual tokens' relevance lacks to 1.
+        null_token (`bool`, defaults to `True`): one learned token competes with the visual ones for the relevance and
+            stands for "none of them". What it takes, the visual tokens' relevance lacks to 1. A saved configuration
+            that does not say has none.
         reduction (`str`, defaults to `"mean"`): how the relevance of a token is made of its scores over heads and words
             of the question. `"max"` is the paper's maximum, `"mean"` the mean of the probabilities, `"sum"` one softmax
             over the log-sum-exp over heads of the sum of the raw scores over words, for questions without options. A
@@ -109,7 +111,7 @@ class QTSplusConfig(PreTrainedConfig):
     rho_min: float = 0.05
     rho_max: float = 0.5
     n_max: int = 25600
-    budget: str = "rho"
+    budget: str = "loss"
     token_price: float = 0.02
     relevance_mass: float = 0.8
     budget_hidden_size: int = 256
@@ -122,7 +124,7 @@ class QTSplusConfig(PreTrainedConfig):
     attention_group: int = 8192
     attention_mass: float = 0.6
     scoring_layers: int = 1
-    null_token: bool = False
+    null_token: bool = True
     reduction: str = "mean"
     reencode_layers: int = 2
     reencode_rope: bool = True

@@ -27,7 +27,7 @@ def noiseless_gate(log_relevance, target, tau_s, n, n_max):
 
 GATES["noiseless"] = noiseless_gate
 # What the paper's selector has, and older folders that do not say.
-PAPER = {"query_states": "embeddings", "reduction": "max"}
+PAPER = {"query_states": "embeddings", "reduction": "max", "budget": "rho", "null_token": False}
 
 TEXT = {
     "hidden_size": 64,

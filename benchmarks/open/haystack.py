@@ -17,7 +17,7 @@ def counts_by_length(model: Any, test: OpenTest) -> dict[str, Any]:
     Counts for questions about a thing of 8 seconds, among other videos that have no such thing.
 
     Only the selector reads: the language model has no use for ten minutes here. What crosses the middle is not asked,
-    since in every video something does.
+    since in every video something does, nor which colours a shape takes, since every video has such a shape.
     """
     features: dict[str, torch.Tensor] = {}
     names: dict[str, set[str]] = {}
@@ -25,8 +25,8 @@ def counts_by_length(model: Any, test: OpenTest) -> dict[str, Any]:
         if row["video"] not in features:
             features[row["video"]] = test.dataset.example(record)["video_features"]
             things = VARIANTS["plain"](row["seed"], row["seconds"]).things
-            names[row["video"]] = {name for thing in things for name in (thing.name, thing.shape)}
-    asked = [row for row in test.rows if row["kind"] != "crossing" and row["needles"][0]][:ASKED]
+            names[row["video"]] = {thing.name for thing in things}
+    asked = [row for row in test.rows if row["kind"] not in ("crossing", "colours") and row["needles"][0]][:ASKED]
     counts = {seconds: [_count(model, test, row, seconds, features, names) for row in asked] for seconds in LENGTHS}
     needles = [len(row["needles"][0]) for row in asked]
     return {
@@ -51,7 +51,7 @@ def _count(
 ) -> int:
     """The tokens that are kept of so many seconds, in the middle of which the question's video stands."""
     text, own = row["question"], features[row["video"]]
-    others = [video for video, known in names.items() if video != row["video"] and not _names(text, known)]
+    others = [video for video, known in names.items() if not any(name in text for name in known)]
     rng = np.random.default_rng(row["seed"])
     wanted = -(-(seconds - row["seconds"]) // row["seconds"])
     filler = [features[others[int(index)]] for index in rng.integers(len(others), size=wanted)]
@@ -60,8 +60,3 @@ def _count(
     query = model.get_input_embeddings()(ids)
     _, chosen = model.model.qtsplus([visual], [query], [torch.zeros(3, len(visual))], reencode=False)
     return int(chosen.n[0])
-
-
-def _names(text: str, known: set[str]) -> bool:
-    """Whether a question names one of these things; those of one colour by colour and shape."""
-    return any(name in text for name in known if " " in name or text.startswith("Which colours"))

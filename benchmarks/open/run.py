@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from qtsplus.results import write_json
+
 from ..world.open_sets import VARIANTS
 from .asking import LADDER, Answers, OpenTest, load, of_other_videos, open_test, otherwise, with_another_word
 from .haystack import counts_by_length
@@ -23,19 +25,26 @@ def percent(values: Any) -> float:
     return round(100 * float(np.mean(values)), 1)
 
 
-def measure(folder: str, data: Path, limit: int, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """All figures of a model; `limit` questions of each set."""
+def measure(folder: str, data: Path, out: Path, limit: int) -> None:
+    """All figures of a model, of `limit` questions of each set; those that the file `out` has are kept."""
     model = load(folder)
     tests = {name: open_test(folder, data / name / "test.jsonl", limit) for name in MIXED}
-    questions = {name: len(test) for name, test in tests.items()}
-    result: dict[str, Any] = {"model": Path(folder).name, "questions": questions}
-    result["budget"] = budgets(model, tests, say)
-    result["points"] = points(folder, model, tests[MIXED[0]])
-    say("points")
-    result["shown otherwise"] = shown_otherwise(folder, model, data, limit)
-    result["nothing seen"] = nothing_seen(model, tests[MIXED[0]])
-    result["length"] = counts_by_length(model, tests[MIXED[0]])
-    return result
+    short = tests[MIXED[0]]
+    parts: dict[str, Callable[[], Any]] = {
+        "model": lambda: Path(folder).name,
+        "questions": lambda: {name: len(test) for name, test in tests.items()},
+        "length": lambda: counts_by_length(model, short),
+        "nothing seen": lambda: nothing_seen(model, short),
+        "points": lambda: points(folder, model, short),
+        "shown otherwise": lambda: shown_otherwise(folder, model, data, limit),
+        "budget": lambda: budgets(model, tests),
+    }
+    result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    for name, make in parts.items():
+        if name not in result:
+            result[name] = make()
+            write_json(out, result)
+            print(name, flush=True)
 
 
 def own_and_ladder(model: Any, test: OpenTest) -> tuple[Answers, np.ndarray]:
@@ -44,11 +53,11 @@ def own_and_ladder(model: Any, test: OpenTest) -> tuple[Answers, np.ndarray]:
     return test.ask(model), np.array(ladder).T
 
 
-def budgets(model: Any, tests: dict[str, OpenTest], say: Callable[[str], None]) -> dict[str, Any]:
+def budgets(model: Any, tests: dict[str, OpenTest]) -> dict[str, Any]:
     """Budgets over videos of several lengths, each beside a constant one of equal mean."""
     asked: dict[str, list[Answers]] = {}
     ladders = []
-    for name, test in tests.items():
+    for test in tests.values():
         own, ladder = own_and_ladder(model, test)
         ladders.append(ladder)
         asked.setdefault("its own", []).append(own)
@@ -56,7 +65,6 @@ def budgets(model: Any, tests: dict[str, OpenTest], say: Callable[[str], None]) 
         asked.setdefault("a share of the tokens", []).append(test.ask(model, retention=_share(asked["its own"])))
         for mass in (0.7, 0.8, 0.9):
             asked.setdefault(f"{mass:.0%} of the relevance", []).append(_with_mass(model, test, mass))
-        say(f"budgets of {name}")
     right = np.concatenate(ladders)
     needles = [len(found) for test in tests.values() for found in test.needles]
     videos = np.concatenate([np.char.add(f"{name} ", test.videos) for name, test in tests.items()])
@@ -202,8 +210,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=400)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    result = measure(given.model, given.data, given.limit, lambda line: print(line, flush=True))
-    given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    measure(given.model, given.data, given.out, given.limit)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ class Answer:
         rho: the fraction that the selection aimed at.
         evidence: stretches of a video that show what was asked for, see [`Interval`]; the surest first. Their seconds
             are those of a player.
+        seen: how sure it is that the videos show what was asked for: the part of the relevance, 0 to 1, that their
+            tokens took from the null token; `None` from a model without one.
         timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
             `second_pass`, with two passes, is choosing regions and encoding them at full size.
             `first_token` and `generate` both count from the call of `generate`; questions of one batch share them.
@@ -47,6 +49,7 @@ class Answer:
     evidence: list[Interval]
     timings: dict[str, float]
     keep_maps: dict[str, torch.Tensor]
+    seen: float | None = None
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -70,6 +73,7 @@ class Answer:
 
 
 def make_answer(
+    model: Any,
     processor: Any,
     videos: Mapping[str, EncodedVideo],
     ids: torch.Tensor,
@@ -77,6 +81,7 @@ def make_answer(
     relevance: torch.Tensor | None,
     rho: float,
     timings: dict[str, float],
+    seen: float | None = None,
 ) -> Answer:
     """An answer from the ids that the model wrote, and the selection among all tokens of the videos."""
     names, encoded = list(videos), list(videos.values())
@@ -84,7 +89,8 @@ def make_answer(
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
     merge_size = processor.video_processor.merge_size
     maps = dict(zip(names, keep_maps(kept, grids, merge_size), strict=True))
-    intervals = evidence_intervals(kept, relevance, grids, seconds, merge_size)
+    strong_share = model.config.qtsplus_config.evidence_share
+    intervals = evidence_intervals(kept, relevance, grids, seconds, merge_size, strong_share)
     return Answer(
         answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
         video=encoded[0].video if len(encoded) == 1 else ", ".join(names),
@@ -96,6 +102,7 @@ def make_answer(
         evidence=[placed(one, names[one.video], encoded[one.video]) for one in intervals],
         timings=timings,
         keep_maps=maps,
+        seen=seen,
         warnings=[warning for video in encoded for warning in video.warnings],
     )
 

@@ -384,7 +384,8 @@ class Library:
         every, merge_size = torch.arange(len(relevance)), self.processor.video_processor.merge_size
         shares = (relevance - relevance.max()).exp()
         moments = []
-        for one in evidence_intervals(every, shares, part.video_grid_thw, seconds, merge_size):
+        strong_share = self.model.config.qtsplus_config.evidence_share
+        for one in evidence_intervals(every, shares, part.video_grid_thw, seconds, merge_size, strong_share):
             steps = slice(round(one.start / seconds[0]), round(one.end / seconds[0]))
             peak = relevance.unflatten(0, (int(part.video_grid_thw[0, 0]), -1))[steps].max()
             moments.append(placed(replace(one, weight=float((peak - total).exp())), piece.name, part))

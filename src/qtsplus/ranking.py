@@ -130,14 +130,18 @@ class Scorer:
         selector, embed = model.model.qtsplus, model.get_input_embeddings()
         states = question_states(selector, embed(torch.tensor(words, device=model.device)))
         *earlier, last = selector.scoring_layers
+        nulls = [token.weight for token in selector.null_tokens]
         for layer in earlier:
-            states = layer(states, [video[:, : states.shape[1]].to(states) for video in features()])
+            states = layer(states, [*(video[:, : states.shape[1]].to(states) for video in features()), *nulls])
         self.reduction = selector.config.reduction
         self.scores = Scores(last, states, self.reduction)
         self.normaliser = torch.zeros(1, 1)
         if self.reduction != "sum":
-            chunks = (self.scores.of(chunk) for video in features() for chunk in video.split(CHUNK))
+            tokens = itertools.chain(features(), nulls)
+            chunks = (self.scores.of(chunk) for video in tokens for chunk in video.split(CHUNK))
             self.normaliser = reduce(torch.logaddexp, (chunk.logsumexp(1, keepdim=True) for chunk in chunks))
+
+        self.null = torch.cat([torch.tensor([-torch.inf]), *map(self.relevance, nulls)]).logsumexp(0)
 
     def relevance(self, features: torch.Tensor) -> torch.Tensor:
         """`[M]` float32, the log-relevance of the tokens of one video, plus the ranking's `total`."""
@@ -145,7 +149,7 @@ class Scorer:
 
     def rank(self, videos: Iterable[tuple[str, EncodedVideo]]) -> "Ranking":
         """Ranks the videos, each with its name."""
-        pieces, total = [], torch.tensor(-torch.inf)
+        pieces, total = [], self.null
         for name, video in videos:
             relevance = self.relevance(video.features)
             pieces += cut_into_pieces(name, video, relevance)

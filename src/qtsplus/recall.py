@@ -76,7 +76,8 @@ def answer_remembered(
     relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
     kept, relevance = second.of_the_whole(output.qtsplus.kept_indices[0], relevance)
     ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-    answer = make_answer(processor, videos, ids, kept, relevance, second.rho, clock.timings())
+    seen = None if output.qtsplus.seen is None else float(output.qtsplus.seen[0])
+    answer = make_answer(model, processor, videos, ids, kept, relevance, second.rho, clock.timings(), seen)
     others = [video for video in encoded if not isinstance(video, Remembered)]
     spans = [(one, encoded[one.video]) for one in answer.evidence]
     return replace(

@@ -155,7 +155,8 @@ def _noting(model: Any, processor: Any, basis: dict[str, Any]) -> Any:
             merge_size = processor.video_processor.merge_size
             (kept,), relevance = output.qtsplus.kept_indices, output.qtsplus.relevance
             relevance = None if relevance is None else relevance[0]
-            intervals = evidence_intervals(kept, relevance, grid, inputs["second_per_grid_ts"], merge_size)
+            seconds, share = inputs["second_per_grid_ts"], model.config.qtsplus_config.evidence_share
+            intervals = evidence_intervals(kept, relevance, grid, seconds, merge_size, share)
             total = int(grid.prod(1).sum()) // merge_size**2
             basis.update(kept_tokens=len(kept), visual_tokens=total, evidence=[asdict(one) for one in intervals])
         return output.sequences

@@ -124,8 +124,9 @@ def answer_questions(
         output, chosen = memory.generate(model, inputs, choice, options)
     relevance = chosen.relevance or [None] * len(questions)  # none if the method computed none
     timings, start = clock.timings(), inputs["input_ids"].shape[1]
-    rows = zip(output.sequences[:, start:], chosen.kept_indices, relevance, chosen.rho.tolist(), strict=True)
-    return [make_answer(processor, videos, *row, timings) for row in rows]
+    seen = [None] * len(questions) if chosen.seen is None else chosen.seen.tolist()
+    rows = zip(output.sequences[:, start:], chosen.kept_indices, relevance, chosen.rho.tolist(), seen, strict=True)
+    return [make_answer(model, processor, videos, *row, timings, sure) for *row, sure in rows]
 
 
 @dataclass
@@ -180,7 +181,9 @@ def _answer_twice(
     relevance = None if chosen.relevance is None else chosen.relevance[0]
     kept, relevance = second.of_the_whole(chosen.kept_indices[0], relevance)
     ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-    return make_answer(processor, whole, ids, kept, relevance, second.rho, {**timings, **clock.timings()})
+    seen = None if chosen.seen is None else float(chosen.seen[0])
+    timings |= clock.timings()
+    return make_answer(model, processor, whole, ids, kept, relevance, second.rho, timings, seen)
 
 
 class VideoSession:

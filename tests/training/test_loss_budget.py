@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from qtsplus.methods_qtsplus import QTSplusLossHead, cheapest_count
 from qtsplus.training.budget import LOST, loss_differences
 from tiny import batch, prompt, tiny_model
-from training_examples import assert_same_training, collate, examples, make_trainer, steps
+from training_examples import assert_same_training, make_trainer, steps
 
 FREE = {"lambda_t": 0.0, "lambda_m": 0.0, "lambda_s": 0.0}
 LOSS = {"budget": "loss", "gate": "detached", "rho_min": 0.01, "rho_max": 0.9, "n_max": 64, **FREE}

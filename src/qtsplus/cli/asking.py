@@ -204,6 +204,8 @@ def print_answer(answer: "Answer", named: bool = False) -> None:
         span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)
+    if answer.seen is not None:
+        table.add_row("sure", f"{answer.seen:.0%}, that something in the video shows what was asked for")
     stages = [name for name in ("load", "encode", "second_pass", "first_token", "generate") if name in answer.timings]
     timings = ", ".join(f"{stage.replace('_', ' ')} {answer.timings[stage]:.2f} s" for stage in stages)
     table.add_row("time", timings)

@@ -54,9 +54,8 @@ def convert_reference_config(config: Mapping[str, Any], vision_config: Mapping[s
         selector[name] = max(selector[name], 1)
     if not config.get("qts_plus_reencode", True):
         selector["reencode_layers"] = 0
-    selector.update(
-        gate="gumbel", query_states="embeddings", reduction="max", position_ids="sequential", reencode_rope=False
-    )
+    selector |= {"gate": "gumbel", "query_states": "embeddings", "reduction": "max", "budget": "rho"}
+    selector |= {"null_token": False, "position_ids": "sequential", "reencode_rope": False}
     known = {*Qwen2_5_VLTextConfig().to_dict(), "rope_scaling", "rope_theta", "head_dim"}
     text = {key: value for key, value in config.items() if key in known and key not in _NOT_TEXT}
     token_ids = {key: config[key] for key in _TOKEN_IDS if key in config}

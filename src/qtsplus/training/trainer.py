@@ -24,7 +24,7 @@ from .attention import AttentionChoice, answer_attention, check_relevance, relev
 from .budget import Budget, RunningMeans, loss_differences, most_tokens
 from .collator import VideoQACollator
 from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
-from .distillation import answer_logits
+from .distillation import answer_logits, evaluating
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
 from .sharding import choose_layers, keep_gathered, layer_class, shares_layers
@@ -35,20 +35,24 @@ SKIPPED_FILE = "skipped_files.json"
 
 logger = logging.get_logger(__name__)
 
-_LOSSES = (
-    "loss_lm",
-    *(f"loss_{source}" for source in SOURCES),
-    "loss_t",
-    "loss_m",
-    "loss_s",
-    "loss_relevance",
-    "loss_budget",
-)
+_TERMS = ("loss_t", "loss_m", "loss_s", "loss_relevance", "loss_budget")
+_LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), *_TERMS)
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
 _FREEZING = ("freeze_vision_model", "freeze_language_model", "freeze_selector", "sft_loss", "relevance_weight")
-_SELECTOR = ("gate", "query_states", "reduction", "tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
-
+_SELECTOR = (
+    "gate",
+    "budget",
+    "null_token",
+    "query_states",
+    "reduction",
+    "tau_s",
+    "n_max",
+    "lambda_t",
+    "lambda_m",
+    "lambda_s",
+    "target_n",
+)
 
 _BESIDE_ADAPTERS = ".modules_to_save."  # what PEFT saves whole
 
@@ -89,10 +93,9 @@ class QTSplusTrainer(Trainer):
     `budget="mass"` it divides the odds of `relevance_mass`.
 
     Logged beside the loss, as means since the last line: `loss_lm` and its parts by source, `loss_t`, `loss_m`,
-    `loss_s`, `loss_relevance`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
+    `loss_s`, `loss_relevance`, `loss_budget`, `rho`, `n` (kept), `n_asked` (what the budget head asks for), `n_soft`
     (rho M), `kept_fraction` (n / M), `threshold`, `hard_over_soft` (n / (rho M)), `visual_tokens` (M), and the current
-    `alpha` and number of `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT
-    alone.
+    `alpha` and `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
 
     A subclass adds losses in [`further_losses`](QTSplusTrainer.further_losses).
 
@@ -264,31 +267,31 @@ class QTSplusTrainer(Trainer):
         """A term whose gradient in log rho is the supervised loss's slope, measured between fewer and more tokens."""
         if qtsplus is None or not (qtsplus.rho.requires_grad or self._others_may_wait(qtsplus)):
             return 0.0
-        rho = qtsplus.rho
-        with_vision = rho.detach() > 0
-        measured = []
-        with torch.no_grad():
-            for scale in (factor, 1 / factor):
-                retention = torch.where(with_vision, (rho * scale).clamp(max=1.0), 1.0).tolist()
+        rho, with_vision, measured = qtsplus.rho, qtsplus.rho.detach() > 0, []
+        for scale in (factor, 1 / factor):
+            retention = torch.where(with_vision, (rho.detach() * scale).clamp(max=1.0), 1.0).tolist()
+            with torch.no_grad():
                 _, token_losses, rows = self._answer(self.model, {**inputs, "retention": retention}, labels)
-                measured.append(torch.zeros_like(rho).index_add(0, rows, weights * token_losses))
+            measured.append(torch.zeros_like(rho).index_add(0, rows, weights * token_losses))
         slope = (measured[0] - measured[1]) / (2 * math.log(factor))
         return (slope * torch.where(with_vision, rho, 1.0).log()).sum()
 
     def _predicted_losses(self, inputs, labels, qtsplus) -> torch.Tensor:
         """Of each sample with visual tokens how far off the losses are that the budget head predicts, `[k]`."""
-        known = qtsplus is not None and qtsplus.predicted_losses is not None
-        totals = qtsplus.num_tokens.tolist() if known else [0] * len(labels)
+        totals = [0] if qtsplus is None else qtsplus.num_tokens.tolist()
         most = most_tokens(totals, self.selector_config).to(labels.device)
         steps = int(self.accelerator.gather(most.max()).max()).bit_length()  # no process may wait for another's pass
-        measured = torch.stack([self._loss_with(inputs, labels, 2**step) for step in range(steps)], 1)
-        return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most) if known else most[:0].float()
+        with evaluating(self.model):  # kept is what inference keeps
+            measured = torch.stack([self._loss_with(inputs, labels, 2**step) for step in range(steps)], 1)
+        if qtsplus is None:
+            return measured[:0, 0]
+        return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
 
     @torch.no_grad()
-    def _loss_with(self, inputs, labels, count: int) -> torch.Tensor:
-        """`[B]`, the sum of the cross-entropy over each answer, with so many visual tokens at most."""
-        asked = {**inputs, "retention": 1.0, "max_visual_tokens": count}
-        _, token_losses, rows = self._answer(self.model, asked, labels)
+    def _loss_with(self, inputs, labels, n: int) -> torch.Tensor:
+        """`[B]`, the sum of the cross-entropy over each answer, with n visual tokens at most."""
+        inputs = {**inputs, "retention": 1.0, "max_visual_tokens": n}
+        _, token_losses, rows = self._answer(self.model, inputs, labels)
         return token_losses.new_zeros(len(labels)).index_add(0, rows, token_losses)
 
     def _others_may_wait(self, qtsplus: Any) -> bool:
