@@ -38,8 +38,17 @@ def test_tokens_weigh_the_same_where_the_selection_did_not_look():
 
 def test_a_second_video_counts_from_its_own_beginning():
     grids = torch.tensor([[2, 4, 4], [2, 2, 4]])  # 8 and 4 tokens
-    intervals = evidence_intervals(torch.tensor([1, 10]), torch.ones(12), grids, [1.0, 0.25], MERGE)
+    intervals = evidence_intervals(torch.tensor([1, 10]), None, grids, [1.0, 0.25], MERGE)
     assert [(i.video, i.start, i.end) for i in intervals] == [(0, 0.0, 1.0), (1, 0.25, 0.5)]
+
+
+def test_what_shows_it_is_evidence_though_an_answer_needs_less_of_it():
+    relevance = torch.tensor([0.0, 0.3, 0.1, 0.3, 0.0, 0.1])
+    grid = torch.tensor([[6, 2, 2]])
+    one = evidence_intervals(torch.tensor([1]), relevance, grid, [1.0], MERGE)
+    assert [(i.start, i.end) for i in one] == [(1.0, 2.0), (3.0, 4.0)]
+    more = evidence_intervals(torch.tensor([1]), relevance, grid, [1.0], MERGE, strong_share=0.2)
+    assert [(i.start, i.end) for i in more] == [(1.0, 4.0), (5.0, 6.0)]
 
 
 def test_the_keep_map_is_laid_out_as_time_height_width():
@@ -85,18 +94,19 @@ def test_intervals_cover_exactly_the_steps_with_strong_tokens(sample):
     assert [tuple(kept.shape) for kept in maps] == token_grids(grid_thw, MERGE)
     assert torch.equal(torch.cat([kept.flatten() for kept in maps]).nonzero()[:, 0], kept_indices)
     relevance = relevance.double()
-    highest = relevance[kept_indices].max()
-    strong = (relevance >= STRONG * highest) & (relevance > 0) if highest > 0 else torch.ones_like(relevance).bool()
+    strong = (relevance >= STRONG * relevance.max()) & (relevance > 0)
+    if not strong.any():
+        strong[kept_indices] = True
     for video, (kept, is_strong) in enumerate(zip(maps, token_maps(strong, token_grids(grid_thw, MERGE)), strict=True)):
         own = sorted((interval for interval in intervals if interval.video == video), key=lambda one: one.start)
         middles = [(step + 0.5) * seconds[video] for step in range(len(kept))]
         covered = [any(i.start < middle < i.end for i in own) for middle in middles]
-        assert covered == (kept & is_strong).any(2).any(1).tolist()
+        assert covered == is_strong.any(2).any(1).tolist()
         assert all(a.end < b.start for a, b in zip(own, own[1:], strict=False)), "neighbours were not merged"
         _, height, width = kept.shape
         for interval in own:
             first, last = (round(second / seconds[video]) for second in (interval.start, interval.end))
-            cells = (kept & is_strong)[first:last].any(0)
+            cells = is_strong[first:last].any(0)
             left, top, right, bottom = (round(s * n) for s, n in zip(interval.box, [width, height] * 2, strict=True))
             inside = cells[top:bottom, left:right]
             assert inside.any(0).all() and inside.any(1).all(), "a row or column of the box holds nothing strong"

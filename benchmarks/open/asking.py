@@ -34,7 +34,7 @@ class Answers:
     Attributes:
         right: whether the answer is right to its last word.
         kept: the visual tokens that the language model read.
-        share: of the tokens that hold the answer the part that was kept; NaN where there are none.
+        share: of as many tokens that hold the answer as could be kept, the part that was; NaN where there are none.
     """
 
     right: list[bool] = field(default_factory=list)
@@ -136,8 +136,8 @@ class OpenTest:
             answers.right += right.tolist()
             answers.kept += output.qtsplus.n.tolist()
             for kept, needles in zip(output.qtsplus.kept_indices, self.needles[rows], strict=True):
-                held = np.isin(needles, kept.numpy()).mean() if needles else float("nan")
-                answers.share.append(float(held))
+                held = np.isin(needles, kept.numpy()).sum() / max(1, min(len(needles), len(kept)))
+                answers.share.append(float(held) if needles else float("nan"))
         return answers
 
     @torch.no_grad()

@@ -117,7 +117,9 @@ def page(results: Results, paper: Results) -> str:
             "",
             "## Which tokens, at a tenth (8 s)",
             "",
-            *table_of(results, "points", ["selected by", "right, %", "needle tokens kept, %"], spread),
+            *table_of(
+                results, "points", ["selected by", "right, %", "of points", "needle tokens, %", "of points"], spread
+            ),
             "",
             "## Shown otherwise (8 s)",
             "",

@@ -18,6 +18,7 @@ from .measures import area_under_curve, constant_right, interval, overlap, spear
 
 MIXED = ("test-plain", "test-16s", "test-30s")
 TENTH = 0.1
+POINTS = ("mark", "existence")  # what one thing at one place answers
 LOOKING_LAYER = 2  # whose attention taught the scores
 
 
@@ -139,15 +140,21 @@ def points(folder: str, model: Any, test: OpenTest) -> dict[str, Any]:
     for name, texts in otherwise(test).items():
         ways[f"asked {name}"] = test.ask(model, texts=texts, retention=TENTH)
         ways[f"asked {name}, all tokens"] = test.ask(model, texts=texts, selection="all")
+    pointed = np.isin(test.kinds, POINTS)
     return {
-        name: {"right": percent(found.right), "needle tokens": percent(_known(found.share))}
+        name: {
+            "right": percent(found.right),
+            "right, points": percent(np.array(found.right)[pointed]),
+            "needle tokens": percent(_known(np.array(found.share))),
+            "needle tokens, points": percent(_known(np.array(found.share)[pointed])),
+        }
         for name, found in ways.items()
     }
 
 
-def _known(values: list[float]) -> np.ndarray:
+def _known(values: np.ndarray) -> np.ndarray:
     """Without those of questions that have no needles."""
-    return np.array(values)[~np.isnan(values)]
+    return values[~np.isnan(values)]
 
 
 def shown_otherwise(folder: str, model: Any, data: Path, limit: int) -> dict[str, dict[str, float]]:

@@ -40,19 +40,8 @@ _LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), *_TERMS)
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
 _FREEZING = ("freeze_vision_model", "freeze_language_model", "freeze_selector", "sft_loss", "relevance_weight")
-_SELECTOR = (
-    "gate",
-    "budget",
-    "null_token",
-    "query_states",
-    "reduction",
-    "tau_s",
-    "n_max",
-    "lambda_t",
-    "lambda_m",
-    "lambda_s",
-    "target_n",
-)
+_COST = ("tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
+_SELECTOR = ("gate", "budget", "null_token", "query_states", "reduction", *_COST)
 
 _BESIDE_ADAPTERS = ".modules_to_save."  # what PEFT saves whole
 
