@@ -82,7 +82,12 @@ class OpenTest:
     @cached_property
     def totals(self) -> np.ndarray:
         """Per question, the visual tokens of its video."""
-        return np.array([len(self.dataset.example(record)["video_features"]) for record in self.records])
+        return np.array([len(self.features(record)) for record in self.records])
+
+    def features(self, record: Any) -> torch.Tensor:
+        """`[M, d]` of a record's video."""
+        example: Any = self.dataset.example(record)
+        return example["video_features"]
 
     def batches(
         self, queries: Sequence[str] | None = None, texts: Sequence[str] | None = None

@@ -23,7 +23,7 @@ def counts_by_length(model: Any, test: OpenTest) -> dict[str, Any]:
     names: dict[str, set[str]] = {}
     for record, row in zip(test.records, test.rows, strict=True):
         if row["video"] not in features:
-            features[row["video"]] = test.dataset.example(record)["video_features"]
+            features[row["video"]] = test.features(record)
             things = VARIANTS["plain"](row["seed"], row["seconds"]).things
             names[row["video"]] = {thing.name for thing in things}
     asked = [row for row in test.rows if row["kind"] not in ("crossing", "colours") and row["needles"][0]][:ASKED]

@@ -1,17 +1,18 @@
 """What is computed from answers: ranks, areas, intervals of chance."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 
-def ranks(values: Sequence[float]) -> np.ndarray:
+def ranks(values: Any) -> np.ndarray:
     """Ranks from 0, ties sharing their mean."""
     _, place, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
     return (counts.cumsum() - (counts + 1) / 2)[place]
 
 
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+def spearman(one: Any, other: Any) -> float:
     return float(np.corrcoef(ranks(one), ranks(other))[0, 1])
 
 

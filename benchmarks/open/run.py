@@ -48,33 +48,35 @@ def measure(folder: str, data: Path, out: Path, limit: int) -> None:
             print(name, flush=True)
 
 
-def own_and_ladder(model: Any, test: OpenTest) -> tuple[Answers, np.ndarray]:
-    """With the model's own budget, and `[questions, counts]` with those of the ladder."""
-    ladder = [test.ask(model, retention=1.0, max_visual_tokens=count).right for count in LADDER]
-    return test.ask(model), np.array(ladder).T
-
-
 def budgets(model: Any, tests: dict[str, OpenTest]) -> dict[str, Any]:
     """Budgets over videos of several lengths, each beside a constant one of equal mean."""
     asked: dict[str, list[Answers]] = {}
-    ladders = []
+    ladders, config = [], model.config.qtsplus_config
     for test in tests.values():
-        own, ladder = own_and_ladder(model, test)
-        ladders.append(ladder)
-        asked.setdefault("its own", []).append(own)
-        asked.setdefault("all tokens", []).append(test.ask(model, selection="all"))
-        asked.setdefault("a share of the tokens", []).append(test.ask(model, retention=_share(asked["its own"])))
+        ladders.append([test.ask(model, retention=1.0, max_visual_tokens=count).right for count in LADDER])
+
+        def note(name: str, answers: Answers) -> None:
+            asked.setdefault(name, []).append(answers)
+
+        note("its own", test.ask(model))
+        if config.budget == "loss":
+            for factor in (4, 2, 0.5):
+                price = {"token_price": config.token_price * factor}
+                note(f"a price {factor} times as high", _asked_with(model, test, price))
         for mass in (0.7, 0.8, 0.9):
-            asked.setdefault(f"{mass:.0%} of the relevance", []).append(_with_mass(model, test, mass))
-    right = np.concatenate(ladders)
+            budget = {"budget": "mass", "relevance_mass": mass}
+            note(f"{mass:.0%} of the relevance", _asked_with(model, test, budget))
+        note("all tokens", test.ask(model, selection="all"))
+        note("a share of the tokens", test.ask(model, retention=_share(asked["its own"])))
+    right = np.concatenate([np.array(ladder).T for ladder in ladders])
     needles = [len(found) for test in tests.values() for found in test.needles]
     videos = np.concatenate([np.char.add(f"{name} ", test.videos) for name, test in tests.items()])
     kinds = np.concatenate([test.kinds for test in tests.values()])
-    rows = {
-        name: _row(sum((one.right for one in found), []), sum((one.kept for one in found), []), right, needles, videos)
-        for name, found in asked.items()
-    }
-    own = np.concatenate([found.kept for found in asked["its own"]])
+    rows = {}
+    for name, found in asked.items():
+        hits, kept = [hit for one in found for hit in one.right], [count for one in found for count in one.kept]
+        rows[name] = _row(hits, kept, right, needles, videos)
+    own = np.concatenate([answers.kept for answers in asked["its own"]])
     ladder = {str(count): percent(right[:, place]) for place, count in enumerate(LADDER)}
     by_kind = {str(kind): round(float(own[kinds == kind].mean()), 1) for kind in np.unique(kinds)}
     oracle = _oracle(right)
@@ -87,13 +89,17 @@ def _share(found: list[Answers]) -> float:
     return float(np.mean(found[0].kept)) / 288
 
 
-def _with_mass(model: Any, test: OpenTest, mass: float) -> Answers:
+def _asked_with(model: Any, test: OpenTest, settings: dict[str, Any]) -> Answers:
+    """With other fields of the selector's configuration."""
     config = model.config.qtsplus_config
-    before, config.budget, config.relevance_mass = config.budget, "mass", mass
+    before = {name: getattr(config, name) for name in settings}
+    for name, value in settings.items():
+        setattr(config, name, value)
     try:
         return test.ask(model)
     finally:
-        config.budget = before
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def _oracle(right: np.ndarray) -> tuple[list[bool], list[int]]:

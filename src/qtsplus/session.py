@@ -125,8 +125,9 @@ def answer_questions(
     relevance = chosen.relevance or [None] * len(questions)  # none if the method computed none
     timings, start = clock.timings(), inputs["input_ids"].shape[1]
     seen = [None] * len(questions) if chosen.seen is None else chosen.seen.tolist()
-    rows = zip(output.sequences[:, start:], chosen.kept_indices, relevance, chosen.rho.tolist(), seen, strict=True)
-    return [make_answer(model, processor, videos, *row, timings, sure) for *row, sure in rows]
+    rows = zip(output.sequences[:, start:], chosen.kept_indices, relevance, chosen.rho.tolist(), strict=True)
+    answered = zip(rows, seen, strict=True)
+    return [make_answer(model, processor, videos, *row, timings, sure) for row, sure in answered]
 
 
 @dataclass
