@@ -74,7 +74,7 @@ class QTSplusLayer(nn.Module):
         context: torch.Tensor | Sequence[torch.Tensor],
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         relevance_reduction: str | None = None,
-        keys: torch.Tensor | None = None,
+        keys: Callable[..., torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """
         Args:
@@ -83,10 +83,10 @@ class QTSplusLayer(nn.Module):
             rotary: tables for self-attention.
             relevance_reduction: return the `[M]` log-relevance of this layer's attention, with this reduction, instead
                 of the `[L, d]` output.
-            keys: those of the context, where they are there already.
+            keys: in place of this layer's own, which makes them anew.
         """
         query_states = self._heads(self.q_proj(self.q_norm(query)))
-        key_states = self.keys(context) if keys is None else keys
+        key_states = (keys or self.keys)(context)
         if relevance_reduction is not None:
             return log_relevance(query_states, key_states, reduction=relevance_reduction)
         value_states = self._heads(in_blocks(self._values, context))

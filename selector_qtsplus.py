@@ -8,6 +8,7 @@ training what the method `"qtsplus"` does at inference, or nearly so. Symbols ar
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -193,21 +194,6 @@ class QTSplusOutput(ModelOutput):
     columns: torch.Tensor | None = None
 
 
-class _SharedKeys:
-    """A layer's keys, which rows about the same tensors share where they follow each other: questions on one video."""
-
-    def __init__(self, layer: Any):
-        self.layer = layer
-        self.visual: Sequence[torch.Tensor] | None = None
-        self.keys: Any = None
-
-    def of(self, visual: Sequence[torch.Tensor]) -> torch.Tensor:
-        if self.visual is None or list(map(id, visual)) != list(map(id, self.visual)):
-            self.keys = None  # gives its memory back first
-            self.visual, self.keys = visual, self.layer.keys(visual)
-        return self.keys
-
-
 class QTSplusSelector(nn.Module):
     """
     Selects and re-encodes the visual tokens that matter for a question (Algorithm 1).
@@ -298,7 +284,7 @@ class QTSplusSelector(nn.Module):
             ValueError: an unknown selection, or one that asks for `attention` where there is none; `retention` or
                 `max_visual_tokens` out of range; a row with visual tokens but no question.
         """
-        visual = [[row] if isinstance(row, torch.Tensor) else row for row in visual]
+        visual = [(row,) if isinstance(row, torch.Tensor) else tuple(row) for row in visual]
         if grids is None:
             grids = [[(1, 1, len(part)) for part in row] for row in visual]
         retentions = (
@@ -312,7 +298,10 @@ class QTSplusSelector(nn.Module):
         sample_gate = self.training if sample_gate is None else sample_gate
 
         anchor = self._anchor() if self.training and torch.is_grad_enabled() else None
-        rows, keys = [], _SharedKeys(self.scoring_layers[-1])
+        # Rows about the same tensors, such as questions on one video, share the keys; else none are held for others.
+        shared = len(set(map(hash, visual))) < len(visual)
+        last: Any = self.scoring_layers[-1]
+        rows, keys = [], lru_cache(1)(last.keys) if shared else None
         for row, sample in enumerate(zip(visual, query, positions, grids, strict=True)):
             candidates = self._candidates(row, *sample, keys, None if attention is None else attention[row])
             rows.append(self._select(candidates, selection, retentions[row], cap, sample_gate, reencode))
@@ -355,11 +344,11 @@ class QTSplusSelector(nn.Module):
 
         def score(states: torch.Tensor) -> torch.Tensor:
             require_question()
-            scored = [*visual, *(token.weight.to(states.dtype) for token in self.null_tokens)]
+            scored = (*visual, *(token.weight.to(states.dtype) for token in self.null_tokens))
             for layer in self.scoring_layers[:-1]:
                 states = layer(states, scored)
             reduction = self.config.reduction
-            relevance = self.scoring_layers[-1](states, scored, relevance_reduction=reduction, keys=keys.of(scored))
+            relevance = self.scoring_layers[-1](states, scored, relevance_reduction=reduction, keys=keys)
             return relevance[: len(relevance) - len(self.null_tokens)]
 
         def ask() -> torch.Tensor:

@@ -282,6 +282,8 @@ def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, sho
     anna.sees(".answer", expected.answer)
     anna.stage.locator(".chip", has_text=best.name).first.click()
     anna.stands_at(best.start)
+    kept = expected.keep_maps[best.name][int(best.start)]
+    assert anna.lit() == set(kept.flatten().nonzero().flatten().tolist()) != set()
     anna.drop(CLIP)
     anna.sees(".small", "288 visual tokens")
 

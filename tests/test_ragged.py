@@ -483,3 +483,26 @@ def test_samples_never_see_each_other(counts, seed):
             assert torch.equal(together[b], alone[0])
             assert torch.equal(chosen.kept_indices[b], single.kept_indices[0])
             assert torch.equal(chosen.rho[b], single.rho[0])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_rows_about_one_video_and_another_are_each_row_alone(reduction):
+    """They share the keys; gradients come back from all of them."""
+    torch.manual_seed(0)
+    selector = QTSplusSelector(QTSplusConfig(reduction=reduction), 64, 4, 2, mrope_section=(2, 3, 3))
+    parts = [torch.randn(count, 64, requires_grad=True) for count in (30, 12, 9)]
+    rows = [parts[:2], parts[:2], parts[2:], parts[:2], [parts[1], parts[0]]]
+    query = [torch.randn(length, 64) for length in (3, 7, 2, 5, 3)]
+    positions = [torch.arange(sum(map(len, row))).expand(3, -1) for row in rows]
+
+    def run(*chosen):
+        call = [[values[row] for row in chosen] for values in (rows, query, positions)]
+        return selector(*call, retention=0.5, sample_gate=False)[1].log_relevance
+
+    together, alone = run(*range(5)), [run(row)[0] for row in range(5)]
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one, other)
+    weights = [selector.scoring_layers[-1].k_proj.weight, *parts]
+    gradients = [torch.autograd.grad(sum((one**2).sum() for one in many), weights) for many in (together, alone)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

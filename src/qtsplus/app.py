@@ -15,7 +15,7 @@ import torch
 from transformers import StoppingCriteria
 
 from .library import Library
-from .session import Answer, VideoSession
+from .session import Answer, EncodedVideo, VideoSession
 
 LARGEST_FILM = "1gb"
 VISITS = 64  # whose films are held at a time; who comes after takes the place of the oldest
@@ -114,22 +114,28 @@ class Visit:
         now = {"about": self.path, "films": films, "facts": facts, "warnings": warnings}
         return {**now, "answers": answers, "error": error}
 
+    def _film(self, name: str) -> EncodedVideo:
+        if self.library is None or self.session.names:
+            return self.session.videos[name]
+        return self.library._video(name)
+
     def _pane(self, question: str, answer: Answer) -> dict[str, Any]:
         """An answer; the tokens that it kept of a film are counted through all grid steps, row by row."""
         kept, total, seconds = answer.kept_tokens, answer.visual_tokens, answer.timings
         facts = f"Kept {kept:,} of {total:,} tokens ({kept / total:.1%}); the first word took "
         facts += f"{seconds['first_token']:.2f} s, all of it {seconds['generate']:.2f} s."
-        maps = {
-            name: {
-                "grid": list(answer.keep_maps[name].shape),
-                "kept": answer.keep_maps[name].flatten().nonzero().flatten().tolist(),
+        maps = {}
+        for name, keep_map in answer.keep_maps.items():
+            film = self._film(name)
+            maps[name] = {
+                "grid": list(keep_map.shape),
+                "kept": keep_map.flatten().nonzero().flatten().tolist(),
                 "start": film.start,
                 "step": film.second_per_grid_ts[0],
                 "end": film.start + film.length,
             }
-            for name, film in self.session.videos.items()
-        }
-        return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps}
+        named = not self.session.names  # or else it is the only film
+        return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps, "named": named}
 
 
 def _file(path: str) -> dict[str, Any]:
