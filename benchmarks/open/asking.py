@@ -22,7 +22,7 @@ from qtsplus.training.models import load_config, load_model, load_processor
 from ..teaching.dataset import TinyWorldCollator, TinyWorldDataset, read_tinyworld
 from ..world.openworld import OPEN_COLOURS
 
-LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+LADDER = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
 BATCH = 32
 
 

@@ -34,11 +34,11 @@ def measure(folder: str, data: Path, out: Path, limit: int) -> None:
     parts: dict[str, Callable[[], Any]] = {
         "model": lambda: Path(folder).name,
         "questions": lambda: {name: len(test) for name, test in tests.items()},
+        "budget": lambda: budgets(model, tests),
         "length": lambda: counts_by_length(model, short),
         "nothing seen": lambda: nothing_seen(model, short),
         "points": lambda: points(folder, model, short),
         "shown otherwise": lambda: shown_otherwise(folder, model, data, limit),
-        "budget": lambda: budgets(model, tests),
     }
     result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     for name, make in parts.items():
