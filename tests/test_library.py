@@ -263,12 +263,13 @@ def test_another_vision_tower_is_refused(library, videos, loaded):
             use(library.folder, model, processor)
 
 
-def test_a_folder_of_other_videos_empties_no_library(library, loaded, tmp_path):
+def test_a_folder_of_other_videos_empties_no_library(library, videos, loaded, tmp_path):
     write_mp4(tmp_path / "other.mp4", render_crowd(make_crowd(9_000_110, 1, 8)), 2)
     before = encoded(library.folder)
     with pytest.raises(ValueError, match="3 videos, none of which is here"):
         index(tmp_path, library.folder, *loaded)
-    assert encoded(library.folder) == before and list(Index(library.folder).entries) == list(WORLDS)
+    left = Index(library.folder)
+    assert encoded(library.folder) == before and list(left.entries) == list(WORLDS) and left.videos == videos.resolve()
 
 
 def test_a_folder_of_other_files_becomes_no_library(videos, loaded, tmp_path):

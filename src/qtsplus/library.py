@@ -26,7 +26,7 @@ from .videos import IN_MEMORY, EncodedVideo, encode
 
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)  # of one video, and the others are indexed
 _INDEX = "library.jsonl"
-_MODEL = 0  # the key of the model's name and of the videos' folder; the others are names of videos
+_MODEL, _VIDEOS = 0, 1  # the keys of the model's name and of the videos' folder; the others are names of videos
 _SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")
 _DTYPES = ("auto", "float16", "bfloat16", "float32")
 
@@ -51,18 +51,18 @@ class Index(Journal):
     @property
     def model(self) -> tuple[str | None, str | None]:
         """The name and the revision of the model that made it; no name for the bundled one."""
-        name, revision, *_ = self.done[_MODEL]
+        name, revision = self.done[_MODEL]
         return name, revision
 
     @property
     def videos(self) -> Path:
         """The folder that was indexed last; the current one where an older index does not say."""
-        return Path(*self.done[_MODEL][2:])
+        return Path(self.done.get(_VIDEOS, ""))
 
     @property
     def entries(self) -> dict[str, dict[str, Any]]:
         """In the order of their names; of a video that has left, the journal says `None`."""
-        entries = {str(name): self.done[name] for name in self.done if name != _MODEL}
+        entries = {name: self.done[name] for name in self.done if isinstance(name, str)}
         return {name: entries[name] for name in sorted(entries) if entries[name] is not None}
 
     @property
@@ -138,9 +138,9 @@ def index(
         indexing = _Indexing(
             Index(folder, {"made_by": made_by, "dtype": dtype, **settings}), model, processor, sampling
         )
-        named = str(Path(name).resolve()) if name and Path(name).is_dir() else name
-        indexing.index.add(_MODEL, [named, revision, str(videos.resolve())])
+        indexing.index.add(_MODEL, [str(Path(name).resolve()) if name and Path(name).is_dir() else name, revision])
         indexing.recognise(files)
+        indexing.index.add(_VIDEOS, str(videos.resolve()))
         indexing.encode_all(indexing.measure(files, say))
         indexing.sweep()
     return indexing.index
