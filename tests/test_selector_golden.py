@@ -25,6 +25,8 @@ def golden_selector() -> QTSplusSelector:
         lambda_m=given["lambda_m"],
         lambda_s=given["lambda_s"],
         gate="gumbel",
+        budget="rho",
+        null_token=False,
         query_states="embeddings",
         reduction="max",
         reencode_rope=False,

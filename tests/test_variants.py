@@ -46,17 +46,18 @@ def test_a_new_selector_has_what_was_measured_best_and_an_older_folder_what_it_h
     """Saved configurations are explicit; those that do not say are older than the fields."""
 
     def kind(config):
-        return config.qtsplus_config.gate, config.qtsplus_config.reduction, config.qtsplus_config.query_states
+        names = ("gate", "reduction", "query_states", "budget", "null_token")
+        return tuple(getattr(config.qtsplus_config, name) for name in names)
 
     new = Qwen2_5_VLQTSplusConfig(qtsplus_config={"n_max": 5})
-    assert kind(new) == kind(Qwen2_5_VLQTSplusConfig()) == ("soft", "mean", "layer")
+    assert kind(new) == kind(Qwen2_5_VLQTSplusConfig()) == ("soft", "mean", "layer", "loss", True)
     new.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["qtsplus_config"]["reduction"] == "mean" and content["qtsplus_config"]["query_states"] == "layer"
-    for name in ("reduction", "query_states"):
+    for name in ("reduction", "query_states", "budget", "null_token"):
         del content["qtsplus_config"][name]
     (tmp_path / "config.json").write_text(json.dumps(content))
-    assert kind(Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path)) == ("soft", "max", "embeddings")
+    assert kind(Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path)) == ("soft", "max", "embeddings", "rho", False)
     assert QTSplusConfig.from_pretrained(tmp_path).reduction == "max"
     changed = Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path, qtsplus_config={"n_max": 7}).qtsplus_config
     assert (changed.n_max, changed.reduction) == (7, "max")

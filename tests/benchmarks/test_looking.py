@@ -42,6 +42,27 @@ def train(folder, **settings):
     return trainer
 
 
+def test_an_answer_that_rests_on_nothing_is_to_look_at_the_text(tmp_path):
+    model = make_trainer(tmp_path, freeze_language_model=False).model
+    rows = examples(6)
+    inputs = collate(rows)
+    labels, needles = inputs.pop("labels"), needles_of(rows)
+    inputs.pop("source_ids")
+    with watching(model, inputs, labels, needles, LAYER) as looks:
+        model(**inputs, selection="all", use_cache=False)
+    model.set_attn_implementation("eager")
+    attention = model(**inputs, selection="all", use_cache=False, output_attentions=True).attentions[LAYER]
+    wanted = []
+    for row, own in enumerate(needles):
+        if own and not len(own[0][0]):
+            visual = inputs["input_ids"][row] == model.config.video_token_id
+            start = int((labels[row] != -100).nonzero()[0]) - 1
+            share = attention[row, :, start, ~visual].sum(-1).mean()
+            wanted.append(-(share / LOOKS["sparing"]).clamp(max=1).log())
+    assert len(wanted) > 0
+    torch.testing.assert_close(looking_losses(looks, "sparing"), torch.stack(wanted))
+
+
 def test_the_shares_are_those_of_eager_attention_with_their_gradients(tmp_path):
     model = make_trainer(tmp_path, freeze_language_model=False).model.train()
     rows = examples(6)
