@@ -26,8 +26,18 @@ def counts_by_length(model: Any, test: OpenTest) -> dict[str, Any]:
             features[row["video"]] = test.features(record)
             things = VARIANTS["plain"](row["seed"], row["seconds"]).things
             names[row["video"]] = {thing.name for thing in things}
-    asked = [row for row in test.rows if row["kind"] not in ("crossing", "colours") and row["needles"][0]][:ASKED]
-    counts = {seconds: [_count(model, test, row, seconds, features, names) for row in asked] for seconds in LENGTHS}
+    asked = [row for row in test.rows if row["kind"] not in ("crossing", "colours") and row["needles"][0]]
+    fillers = {
+        row["id"]: [
+            features[video] for video, known in names.items() if not any(name in row["question"] for name in known)
+        ]
+        for row in asked
+    }
+    asked = [row for row in asked if fillers[row["id"]]][:ASKED]
+    counts = {
+        seconds: [_count(model, test, row, seconds, features[row["video"]], fillers[row["id"]]) for row in asked]
+        for seconds in LENGTHS
+    }
     needles = [len(row["needles"][0]) for row in asked]
     return {
         "questions": len(asked),
@@ -46,17 +56,15 @@ def _count(
     test: OpenTest,
     row: dict[str, Any],
     seconds: int,
-    features: dict[str, torch.Tensor],
-    names: dict[str, set[str]],
+    own: torch.Tensor,
+    others: list[torch.Tensor],
 ) -> int:
     """The tokens that are kept of so many seconds, in the middle of which the question's video stands."""
-    text, own = row["question"], features[row["video"]]
-    others = [video for video, known in names.items() if not any(name in text for name in known)]
     rng = np.random.default_rng(row["seed"])
     wanted = -(-(seconds - row["seconds"]) // row["seconds"])
-    filler = [features[others[int(index)]] for index in rng.integers(len(others), size=wanted)]
+    filler = [others[int(index)] for index in rng.integers(len(others), size=wanted)]
     visual = torch.cat([*filler[: wanted // 2], own, *filler[wanted // 2 :]])[: seconds * len(own) // row["seconds"]]
-    ids = torch.tensor(test.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = torch.tensor(test.processor.tokenizer(row["question"], add_special_tokens=False)["input_ids"])
     query = model.get_input_embeddings()(ids)
     _, chosen = model.model.qtsplus([visual], [query], [torch.zeros(3, len(visual))], reencode=False)
     return int(chosen.n[0])
