@@ -301,9 +301,9 @@ class QTSplusSelector(nn.Module):
         # Rows about the same tensors, such as questions on one video, share the keys; else none are held for others.
         shared = len(set(map(hash, visual))) < len(visual)
         last: Any = self.scoring_layers[-1]
-        rows, keys = [], lru_cache(1)(last.keys) if shared else None
+        rows, keys, nulls = [], lru_cache(1)(last.keys) if shared else None, self.null_states()
         for row, sample in enumerate(zip(visual, query, positions, grids, strict=True)):
-            candidates = self._candidates(row, *sample, keys, None if attention is None else attention[row])
+            candidates = self._candidates(row, *sample, nulls, keys, None if attention is None else attention[row])
             rows.append(self._select(candidates, selection, retentions[row], cap, sample_gate, reencode))
         features, kept_indices, log_relevance, budgets, thresholds = (list(field) for field in zip(*rows, strict=True))
         rhos, losses = [budget.rho for budget in budgets], [budget.losses for budget in budgets]
@@ -328,7 +328,11 @@ class QTSplusSelector(nn.Module):
             predicted_losses=torch.stack(losses) if self.config.budget == "loss" else None,
         )
 
-    def _candidates(self, row, visual, query, positions, grids, keys, attend) -> Candidates:
+    def null_states(self) -> list[torch.Tensor]:
+        """The null token, `[1, d]`, where there is one."""
+        return [token(torch.zeros(1, dtype=torch.long, device=token.weight.device)) for token in self.null_tokens]
+
+    def _candidates(self, row, visual, query, positions, grids, nulls, keys, attend) -> Candidates:
         """One sample: lines 1 and 2, for whoever asks for them."""
 
         def require_question() -> None:
@@ -344,12 +348,12 @@ class QTSplusSelector(nn.Module):
 
         def score(states: torch.Tensor) -> torch.Tensor:
             require_question()
-            scored = (*visual, *(token.weight.to(states.dtype) for token in self.null_tokens))
+            scored = (*visual, *nulls)
             for layer in self.scoring_layers[:-1]:
                 states = layer(states, scored)
             reduction = self.config.reduction
             relevance = self.scoring_layers[-1](states, scored, relevance_reduction=reduction, keys=keys)
-            return relevance[: len(relevance) - len(self.null_tokens)]
+            return relevance[: len(relevance) - len(nulls)]
 
         def ask() -> torch.Tensor:
             require_question()

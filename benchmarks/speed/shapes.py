@@ -260,7 +260,7 @@ def make_config(shape: Shape) -> Any:
         fields["text_config"].pop("layer_types", None)
     fields["text_config"].update(shape.text)
     fields["vision_config"].update(shape.vision)
-    return shape.backbone.config(**fields)
+    return shape.backbone.config.from_dict(fields)
 
 
 def stock_config(config: Any) -> Any:

@@ -51,8 +51,8 @@ class StandingQuestion:
         self.reduction = selector.config.reduction
         self.scores = Scores(selector.scoring_layers[0], states, self.reduction)
         self.total: torch.Tensor | None = None  # [rows], the log-sum-exp of all scores so far
-        for token in selector.null_tokens:
-            self.add(token.weight)
+        for null in selector.null_states():
+            self.add(null)
 
     def add(self, features: torch.Tensor) -> torch.Tensor:
         """`[k, rows]`: the scores of new tokens `[k, d]`; a row for each head and word, or one for all with "sum"."""

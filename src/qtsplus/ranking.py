@@ -130,7 +130,7 @@ class Scorer:
         selector, embed = model.model.qtsplus, model.get_input_embeddings()
         states = question_states(selector, embed(torch.tensor(words, device=model.device)))
         *earlier, last = selector.scoring_layers
-        nulls = [token.weight for token in selector.null_tokens]
+        nulls = selector.null_states()
         for layer in earlier:
             states = layer(states, [*(video[:, : states.shape[1]].to(states) for video in features()), *nulls])
         self.reduction = selector.config.reduction

@@ -138,7 +138,7 @@ def test_small_records_learn_the_sums_of_what_full_ones_are_attended_to(recipe, 
     assert [record.teacher_video is not None for record in dataset.records] == [True, True, False, False]
     for small, full in ((0, 2), (1, 3)):
         attention = without_teacher(dataset, full)
-        assert torch.equal(attention, dataset[full]["attention"]) and attention.sum() == pytest.approx(1, rel=1e-4)
+        assert torch.equal(attention, dataset[full]["attention"]) and 0 < attention.sum() < 1
         assert attention.std() > 0
         torch.testing.assert_close(dataset[small]["attention"], naive_sum(attention, FULL, SMALL))
         assert without_teacher(dataset, small) is None  # nobody has read the small video
@@ -211,7 +211,7 @@ def test_a_question_of_special_tokens_is_text_to_look_from(recipe, sets):
     bare = {**record, "question": "<|vision_start|>", "earlier": [], "needles": []}
     (sets / "small/bare.jsonl").write_text(json.dumps(bare))
     changes = [f"data.train_files=[{sets}/small/bare.jsonl]", "training.relevance_from=question"]
-    assert build_trainer(recipe(*changes)).train_dataset[0]["attention"].sum() == pytest.approx(1)
+    assert 0 < build_trainer(recipe(*changes)).train_dataset[0]["attention"].sum() < 1
 
 
 def test_teachers_videos_are_encoded_once(recipe, tmp_path, tiny_published):
