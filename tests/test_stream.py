@@ -10,6 +10,7 @@ from benchmarks.world.crowd import make_crowd, render_crowd
 from qtsplus import session
 from qtsplus.methods_qtsplus import METHODS
 from qtsplus.policies import POLICIES, StandingQuestion
+from qtsplus.ranking import Scorer
 from qtsplus.recall import within
 from qtsplus.session import VideoSession
 from qtsplus.stream import Stream
@@ -135,11 +136,16 @@ def test_uniform_thinning_takes_from_all_of_the_past(loaded):
     assert 24 <= early <= 56, "about half of the 80 are of the first half"
 
 
+@pytest.mark.parametrize("null_token", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "max", "mean"])
-def test_merged_relevance_does_not_drift(loaded, whole, reduction, monkeypatch):
-    """Relevance merged from pieces is the selector's own for all tokens at once."""
+def test_merged_relevance_does_not_drift(loaded, whole, reduction, null_token, monkeypatch):
+    """Relevance merged from pieces is the selector's own for all tokens at once; so is that of a ranking."""
     model, processor = loaded
     monkeypatch.setattr(model.config.qtsplus_config, "reduction", reduction)
+    if null_token:
+        token = torch.nn.Embedding(1, model.config.text_config.hidden_size)
+        torch.nn.init.normal_(token.weight, std=0.1)
+        monkeypatch.setitem(model.model.qtsplus._modules, "null_tokens", torch.nn.ModuleList([token]))
     question = StandingQuestion(model, processor, QUESTION)
     many = torch.cat([whole.features + 0.05 * index for index in range(40)])
     scores = torch.cat([question.add(piece) for piece in many.split(72)])
@@ -148,6 +154,11 @@ def test_merged_relevance_does_not_drift(loaded, whole, reduction, monkeypatch):
         words = model.get_input_embeddings()(ids)
         chosen = model.model.qtsplus([many], [words], [torch.zeros(3, len(many))], retention=1.0)[1]
     assert torch.allclose(question.log_relevance(scores), chosen.log_relevance[0], atol=1e-4)
+    assert (chosen.seen is not None) == null_token
+    scorer = Scorer(model, processor, QUESTION, lambda: many.split(72))
+    ranked = torch.cat([scorer.relevance(piece) for piece in many.split(72)])
+    total = torch.logaddexp(ranked.logsumexp(0), scorer.null) if reduction == "sum" else 0
+    assert torch.allclose(ranked - total, chosen.log_relevance[0], atol=1e-4)
 
 
 def test_the_standing_question_is_answered_as_of_the_whole(loaded, whole):

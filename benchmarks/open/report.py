@@ -95,7 +95,7 @@ def page(results: Results, paper: Results) -> str:
             "",
             "The paper's head learned on seed 0's finished model, in the last stage alone (100 steps with "
             "`budget_probe: 2`); the other had measured in a third of the 350 steps before as well. The design was "
-            "chosen on the same 8 s videos; on fresh ones see the notebook.",
+            "chosen on the same 8 s videos; on fresh ones the three gain 7.6, 4.2 and 5.6 points (notebook).",
             "",
             "## How many tokens",
             "",
