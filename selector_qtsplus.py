@@ -330,7 +330,7 @@ class QTSplusSelector(nn.Module):
 
     def null_states(self) -> list[torch.Tensor]:
         """The null token, `[1, d]`, where there is one."""
-        return [token(torch.zeros(1, dtype=torch.long, device=token.weight.device)) for token in self.null_tokens]
+        return [token(self.rho_history.new_zeros(1)) for token in self.null_tokens]  # an int64 where the weights are
 
     def _candidates(self, row, visual, query, positions, grids, nulls, keys, attend) -> Candidates:
         """One sample: lines 1 and 2, for whoever asks for them."""
