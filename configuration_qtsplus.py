@@ -32,9 +32,10 @@ class QTSplusConfig(PreTrainedConfig):
         n_max (`int`, defaults to 25600): hard cap on the kept tokens of one sample, in training as in inference.
         budget (`str`, defaults to `"loss"`): where rho comes from. With `"loss"` a head over the question and its
             relevance predicts what the answer would lose with 1, 2, 4, ... tokens; kept are so many that this, and the
-            price of the tokens, is least. The paper's `"rho"` has the head predict rho. `"mass"` needs no head: the
-            fewest tokens whose relevance sums to `relevance_mass`, what went to the null token included. A saved
-            configuration that does not say has `"rho"`.
+            price of the tokens, is least. `QTSplusTrainer` alone teaches that head; untaught it keeps `rho_min`. The
+            paper's `"rho"` has the head predict rho. `"mass"` needs no head: the fewest tokens whose relevance sums to
+            `relevance_mass`, what went to the null token included. A saved configuration that does not say has
+            `"rho"`.
         token_price (`float`, defaults to 0.02): for `budget="loss"`, what one more token has to be worth, in nats of
             the answer's log-probability; the lambdas' part comes on top. Training sets it where there is a `target_n`.
         relevance_mass (`float`, defaults to 0.8): for `budget="mass"`. Training sets it where there is a `target_n`.

@@ -82,6 +82,12 @@ def test_a_batch_chooses_as_its_rows_do(inputs, budget, null_token):
         assert together.seen is None
 
 
+def test_an_untaught_head_keeps_the_least(inputs):
+    with torch.no_grad():
+        chosen = tiny_model(budget="loss", rho_min=0.25, rho_max=0.9).eval()(**inputs).qtsplus
+    assert chosen.n.tolist() == [16, 6, 0]
+
+
 def test_retention_and_the_cap_come_first(inputs):
     model = tiny_model(**LOSS, token_price=1e-9)
     with torch.no_grad():
