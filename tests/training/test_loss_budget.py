@@ -132,6 +132,12 @@ def test_micro_batches_add_up_to_one_big_batch(tmp_path):
     assert any("loss_budget" in line for line in steps(whole))
 
 
+def test_a_batch_of_text_alone_teaches_no_budget(tmp_path):
+    trainer = make_trainer(tmp_path, selector=LOSS, per_device_train_batch_size=1, max_steps=6)
+    trainer.train()
+    assert any("n_asked" not in line for line in steps(trainer)) and any("n_asked" in line for line in steps(trainer))
+
+
 def test_a_budget_without_a_head_leaves_the_head_alone(tmp_path):
     trainer = make_trainer(tmp_path, selector={**LOSS, "budget": "mass"})
     assert not any(p.requires_grad for p in trainer.selector.budget.parameters())

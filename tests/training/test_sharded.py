@@ -45,9 +45,11 @@ FEATURES = """
 """
 
 
-def make_model(folder: Path, tiny: Path, processor, tied: bool) -> Path:
+def make_model(folder: Path, tiny: Path, processor, tied: bool, **selector) -> Path:
     """A random model whose layers have weights that ZeRO-3 finds worth sharing out."""
     config = Qwen2_5_VLQTSplusConfig.from_pretrained(tiny)
+    for name, value in selector.items():
+        setattr(config.qtsplus_config, name, value)
     config.text_config.intermediate_size, config.tie_word_embeddings = 1024, tied
     return save(folder, Qwen2_5_VLQTSplusForConditionalGeneration, config, processor)
 
@@ -189,6 +191,28 @@ def test_both_stages_from_pixels(mode, pixels, run_by):
     assert_same_run(folder, one)
     assert (folder / "README.md").read_text() == (one / "README.md").read_text()  # has the number of parameters
     assert torch.equal(answer(folder, video), answer(one, video))
+
+
+@pytest.fixture(scope="module")
+def by_loss(tmp_path_factory, tiny_published, tiny_processor) -> Path:
+    """The recipe of a model with a new selector's budget, and its run in one process."""
+    folder = tmp_path_factory.mktemp("by_loss")
+    selector = {"budget": "loss", "null_token": True, "target_n": 6.0, "rho_max": 0.3}
+    model = make_model(folder / "model", tiny_published, tiny_processor, tied=True, **selector)
+    recipe = make_recipe(folder, model, PIXELS)
+    result = train(recipe, folder / "run")
+    assert result.returncode == 0, result.stderr[-3000:]
+    return recipe
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_null_token_and_the_predicted_losses_are_taught_by_all(mode, by_loss, tmp_path):
+    result = train(by_loss, tmp_path / "run", mode)
+    assert result.returncode == 0, result.stderr[-3000:]
+    one = by_loss.parent / "run"
+    assert any("loss_budget" in line for line in steps(one))
+    assert_same_run(tmp_path / "run/relevance", one / "relevance")
+    assert_same_run(tmp_path / "run", one)
 
 
 @pytest.fixture(scope="module", params=BACKBONES[1:], ids=lambda backbone: backbone.name)

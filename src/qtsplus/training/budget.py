@@ -92,7 +92,9 @@ class Budget:
         soft_n = rho * num_tokens
         soft_n = soft_n - (soft_n - config.n_max).clamp(min=0).detach()  # the count of the gate, the gradient of rho M
         pairs = zip(rho.tolist(), num_tokens.tolist(), strict=True)
-        counts = torch.tensor([kept_count(share, m, config.n_max) for share, m in pairs], device=rho.device)
+        counts = torch.tensor([kept_count(share, m, config.n_max) for share, m in pairs], dtype=torch.long).to(
+            rho.device
+        )
         running = self.running[training]
         for name, values in (
             ("rho", rho),
