@@ -19,6 +19,7 @@ from torch import nn
 # Scores that differ by no more are a tie. Equal frames that are encoded in batches of other sizes differ by 1e-6 in
 # their features, in float32, and hardly more in log-relevance, where this is a ten-thousandth of a token's relevance.
 TIE = 1e-4
+DOUBLINGS = 15  # predicted are 1, 2, 4, ... 16,384 tokens, whatever n_max is; more lose nothing
 EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
 
 
@@ -239,12 +240,12 @@ class QTSplusLossHead(nn.Module):
     whatever the parameters' dtype.
     """
 
-    def __init__(self, hidden_size: int, budget_hidden_size: int, n_max: int):
+    def __init__(self, hidden_size: int, budget_hidden_size: int):
         super().__init__()
         self.mlp = nn.Sequential(
             Float32Linear(hidden_size + 8, budget_hidden_size),
             nn.GELU(),
-            Float32Linear(budget_hidden_size, n_max.bit_length()),
+            Float32Linear(budget_hidden_size, DOUBLINGS),
         )
 
     def forward(self, query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from .methods_qtsplus import (
+    DOUBLINGS,
     Budget,
     Candidates,
     Method,
@@ -226,7 +227,7 @@ class QTSplusSelector(nn.Module):
         self.scoring_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.scoring_layers))
         self.budget: nn.Module
         if config.budget == "loss":
-            self.budget = QTSplusLossHead(hidden_size, config.budget_hidden_size, config.n_max)
+            self.budget = QTSplusLossHead(hidden_size, config.budget_hidden_size)
         else:
             self.budget = QTSplusBudgetHead(hidden_size, config.budget_hidden_size)
         self.reencode_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.reencode_layers))
@@ -392,8 +393,7 @@ class QTSplusSelector(nn.Module):
 
     def _fixed(self, rho: torch.Tensor, n: int) -> Budget:
         """A budget that no head predicts."""
-        steps = self.config.n_max.bit_length() if self.config.budget == "loss" else 0
-        return Budget(rho, n, torch.zeros(steps, device=rho.device))
+        return Budget(rho, n, torch.zeros(DOUBLINGS * (self.config.budget == "loss"), device=rho.device))
 
     def _budget(self, candidates: Candidates, selection: str | Method, retention: float | None, cap: int) -> Budget:
         """Lines 3 and 4, where the call does not fix rho itself."""

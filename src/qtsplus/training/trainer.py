@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ..data.records import SOURCES
+from ..methods_qtsplus import DOUBLINGS
 from ..results import write_json
 from ..saving_qtsplus import model_card
 from .arguments import QTSplusTrainingArguments
@@ -270,6 +271,7 @@ class QTSplusTrainer(Trainer):
         totals = [0] if qtsplus is None else qtsplus.num_tokens.tolist()
         most = most_tokens(totals, self.selector_config).to(labels.device)
         steps = int(self.accelerator.gather(most.max()).max()).bit_length()  # no process may wait for another's pass
+        steps = min(steps, DOUBLINGS)
         with evaluating(self.model):  # kept is what inference keeps
             measured = torch.stack([self._loss_with(inputs, labels, 2**step) for step in range(steps)], 1)
         if qtsplus is None:
