@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.activations import ACT2FN
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLMLP,
     Qwen2_5_VLModel,
+    Qwen2_5_VLRMSNorm,
     Qwen2_5_VLVisionAttention,
     apply_rotary_pos_emb_vision,
 )
@@ -43,6 +46,7 @@ except ImportError:
 logger = logging.get_logger(__name__)
 
 VARLEN_ATTENTION = "qtsplus_varlen"
+SILU = type(ACT2FN["silu"])
 ROWS_IN_CACHE = 128  # of queries and keys in float32: about 1 MB
 
 
@@ -94,8 +98,8 @@ class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qw
         if config.vision_config._attn_implementation is None:
             config.vision_config._attn_implementation = VARLEN_ATTENTION
         super().__init__(config)
-        for block in self.visual.blocks:
-            block.attn.__class__ = WindowsTogether
+        for module in self.visual.modules():
+            module.__class__ = IN_CACHE.get(type(module), type(module))
 
     @property
     def tokens_per_second(self) -> float:
@@ -144,6 +148,37 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
         states = (heads.transpose(0, 1)[None] for heads in (query, key, states[:, 2]))
         attended, _ = varlen_attention_forward(self, *states, scaling=self.scaling, cu_seq_lens_q=cu_seqlens)
         return self.proj(attended.reshape(len(hidden_states), -1))
+
+
+class GatedInPlace(Qwen2_5_VLMLP):
+    """Stock's, which without gradients writes into its activations: fewer of them pass through the cache."""
+
+    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or not isinstance(self.act_fn, SILU):
+            return super().forward(hidden_state)
+        gate = nn.functional.silu(self.gate_proj(hidden_state), inplace=True)
+        return self.down_proj(gate.mul_(self.up_proj(hidden_state)))
+
+
+class NormInCache(Qwen2_5_VLRMSNorm):
+    """Stock's, which without gradients on a CPU takes a block of rows through all of its steps in the cache."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or hidden_states.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().forward(hidden_states)
+        normed = torch.empty_like(hidden_states)
+        for block, rows in zip(hidden_states.split(ROWS_IN_CACHE), normed.split(ROWS_IN_CACHE), strict=True):
+            block = block.to(torch.float32, copy=True)
+            block *= torch.rsqrt(block.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            rows.copy_(block).mul_(self.weight)
+        return normed
+
+
+IN_CACHE = {
+    Qwen2_5_VLVisionAttention: WindowsTogether,
+    Qwen2_5_VLMLP: GatedInPlace,
+    Qwen2_5_VLRMSNorm: NormInCache,
+}
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
