@@ -2,6 +2,7 @@
 Qwen2-VL, Qwen3-VL and Qwen3.5 (dense). Each has only what differs from layout_qtsplus.py.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -150,6 +151,25 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
         return self.proj(attended.reshape(len(hidden_states), -1))
 
 
+class BiasWithin(nn.Linear):
+    """Stock's, which in bfloat16 on a CPU without gradients adds its bias within the product: 5% less time."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not (plain and input.dtype == weight.dtype == torch.bfloat16 and _multiplies_bfloat16()):
+            return super().forward(input)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return super().forward(input)
+        return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether oneDNN is there and has bfloat16 on this processor; then torch multiplies with it, too."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 class GatedInPlace(Qwen2_5_VLMLP):
     """Stock's, which without gradients writes into its activations: fewer of them pass through the cache."""
 
@@ -176,6 +196,7 @@ class NormInCache(Qwen2_5_VLRMSNorm):
 
 IN_CACHE = {
     Qwen2_5_VLVisionAttention: WindowsTogether,
+    nn.Linear: BiasWithin,
     Qwen2_5_VLMLP: GatedInPlace,
     Qwen2_5_VLRMSNorm: NormInCache,
 }

@@ -21,6 +21,7 @@ from model_checks import shared_model
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.modeling_qtsplus import (
     VARLEN_ATTENTION,
+    BiasWithin,
     GatedInPlace,
     NormInCache,
     PatchProjection,
@@ -262,8 +263,12 @@ def test_layers_in_the_cache_are_stock_s(patches, dtype):
     torch.manual_seed(0)
     config = Qwen2_5_VLVisionConfig(hidden_size=24, intermediate_size=52)
     states = 3 * torch.randn(patches, 24).to(dtype)
-    for stock_class, own_class in ((Qwen2_5_VLMLP, GatedInPlace), (Qwen2_5_VLRMSNorm, NormInCache)):
-        stock = stock_class(config, bias=True) if stock_class is Qwen2_5_VLMLP else stock_class(24)
+    for stock, own_class in (
+        (Qwen2_5_VLMLP(config, bias=True), GatedInPlace),
+        (Qwen2_5_VLRMSNorm(24), NormInCache),
+        (torch.nn.Linear(24, 40), BiasWithin),
+        (torch.nn.Linear(24, 40, bias=False), BiasWithin),
+    ):
         for parameter in stock.to(dtype).parameters():
             torch.nn.init.normal_(parameter)
         own = copy.deepcopy(stock)
