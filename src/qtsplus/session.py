@@ -36,11 +36,8 @@ def ask(
     question: str,
     *,
     fps: float | None = None,
-    retention: float | None = None,
-    max_visual_tokens: int | None = None,
-    selection: str | Method | None = None,
     two_passes: TwoPasses | None = None,
-    max_new_tokens: int = 128,
+    **options: Any,
 ) -> Answer:
     """
     Asks one question about one video.
@@ -49,13 +46,8 @@ def ask(
         model, processor: as [`load`] gives them.
         video: whatever [`encode`] takes; or what it has made of one, for another question.
         question: the text; special tokens in it, such as `<|im_end|>`, are text too.
-        fps: as for [`encode`].
-        retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
-        max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
-        selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
-            `Candidates` and a count to indices (`methods_qtsplus.py`).
-        two_passes: as for [`encode`], of a video that was not encoded before.
-        max_new_tokens: longest answer.
+        fps, two_passes: as for [`encode`], of a video that was not encoded before.
+        options: as for [`answer_questions`].
 
     Raises:
         ValueError: a question that is empty or longer than the model's positions, a video that cannot be read, frames
@@ -67,11 +59,8 @@ def ask(
         video = encode(model, processor, video, fps=fps, two_passes=two_passes)
         timings["encode"] = video.seconds
     elif fps is not None or two_passes is not None:
-        given = f"fps={fps:g}" if fps is not None else f"two_passes={two_passes}"
-        raise ValueError(f"Got {given} for a video that was encoded before; give it to `encode`.")
-    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    videos = {video.video: video}
-    (answer,) = answer_questions(model, processor, videos, [question], **choice, max_new_tokens=max_new_tokens)
+        raise ValueError(f"Got fps={fps} and {two_passes=} for a video that was encoded before; give them to `encode`.")
+    (answer,) = answer_questions(model, processor, {video.video: video}, [question], **options)
     return replace(answer, timings={**timings, **answer.timings})
 
 
@@ -97,7 +86,11 @@ def answer_questions(
         questions: each a row of the batch, with a budget of its own.
         turns: what was asked and answered before, in turn, in one conversation with each of the questions.
         memory: of that conversation.
-        retention, max_visual_tokens, selection, max_new_tokens: as for [`ask`].
+        retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
+        max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
+        selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
+            `Candidates` and a count to indices (`methods_qtsplus.py`).
+        max_new_tokens: longest answer.
         generation: as for `generate`.
 
     Raises:
@@ -123,11 +116,10 @@ def answer_questions(
     else:
         output, chosen = memory.generate(model, inputs, choice, options)
     relevance = chosen.relevance or [None] * len(questions)  # none if the method computed none
-    timings, start = clock.timings(), inputs["input_ids"].shape[1]
     seen = [None] * len(questions) if chosen.seen is None else chosen.seen.tolist()
-    rows = zip(output.sequences[:, start:], chosen.kept_indices, relevance, chosen.rho.tolist(), strict=True)
-    answered = zip(rows, seen, strict=True)
-    return [make_answer(model, processor, videos, *row, timings, sure) for row, sure in answered]
+    ids, timings = output.sequences[:, inputs["input_ids"].shape[1] :], clock.timings()
+    rows = zip(ids, chosen.kept_indices, relevance, chosen.rho.tolist(), seen, strict=True)
+    return [make_answer(model, processor, videos, *row, timings, sure) for *row, sure in rows]
 
 
 @dataclass
@@ -189,9 +181,7 @@ def _answer_twice(
 
 class VideoSession:
     """
-    Videos that are encoded once and asked about again and again.
-
-    All videos that a question is about compete for one budget, as in one prompt.
+    Videos that are encoded once and asked about again and again; those of a question compete for one budget.
 
     Args:
         model, processor: as [`load`] gives them.
@@ -230,27 +220,23 @@ class VideoSession:
             raise ValueError(f"The name {name!r} is {'taken' if name.strip() else 'empty'}; name the video otherwise.")
         if options and isinstance(video, (EncodedVideo, Stream)):
             raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
-        if isinstance(video, Stream) and video.model is not self.model:
-            raise ValueError("The stream was opened with another model than the session's; open both with one.")
-        if not isinstance(video, (EncodedVideo, Stream)):
-            video = encode(self.model, self.processor, video, **options)
-        name = name or self._free_name(video)
-        if isinstance(video, Stream):
-            self.streams[name] = video
-        else:
-            self.videos[name] = video
         self._memory = _Memory()
+        if isinstance(video, Stream):
+            if video.model is not self.model:
+                raise ValueError("The stream was opened with another model than the session's; open both with one.")
+            name = name or self._free_name(next(iter(video.cameras), "video"))
+            self.streams[name] = video
+            return name
+        encoded = video if isinstance(video, EncodedVideo) else encode(self.model, self.processor, video, **options)
+        place = urlsplit(encoded.video).path if is_address(encoded.video) else encoded.video
+        name = name or self._free_name(PurePath(place).name or "video")
+        self.videos[name] = encoded
         return name
 
-    def _free_name(self, video: EncodedVideo | Stream) -> str:
-        """The file's or the camera's own name, with a number where that is taken."""
-        if isinstance(video, Stream):
-            own = next(iter(video.cameras), "video")
-        else:
-            place = urlsplit(video.video).path if is_address(video.video) else video.video
-            own = PurePath(place).name or "video"
+    def _free_name(self, own: str) -> str:
+        """With a number where it is taken."""
         numbered = (f"{own} ({number})" for number in itertools.count(2))
-        return next(one for one in itertools.chain([own], numbered) if one not in self.names)
+        return next(name for name in itertools.chain([own], numbered) if name not in self.names)
 
     def remove(self, name: str) -> None:
         """Forgets a video; `ValueError` if there is none of that name."""
