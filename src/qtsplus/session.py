@@ -115,11 +115,15 @@ def answer_questions(
         chosen = output.qtsplus
     else:
         output, chosen = memory.generate(model, inputs, choice, options)
-    relevance = chosen.relevance or [None] * len(questions)  # none if the method computed none
+    scores = chosen.relevance or [None] * len(questions)  # none if the method computed none
     seen = [None] * len(questions) if chosen.seen is None else chosen.seen.tolist()
-    ids, timings = output.sequences[:, inputs["input_ids"].shape[1] :], clock.timings()
-    rows = zip(ids, chosen.kept_indices, relevance, chosen.rho.tolist(), seen, strict=True)
-    return [make_answer(model, processor, videos, *row, timings, sure) for *row, sure in rows]
+    written, timings = output.sequences[:, inputs["input_ids"].shape[1] :], clock.timings()
+    return [
+        make_answer(model, processor, videos, ids, kept, relevance, rho, timings, sure)
+        for ids, kept, relevance, rho, sure in zip(
+            written, chosen.kept_indices, scores, chosen.rho.tolist(), seen, strict=True
+        )
+    ]
 
 
 @dataclass

@@ -30,10 +30,7 @@ def watch(
     revision: Revision = None,
     every: Annotated[float, typer.Option(help="Seconds of video from answer to answer.")] = 10.0,
     memory_tokens: Annotated[int, typer.Option(min=1, help="How many visual tokens are remembered.")] = 4096,
-    policy: Annotated[
-        str,
-        typer.Option(help="Which are remembered: question, diversity, redundancy, uniform or oldest_first."),
-    ] = "question",
+    policy: Annotated[str, typer.Option(help="Which: question, diversity or oldest_first.")] = "question",
     fps: Annotated[float, typer.Option(help="How many frames to look at per second.")] = 2.0,
     timeout: Annotated[
         float, typer.Option(help="Seconds without a frame after which a file has ended, and anything else has failed.")
