@@ -1,10 +1,8 @@
 """A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,7 @@ class Index(Journal):
         self.folder = folder
         if settings is None and not (folder / _INDEX).is_file():
             raise ValueError(
-                f"There is no library in {str(folder)!r}; `qtsplus index VIDEOS --out {folder}` makes one."
+                f"There is no library in {str(folder)!r}; make one: `qtsplus index VIDEOS --out {folder}`."
             )
         super().__init__(folder / _INDEX, settings, begin_anew=False)
 
@@ -83,11 +81,6 @@ class Index(Journal):
             )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Making
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def index(
     videos: str | Path,
     folder: str | Path,
@@ -113,7 +106,7 @@ def index(
         name, revision: of the model, for [`Library.open`]; without a name the bundled one's.
         fps, max_frames: as for [`encode`].
         dtype: of the features on disk, `"float16"`, `"bfloat16"` or `"float32"`; `"auto"` is the model's.
-        say: takes a line: what is to be done, its size on disk, and about how long it takes.
+        say: takes a line: what is to be done, and its size on disk.
 
     Raises:
         ValueError: no video; a library of another model, of other settings, or of none of these videos; a folder of
@@ -122,7 +115,10 @@ def index(
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}.")
     videos, folder = Path(videos), Path(folder)
-    files = {path.relative_to(videos).as_posix(): path for path in _find_videos(videos)}
+    if not videos.is_dir():
+        raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
+    paths = [path for path in sorted(videos.rglob("*")) if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file()]
+    files = {path.relative_to(videos).as_posix(): path for path in paths}
     if not files:
         raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
     check_folder(folder).mkdir(parents=True, exist_ok=True)
@@ -135,21 +131,16 @@ def index(
     with FileLock(folder / ".lock", timeout=0):
         if others:
             Index(folder).require(made_by)
-        indexing = _Indexing(
-            Index(folder, {"made_by": made_by, "dtype": dtype, **settings}), model, processor, sampling
-        )
-        indexing.index.add(_MODEL, [str(Path(name).resolve()) if name and Path(name).is_dir() else name, revision])
+        made = Index(folder, {"made_by": made_by, "dtype": dtype, **settings})
+        made.add(_MODEL, [str(Path(name).resolve()) if name and Path(name).is_dir() else name, revision])
+        indexing = _Indexing(made, model, processor, sampling)
         indexing.recognise(files)
-        indexing.index.add(_VIDEOS, str(videos.resolve()))
+        made.add(_VIDEOS, str(videos.resolve()))
         indexing.encode_all(indexing.measure(files, say))
-        indexing.sweep()
-    return indexing.index
-
-
-def _find_videos(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ValueError(f"There is no folder {str(folder)!r}; expected one with videos.")
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file())
+        current = {made.file(entry) for entry in made.entries.values()}
+        for left in set(folder.glob("*.safetensors")) - current:
+            left.unlink()
+    return made
 
 
 @dataclass(frozen=True)
@@ -163,27 +154,24 @@ class _Indexing:
 
     def recognise(self, files: dict[str, Path]) -> None:
         """Notes the content of each file that is new or was changed, and forgets those that are not there any more."""
-        known = self.index.entries
-        changed = {}
+        known, changed = self.index.entries, {}
         for name, path in files.items():
             state = path.stat()
             entry: dict[str, Any] = {"size": state.st_size, "modified": state.st_mtime_ns}
-            if known.get(name, {}).items() >= entry.items():
-                continue
-            changed[name] = {**entry, "content": _content(path)}
+            if not known.get(name, {}).items() >= entry.items():
+                changed[name] = {**entry, "content": _content(path)}
         contents = {entry["content"] for entry in known.values()}
         if known and not (known.keys() & files.keys() or any(new["content"] in contents for new in changed.values())):
-            raise ValueError(
-                f"{self.index.folder} holds {len(known)} videos, none of which is here: choose another folder."
-            )
+            folder = self.index.folder
+            raise ValueError(f"{folder} holds {len(known)} videos, none of which is here: choose another folder.")
         for name, entry in changed.items():
             self.index.add(name, entry)
         for name in known.keys() - files.keys():
             self.index.add(name, None)
 
     def measure(self, files: dict[str, Path], say: Callable[[str], None]) -> dict[str, Path]:
-        """The files that are to be encoded, once it is said how large that is and how long it takes."""
-        started, waiting, tokens = time.perf_counter(), {}, 0
+        """The files that are to be encoded, once it is said how large that is."""
+        waiting, tokens = {}, 0
         for name, entry in self.index.entries.items():
             if self.index.file(entry).exists():
                 continue
@@ -191,17 +179,14 @@ class _Indexing:
                 grid = self.processor.video_chunks(str(files[name]), **self.sampling).video_grid_thw
             except FAILURES as error:
                 self._refuse(name, error)
-            else:
-                waiting[name] = files[name]
-                tokens += int(grid.prod()) // self.processor.video_processor.merge_size**2
+                continue
+            waiting[name] = files[name]
+            tokens += int(grid.prod()) // self.processor.video_processor.merge_size**2
         if waiting:
-            element = torch.empty(0, dtype=self._dtype()).element_size()
-            needed = tokens * self.model.model.token_width * element
-            opening = time.perf_counter() - started  # which is done again
-            seconds = opening + tokens * self._seconds_per_token(next(iter(waiting.values())))
-            folder, what = self.index.folder, f"{len(waiting)} of {len(files)} videos"
-            say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {folder}, about {_duration(seconds)}.")
-            require_space(folder, needed, f"the features of {what}")
+            needed = tokens * self.model.model.token_width * self._dtype().itemsize
+            what = f"{len(waiting)} of {len(files)} videos"
+            say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {self.index.folder}.")
+            require_space(self.index.folder, needed, f"the features of {what}")
         return waiting
 
     def encode_all(self, waiting: dict[str, Path]) -> None:
@@ -225,29 +210,12 @@ class _Indexing:
             raise ValueError(f"Its features are too large for {features.dtype}; index with --dtype bfloat16.")
         return replace(encoded, features=features)
 
-    def sweep(self) -> None:
-        """Removes the features of videos that are not in the library any more."""
-        files = {self.index.file(entry) for entry in self.index.entries.values()}
-        for path in self.index.folder.glob("*.safetensors"):
-            if path not in files:
-                path.unlink()
-
     def _refuse(self, name: str, error: BaseException) -> None:
         self.index.add(name, {**self.index.done[name], "error": first_line(error)})
 
     def _dtype(self) -> torch.dtype:
-        own = self.model.get_input_embeddings().weight.dtype
         wanted = self.index.settings["dtype"]
-        return own if wanted == "auto" else getattr(torch, wanted)
-
-    def _seconds_per_token(self, path: Path) -> float:
-        """Measured with the second of two short pieces of a video, since the first one warms up."""
-        chunks = self.processor.video_chunks(str(path), **self.sampling, frames_per_chunk=8)
-        tokens, started = 1, time.perf_counter()
-        for pixels, grid in islice(chunks, 2):
-            started = time.perf_counter()
-            tokens = sum(map(len, self.model.encode_videos(pixels, grid, device="cpu")))
-        return (time.perf_counter() - started) / tokens
+        return self.model.get_input_embeddings().weight.dtype if wanted == "auto" else getattr(torch, wanted)
 
 
 def _content(path: Path) -> str:
@@ -263,18 +231,6 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(1, round(seconds))} seconds"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Asking
-# --------------------------------------------------------------------------------------------------------------------
 
 
 class Library:
@@ -312,10 +268,7 @@ class Library:
 
     def find(self, question: str, top: int = 10) -> list[Interval]:
         """
-        The moments that matter most for a question, best first; without the language model.
-
-        Args:
-            top: how many at most.
+        The `top` moments that matter most for a question, best first; without the language model.
 
         Returns:
             intervals on a player's clock, each with its video's name; `weight` is the relevance of its best token among
@@ -383,13 +336,9 @@ class Library:
         relevance, seconds = scorer.relevance(part.features), part.second_per_grid_ts
         every, merge_size = torch.arange(len(relevance)), self.processor.video_processor.merge_size
         shares = (relevance - relevance.max()).exp()
-        moments = []
-        strong_share = self.model.config.qtsplus_config.evidence_share
+        strong_share, moments = self.model.config.qtsplus_config.evidence_share, []
         for one in evidence_intervals(every, shares, part.video_grid_thw, seconds, merge_size, strong_share):
             steps = slice(round(one.start / seconds[0]), round(one.end / seconds[0]))
             peak = relevance.unflatten(0, (int(part.video_grid_thw[0, 0]), -1))[steps].max()
             moments.append(placed(replace(one, weight=float((peak - total).exp())), piece.name, part))
         return moments
-
-
-__all__ = ["Index", "Library", "index"]
