@@ -178,45 +178,18 @@ def answer_here(asker: Asker, videos: list[list[Task]]) -> Results:
     return chain.from_iterable(map(asker, track(videos, "Asking", console=console, disable=not console.is_terminal)))
 
 
-def answer_on_ray(
-    asker: Asker, videos: list[list[Task]], address: str = "local", workers: int | None = None, cpus: float = 1.0
-) -> Results:
-    """
-    Workers on a Ray cluster, each with a model; when one dies, another asks about its video, twice at most.
-
-    Args:
-        address: "auto" for the cluster that this machine belongs to, "local" for a new one here.
-        workers: one on each GPU of the cluster, or else on each machine, when absent.
-        cpus: of each worker where there is no GPU; may be a fraction.
-    """
-    import ray
-
-    from .ray_workers import DEATH, cluster, spread
-
-    def lost(tasks: list[Task]) -> Results:
-        return ((task.number, {"error": DEATH}) for task in tasks)
-
-    if not videos:
-        return
-    with cluster(address) as machines:
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        resources: dict[str, float] = {"num_gpus": 1} if gpus else {"num_cpus": cpus}
-        yield from spread(asker, videos, workers or gpus or machines, lost, **resources)
-
-
 def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
     """vLLM, with all questions about a video at a time. It does not say what an answer rests on."""
     from vllm import LLM, SamplingParams
-
-    from .vllm.budget import WORKER, connect
 
     if not videos:
         return
     processor = loading.load_processor(asker.model, asker.revision)
     dtype = loading.stored_dtype(asker.model, asker.revision) if asker.dtype == "auto" else asker.dtype
-    options: dict[str, Any] = {"limit_mm_per_prompt": {"video": 1, "image": 0}, "worker_extension_cls": WORKER}
-    llm = LLM(asker.model, revision=asker.revision, dtype=dtype, **options)
-    connect(llm)  # for the model's own budget
+    options: dict[str, Any] = {"revision": asker.revision, "limit_mm_per_prompt": {"video": 1, "image": 0}}
+    llm = LLM(asker.model, dtype=dtype, worker_extension_cls="qtsplus.vllm.budget.BudgetWorker", **options)
+    # For the model's own budget.
+    llm.llm_engine.renderer.get_mm_processor().call_engine = lambda name, args: llm.collective_rpc(name, args=args)
     sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens, detokenize=False)
     for tasks in videos:
         try:

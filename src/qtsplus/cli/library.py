@@ -8,10 +8,10 @@ import typer
 from rich.table import Table
 
 from .asking import place
-from .console import console, fail, note, one_line_errors, resumable, wrote
+from .console import console, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import check_model_options, load_model, open_library
-from .options import AsJson, Device, Dtype, Model, Revision
+from .options import AsJson, Device, Dtype, Model, Revision, check_rate
 
 Folder = Annotated[Path, typer.Argument(help="A library that `qtsplus index` has made.", show_default=False)]
 
@@ -35,8 +35,7 @@ def index(
     is known again by its content, one that was removed leaves the library.
     """
     check_model_options(model, revision)
-    if fps is not None and not 0 < fps < float("inf"):
-        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
+    check_rate(fps)
     with one_line_errors(), resumable():
         from .. import library
 

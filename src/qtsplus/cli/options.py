@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from .console import fail
+
 
 class Dtype(str, Enum):
     auto = "auto"
@@ -52,3 +54,9 @@ Overrides = Annotated[
     typer.Option("--set", help="Change a field of the recipe, such as training.seed=1. May be repeated."),
 ]
 RecipeFile = Annotated[Path, typer.Argument(help="A YAML recipe.", show_default=False)]
+
+
+def check_rate(fps: float | None) -> None:
+    """Ends the command for what is no number of frames per second."""
+    if fps is not None and not 0 < fps < float("inf"):
+        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .asking import place
-from .console import console, fail, note, one_line_errors
+from .console import check_text, console, fail, note, one_line_errors
 from .models import check_model_options, load_model
-from .options import AsJson, Device, Model, Revision
+from .options import AsJson, Device, MaxNewTokens, Model, Revision
 
 if TYPE_CHECKING:
     from ..session import Answer
@@ -35,17 +35,14 @@ def watch(
     timeout: Annotated[
         float, typer.Option(help="Seconds without a frame after which a file has ended, and anything else has failed.")
     ] = 10.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="An answer ends after this many tokens.")] = 128,
+    max_new_tokens: MaxNewTokens = 128,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a question again and again while video comes. Ctrl-C ends it."""
     check_model_options(model, revision)
     named = _named(sources)
-    try:
-        question.encode()
-    except UnicodeEncodeError:
-        fail("the question is not valid UTF-8 text")
+    check_text(question)
     with one_line_errors():
         from .. import watching
 
@@ -53,8 +50,7 @@ def watch(
         options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "fps": fps, "timeout": timeout}
         options.update(every=every, max_new_tokens=max_new_tokens)
         try:
-            answers = watching.watch(loaded, processor, named, question, **options)
-            for answer in answers:
+            for answer in watching.watch(loaded, processor, named, question, **options):
                 print(json.dumps(answer.as_dict()), flush=True) if as_json else _print_answer(answer)
         except KeyboardInterrupt:
             note("Stopped.")

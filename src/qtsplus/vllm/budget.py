@@ -2,8 +2,8 @@
 The model's own budget, which depends on the question and the video, where vLLM has to count tokens before it runs the
 model: the processor asks the engine first. The engine keeps the features, so the tower still sees a video once.
 
-`qtsplus serve` and `qtsplus batch --engine vllm` connect the two. By hand: [`WORKER`] as vLLM's
-`--worker-extension-cls`, and [`Connection`] as its `--middleware` or `connect(llm)` behind `LLM(...)`.
+`qtsplus serve` and `qtsplus batch --engine vllm` connect the two: [`BudgetWorker`] is vLLM's `--worker-extension-cls`,
+and [`Connection`] its `--middleware`.
 """
 
 import asyncio
@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from safetensors.torch import load, save
-
-WORKER = f"{__name__}.BudgetWorker"
 
 
 class BudgetWorker:
@@ -40,11 +38,6 @@ class Connection:
 
             engine.renderer.get_mm_processor().call_engine = call
         await self.app(scope, receive, send)
-
-
-def connect(llm: Any) -> None:
-    """The same for vLLM's `LLM`."""
-    llm.llm_engine.renderer.get_mm_processor().call_engine = lambda method, args: llm.collective_rpc(method, args=args)
 
 
 def ask_budget(call_engine: Callable[..., Any], item: Any) -> int:
