@@ -63,12 +63,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 def count_kept(config: Any, num_tokens: int, settings: Mapping[str, Any]) -> int:
     """
-    How many of a request's visual tokens stay: what the selector comes to with the same settings.
-
-    Args:
-        config: [`QTSplusConfig`].
-        num_tokens: M, of all videos together.
-        settings: those of [`SETTINGS`] that the request or the server's start states.
+    How many of a request's `num_tokens` visual tokens stay: what the selector comes to with the same settings.
 
     Raises:
         ValueError: no budget.
@@ -117,8 +112,11 @@ class QTSplusMultiModalProcessor:
         processed = super()._apply_hf_processor_main(mm_items, hf_kwargs)  # type: ignore[misc]
         if "video_grid_thw" in processed and "second_per_grid_ts" not in processed:
             step = self.info.get_hf_config().vision_config.temporal_patch_size
-            described = [VideoMetadata(**_described(metadata)) for _, metadata in mm_items["video"].get_all()]
-            processed["second_per_grid_ts"] = torch.tensor([step / one.sampled_fps for one in described])
+            stated = [dict(metadata) for _, metadata in mm_items["video"].get_all()]
+            for metadata in stated:
+                metadata.pop("do_sample_frames", None)
+            rates = [VideoMetadata(**metadata).sampled_fps for metadata in stated]
+            processed["second_per_grid_ts"] = torch.tensor([step / rate for rate in rates])
         return processed
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +151,16 @@ class QTSplusMultiModalProcessor:
             raise ValueError("A video came encoded (video_embeds): expected its frames, or a file.")
 
         check_settings(settings)
-        num_tokens, mask = ids[start:stop].count(config.video_token_id), question_mask(config, ids)
+        num_tokens = ids[start:stop].count(config.video_token_id)
+        mask = find_query_mask(
+            torch.tensor([ids]),
+            None,
+            config.user_turn_token_ids,
+            config.turn_end_token_id,
+            config.special_token_ids,
+            config.video_token_id,
+            getattr(config, "frame_text_token_ids", ()),
+        )[0].bool()
         fixed = settings["selection"] == "all" or settings.get("retention") is not None
         call = None if fixed else self.call_engine
         if (call or settings["selection"] == "qtsplus") and not mask.any():
@@ -185,24 +192,6 @@ class QTSplusMultiModalProcessor:
                 "video": [PlaceholderRange(offset=start, length=length)],
             },
         }
-
-
-def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What Transformers takes of vLLM's description of a video."""
-    return {name: value for name, value in metadata.items() if name != "do_sample_frames"}
-
-
-def question_mask(config: Any, ids: list[int]) -> torch.Tensor:
-    """`[S]` bool, the question's tokens in a prompt."""
-    return find_query_mask(
-        torch.tensor([ids]),
-        None,
-        config.user_turn_token_ids,
-        config.turn_end_token_id,
-        config.special_token_ids,
-        config.video_token_id,
-        getattr(config, "frame_text_token_ids", ()),
-    )[0].bool()
 
 
 def merged_item(items: Any, ids: list[int], mask: torch.Tensor, settings: dict[str, Any]) -> MultiModalKwargsItem:
