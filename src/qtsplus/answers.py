@@ -17,40 +17,24 @@ from .videos import EncodedVideo
 
 @dataclass(frozen=True)
 class Answer:
-    """
-    What a model answered about one or more videos, and what the answer rests on.
+    """What a model answered about one or more videos, and what the answer rests on."""
 
-    Args:
-        answer: the text.
-        video: the path that was asked about; of several videos their names, with commas.
-        frames: frames that the model saw.
-        seconds_of_video: length of the videos.
-        visual_tokens: M, the videos' tokens before the selection.
-        kept_tokens: n, those that the language model read.
-        rho: the fraction that the selection aimed at.
-        evidence: stretches of a video that show what was asked for, see [`Interval`]; the surest first. Their seconds
-            are those of a player.
-        seen: how sure it is that the videos show what was asked for: the part of the relevance, 0 to 1, that their
-            tokens took from the null token; `None` from a model without one.
-        timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
-            `second_pass`, with two passes, is choosing regions and encoding them at full size.
-            `first_token` and `generate` both count from the call of `generate`; questions of one batch share them.
-        keep_maps: by the video's name, bool `[T, H, W]`, the kept tokens in its grid of tokens.
-        warnings: what is wrong with the videos, as in [`EncodedVideo`].
-    """
-
-    answer: str
-    video: str
-    frames: int
+    answer: str  # the text
+    video: str  # the path that was asked about; of several videos their names, with commas
+    frames: int  # that the model saw
     seconds_of_video: float
-    visual_tokens: int
-    kept_tokens: int
-    rho: float
-    evidence: list[Interval]
+    visual_tokens: int  # M, the videos' tokens before the selection
+    kept_tokens: int  # n, those that the language model read
+    rho: float  # the fraction that the selection aimed at
+    evidence: list[Interval]  # stretches that show what was asked for, the surest first, on a player's clock
+    # Seconds of reading and encoding the video (`encode`, unless that was before), of a `second_pass`, and from the call
+    # of `generate` to the `first_token` and to the end (`generate`); questions of one batch share them.
     timings: dict[str, float]
-    keep_maps: dict[str, torch.Tensor]
+    keep_maps: dict[str, torch.Tensor]  # by the video's name, bool [T, H, W], the kept tokens in its grid of tokens
+    # How sure it is that the videos show what was asked for: the part of the relevance, 0 to 1, that their tokens took
+    # from the null token; `None` from a model without one.
     seen: float | None = None
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # as in [`EncodedVideo`]
 
     @property
     def keep_map(self) -> torch.Tensor:

@@ -20,19 +20,12 @@ PIECE = 16384  # tokens; a longer video competes in pieces of so many
 
 @dataclass(frozen=True)
 class Piece:
-    """
-    A video that competes with others, or some of the steps of a long one.
+    """A video that competes with others, or some of the steps of a long one."""
 
-    Args:
-        name: the video's.
-        first, last: steps in time; the last one is not part of it.
-        peak: of its tokens the highest log-relevance.
-    """
-
-    name: str
-    first: int
+    name: str  # the video's
+    first: int  # steps in time; the last one is not part of it
     last: int
-    peak: float
+    peak: float  # of its tokens the highest log-relevance
 
     def cut(self, video: EncodedVideo) -> EncodedVideo:
         """The piece as a video of its own, at its place in time."""

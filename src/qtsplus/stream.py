@@ -38,20 +38,12 @@ _TICKS = 1000  # of a second: the rate at which a prompt's metadata state the ti
 
 @dataclass(frozen=True)
 class Tokens:
-    """
-    What is left of one camera, in the order of time.
+    """What is left of one camera, in the order of time."""
 
-    Args:
-        features: `[m, token_width]`.
-        steps: `[m]` int64, the step in time of each, counted from the beginning of the stream.
-        cells: `[m]` int64, its place in the frame, row by row.
-        scores: `[m, rows]` float32, of the standing question; no row without one.
-    """
-
-    features: torch.Tensor
-    steps: torch.Tensor
-    cells: torch.Tensor
-    scores: torch.Tensor
+    features: torch.Tensor  # [m, token_width]
+    steps: torch.Tensor  # [m] int64, the step in time of each, counted from the beginning of the stream
+    cells: torch.Tensor  # [m] int64, its place in the frame, row by row
+    scores: torch.Tensor  # [m, rows] float32, of the standing question; no row without one
 
     def __len__(self) -> int:
         return len(self.features)
@@ -65,26 +57,16 @@ class Tokens:
 
 @dataclass
 class Camera:
-    """
-    One video of a stream.
+    """One video of a stream."""
 
-    Args:
-        size: height and width of its frames.
-        patches: `[1, 2]`, those of its grid in patches.
-        cells: those of its grid in tokens.
-        waiting: frames, with their times, that are no whole step yet.
-        newest: the number of the newest step.
-        last_time: that of the newest frame, in seconds.
-    """
-
-    size: tuple[int, int]
-    patches: torch.Tensor
-    cells: tuple[int, int]
+    size: tuple[int, int]  # height and width of its frames
+    patches: torch.Tensor  # [1, 2], those of its grid in patches
+    cells: tuple[int, int]  # those of its grid in tokens
     repeats: Repeats
     tokens: Tokens
-    waiting: list[tuple[np.ndarray, float]] = field(default_factory=list)
-    newest: int = -1
-    last_time: float | None = None
+    waiting: list[tuple[np.ndarray, float]] = field(default_factory=list)  # frames and times that are no whole step yet
+    newest: int = -1  # the number of the newest step
+    last_time: float | None = None  # of the newest frame, in seconds
 
 
 class Stream:
@@ -92,7 +74,6 @@ class Stream:
     Videos without an end, such as those of cameras, of which a model remembers so many tokens.
 
     Args:
-        model, processor: as `qtsplus.session.load` gives them.
         memory_tokens: the most visual tokens that stay, those of all cameras together.
         policy: which ones: a name of [`POLICIES`], or a function like those of `methods_qtsplus.py`, which is given
             what was kept and what is new. By default `"question"` with a standing question, else `"diversity"`.
@@ -209,13 +190,7 @@ class Stream:
 
     @torch.no_grad()
     def remember(self, camera: Camera, features: torch.Tensor, times: Sequence[float]) -> None:
-        """
-        Adds steps that are encoded, and forgets what the policy does not keep.
-
-        Args:
-            features: `[t * h * w, token_width]`.
-            times: when each step began, in seconds.
-        """
+        """Adds steps `[t * h * w, token_width]`, each with its begin in seconds, and forgets what the policy drops."""
         steps = []
         for time in times:
             camera.newest = max(round(time / self.seconds_per_step), camera.newest + 1)
@@ -277,12 +252,7 @@ class Stream:
         return answer_remembered(self.model, self.processor, self.videos(), question, (), choice, options)
 
     def videos(self, only: str | None = None) -> dict[str, EncodedVideo]:
-        """
-        What is in memory now, by camera; `ValueError` if there is nothing.
-
-        Args:
-            only: what the camera is called, where there is only one; by its own name when absent.
-        """
+        """What is in memory now, by camera, where there is only one by the name `only`; `ValueError` if nothing is."""
         cameras = {name: camera for name, camera in self.cameras.items() if len(camera.tokens)}
         if not cameras:
             raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
