@@ -27,8 +27,8 @@ class Answer:
     kept_tokens: int  # n, those that the language model read
     rho: float  # the fraction that the selection aimed at
     evidence: list[Interval]  # stretches that show what was asked for, the surest first, on a player's clock
-    # Seconds of reading and encoding the video (`encode`, unless that was before), of a `second_pass`, and from the call
-    # of `generate` to the `first_token` and to the end (`generate`); questions of one batch share them.
+    # Seconds of reading and encoding the video (`encode`, unless that was before), of a `second_pass`, and from calling
+    # `generate` to the `first_token` and to the end (`generate`); questions of one batch share them.
     timings: dict[str, float]
     keep_maps: dict[str, torch.Tensor]  # by the video's name, bool [T, H, W], the kept tokens in its grid of tokens
     # How sure it is that the videos show what was asked for: the part of the relevance, 0 to 1, that their tokens took

@@ -95,27 +95,22 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
     return questions
 
 
-class _Cells(dict[Any, Any]):
-    """A row of texts alone."""
-
-
 def _read_csv(path: Path) -> Iterator[Row]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             for number, cells in enumerate(csv.DictReader(file, strict=True), start=1):
-                yield Row(number, _Cells({name: cell for name, cell in cells.items() if cell not in (None, "")}))
+                yield Row(number, {name: cell for name, cell in cells.items() if cell not in (None, "")})
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
 
 
 def _question(content: Any, problem: str | None) -> Question:
-    if isinstance(content, _Cells):
-        if None in content:
-            raise ValueError("it has more cells than the first line has names.")
-        return Question.model_validate_strings(content)
     if not isinstance(content, Mapping):
         raise ValueError(problem if content is None else f"it is {show(content)}; expected an object.")
-    return Question.model_validate(content)
+    if None in content:
+        raise ValueError("it has more cells than the first line has names.")
+    texts_alone = all(isinstance(cell, str) for cell in content.values())  # as in CSV
+    return Question.model_validate_strings(content) if texts_alone else Question.model_validate(content)
 
 
 @dataclass(frozen=True)
