@@ -12,6 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from .evidence import Interval, evidence_intervals, keep_maps
 from .prompt_qtsplus import pad_rows
+from .selector_qtsplus import QTSplusOutput
+from .two_passes import SecondPass
 from .videos import EncodedVideo
 
 
@@ -61,13 +63,16 @@ def make_answer(
     processor: Any,
     videos: Mapping[str, EncodedVideo],
     ids: torch.Tensor,
-    kept: torch.Tensor,
-    relevance: torch.Tensor | None,
-    rho: float,
+    chosen: QTSplusOutput,
     timings: dict[str, float],
-    seen: float | None = None,
+    row: int = 0,
+    second: SecondPass | None = None,
 ) -> Answer:
-    """An answer from the ids that the model wrote, and the selection among all tokens of the videos."""
+    """An answer from the ids that the model wrote, and the selection among all tokens of the videos or a second pass."""
+    kept, rho = chosen.kept_indices[row], float(chosen.rho[row])
+    relevance = chosen.relevance[row] if chosen.relevance else None  # none if the method computed none
+    if second is not None:
+        (kept, relevance), rho = second.of_the_whole(kept, relevance), second.rho
     names, encoded = list(videos), list(videos.values())
     grids = torch.cat([video.video_grid_thw for video in encoded])
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
@@ -86,7 +91,7 @@ def make_answer(
         evidence=[placed(one, names[one.video], encoded[one.video]) for one in intervals],
         timings=timings,
         keep_maps=maps,
-        seen=seen,
+        seen=None if chosen.seen is None else float(chosen.seen[row]),
         warnings=[warning for video in encoded for warning in video.warnings],
     )
 
@@ -112,7 +117,7 @@ def prompt_inputs(
     device: Any = "cpu",
 ) -> dict[str, Any]:
     """
-    The model's inputs for questions about the same videos, a row for each, as for [`answer_questions`].
+    The model's inputs for questions about the same videos, a row for each.
 
     All videos stand in front of the first text. Of several, each has its name in front; only the question's own words
     then say which tokens are kept.

@@ -30,13 +30,7 @@ _DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
 class Index(Journal):
-    """
-    What a library holds: by the name of each video the content of its file, or also the `error` of one that could not
-    be encoded.
-
-    Raises:
-        ValueError: no library, or one that was made with other settings than these.
-    """
+    """What a library holds: by the name of each video the content of its file, and the `error` of a bad one."""
 
     def __init__(self, folder: Path, settings: dict[str, Any] | None = None):
         self.folder = folder
@@ -54,7 +48,7 @@ class Index(Journal):
 
     @property
     def videos(self) -> Path:
-        """The folder that was indexed last; the current one where an older index does not say."""
+        """The folder that was indexed last."""
         return Path(self.done.get(_VIDEOS, ""))
 
     @property
@@ -237,10 +231,6 @@ class Library:
     """
     Videos that [`index`] has encoded. Questions read their features from disk and never the videos.
 
-    Args:
-        folder: the library.
-        model, processor: as `load` gives them.
-
     Raises:
         ValueError: no library, one without a video, or one that another vision tower has made.
     """
@@ -311,10 +301,7 @@ class Library:
         return replace(answer, video=", ".join(maps), evidence=evidence, keep_maps=maps)
 
     def film(self, name: str) -> EncodedVideo:
-        """
-        A video with the path of its file, for `draw_evidence`. Where the file is gone or was changed, it is one of
-        [`IN_MEMORY`], of which no frames can be drawn.
-        """
+        """A video with the path of its file, to be drawn; that is [`IN_MEMORY`] where it is gone or was changed."""
         path, content = self.index.videos / name, self.index.entries[name]["content"]
         there = path.is_file() and _content(path) == content
         return replace(self._video(name), video=str(path) if there else IN_MEMORY)

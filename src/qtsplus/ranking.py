@@ -59,14 +59,11 @@ def question_states(model: Any, processor: Any, question: str) -> torch.Tensor:
 
 class Scores:
     """
-    The scores of any tokens for one question, in the last scoring layer: a row for each head and word, or with the
-    reduction `"sum"` one for all.
+    The scores of any tokens for one question, whose words have `states` `[L, d]`, in the last scoring layer: a row for
+    each head and word, or with the reduction `"sum"` one for all.
 
     A score is the product of a query and a key, and a key is a token's norm and a matrix, which is taken into the
     query: that leaves a fraction of the work for each token.
-
-    Args:
-        states: `[L, d]`, of the question's words.
     """
 
     def __init__(self, layer: QTSplusLayer, states: torch.Tensor, reduction: str):
@@ -99,14 +96,8 @@ class Scorer:
     of them together, whose softmax runs over all tokens.
 
     With the reduction `"sum"` one pass over the videos is enough: the softmax keeps the order of the tokens, and what
-    it divides by is known at the end. With `"max"` and `"mean"` a first pass finds it. Memory does not grow with the
-    number of videos.
-
-    Args:
-        features: begins a pass over the features of the videos, `[M, token_width]` each.
-
-    Raises:
-        ValueError: a question that is empty or too long.
+    it divides by is known at the end. With `"max"` and `"mean"` a first pass finds it. `features` begins a pass over
+    those of the videos, `[M, token_width]` each; memory does not grow with their number.
     """
 
     def __init__(self, model: Any, processor: Any, question: str, features: Callable[[], Iterable[torch.Tensor]]):
@@ -147,11 +138,8 @@ class StandingQuestion:
     How much the tokens of a stream matter for a question. Each is scored once, when it comes.
 
     A token keeps its scores. They are compared with the log-sum-exp of all scores so far, to which those of new tokens
-    are merged: a token's relevance is that among all that ever came, as if none had gone.
-
-    Raises:
-        ValueError: an empty question; a selector of several scoring layers, the later ones of which would have to look
-            at every token again.
+    are merged: a token's relevance is that among all that ever came, as if none had gone. A second scoring layer would
+    have to look at every token again, so a selector with one is refused.
     """
 
     @torch.no_grad()

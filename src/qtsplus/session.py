@@ -15,7 +15,7 @@ import torch
 from .answers import Answer, Clock, check_question, make_answer, prompt_inputs
 from .decoding_qtsplus import is_address
 from .hub.folder import read_json, whole_folder
-from .loading import load
+from .loading import load as load
 from .methods_qtsplus import Method
 from .recall import Remembered, answer_remembered
 from .selector_qtsplus import QTSplusOutput
@@ -23,8 +23,6 @@ from .storage import fingerprint, load_video, save_video
 from .stream import Stream
 from .two_passes import TwoPasses, second_pass, second_prompt
 from .videos import EncodedVideo, encode
-
-__all__ = ["Answer", "EncodedVideo", "TwoPasses", "VideoSession", "answer_questions", "ask", "encode", "load"]
 
 _SAVED = "session.json"
 
@@ -115,15 +113,8 @@ def answer_questions(
         chosen = output.qtsplus
     else:
         output, chosen = memory.generate(model, inputs, choice, options)
-    scores = chosen.relevance or [None] * len(questions)  # none if the method computed none
-    seen = [None] * len(questions) if chosen.seen is None else chosen.seen.tolist()
     written, timings = output.sequences[:, inputs["input_ids"].shape[1] :], clock.timings()
-    return [
-        make_answer(model, processor, videos, ids, kept, relevance, rho, timings, sure)
-        for ids, kept, relevance, rho, sure in zip(
-            written, chosen.kept_indices, scores, chosen.rho.tolist(), seen, strict=True
-        )
-    ]
+    return [make_answer(model, processor, videos, ids, chosen, timings, row) for row, ids in enumerate(written)]
 
 
 @dataclass
@@ -174,22 +165,12 @@ def _answer_twice(
     with torch.no_grad():
         prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
     output = model.generate_from(prompt, **options, streamer=clock)
-    chosen: Any = prompt.qtsplus
-    relevance = None if chosen.relevance is None else chosen.relevance[0]
-    kept, relevance = second.of_the_whole(chosen.kept_indices[0], relevance)
     ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-    seen = None if chosen.seen is None else float(chosen.seen[0])
-    timings |= clock.timings()
-    return make_answer(model, processor, whole, ids, kept, relevance, second.rho, timings, seen)
+    return make_answer(model, processor, whole, ids, prompt.qtsplus, timings | clock.timings(), second=second)
 
 
 class VideoSession:
-    """
-    Videos that are encoded once and asked about again and again; those of a question compete for one budget.
-
-    Args:
-        model, processor: as [`load`] gives them.
-    """
+    """Videos that are encoded once and asked about again and again; those of a question compete for one budget."""
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.model, self.processor = model, processor
@@ -205,20 +186,18 @@ class VideoSession:
 
     def add(self, video: Any, name: str | None = None, **options: Any) -> str:
         """
-        Encodes a video and adds it; or adds an open stream, of which every question sees what is then in memory.
+        Adds a video and returns its name.
 
         Args:
-            video: whatever [`encode`] takes, or what it has made of one; or a `Stream`, which may go on.
+            video: whatever [`encode`] takes, or what it has made of one; or a `Stream`, which may go on: every question
+                sees what is then in its memory.
             name: what prompts and answers call it; the file's name by default, with a number where that is taken. The
                 cameras of a stream that has several keep their own names.
             options: as for [`encode`], such as `fps`.
 
-        Returns:
-            the name.
-
         Raises:
-            ValueError: a name that is empty or taken; options for a video that was encoded before, or for a stream; a
-                stream of another model; as [`encode`].
+            ValueError: a name that is empty or taken; options for what was encoded before; a stream of another model;
+                as [`encode`].
         """
         if name is not None and (not name.strip() or name in self.names):
             raise ValueError(f"The name {name!r} is {'taken' if name.strip() else 'empty'}; name the video otherwise.")
@@ -250,13 +229,7 @@ class VideoSession:
         self._memory = _Memory()
 
     def ask(self, question: str, videos: Sequence[str] | None = None, **generation: Any) -> Answer:
-        """
-        Answers a question that knows nothing of those before.
-
-        Args:
-            videos: the names of those to ask about; all by default.
-            generation: as for [`answer_questions`].
-        """
+        """Answers a question about all or some `videos`, by name, as [`answer_questions`] does."""
         return self.ask_many([question], videos, **generation)[0]
 
     def ask_many(
@@ -276,9 +249,6 @@ class VideoSession:
         The model reads the whole conversation, with the visual tokens that this question's own words choose: a
         follow-up should name what it is about. The cache of the turns before serves where a question keeps the same
         tokens as the one before it, as with `selection="all"`; the answer is that of reading everything again.
-
-        Args:
-            generation: as for [`answer_questions`].
         """
         conversation: dict[str, Any] = {"turns": self.turns, "memory": self._memory}
         videos = self._chosen(None)
@@ -292,7 +262,6 @@ class VideoSession:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the model makes of pixels, see [`fingerprint`]."""
         return fingerprint(self.model, self.processor)
 
     def save(self, folder: str | Path) -> None:
