@@ -109,7 +109,9 @@ class Visit:
             facts = f"{name}: {frames}, {len(film.features):,} visual tokens."
         paths = dict.fromkeys(self.session.names, self.path) or self.paths
         names = self.session.names or {span["video"] for answer in answers or () for span in answer["evidence"]}
-        films = {name: _file(paths[name]) if name in paths else None for name in names}
+        # Gradio adds the address of a file in what goes to app.js.
+        kind = {"meta": {"_type": "gradio.FileData"}}
+        films = {name: {"path": paths[name], **kind} if name in paths else None for name in names}
         warnings = [warning for film in self.session.videos.values() for warning in film.warnings]
         now = {"about": self.path, "films": films, "facts": facts, "warnings": warnings}
         return {**now, "answers": answers, "error": error}
@@ -136,11 +138,6 @@ class Visit:
             }
         named = not self.session.names  # or else it is the only film
         return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps, "named": named}
-
-
-def _file(path: str) -> dict[str, Any]:
-    """A file in what goes to app.js; Gradio adds its address."""
-    return {"path": path, "meta": {"_type": "gradio.FileData"}}
 
 
 def build(
@@ -203,15 +200,11 @@ def launch(
     Serves the page until it is interrupted. Nothing is fetched from another machine, or told to one.
 
     Args:
-        model, processor: as [`load`] gives them.
         library: what a question is about while no film was dropped.
         media_root: the folder that the library was made of, whose films are played to everybody who sees the page.
         host: where to listen; this machine alone when absent, or what GRADIO_SERVER_NAME says, as on a Space.
         port: the first free one from 7860 when absent.
         say: takes the page's address.
-
-    Raises:
-        OSError: the port is taken.
     """
     safehttpx.async_validate_url = _refuse
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too

@@ -163,7 +163,6 @@ class Asker:
 
 
 def failure(error: BaseException) -> dict[str, str]:
-    """The result of a row that was not answered."""
     return {"error": " ".join(str(error).split()) or type(error).__name__}
 
 

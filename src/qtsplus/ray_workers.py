@@ -4,13 +4,10 @@ import pickle
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from .batch import Asker, Results, Task
-
-if TYPE_CHECKING:
-    import pyarrow
 
 TRIES = 3  # of a video of which workers die
 
@@ -24,9 +21,6 @@ def answer_on_ray(
     Args:
         address: "auto" for the cluster that this machine belongs to, "local" for a new one here.
         workers: one on each GPU of the cluster, or else on each machine, when absent.
-
-    Raises:
-        ValueError: no cluster answers; what `asker` raises.
     """
     if not videos:
         return
@@ -93,7 +87,7 @@ class _Worker:
 
         self.asker, self.begun = ray.get(asker), begun
 
-    def __call__(self, table: "pyarrow.Table") -> "pyarrow.Table":
+    def __call__(self, table: Any) -> Any:
         import ray
 
         ((number, tasks),) = _from_table(table)
@@ -106,11 +100,11 @@ class _Worker:
             return _to_table([ValueError(str(error))])
 
 
-def _to_table(rows: Iterable[Any]) -> "pyarrow.Table":
+def _to_table(rows: Iterable[Any]) -> Any:
     import pyarrow
 
     return pyarrow.table({"row": pyarrow.array([pickle.dumps(row) for row in rows], pyarrow.large_binary())})
 
 
-def _from_table(table: "pyarrow.Table") -> Iterator[Any]:
+def _from_table(table: Any) -> Iterator[Any]:
     return (pickle.loads(row) for row in table["row"].to_pylist())

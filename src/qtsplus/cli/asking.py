@@ -21,13 +21,9 @@ if TYPE_CHECKING:
 
 def ask(
     video: Annotated[
-        str,
-        typer.Argument(
-            help="A video file, an http(s) address of one, a folder of frames, or a library that `qtsplus index` made.",
-            show_default=False,
-        ),
+        str, typer.Argument(help="A video file, an http(s) address of one, a folder of frames, or a library.")
     ],
-    question: Annotated[str, typer.Argument(help="What to ask about it.", show_default=False)],
+    question: options.Question,
     model: options.Model = None,
     revision: options.Revision = None,
     retention: options.Retention = None,
@@ -35,17 +31,11 @@ def ask(
     selection: options.Selection = None,
     fps: options.Fps = None,
     two_passes: Annotated[
-        bool,
-        typer.Option(
-            "--two-passes",
-            help="Read the video small first, and then at full size only the regions that the question chooses: "
-            "sooner, and less sure.",
-        ),
+        bool, typer.Option("--two-passes", help="Read only what the question chooses at full size: sooner, less sure.")
     ] = False,
     max_new_tokens: options.MaxNewTokens = 128,
     evidence: Annotated[
-        Path | None,
-        typer.Option(help="A folder for pictures of what the answer rests on, and the video with the kept tokens lit."),
+        Path | None, typer.Option(help="A folder for pictures of what the answer rests on, and the video with it lit.")
     ] = None,
     pieces: Annotated[
         int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")

@@ -24,9 +24,7 @@ def batch(
     file: Annotated[
         Path,
         typer.Argument(
-            help="JSONL, CSV or Parquet with video and question; id, fps, retention and max_visual_tokens may stand "
-            "beside them.",
-            show_default=False,
+            help="JSONL, CSV or Parquet with video and question; beside them id, fps, retention, max_visual_tokens."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The JSONL file of the answers. A run that was stopped goes on.")],
@@ -35,9 +33,7 @@ def batch(
     retention: options.Retention = None,
     max_visual_tokens: options.MaxVisualTokens = None,
     selection: options.Selection = None,
-    fps: Annotated[
-        float | None, typer.Option(help="For rows without fps: frames to look at, or that a folder has, per second.")
-    ] = None,
+    fps: options.Fps = None,
     max_new_tokens: options.MaxNewTokens = 128,
     media_root: options.MediaRoot = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask the rows with an error again.")] = False,

@@ -18,11 +18,7 @@ _HELP = "Commands: /evidence [FOLDER], /budget FRACTION, COUNT or auto, /add VID
 
 def chat(
     videos: Annotated[
-        list[str],
-        typer.Argument(
-            help="Video files, http(s) addresses of some, folders of frames; or a library of `qtsplus index`.",
-            show_default=False,
-        ),
+        list[str], typer.Argument(help="Video files, http(s) addresses of some, folders of frames; or a library.")
     ],
     model: options.Model = None,
     revision: options.Revision = None,

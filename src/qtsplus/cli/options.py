@@ -16,6 +16,7 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+Question = Annotated[str, typer.Argument(help="What to ask or look for.")]
 Model = Annotated[
     str | None, typer.Option(help="A folder or a Hub id. Without it, the tiny model that is bundled answers.")
 ]
@@ -34,10 +35,7 @@ MaxVisualTokens = Annotated[
     int | None, typer.Option(min=1, help="Keep at most this many visual tokens, also where --retention is more.")
 ]
 Fps = Annotated[
-    float | None,
-    typer.Option(
-        help="For a file: how many frames to look at per second. For a folder: how many frames it has per second."
-    ),
+    float | None, typer.Option(help="How many frames to look at per second; of a folder, how many it has per second.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")]
 WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]

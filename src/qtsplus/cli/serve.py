@@ -25,10 +25,8 @@ class Engine(str, Enum):
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A folder or a Hub id.", show_default=False)],
-    more: Annotated[
-        list[str] | None, typer.Argument(help="Behind --, more options for vLLM's server.", show_default=False)
-    ] = None,
+    model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
+    more: Annotated[list[str] | None, typer.Argument(help="Behind --, more options for vLLM's server.")] = None,
     engine: Annotated[
         Engine, typer.Option(help="vllm, to serve it; transformers, to try it: one request after another.")
     ] = Engine.vllm,

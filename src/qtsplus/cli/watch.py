@@ -10,7 +10,7 @@ import typer
 from .asking import place
 from .console import check_text, console, fail, note, one_line_errors
 from .models import check_model_options, load_model
-from .options import AsJson, Device, MaxNewTokens, Model, Revision
+from .options import AsJson, Device, MaxNewTokens, Model, Question, Revision
 
 if TYPE_CHECKING:
     from ..session import Answer
@@ -21,11 +21,10 @@ def watch(
         list[str],
         typer.Argument(
             help="What to watch: a file that may still grow, - for standard input, an address (http, rtsp, ...) or a "
-            "device such as /dev/video0. NAME=SOURCE gives it a name.",
-            show_default=False,
+            "device such as /dev/video0. NAME=SOURCE gives it a name."
         ),
     ],
-    question: Annotated[str, typer.Argument(help="What to ask again and again.", show_default=False)],
+    question: Question,
     model: Model = None,
     revision: Revision = None,
     every: Annotated[float, typer.Option(help="Seconds of video from answer to answer.")] = 10.0,
@@ -48,7 +47,7 @@ def watch(
 
         loaded, processor = load_model(model, revision, device)
         options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "fps": fps, "timeout": timeout}
-        options.update(every=every, max_new_tokens=max_new_tokens)
+        options |= {"every": every, "max_new_tokens": max_new_tokens}
         try:
             for answer in watching.watch(loaded, processor, named, question, **options):
                 print(json.dumps(answer.as_dict()), flush=True) if as_json else _print_answer(answer)
