@@ -240,6 +240,7 @@ class Library:
         self.index, self.made_by = Index(self.folder), fingerprint(model, processor)
         self.index.require(self.made_by)
         self.files = self.index.files
+        self.names = list(self.files)  # the videos' paths in the folder that was indexed
         if not self.files:
             raise ValueError(f"The library {folder} holds no video yet: run `qtsplus index` to its end.")
 
@@ -250,11 +251,6 @@ class Library:
 
         name, revision = Index(Path(folder)).model
         return cls(folder, *load(name or cached_tiny(), device, revision=revision))
-
-    @property
-    def names(self) -> list[str]:
-        """The videos, by their paths in the folder that was indexed."""
-        return list(self.files)
 
     def find(self, question: str, top: int = 10) -> list[Interval]:
         """

@@ -127,10 +127,7 @@ class _Memory:
     def generate(
         self, model: Any, inputs: dict[str, Any], choice: dict[str, Any], options: dict[str, Any]
     ) -> tuple[Any, QTSplusOutput]:
-        """
-        As `model.generate`, with the selection: from the cache if the question keeps the tokens that the cache was
-        made of, since it then is what reading all of it again would give.
-        """
+        """As `model.generate`, with the selection: from the cache if the question keeps the tokens that made it."""
         with torch.no_grad():
             prompt = model.model.compress(**inputs, **choice, sample_gate=False, pad_left=True)
         (kept,), chosen = prompt.qtsplus.kept_indices, prompt.qtsplus

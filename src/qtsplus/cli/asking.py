@@ -61,11 +61,10 @@ def ask(
         if evidence is not None:
             check_own(evidence)
         started = time.perf_counter()
-        talk = open_talk(video, (model, revision, device, dtype.value), fps, two_passes)
+        talk = Talk(video, (model, revision, device, dtype.value), fps, two_passes)
         timings = {"load": time.perf_counter() - started}
         if not talk.is_library:
-            name = talk.add(video, shown_name(video))
-            timings["encode"] = talk.session.videos[name].seconds
+            timings["encode"] = talk.add(video, shown_name(video)).seconds
         answer = talk.ask(question, **choice, **({"pieces": pieces} if pieces else {}))
         answer.timings.update(timings)
         print_answer(answer, talk.is_library, as_json)
@@ -74,36 +73,37 @@ def ask(
 
 
 class Talk:
-    """
-    Videos that are asked about, in a session, and the answer that came last.
+    """Videos that are asked about in a session, or a library; and the answer that came last."""
 
-    Args:
-        session: a `VideoSession`.
-        reading: as for `VideoSession.add`.
-    """
+    def __init__(self, video: str, loading: tuple, fps: float | None = None, two_passes: bool = False) -> None:
+        from .. import session
 
-    is_library = False
-
-    def __init__(self, session: Any, **reading: Any) -> None:
-        self.session, self.reading = session, reading
+        self.is_library = is_library(video)
+        if self.is_library:
+            self.about: Any = open_library(Path(video), *loading)
+        else:
+            self.about = session.VideoSession(*load_model(*loading))
+        self.reading = {"fps": fps, "two_passes": session.TwoPasses() if two_passes else None}
         self.places: dict[str, str] = {}  # of the videos, as they were named here
         self.last: Answer | None = None
 
-    def add(self, video: str, name: str | None = None) -> str:
+    def add(self, video: str, name: str | None = None) -> "EncodedVideo":
         """Encodes one more video."""
-        name = self.session.add(video, name, progress=True, **self.reading)
+        if self.is_library:
+            raise ValueError("/add is about a conversation on videos; `qtsplus index` adds to a library")
+        name = self.about.add(video, name, progress=True, **self.reading)
         self.places[name] = video
-        for warning in self.session.videos[name].warnings:
+        encoded = self.about.videos[name]
+        for warning in encoded.warnings:
             note(warning)
-        return name
+        return encoded
 
     def ask(self, question: str, **choice: Any) -> "Answer":
+        """A question to a library stands alone."""
+        ask = self.about.ask if self.is_library else self.about.chat
         with notes.status("Asking"):
-            self.last = self._ask(question, **choice)
+            self.last = ask(question, **choice)
         return self.last
-
-    def _ask(self, question: str, **choice: Any) -> "Answer":
-        return self.session.chat(question, **choice)
 
     def draw(self, folder: Path) -> None:
         """Draws what the last answer rests on."""
@@ -115,38 +115,14 @@ class Talk:
         note(f"Wrote {folder}")
 
     def _film(self, name: str) -> "EncodedVideo":
-        """By the address that was asked for: what it is called may leave out a password."""
-        return replace(self.session.videos[name], video=self.places[name])
-
-
-class Search(Talk):
-    """The same about a library."""
-
-    is_library = True
-
-    def add(self, video: str, name: str | None = None) -> str:
-        raise ValueError("/add is about a conversation on videos; `qtsplus index` adds to a library")
-
-    def _ask(self, question: str, **choice: Any) -> "Answer":
-        return self.session.ask(question, **choice)
-
-    def _film(self, name: str) -> "EncodedVideo":
         from ..videos import IN_MEMORY
 
-        film = self.session.film(name)
+        if not self.is_library:  # by the address that was asked for: what it is called may leave out a password
+            return replace(self.about.videos[name], video=self.places[name])
+        film = self.about.film(name)
         if film.video == IN_MEMORY:
             note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
         return film
-
-
-def open_talk(video: str, loading: tuple, fps: float | None = None, two_passes: bool = False) -> Talk:
-    """About the library, or else about videos that are yet to be added."""
-    if is_library(video):
-        return Search(open_library(Path(video), *loading))
-    from .. import session
-
-    passes = session.TwoPasses() if two_passes else None
-    return Talk(session.VideoSession(*load_model(*loading)), fps=fps, two_passes=passes)
 
 
 def is_library(path: str) -> bool:

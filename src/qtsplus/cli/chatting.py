@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .asking import Talk, check_videos, open_talk, print_answer
+from .asking import Talk, check_videos, print_answer
 from .console import console, describe, note, one_line_errors, require_fraction
 from .models import check_model_options, check_selection
 
@@ -49,7 +49,7 @@ def chat(
     try:
         with one_line_errors():
             check_selection(selection)
-            talk = open_talk(videos[0], (model, revision, device, dtype.value), fps)
+            talk = Talk(videos[0], (model, revision, device, dtype.value), fps)
             for video in () if talk.is_library else videos:
                 _add(talk, video)
         note(_HELP)
@@ -93,8 +93,8 @@ def _answer(talk: Talk, text: str, choice: dict[str, Any], as_json: bool) -> Non
 
 
 def _add(talk: Talk, video: str) -> None:
-    name = talk.add(video)
-    note(f"{name}: {len(talk.session.videos[name].features)} visual tokens")
+    encoded = talk.add(video)
+    note(f"{encoded.video}: {len(encoded.features)} visual tokens")
 
 
 def _budget(text: str) -> dict[str, Any]:
