@@ -123,21 +123,15 @@ class Stream:
         """Tokens in memory."""
         return sum(len(camera.tokens) for camera in self.cameras.values())
 
-    # --- Frames ---
-
     def append(self, frames: Sequence[np.ndarray], times: Sequence[float] | None = None, name: str = "video") -> None:
         """
         Encodes frames and remembers what the policy says. A frame that is no whole step waits for the next one.
 
         Args:
-            frames: `[H, W, 3]` uint8 each, of one size.
+            frames: `[H, W, 3]` uint8 each, all of a camera of one size.
             times: when each was taken, in seconds from the beginning of the stream, ascending; at `fps` behind those
                 before if absent. Of several cameras, on one clock.
             name: of the camera; that of a new one adds it.
-
-        Raises:
-            ValueError: frames of another size than the camera's earlier ones, or without three colours; times that are
-                not one for each frame, or go back.
         """
         if not len(frames):
             return
@@ -229,23 +223,13 @@ class Stream:
         visual = [one.features[:, : self._width] for one in tokens]
         return Candidates(visual, visual[0][:0], positions, [(1, 1, len(one)) for one in tokens], score)
 
-    # --- Questions ---
-
     @torch.no_grad()
     def ask(self, question: str, *, max_new_tokens: int = 128, **choice: Any) -> Answer:
         """
-        Answers a question about what is in memory.
+        Answers a question about what is in memory; `choice` is `retention`, `max_visual_tokens` and `selection`.
 
-        Args:
-            max_new_tokens: longest answer.
-            choice: `retention`, `max_visual_tokens` and `selection`, of the tokens in memory.
-
-        Returns:
-            an answer with the seconds of the stream and the names of the cameras. Its keep maps have a row for each
-            step of which something is in memory, and one that is empty where others are missing.
-
-        Raises:
-            ValueError: nothing is in memory; a question that is empty or longer than the model's positions.
+        The evidence has the seconds of the stream and the names of the cameras. The keep maps have a row for each step
+        of which something is in memory, and one that is empty where others are missing.
         """
         check_question(self.model, self.processor, question)
         options = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True}

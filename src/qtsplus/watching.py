@@ -158,8 +158,7 @@ def watch(
         choice: as for [`Stream.ask`].
 
     Yields:
-        answers as [`Stream.ask`] gives them; their `warnings` count the frames that a camera lost because they came
-        faster than they were encoded.
+        answers of [`Stream.ask`]; their `warnings` count the frames that came faster than they were encoded.
 
     Raises:
         TimeoutError: a pipe, an address or a camera sent nothing for too long.

@@ -41,12 +41,7 @@ class Connection:
 
 
 def ask_budget(call_engine: Callable[..., Any], item: Any) -> int:
-    """
-    How many tokens the model would keep of a request.
-
-    Args:
-        item: as of [`processing.merged_item`], with the settings `hashes` and, for a cap, `max_visual_tokens`.
-    """
+    """How many tokens the model would keep of a request, whose item [`processing.merged_item`] has made."""
 
     def ask(fields: dict[str, Any]) -> Any:
         return call_engine("qtsplus_budget", (save(fields),))[0]

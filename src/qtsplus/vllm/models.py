@@ -59,14 +59,12 @@ class QTSplusForVLLM:
         self.encoded.clear()  # of other weights, where these replace them
         return super().load_weights(weights)  # type: ignore[misc]
 
-    # --- Choosing ---
-
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Per video item `[length, token_width + positions]`; images as they are."""
         if "settings" not in kwargs:
             return super().embed_multimodal(**kwargs)  # type: ignore[misc]
-        names = list(kwargs)
-        return [self._embed(dict(zip(names, item, strict=True))) for item in zip(*kwargs.values(), strict=True)]
+        items = zip(*kwargs.values(), strict=True)
+        return [self._embed(dict(zip(kwargs, item, strict=True))) for item in items]
 
     def _embed(self, item: dict[str, Any]) -> torch.Tensor:
         settings = settings_of(item)
@@ -146,8 +144,6 @@ class QTSplusForVLLM:
         # Which frames will have kept tokens is not known where vLLM counts: the times of all of them stay.
         return replace(layout, rows=[replace(row, separators=row.separators[:, :0])])
 
-    # --- Positions ---
-
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Any) -> tuple[torch.Tensor, int]:
         """`[3, S]` of the shortened prompt, right outside of its video item, and what decoding adds to the count."""
         if self.config.qtsplus_config.position_ids == "sequential":
@@ -188,17 +184,11 @@ class QTSplusForVLLM:
 
 
 def settings_of(item: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a request; see `processing.merged_item`."""
     return json.loads(bytes(item["settings"].tolist()))
 
 
 def check_engine(vllm_config: Any, config: Any) -> None:
-    """
-    Refuses what would be wrong in silence.
-
-    Raises:
-        ValueError: images that compete; graphs or stages that would not see the kept tokens or their positions.
-    """
+    """Raises `ValueError` for what would be wrong in silence."""
     graphs = vllm_config.compilation_config
     if config.select_images:
         raise ValueError("select_images=True: expected False in vLLM, where images pass through whole.")
@@ -214,9 +204,8 @@ def with_selector(stock: Any) -> WeightsMapper:
     """The names of the weights of a vLLM model, with those of the selector."""
     mapper = stock.hf_to_vllm_mapper
     prefixes = {"model.qtsplus.": "qtsplus.", **mapper.orig_to_new_prefix}
-    return WeightsMapper(orig_to_new_suffix={".rho_history": None}) | WeightsMapper(
-        **{**vars(mapper), "orig_to_new_prefix": prefixes}
-    )
+    named = WeightsMapper(**{**vars(mapper), "orig_to_new_prefix": prefixes})
+    return WeightsMapper(orig_to_new_suffix={".rho_history": None}) | named
 
 
 class Qwen2_5_VLProcessor(QTSplusMultiModalProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
@@ -238,9 +227,7 @@ class Qwen3VLProcessor(QTSplusMultiModalProcessor, qwen3_vl.Qwen3VLMultiModalPro
 
 
 @MULTIMODAL_REGISTRY.register_processor(
-    Qwen2_5_VLProcessor,
-    info=qwen2_5_vl.Qwen2_5_VLProcessingInfo,
-    dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder,
+    Qwen2_5_VLProcessor, info=qwen2_5_vl.Qwen2_5_VLProcessingInfo, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder
 )
 class Qwen2_5_VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
     """Qwen2.5-VL."""
