@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers.video_utils import VideoMetadata
-from vllm.multimodal import inputs as vllm_inputs
+from vllm.multimodal import inputs as mm
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 
 from ..methods_qtsplus import METHODS, check_budget
@@ -109,7 +109,7 @@ class QTSplusMultiModalProcessor:
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)  # type: ignore[misc]
-        return {**fields, "second_per_grid_ts": vllm_inputs.MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
+        return {**fields, "second_per_grid_ts": mm.MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """As vLLM's, with the request's videos shortened to what may stay of them; `ValueError` for bad requests."""
@@ -165,18 +165,16 @@ class QTSplusMultiModalProcessor:
         return {
             **processed,
             "prompt_token_ids": ids[:start] + [config.video_token_id] * kept + between + ids[stop:],
-            "mm_kwargs": vllm_inputs.MultiModalKwargsItems({**items, "video": [item]}),
+            "mm_kwargs": mm.MultiModalKwargsItems({**items, "video": [item]}),
             "mm_hashes": {**hashes, "video": [hashlib.sha256(key).hexdigest()]},
             "mm_placeholders": {
                 **({"image": moved} if images else {}),
-                "video": [vllm_inputs.PlaceholderRange(offset=start, length=length)],
+                "video": [mm.PlaceholderRange(offset=start, length=length)],
             },
         }
 
 
-def merged_item(
-    items: Any, ids: list[int], mask: torch.Tensor, settings: dict[str, Any]
-) -> vllm_inputs.MultiModalKwargsItem:
+def merged_item(items: Any, ids: list[int], mask: torch.Tensor, settings: dict[str, Any]) -> mm.MultiModalKwargsItem:
     """
     All videos of a request as one item, with what the engine needs to choose among their tokens: the prompt with every
     placeholder `[S]`, its question `[S]`, and settings as JSON.
@@ -193,7 +191,7 @@ def merged_item(
         "query_mask": mask,
         "settings": torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8),
     }
-    field = vllm_inputs.MultiModalBatchedField(keep_on_cpu=True)
-    return vllm_inputs.MultiModalKwargsItem(
-        {name: vllm_inputs.MultiModalFieldElem(data=data, field=field) for name, data in fields.items()}
+    field = mm.MultiModalBatchedField(keep_on_cpu=True)
+    return mm.MultiModalKwargsItem(
+        {name: mm.MultiModalFieldElem(data=data, field=field) for name, data in fields.items()}
     )
