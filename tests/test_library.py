@@ -122,11 +122,6 @@ def test_find_names_as_many_moments_as_were_asked_for(library):
     assert {moment.name for moment in library.find(QUESTION, top=100)} == set(WORLDS)
 
 
-def test_an_answer_needs_a_piece(library):
-    with pytest.raises(ValueError, match="pieces=0: expected at least 1"):
-        library.ask(QUESTION, pieces=0)
-
-
 @pytest.mark.parametrize("question", ["", "  "])
 def test_an_empty_question_is_refused(library, question):
     with pytest.raises(ValueError, match="question is empty"):

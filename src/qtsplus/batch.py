@@ -46,11 +46,11 @@ class Question(BaseModel):
 
 @dataclass(frozen=True)
 class Task:
-    """A row that can be asked."""
+    """A row that can be asked, by its number from 1, and the place of its video."""
 
-    number: int  # of the row, from 1
+    number: int
     question: Question
-    place: str  # where the video lies
+    place: str
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,7 @@ class Questions:
 
 
 def read_questions(path: Path, media_root: Path | None = None) -> Questions:
-    """
-    Reads JSONL, JSON, CSV or Parquet; relative videos lie beside the file, or under the media root.
-
-    Raises:
-        ValueError: no such file, one that cannot be read, or one of which no row can be asked.
-    """
+    """Reads JSONL, JSON, CSV or Parquet; relative videos lie beside the file, or under the media root."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; expected a file of questions, such as JSONL, CSV or Parquet.")
     root = media_folder(path, media_root)
@@ -90,8 +85,8 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
         except ValueError as error:
             questions.problems[row.number] = explain(error) if isinstance(error, ValidationError) else str(error)
     if not questions.tasks:
-        first = next((f" Row {number}: {problem}" for number, problem in questions.problems.items()), "")
-        raise ValueError(f"{path} holds no row with a video and a question.{first}")
+        first = next(iter(questions.problems.values()), "")
+        raise ValueError(f"{path} holds no row with a video and a question. {first}")
     return questions
 
 
@@ -234,9 +229,8 @@ def run(
     retry_failed: bool = False,
 ) -> Counter[str] | None:
     """
-    Asks what is not answered yet, and writes all rows in the order of the file once nothing is left.
-
-    What is finished stands in the journal in the folder `<out>.run`, to which several processes may add.
+    Asks what is not answered yet, and writes all rows in the order of the file once nothing is left. What is finished
+    stands in the journal in the folder `<out>.run`, to which several processes may add.
 
     Args:
         share: the index of this process among so many, which take the videos in turn.
@@ -244,9 +238,6 @@ def run(
 
     Returns:
         how many rows have an `answer` and an `error`; `None` where other processes have not finished.
-
-    Raises:
-        ValueError: a file that no run has written, or a run that was begun with other questions or settings.
     """
     folder = Path(f"{out}.run")
     check_output(out, overwrite=folder.is_dir())

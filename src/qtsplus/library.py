@@ -19,13 +19,12 @@ from .output import check_folder, first_line, require_space, size
 from .ranking import Piece, Ranking, Scorer
 from .results import Journal
 from .session import Answer, answer_questions
-from .storage import fingerprint, load_video, save_video
+from .storage import SAMPLING, fingerprint, load_video, save_video
 from .videos import IN_MEMORY, EncodedVideo, encode
 
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)  # of one video, and the others are indexed
 _INDEX = "library.jsonl"
 _MODEL, _VIDEOS = 0, 1  # the keys of the model's name and of the videos' folder; the others are names of videos
-_SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")
 _DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
@@ -90,9 +89,7 @@ def index(
 ) -> Index:
     """
     Encodes the videos of a folder, and of those in it, that the library does not hold yet; each is on disk when the
-    next begins. What is not in the folder any more leaves the library.
-
-    The content of a file decides: one that was moved is known again, one that was changed is encoded anew.
+    next begins. The content of a file decides: one that was moved is known again. What is gone leaves the library.
 
     Args:
         videos: the folder; a video is called by its path in it.
@@ -120,7 +117,7 @@ def index(
     if others and _INDEX not in others:
         raise ValueError(f"{folder} holds other files, such as {min(others)}: choose another folder for the library.")
     made_by, sampling = fingerprint(model, processor), {"fps": fps, "max_frames": max_frames}
-    settings = {name: getattr(processor.video_processor, name, None) for name in _SAMPLING}
+    settings = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
     settings |= {name: value for name, value in sampling.items() if value is not None}
     with FileLock(folder / ".lock", timeout=0):
         if others:
@@ -228,12 +225,7 @@ def _clock(seconds: float) -> str:
 
 
 class Library:
-    """
-    Videos that [`index`] has encoded. Questions read their features from disk and never the videos.
-
-    Raises:
-        ValueError: no library, one without a video, or one that another vision tower has made.
-    """
+    """Videos that [`index`] has encoded. Questions read their features from disk and never the videos."""
 
     def __init__(self, folder: str | Path, model: Any, processor: Any):
         self.folder, self.model, self.processor = Path(folder), model, processor
@@ -254,11 +246,8 @@ class Library:
 
     def find(self, question: str, top: int = 10) -> list[Interval]:
         """
-        The `top` moments that matter most for a question, best first; without the language model.
-
-        Returns:
-            intervals on a player's clock, each with its video's name; `weight` is the relevance of its best token among
-            all tokens of the library.
+        The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
+        Their `weight` is the relevance of the best token among all tokens of the library.
         """
         scorer, ranking = self._rank(question)
         moments = [moment for piece in ranking.pieces[:top] for moment in self._moments(scorer, piece, ranking.total)]
@@ -271,13 +260,8 @@ class Library:
         Args:
             pieces: from how many, where long videos count by their pieces. The bundled model has learned from prompts
                 of one video, and from more it answers worse.
-            generation: as for `answer_questions`, such as `max_visual_tokens`.
-
-        Returns:
-            an answer whose evidence and keep maps are those of whole files; nothing is kept of what was not read.
+            generation: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
-        if pieces < 1:
-            raise ValueError(f"pieces={pieces}: expected at least 1.")
         _, ranking = self._rank(question)
         return self.ask_pieces(question, ranking.pieces[:pieces], **generation)
 

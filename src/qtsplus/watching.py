@@ -167,8 +167,6 @@ def watch(
     require_positive("every", every)
     if not 0 < timeout <= 1e6:
         raise ValueError(f"timeout={timeout!r}: expected seconds above 0, at most a million.")
-    if not sources:
-        raise ValueError("There is no stream to watch; name one.")
     standing = question if policy == "question" else None
     options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "question": standing, "fps": fps}
     stream, began = Stream(model, processor, **options), time.monotonic()
