@@ -22,7 +22,9 @@ from qtsplus.demo import cached_tiny
 from qtsplus.evaluation.intervals import share_interval
 from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.loading import load
+from qtsplus.methods_qtsplus import Candidates, changes, most_relevant
 from qtsplus.output import check_output, markdown_table
+from qtsplus.ranking import StandingQuestion
 from qtsplus.results import environment, steps, write_json
 from qtsplus.stream import Stream
 
@@ -43,11 +45,43 @@ FRAME = (GRID * CELL, GRID * CELL, 3)
 _SCENES, _ROOM = 700_000, 800_000
 
 
+class Chance(StandingQuestion):
+    """Uniform thinning, in the place of a standing question: each token is rated once, by chance."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def add(self, features: torch.Tensor) -> torch.Tensor:
+        """`[k, 1]`, the ratings of new tokens `[k, d]`."""
+        return torch.rand(len(features), 1, generator=self.generator)
+
+    def log_relevance(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores[:, 0]
+
+
+class Change(Chance):
+    """Redundancy: a token is rated by how much it differs from the same place one step earlier."""
+
+    def __init__(self) -> None:
+        self.before = torch.empty(0)
+
+    def add(self, features: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([self.before, features]) if len(self.before) else features
+        grid, nowhere = (len(joined) // CELLS, 1, CELLS), torch.empty(3, 0)
+        change = changes(Candidates([joined], joined[:0], nowhere, [grid], lambda states: states))
+        new = change[len(self.before) :, None]
+        self.before = features[-CELLS:].clone()
+        return new
+
+
+RATINGS = {"uniform": Chance, "redundancy": Change}
+
+
 class Rival(NamedTuple):
     """A row of the table; `tokens` in place of the memory's, `another` question stands than the one that is asked."""
 
     name: str
-    policy: str
+    policy: str  # one of the stream's, or of the `RATINGS`
     tokens: int | None = None
     another: bool = False
     lags: tuple[int, ...] = LAGS
@@ -170,7 +204,10 @@ def ask_film(model: Any, processor: Any, shown: Film, rival: Rival, tokens: int)
         other = (group[0] + rival.another) % len(numbers)
         question = shown.asked[other].question if rival.policy == "question" else None
         memory = rival.tokens or tokens
-        stream = Stream(model, processor, memory_tokens=memory, policy=rival.policy, question=question)
+        policy = most_relevant if rival.policy in RATINGS else rival.policy
+        stream = Stream(model, processor, memory_tokens=memory, policy=policy, question=question)
+        if rival.policy in RATINGS:
+            stream.question = RATINGS[rival.policy]()
         gone = {number: shown.begins[number] + shown.asked[number].gone for number in group}
         asks = [(gone[number] + 60 * lag, number, lag) for number in group for lag in rival.lags]
         for step in replay(stream, shown.features, [step for step, _, _ in asks]):

@@ -106,9 +106,8 @@ def batch_lines() -> list[list[str]]:
         *each_value(batch, "--device", NO_DEVICES),
         *each_value(batch, "--engine", ("", "best", "Ray", "local")),
         *each_value(batch, "--media-root", ("", " ")),
-        *([*batch, *more] for more in (["--workers", "2"], ["--cpus", "0.5"], ["--ray", "auto"], ["extra"])),
+        *([*batch, *more] for more in (["--workers", "2"], ["--ray", "auto"], ["extra"])),
         *each_value(ray, "--workers", NO_COUNTS),
-        *each_value(ray, "--cpus", NO_RATES),
         *each_value(ray, "--ray", ("", " ", "127.0.0.1:9")),
         [*batch, "--revision", "main"],
         ["batch", "{records}"],
@@ -131,10 +130,8 @@ def serve_lines() -> list[list[str]]:
         *each_value(serve, "--allow-media-domain", domains),
         *each_value(serve, "--retention", NO_FRACTIONS),
         *each_value(serve, "--max-visual-tokens", NO_COUNTS),
-        *each_value(serve, "--device", NO_DEVICES),
         *each_value(serve, "--engine", ("", "best", "sglang")),
         *([*serve, *more] for more in (["--", "--enforce-eager"], ["--enforce-eager"], ["--revision", "main"])),
-        ["serve", "{model}", "--device", "cpu"],
         ["serve"],
     ]
 

@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 from benchmarks.world.clip import render_clip
 from qtsplus import session
-from qtsplus.batch import Asker, answer_on_ray, read_questions, run
+from qtsplus.batch import Asker, read_questions, run
 from qtsplus.cli import app
+from qtsplus.ray_workers import answer_on_ray
 
 FIELDS = {"id", "video", "question", "answer", "kept_tokens", "visual_tokens", "evidence", "warnings"}
 COLOURS = ("red", "blue", "green")
@@ -283,7 +284,7 @@ def test_ray_answers_what_is_answered_here_though_a_worker_is_killed(
         (tmp_path / f"{index}.mp4").symlink_to(videos / f"clip{index % 3}.mp4")
         rows += [{"video": str(tmp_path / f"{index}.mp4"), "question": "What?"}]
     file, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "ray.jsonl"
-    spread = ("--media-root", videos, "--engine", "ray", "--workers", "2", "--cpus", "0.5")
+    spread = ("--media-root", videos, "--engine", "ray", "--workers", "2")
     process = start(file, out, tiny_published, *spread)
     while len(entries(out)) < 5:
         assert process.poll() is None, process.stderr.read()
@@ -311,7 +312,7 @@ def test_a_video_that_kills_its_worker_is_a_row_with_its_error(videos, rows, tmp
     deadly = [{"video": "deadly.mp4", "question": question} for question in ("What?", "Who?")]
     questions = read_questions(write(tmp_path / "rows.jsonl", [*deadly, *rows]), videos)
     asker = Mortal(str(tiny_published), max_new_tokens=3)
-    on_ray = partial(answer_on_ray, workers=2, cpus=0.5)
+    on_ray = partial(answer_on_ray, workers=2)
     assert run(questions, tmp_path / "out", asker, on_ray) == {"error": 2, "answer": len(rows)}
     assert [row["error"] for row in read(tmp_path / "out")[:2]] == ["The process that worked on it died 3 times."] * 2
     assert len(entries(tmp_path / "out")) == len(rows) + 2

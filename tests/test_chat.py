@@ -43,7 +43,7 @@ BAD_LINES = {
     "/budget": "expected a fraction such as 0.1",
     "/budget 1.5": "expected a fraction such as 0.1",
     "/budget 0": "expected a fraction such as 0.1",
-    "/add": "/add needs a video",
+    "/add": "There is no video at ''",
     "/add /nowhere.mp4": "There is no video at '/nowhere.mp4'",
     "/evidence": "ask something first",
     "/nope": "there is no command /nope",

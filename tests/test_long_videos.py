@@ -149,7 +149,7 @@ def test_one_video_and_many_questions(loaded, tiny_mp4, monkeypatch):
     assert (again.answer, again.evidence, again.video) == (anew.answer, anew.evidence, anew.video)
     assert set(again.timings) == {"first_token", "generate"}
     assert session.ask(model, processor, video, "Which colour?", max_new_tokens=8).visual_tokens == len(video.features)
-    with pytest.raises(ValueError, match="fps=1 for a video that was encoded before"):
+    with pytest.raises(ValueError, match="fps=1 .*for a video that was encoded before"):
         session.ask(model, processor, video, QUESTION, fps=1)
 
 

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from benchmarks.world.crowd import make_crowd, render_crowd
 from qtsplus import session
 from qtsplus.methods_qtsplus import METHODS
-from qtsplus.policies import POLICIES, StandingQuestion
-from qtsplus.ranking import Scorer
+from qtsplus.ranking import Scorer, StandingQuestion
 from qtsplus.recall import within
 from qtsplus.session import VideoSession
-from qtsplus.stream import Stream
+from qtsplus.stream import POLICIES, Stream
 
 WORLD = make_crowd(3, 8)
 FRAMES = render_crowd(WORLD)  # 16, of 36 tokens for two
@@ -102,7 +101,7 @@ def test_the_memory_has_a_bound(loaded, policy, whole):
         assert set(range(int(interval.start), int(interval.end))) <= set(tokens.steps.tolist())
 
 
-@pytest.mark.parametrize("policy", ["question", "redundancy", "oldest_first"])
+@pytest.mark.parametrize("policy", ["question", "oldest_first"])
 def test_what_stays_is_what_the_policy_would_keep_of_the_whole(loaded, policy):
     """However it came."""
     steps = []
@@ -112,11 +111,8 @@ def test_what_stays_is_what_the_policy_would_keep_of_the_whole(loaded, policy):
             one.append(FRAMES[first : first + size])
         steps.append(tokens_of(one).steps * 36 + tokens_of(one).cells)
     assert torch.equal(steps[0], steps[1]) and torch.equal(steps[0], steps[2])
-    expected = {"oldest_first": torch.arange(188, 288)}
-    if policy == "question":
-        expected["question"] = kept_of(loaded, 100)
-    if policy in expected:
-        assert torch.equal(steps[0], expected[policy])
+    expected = kept_of(loaded, 100) if policy == "question" else torch.arange(188, 288)
+    assert torch.equal(steps[0], expected)
 
 
 def kept_of(loaded, n):
@@ -126,14 +122,6 @@ def kept_of(loaded, n):
     call = {"video_features": [whole.features], "second_per_grid_ts": [1.0]}
     with torch.no_grad():
         return model.model.compress(**inputs, **call, retention=1.0, max_visual_tokens=n).qtsplus.kept_indices[0]
-
-
-def test_uniform_thinning_takes_from_all_of_the_past(loaded):
-    one = stream(loaded, "uniform", 80)
-    for _ in range(10):
-        one.append(FRAMES)
-    early = int((tokens_of(one).steps < 40).sum())
-    assert 24 <= early <= 56, "about half of the 80 are of the first half"
 
 
 @pytest.mark.parametrize("null_token", [False, True])
@@ -251,7 +239,6 @@ def test_a_camera_that_was_forgotten_is_not_in_the_prompt(loaded):
         ({"memory_tokens": 1.5}, "memory_tokens=1.5"),
         ({"fps": 0}, "from 0.001 to 1000"),
         ({"fps": float("nan")}, "from 0.001 to 1000"),
-        ({"frame_tolerance": -1}, "tolerance=-1"),
     ],
     ids=str,
 )

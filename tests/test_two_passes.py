@@ -168,7 +168,7 @@ def test_what_it_refuses(loaded, clip, monkeypatch):
         with pytest.raises(ValueError, match="expected a whole number of tokens, at least 1"):
             TwoPasses(tile=side)
     video = session.encode(*loaded, clip, fps=2)
-    with pytest.raises(ValueError, match=r"Got two_passes=TwoPasses\(.*for a video that was encoded before"):
+    with pytest.raises(ValueError, match=r"two_passes=TwoPasses\(.*for a video that was encoded before"):
         session.ask(*loaded, video, QUESTION, two_passes=TwoPasses())
     monkeypatch.setattr(type(loaded[0].model), "tile_side", None)
     with pytest.raises(ValueError, match="tile=2: the vision tower of this model .* has to see whole frames"):

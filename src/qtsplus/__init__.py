@@ -1,8 +1,7 @@
 """QTSplus: query-aware visual-token selection for video language models, as Transformers models.
 
-The model's own files stand at the root of the repository, because that is what a Hub repository looks like. A wheel
-carries them inside this package; an editable install finds them at the root. Either way there is one copy, named
-`qtsplus.modeling_qtsplus` and so on.
+The model's own files stand at the root of the repository, as a Hub repository has them. A wheel carries them inside
+this package; an editable install finds them at the root, as `qtsplus.modeling_qtsplus` and so on.
 """
 
 import sys
@@ -55,10 +54,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_EXPORTS])
 
 
 __all__ = [*_EXPORTS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -12,45 +12,31 @@ from transformers.generation.streamers import BaseStreamer
 
 from .evidence import Interval, evidence_intervals, keep_maps
 from .prompt_qtsplus import pad_rows
+from .selector_qtsplus import QTSplusOutput
+from .two_passes import SecondPass
 from .videos import EncodedVideo
 
 
 @dataclass(frozen=True)
 class Answer:
-    """
-    What a model answered about one or more videos, and what the answer rests on.
+    """What a model answered about one or more videos, and what the answer rests on."""
 
-    Args:
-        answer: the text.
-        video: the path that was asked about; of several videos their names, with commas.
-        frames: frames that the model saw.
-        seconds_of_video: length of the videos.
-        visual_tokens: M, the videos' tokens before the selection.
-        kept_tokens: n, those that the language model read.
-        rho: the fraction that the selection aimed at.
-        evidence: stretches of a video that show what was asked for, see [`Interval`]; the surest first. Their seconds
-            are those of a player.
-        seen: how sure it is that the videos show what was asked for: the part of the relevance, 0 to 1, that their
-            tokens took from the null token; `None` from a model without one.
-        timings: seconds per stage. `encode` is reading and encoding the video, and missing where it was encoded before;
-            `second_pass`, with two passes, is choosing regions and encoding them at full size.
-            `first_token` and `generate` both count from the call of `generate`; questions of one batch share them.
-        keep_maps: by the video's name, bool `[T, H, W]`, the kept tokens in its grid of tokens.
-        warnings: what is wrong with the videos, as in [`EncodedVideo`].
-    """
-
-    answer: str
-    video: str
-    frames: int
+    answer: str  # the text
+    video: str  # the path that was asked about; of several videos their names, with commas
+    frames: int  # that the model saw
     seconds_of_video: float
-    visual_tokens: int
-    kept_tokens: int
-    rho: float
-    evidence: list[Interval]
+    visual_tokens: int  # M, the videos' tokens before the selection
+    kept_tokens: int  # n, those that the language model read
+    rho: float  # the fraction that the selection aimed at
+    evidence: list[Interval]  # stretches that show what was asked for, the surest first, on a player's clock
+    # Seconds of reading and encoding the video (`encode`, unless that was before), of a `second_pass`, and from calling
+    # `generate` to the `first_token` and to the end (`generate`); questions of one batch share them.
     timings: dict[str, float]
-    keep_maps: dict[str, torch.Tensor]
+    keep_maps: dict[str, torch.Tensor]  # by the video's name, bool [T, H, W], the kept tokens in its grid of tokens
+    # How sure it is that the videos show what was asked for: the part of the relevance, 0 to 1, that their tokens took
+    # from the null token; `None` from a model without one.
     seen: float | None = None
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # as in [`EncodedVideo`]
 
     @property
     def keep_map(self) -> torch.Tensor:
@@ -77,13 +63,16 @@ def make_answer(
     processor: Any,
     videos: Mapping[str, EncodedVideo],
     ids: torch.Tensor,
-    kept: torch.Tensor,
-    relevance: torch.Tensor | None,
-    rho: float,
+    chosen: QTSplusOutput,
     timings: dict[str, float],
-    seen: float | None = None,
+    row: int = 0,
+    second: SecondPass | None = None,
 ) -> Answer:
-    """An answer from the ids that the model wrote, and the selection among all tokens of the videos."""
+    """An answer from the ids that the model wrote, and the selection of tokens of the videos, or of a second pass."""
+    kept, rho = chosen.kept_indices[row], float(chosen.rho[row])
+    relevance = chosen.relevance[row] if chosen.relevance else None  # none if the method computed none
+    if second is not None:
+        (kept, relevance), rho = second.of_the_whole(kept, relevance), second.rho
     names, encoded = list(videos), list(videos.values())
     grids = torch.cat([video.video_grid_thw for video in encoded])
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
@@ -102,7 +91,7 @@ def make_answer(
         evidence=[placed(one, names[one.video], encoded[one.video]) for one in intervals],
         timings=timings,
         keep_maps=maps,
-        seen=seen,
+        seen=None if chosen.seen is None else float(chosen.seen[row]),
         warnings=[warning for video in encoded for warning in video.warnings],
     )
 
@@ -128,7 +117,7 @@ def prompt_inputs(
     device: Any = "cpu",
 ) -> dict[str, Any]:
     """
-    The model's inputs for questions about the same videos, a row for each, as for [`answer_questions`].
+    The model's inputs for questions about the same videos, a row for each.
 
     All videos stand in front of the first text. Of several, each has its name in front; only the question's own words
     then say which tokens are kept.

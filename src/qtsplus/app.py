@@ -15,7 +15,7 @@ import torch
 from transformers import StoppingCriteria
 
 from .library import Library
-from .session import Answer, EncodedVideo, VideoSession
+from .session import Answer, VideoSession
 
 LARGEST_FILM = "1gb"
 VISITS = 64  # whose films are held at a time; who comes after takes the place of the oldest
@@ -64,8 +64,9 @@ class Visit:
     def __init__(self, model: Any, processor: Any, library: Library | None, paths: Mapping[str, str]) -> None:
         self.stopped, self.path = Event(), ""
         own = _Stoppable(model, self.stopped)
-        self.session, self.library, self.paths = VideoSession(own, processor), copy(library), paths
-        if self.library is not None:
+        self.session, self.paths = VideoSession(own, processor), paths
+        self.library: Any = copy(library)
+        if library is not None:
             self.library.model = own
 
     def stop(self) -> None:
@@ -109,15 +110,12 @@ class Visit:
             facts = f"{name}: {frames}, {len(film.features):,} visual tokens."
         paths = dict.fromkeys(self.session.names, self.path) or self.paths
         names = self.session.names or {span["video"] for answer in answers or () for span in answer["evidence"]}
-        films = {name: _file(paths[name]) if name in paths else None for name in names}
+        # Gradio adds the address of a file in what goes to app.js.
+        kind = {"meta": {"_type": "gradio.FileData"}}
+        films = {name: {"path": paths[name], **kind} if name in paths else None for name in names}
         warnings = [warning for film in self.session.videos.values() for warning in film.warnings]
         now = {"about": self.path, "films": films, "facts": facts, "warnings": warnings}
         return {**now, "answers": answers, "error": error}
-
-    def _film(self, name: str) -> EncodedVideo:
-        if self.library is None or self.session.names:
-            return self.session.videos[name]
-        return self.library._video(name)
 
     def _pane(self, question: str, answer: Answer) -> dict[str, Any]:
         """An answer; the tokens that it kept of a film are counted through all grid steps, row by row."""
@@ -126,26 +124,18 @@ class Visit:
         facts += f"{seconds['first_token']:.2f} s, all of it {seconds['generate']:.2f} s."
         maps = {}
         for name, keep_map in answer.keep_maps.items():
-            film = self._film(name)
+            film = self.session.videos[name] if self.session.names else self.library._video(name)
+            times = {"start": film.start, "step": film.second_per_grid_ts[0], "end": film.start + film.length}
             maps[name] = {
                 "grid": list(keep_map.shape),
                 "kept": keep_map.flatten().nonzero().flatten().tolist(),
-                "start": film.start,
-                "step": film.second_per_grid_ts[0],
-                "end": film.start + film.length,
+                **times,
             }
         named = not self.session.names  # or else it is the only film
         return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps, "named": named}
 
 
-def _file(path: str) -> dict[str, Any]:
-    """A file in what goes to app.js; Gradio adds its address."""
-    return {"path": path, "meta": {"_type": "gradio.FileData"}}
-
-
-def build(
-    model: Any, processor: Any, library: Library | None = None, media_root: str | Path | None = None
-) -> gr.Blocks:
+def build(model: Any, processor: Any, library: Library | None = None, media_root: Path | None = None) -> gr.Blocks:
     """The page itself; see [`launch`]."""
     paths = {}
     if library is not None and media_root is not None:
@@ -193,7 +183,7 @@ def launch(
     model: Any,
     processor: Any,
     library: Library | None = None,
-    media_root: str | Path | None = None,
+    media_root: Path | None = None,
     *,
     host: str | None = None,
     port: int | None = None,
@@ -203,15 +193,11 @@ def launch(
     Serves the page until it is interrupted. Nothing is fetched from another machine, or told to one.
 
     Args:
-        model, processor: as [`load`] gives them.
         library: what a question is about while no film was dropped.
         media_root: the folder that the library was made of, whose films are played to everybody who sees the page.
         host: where to listen; this machine alone when absent, or what GRADIO_SERVER_NAME says, as on a Space.
         port: the first free one from 7860 when absent.
         say: takes the page's address.
-
-    Raises:
-        OSError: the port is taken.
     """
     safehttpx.async_validate_url = _refuse
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too

@@ -46,11 +46,11 @@ class Question(BaseModel):
 
 @dataclass(frozen=True)
 class Task:
-    """A row that can be asked."""
+    """A row that can be asked, by its number from 1, and the place of its video."""
 
-    number: int  # of the row, from 1
+    number: int
     question: Question
-    place: str  # where the video lies
+    place: str
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,7 @@ class Questions:
 
 
 def read_questions(path: Path, media_root: Path | None = None) -> Questions:
-    """
-    Reads JSONL, JSON, CSV or Parquet; relative videos lie beside the file, or under the media root.
-
-    Raises:
-        ValueError: no such file, one that cannot be read, or one of which no row can be asked.
-    """
+    """Reads JSONL, JSON, CSV or Parquet; relative videos lie beside the file, or under the media root."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; expected a file of questions, such as JSONL, CSV or Parquet.")
     root = media_folder(path, media_root)
@@ -90,32 +85,27 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
         except ValueError as error:
             questions.problems[row.number] = explain(error) if isinstance(error, ValidationError) else str(error)
     if not questions.tasks:
-        first = next((f" Row {number}: {problem}" for number, problem in questions.problems.items()), "")
-        raise ValueError(f"{path} holds no row with a video and a question.{first}")
+        first = next(iter(questions.problems.values()), "")
+        raise ValueError(f"{path} holds no row with a video and a question. {first}")
     return questions
-
-
-class _Cells(dict[Any, Any]):
-    """A row of texts alone."""
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             for number, cells in enumerate(csv.DictReader(file, strict=True), start=1):
-                yield Row(number, _Cells({name: cell for name, cell in cells.items() if cell not in (None, "")}))
+                yield Row(number, {name: cell for name, cell in cells.items() if cell not in (None, "")})
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
 
 
 def _question(content: Any, problem: str | None) -> Question:
-    if isinstance(content, _Cells):
-        if None in content:
-            raise ValueError("it has more cells than the first line has names.")
-        return Question.model_validate_strings(content)
     if not isinstance(content, Mapping):
         raise ValueError(problem if content is None else f"it is {show(content)}; expected an object.")
-    return Question.model_validate(content)
+    if None in content:
+        raise ValueError("it has more cells than the first line has names.")
+    texts_alone = all(isinstance(cell, str) for cell in content.values())  # as in CSV
+    return Question.model_validate_strings(content) if texts_alone else Question.model_validate(content)
 
 
 @dataclass(frozen=True)
@@ -168,7 +158,6 @@ class Asker:
 
 
 def failure(error: BaseException) -> dict[str, str]:
-    """The result of a row that was not answered."""
     return {"error": " ".join(str(error).split()) or type(error).__name__}
 
 
@@ -178,45 +167,18 @@ def answer_here(asker: Asker, videos: list[list[Task]]) -> Results:
     return chain.from_iterable(map(asker, track(videos, "Asking", console=console, disable=not console.is_terminal)))
 
 
-def answer_on_ray(
-    asker: Asker, videos: list[list[Task]], address: str = "local", workers: int | None = None, cpus: float = 1.0
-) -> Results:
-    """
-    Workers on a Ray cluster, each with a model; when one dies, another asks about its video, twice at most.
-
-    Args:
-        address: "auto" for the cluster that this machine belongs to, "local" for a new one here.
-        workers: one on each GPU of the cluster, or else on each machine, when absent.
-        cpus: of each worker where there is no GPU; may be a fraction.
-    """
-    import ray
-
-    from .ray_workers import DEATH, cluster, spread
-
-    def lost(tasks: list[Task]) -> Results:
-        return ((task.number, {"error": DEATH}) for task in tasks)
-
-    if not videos:
-        return
-    with cluster(address) as machines:
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        resources: dict[str, float] = {"num_gpus": 1} if gpus else {"num_cpus": cpus}
-        yield from spread(asker, videos, workers or gpus or machines, lost, **resources)
-
-
 def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
     """vLLM, with all questions about a video at a time. It does not say what an answer rests on."""
     from vllm import LLM, SamplingParams
-
-    from .vllm.budget import WORKER, connect
 
     if not videos:
         return
     processor = loading.load_processor(asker.model, asker.revision)
     dtype = loading.stored_dtype(asker.model, asker.revision) if asker.dtype == "auto" else asker.dtype
-    options: dict[str, Any] = {"limit_mm_per_prompt": {"video": 1, "image": 0}, "worker_extension_cls": WORKER}
-    llm = LLM(asker.model, revision=asker.revision, dtype=dtype, **options)
-    connect(llm)  # for the model's own budget
+    options: dict[str, Any] = {"revision": asker.revision, "limit_mm_per_prompt": {"video": 1, "image": 0}}
+    llm = LLM(asker.model, dtype=dtype, worker_extension_cls="qtsplus.vllm.budget.BudgetWorker", **options)
+    # For the model's own budget.
+    llm.llm_engine.renderer.get_mm_processor().call_engine = lambda name, args: llm.collective_rpc(name, args=args)
     sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens, detokenize=False)
     for tasks in videos:
         try:
@@ -267,9 +229,8 @@ def run(
     retry_failed: bool = False,
 ) -> Counter[str] | None:
     """
-    Asks what is not answered yet, and writes all rows in the order of the file once nothing is left.
-
-    What is finished stands in the journal in the folder `<out>.run`, to which several processes may add.
+    Asks what is not answered yet, and writes all rows in the order of the file once nothing is left. What is finished
+    stands in the journal in the folder `<out>.run`, to which several processes may add.
 
     Args:
         share: the index of this process among so many, which take the videos in turn.
@@ -277,9 +238,6 @@ def run(
 
     Returns:
         how many rows have an `answer` and an `error`; `None` where other processes have not finished.
-
-    Raises:
-        ValueError: a file that no run has written, or a run that was begun with other questions or settings.
     """
     folder = Path(f"{out}.run")
     check_output(out, overwrite=folder.is_dir())

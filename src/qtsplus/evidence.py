@@ -1,5 +1,6 @@
 """Which seconds and which regions of a video the kept tokens came from."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,26 +12,16 @@ STRONG = 0.5
 
 @dataclass(frozen=True)
 class Interval:
-    """A stretch of a video that shows what the question asks for, as far as the selection can tell.
+    """A stretch of a video that shows what the question asks for, as far as the selection can tell."""
 
-    Args:
-        start, end: seconds; from the first frame, or on a player's clock in an answer of `qtsplus.session`.
-        weight: share of the sample's relevance that lies in it.
-        video: which of the sample's videos, in prompt order.
-        box: (left, top, right, bottom) of the region in the frame with the most of it, as fractions of its width and
-            height.
-        name: in an answer, the video's name.
-        pixels: in an answer, the box in pixels of the video's frames as they are shown; `None` where their size is
-            unknown.
-    """
-
-    start: float
+    start: float  # seconds; from the first frame, or on a player's clock in an answer of `qtsplus.session`
     end: float
-    weight: float
-    video: int = 0
+    weight: float  # share of the sample's relevance that lies in it
+    video: int = 0  # which of the sample's videos, in prompt order
+    # (left, top, right, bottom) of the region in the frame with the most of it, as fractions of its width and height
     box: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
-    name: str = ""
-    pixels: tuple[int, int, int, int] | None = None
+    name: str = ""  # in an answer, the video's name
+    pixels: tuple[int, int, int, int] | None = None  # in an answer, the box in pixels of the frames as they are shown
 
 
 def token_grids(video_grid_thw: torch.Tensor, merge_size: int) -> list[tuple[int, int, int]]:
@@ -48,21 +39,14 @@ def token_maps(values: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> l
 
 def keep_maps(kept_indices: torch.Tensor, video_grid_thw: torch.Tensor, merge_size: int) -> list[torch.Tensor]:
     """
-    Which tokens of each frame were kept.
+    Which tokens of each frame were kept: one bool `[T, H, W]` per video.
 
     Args:
         kept_indices: `[n]`, indices among the sample's video tokens.
         video_grid_thw, merge_size: as for [`token_grids`].
-
-    Returns:
-        one bool `[T, H, W]` per video.
-
-    Raises:
-        ValueError: an index beyond the last token.
     """
     grids = token_grids(video_grid_thw, merge_size)
     kept = torch.zeros(sum(t * h * w for t, h, w in grids), dtype=torch.bool)
-    _check_indices(kept_indices, len(kept))
     kept[kept_indices.cpu()] = True
     return token_maps(kept, grids)
 
@@ -92,32 +76,27 @@ def evidence_intervals(
         intervals, the one with the most relevance first; none if nothing was kept.
 
     Raises:
-        ValueError: an index beyond the last token, or grids that do not fit the relevance.
+        ValueError: grids that do not fit the relevance.
     """
-    grids = token_grids(video_grid_thw, merge_size)
-    weights = torch.zeros(sum(t * h * w for t, h, w in grids), dtype=torch.float64)
-    _check_indices(kept_indices, len(weights))
-    kept_indices = kept_indices.cpu()
-    if relevance is not None and len(relevance):
-        if len(relevance) != len(weights):
-            raise ValueError(f"The video grids hold {len(weights)} tokens, but there are {len(relevance)} relevances.")
-        weights = relevance.detach().cpu().double()
-    if weights.sum() == 0:
-        weights[kept_indices] = 1.0
     if len(kept_indices) == 0:
         return []
+    grids = token_grids(video_grid_thw, merge_size)
+    weights = torch.zeros(sum(t * h * w for t, h, w in grids), dtype=torch.float64)
+    if relevance is not None and len(relevance):
+        weights = relevance.detach().cpu().double()
+    if weights.sum() == 0:
+        weights[kept_indices.cpu()] = 1.0
     strong = (weights > 0) & (weights >= strong_share * weights.max())
     weights = weights / weights.sum()
 
     intervals = []
-    maps = zip(token_maps(strong, grids), token_maps(weights, grids), strict=True)
-    for video, (is_strong, weight) in enumerate(maps):
-        seconds = float(second_per_grid_ts[video])
+    maps = zip(token_maps(strong, grids), token_maps(weights, grids), second_per_grid_ts, strict=False)
+    for video, (is_strong, weight, seconds) in enumerate(maps):
         for first, last in _runs(is_strong.any(2).any(1).tolist()):
             steps = slice(first, last + 1)
-            share = float(weight[steps].sum())
             box = _bounding_box((weight * is_strong)[steps].sum(0))
-            intervals.append(Interval(first * seconds, (last + 1) * seconds, share, video, box))
+            start, end = first * float(seconds), (last + 1) * float(seconds)
+            intervals.append(Interval(start, end, float(weight[steps].sum()), video, box))
     return sorted(intervals, key=lambda interval: -interval.weight)
 
 
@@ -140,18 +119,5 @@ def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
 
 def _runs(flags: list[bool]) -> list[tuple[int, int]]:
     """First and last position of every run of True."""
-    runs: list[tuple[int, int]] = []
-    for position, flag in enumerate(flags):
-        if flag and runs and runs[-1][1] == position - 1:
-            runs[-1] = (runs[-1][0], position)
-        elif flag:
-            runs.append((position, position))
-    return runs
-
-
-def _check_indices(kept_indices: torch.Tensor, num_tokens: int) -> None:
-    if len(kept_indices) and not 0 <= int(kept_indices.min()) <= int(kept_indices.max()) < num_tokens:
-        raise ValueError(
-            f"Kept indices from {int(kept_indices.min())} to {int(kept_indices.max())} do not fit the videos' "
-            f"{num_tokens} visual tokens."
-        )
+    groups = (list(group) for flag, group in itertools.groupby(range(len(flags)), flags.__getitem__) if flag)
+    return [(group[0], group[-1]) for group in groups]

@@ -1,10 +1,8 @@
 """A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +19,23 @@ from .output import check_folder, first_line, require_space, size
 from .ranking import Piece, Ranking, Scorer
 from .results import Journal
 from .session import Answer, answer_questions
-from .storage import fingerprint, load_video, save_video
+from .storage import SAMPLING, fingerprint, load_video, save_video
 from .videos import IN_MEMORY, EncodedVideo, encode
 
 FAILURES = (ValueError, OSError, torch.OutOfMemoryError)  # of one video, and the others are indexed
 _INDEX = "library.jsonl"
 _MODEL, _VIDEOS = 0, 1  # the keys of the model's name and of the videos' folder; the others are names of videos
-_SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")
 _DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
 class Index(Journal):
-    """
-    What a library holds: by the name of each video the content of its file, or also the `error` of one that could not
-    be encoded.
-
-    Raises:
-        ValueError: no library, or one that was made with other settings than these.
-    """
+    """What a library holds: by the name of each video the content of its file, and the `error` of a bad one."""
 
     def __init__(self, folder: Path, settings: dict[str, Any] | None = None):
         self.folder = folder
         if settings is None and not (folder / _INDEX).is_file():
             raise ValueError(
-                f"There is no library in {str(folder)!r}; `qtsplus index VIDEOS --out {folder}` makes one."
+                f"There is no library in {str(folder)!r}; make one: `qtsplus index VIDEOS --out {folder}`."
             )
         super().__init__(folder / _INDEX, settings, begin_anew=False)
 
@@ -56,7 +47,7 @@ class Index(Journal):
 
     @property
     def videos(self) -> Path:
-        """The folder that was indexed last; the current one where an older index does not say."""
+        """The folder that was indexed last."""
         return Path(self.done.get(_VIDEOS, ""))
 
     @property
@@ -83,11 +74,6 @@ class Index(Journal):
             )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Making
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def index(
     videos: str | Path,
     folder: str | Path,
@@ -103,9 +89,7 @@ def index(
 ) -> Index:
     """
     Encodes the videos of a folder, and of those in it, that the library does not hold yet; each is on disk when the
-    next begins. What is not in the folder any more leaves the library.
-
-    The content of a file decides: one that was moved is known again, one that was changed is encoded anew.
+    next begins. The content of a file decides: one that was moved is known again. What is gone leaves the library.
 
     Args:
         videos: the folder; a video is called by its path in it.
@@ -113,7 +97,7 @@ def index(
         name, revision: of the model, for [`Library.open`]; without a name the bundled one's.
         fps, max_frames: as for [`encode`].
         dtype: of the features on disk, `"float16"`, `"bfloat16"` or `"float32"`; `"auto"` is the model's.
-        say: takes a line: what is to be done, its size on disk, and about how long it takes.
+        say: takes a line: what is to be done, and its size on disk.
 
     Raises:
         ValueError: no video; a library of another model, of other settings, or of none of these videos; a folder of
@@ -122,7 +106,10 @@ def index(
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}.")
     videos, folder = Path(videos), Path(folder)
-    files = {path.relative_to(videos).as_posix(): path for path in _find_videos(videos)}
+    if not videos.is_dir():
+        raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
+    paths = [path for path in sorted(videos.rglob("*")) if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file()]
+    files = {path.relative_to(videos).as_posix(): path for path in paths}
     if not files:
         raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
     check_folder(folder).mkdir(parents=True, exist_ok=True)
@@ -130,26 +117,21 @@ def index(
     if others and _INDEX not in others:
         raise ValueError(f"{folder} holds other files, such as {min(others)}: choose another folder for the library.")
     made_by, sampling = fingerprint(model, processor), {"fps": fps, "max_frames": max_frames}
-    settings = {name: getattr(processor.video_processor, name, None) for name in _SAMPLING}
+    settings = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
     settings |= {name: value for name, value in sampling.items() if value is not None}
     with FileLock(folder / ".lock", timeout=0):
         if others:
             Index(folder).require(made_by)
-        indexing = _Indexing(
-            Index(folder, {"made_by": made_by, "dtype": dtype, **settings}), model, processor, sampling
-        )
-        indexing.index.add(_MODEL, [str(Path(name).resolve()) if name and Path(name).is_dir() else name, revision])
+        made = Index(folder, {"made_by": made_by, "dtype": dtype, **settings})
+        made.add(_MODEL, [str(Path(name).resolve()) if name and Path(name).is_dir() else name, revision])
+        indexing = _Indexing(made, model, processor, sampling)
         indexing.recognise(files)
-        indexing.index.add(_VIDEOS, str(videos.resolve()))
+        made.add(_VIDEOS, str(videos.resolve()))
         indexing.encode_all(indexing.measure(files, say))
-        indexing.sweep()
-    return indexing.index
-
-
-def _find_videos(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ValueError(f"There is no folder {str(folder)!r}; expected one with videos.")
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file())
+        current = {made.file(entry) for entry in made.entries.values()}
+        for left in set(folder.glob("*.safetensors")) - current:
+            left.unlink()
+    return made
 
 
 @dataclass(frozen=True)
@@ -163,27 +145,24 @@ class _Indexing:
 
     def recognise(self, files: dict[str, Path]) -> None:
         """Notes the content of each file that is new or was changed, and forgets those that are not there any more."""
-        known = self.index.entries
-        changed = {}
+        known, changed = self.index.entries, {}
         for name, path in files.items():
             state = path.stat()
             entry: dict[str, Any] = {"size": state.st_size, "modified": state.st_mtime_ns}
-            if known.get(name, {}).items() >= entry.items():
-                continue
-            changed[name] = {**entry, "content": _content(path)}
+            if not known.get(name, {}).items() >= entry.items():
+                changed[name] = {**entry, "content": _content(path)}
         contents = {entry["content"] for entry in known.values()}
         if known and not (known.keys() & files.keys() or any(new["content"] in contents for new in changed.values())):
-            raise ValueError(
-                f"{self.index.folder} holds {len(known)} videos, none of which is here: choose another folder."
-            )
+            folder = self.index.folder
+            raise ValueError(f"{folder} holds {len(known)} videos, none of which is here: choose another folder.")
         for name, entry in changed.items():
             self.index.add(name, entry)
         for name in known.keys() - files.keys():
             self.index.add(name, None)
 
     def measure(self, files: dict[str, Path], say: Callable[[str], None]) -> dict[str, Path]:
-        """The files that are to be encoded, once it is said how large that is and how long it takes."""
-        started, waiting, tokens = time.perf_counter(), {}, 0
+        """The files that are to be encoded, once it is said how large that is."""
+        waiting, tokens = {}, 0
         for name, entry in self.index.entries.items():
             if self.index.file(entry).exists():
                 continue
@@ -191,17 +170,14 @@ class _Indexing:
                 grid = self.processor.video_chunks(str(files[name]), **self.sampling).video_grid_thw
             except FAILURES as error:
                 self._refuse(name, error)
-            else:
-                waiting[name] = files[name]
-                tokens += int(grid.prod()) // self.processor.video_processor.merge_size**2
+                continue
+            waiting[name] = files[name]
+            tokens += int(grid.prod()) // self.processor.video_processor.merge_size**2
         if waiting:
-            element = torch.empty(0, dtype=self._dtype()).element_size()
-            needed = tokens * self.model.model.token_width * element
-            opening = time.perf_counter() - started  # which is done again
-            seconds = opening + tokens * self._seconds_per_token(next(iter(waiting.values())))
-            folder, what = self.index.folder, f"{len(waiting)} of {len(files)} videos"
-            say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {folder}, about {_duration(seconds)}.")
-            require_space(folder, needed, f"the features of {what}")
+            needed = tokens * self.model.model.token_width * self._dtype().itemsize
+            what = f"{len(waiting)} of {len(files)} videos"
+            say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {self.index.folder}.")
+            require_space(self.index.folder, needed, f"the features of {what}")
         return waiting
 
     def encode_all(self, waiting: dict[str, Path]) -> None:
@@ -225,29 +201,12 @@ class _Indexing:
             raise ValueError(f"Its features are too large for {features.dtype}; index with --dtype bfloat16.")
         return replace(encoded, features=features)
 
-    def sweep(self) -> None:
-        """Removes the features of videos that are not in the library any more."""
-        files = {self.index.file(entry) for entry in self.index.entries.values()}
-        for path in self.index.folder.glob("*.safetensors"):
-            if path not in files:
-                path.unlink()
-
     def _refuse(self, name: str, error: BaseException) -> None:
         self.index.add(name, {**self.index.done[name], "error": first_line(error)})
 
     def _dtype(self) -> torch.dtype:
-        own = self.model.get_input_embeddings().weight.dtype
         wanted = self.index.settings["dtype"]
-        return own if wanted == "auto" else getattr(torch, wanted)
-
-    def _seconds_per_token(self, path: Path) -> float:
-        """Measured with the second of two short pieces of a video, since the first one warms up."""
-        chunks = self.processor.video_chunks(str(path), **self.sampling, frames_per_chunk=8)
-        tokens, started = 1, time.perf_counter()
-        for pixels, grid in islice(chunks, 2):
-            started = time.perf_counter()
-            tokens = sum(map(len, self.model.encode_videos(pixels, grid, device="cpu")))
-        return (time.perf_counter() - started) / tokens
+        return self.model.get_input_embeddings().weight.dtype if wanted == "auto" else getattr(torch, wanted)
 
 
 def _content(path: Path) -> str:
@@ -265,35 +224,15 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _duration(seconds: float) -> str:
-    for unit, length in (("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(1, round(seconds))} seconds"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Asking
-# --------------------------------------------------------------------------------------------------------------------
-
-
 class Library:
-    """
-    Videos that [`index`] has encoded. Questions read their features from disk and never the videos.
-
-    Args:
-        folder: the library.
-        model, processor: as `load` gives them.
-
-    Raises:
-        ValueError: no library, one without a video, or one that another vision tower has made.
-    """
+    """Videos that [`index`] has encoded. Questions read their features from disk and never the videos."""
 
     def __init__(self, folder: str | Path, model: Any, processor: Any):
         self.folder, self.model, self.processor = Path(folder), model, processor
         self.index, self.made_by = Index(self.folder), fingerprint(model, processor)
         self.index.require(self.made_by)
         self.files = self.index.files
+        self.names = list(self.files)  # the videos' paths in the folder that was indexed
         if not self.files:
             raise ValueError(f"The library {folder} holds no video yet: run `qtsplus index` to its end.")
 
@@ -305,21 +244,10 @@ class Library:
         name, revision = Index(Path(folder)).model
         return cls(folder, *load(name or cached_tiny(), device, revision=revision))
 
-    @property
-    def names(self) -> list[str]:
-        """The videos, by their paths in the folder that was indexed."""
-        return list(self.files)
-
     def find(self, question: str, top: int = 10) -> list[Interval]:
         """
-        The moments that matter most for a question, best first; without the language model.
-
-        Args:
-            top: how many at most.
-
-        Returns:
-            intervals on a player's clock, each with its video's name; `weight` is the relevance of its best token among
-            all tokens of the library.
+        The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
+        Their `weight` is the relevance of the best token among all tokens of the library.
         """
         scorer, ranking = self._rank(question)
         moments = [moment for piece in ranking.pieces[:top] for moment in self._moments(scorer, piece, ranking.total)]
@@ -332,13 +260,8 @@ class Library:
         Args:
             pieces: from how many, where long videos count by their pieces. The bundled model has learned from prompts
                 of one video, and from more it answers worse.
-            generation: as for `answer_questions`, such as `max_visual_tokens`.
-
-        Returns:
-            an answer whose evidence and keep maps are those of whole files; nothing is kept of what was not read.
+            generation: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
-        if pieces < 1:
-            raise ValueError(f"pieces={pieces}: expected at least 1.")
         _, ranking = self._rank(question)
         return self.ask_pieces(question, ranking.pieces[:pieces], **generation)
 
@@ -358,10 +281,7 @@ class Library:
         return replace(answer, video=", ".join(maps), evidence=evidence, keep_maps=maps)
 
     def film(self, name: str) -> EncodedVideo:
-        """
-        A video with the path of its file, for `draw_evidence`. Where the file is gone or was changed, it is one of
-        [`IN_MEMORY`], of which no frames can be drawn.
-        """
+        """A video with the path of its file, to be drawn; that is [`IN_MEMORY`] where it is gone or was changed."""
         path, content = self.index.videos / name, self.index.entries[name]["content"]
         there = path.is_file() and _content(path) == content
         return replace(self._video(name), video=str(path) if there else IN_MEMORY)
@@ -383,13 +303,9 @@ class Library:
         relevance, seconds = scorer.relevance(part.features), part.second_per_grid_ts
         every, merge_size = torch.arange(len(relevance)), self.processor.video_processor.merge_size
         shares = (relevance - relevance.max()).exp()
-        moments = []
-        strong_share = self.model.config.qtsplus_config.evidence_share
+        strong_share, moments = self.model.config.qtsplus_config.evidence_share, []
         for one in evidence_intervals(every, shares, part.video_grid_thw, seconds, merge_size, strong_share):
             steps = slice(round(one.start / seconds[0]), round(one.end / seconds[0]))
             peak = relevance.unflatten(0, (int(part.video_grid_thw[0, 0]), -1))[steps].max()
             moments.append(placed(replace(one, weight=float((peak - total).exp())), piece.name, part))
         return moments
-
-
-__all__ = ["Index", "Library", "index"]

@@ -11,10 +11,8 @@ from typing import IO
 @contextmanager
 def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """
-    A file to write that stands at `path` once the context ends, and leaves what stood there alone if it fails.
-
-    Args:
-        mode: `"w"` for UTF-8 text, `"wb"` for bytes.
+    A file to write, as UTF-8 text or with the mode `"wb"` bytes, that stands at `path` once the context ends. If that
+    fails, what stood there is left alone.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -37,14 +35,12 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:
     Raises:
         ValueError: an empty path, a folder, a file that is there already, or a place that cannot be written.
     """
-    if not str(path).strip():
-        raise ValueError("The name of the output is empty; expected a file.")
     target = Path(path)
-    if target.is_dir():
+    if str(path).strip() and target.is_dir():
         raise ValueError(f"{target} is a folder; expected the name of a file to write.")
     if target.exists() and not overwrite:
         raise ValueError(f"{target} is there already: name another file, or move it away.")
-    _check_folder(target.parent)
+    check_folder(target.parent if str(path).strip() else "")
     return target
 
 
@@ -56,17 +52,13 @@ def check_folder(path: str | os.PathLike) -> Path:
         ValueError: an empty path, a file, or a place that cannot be written.
     """
     if not str(path).strip():
-        raise ValueError("The name of the output folder is empty; expected a folder (. is this one).")
-    _check_folder(Path(path))
-    return Path(path)
-
-
-def _check_folder(folder: Path) -> None:
-    existing = _existing(folder)
+        raise ValueError("The name of the output is empty; expected a file or a folder (. is this one).")
+    existing = _existing(Path(path))
     if not existing.is_dir():
         raise ValueError(f"{existing} is a file; expected a folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{existing} cannot be written: choose another place, or change its permissions.")
+    return Path(path)
 
 
 def _existing(folder: Path) -> Path:
@@ -97,12 +89,7 @@ def first_line(error: object) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
-    """
-    The lines of a Markdown table.
-
-    Args:
-        texts: how many columns stand on the left; the others hold numbers.
-    """
+    """The lines of a Markdown table, with so many columns of `texts` on the left; the others hold numbers."""
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in [header, *rows]]
     head, *body = ["| " + " | ".join(row) + " |" for row in cells]
     return [head, "|" + "---|" * texts + "---:|" * (len(header) - texts), *body]

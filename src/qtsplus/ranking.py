@@ -1,4 +1,4 @@
-"""How videos rank for a question: by their most relevant token, as the selector scores the tokens of all together."""
+"""How relevant tokens are for a question, where the selector cannot look at all of them at once."""
 
 import itertools
 import math
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .answers import check_question
 from .relevance_qtsplus import QTSplusLayer
-from .selector_qtsplus import QTSplusSelector
 from .videos import EncodedVideo
 
 CHUNK = 1024  # tokens that are scored at a time, few enough for a processor's cache
@@ -20,19 +20,12 @@ PIECE = 16384  # tokens; a longer video competes in pieces of so many
 
 @dataclass(frozen=True)
 class Piece:
-    """
-    A video that competes with others, or some of the steps of a long one.
+    """A video that competes with others, or some of the steps of a long one."""
 
-    Args:
-        name: the video's.
-        first, last: steps in time; the last one is not part of it.
-        peak: of its tokens the highest log-relevance.
-    """
-
-    name: str
-    first: int
+    name: str  # the video's
+    first: int  # steps in time; the last one is not part of it
     last: int
-    peak: float
+    peak: float  # of its tokens the highest log-relevance
 
     def cut(self, video: EncodedVideo) -> EncodedVideo:
         """The piece as a video of its own, at its place in time."""
@@ -56,55 +49,45 @@ class Ranking(NamedTuple):
     total: float
 
 
-def cut_into_pieces(name: str, video: EncodedVideo, relevance: torch.Tensor) -> list[Piece]:
-    """The pieces of a video whose tokens have this relevance, `[M]`, none of them longer than [`PIECE`] tokens."""
-    peaks = relevance.unflatten(0, (int(video.video_grid_thw[0, 0]), -1)).amax(1)
-    parts = peaks.split(max(1, PIECE * len(peaks) // len(relevance)))
-    ends = [0, *itertools.accumulate(map(len, parts))]
-    return [
-        Piece(name, *bounds, float(part.max())) for part, bounds in zip(parts, itertools.pairwise(ends), strict=True)
-    ]
-
-
-def question_states(selector: QTSplusSelector, embeds: torch.Tensor) -> torch.Tensor:
-    """`[L, d]`, the words of a question as the selector's scoring layers see them, from their embeddings."""
-    order = torch.arange(len(embeds), device=embeds.device).expand(3, -1)
-    return selector._encode(selector.question_layers, embeds, order)
+def question_states(model: Any, processor: Any, question: str) -> torch.Tensor:
+    """`[L, d]`, the words of a question as the selector's scoring layers see them."""
+    check_question(model, processor, question)
+    ids, selector = torch.tensor(processor.text_ids(question), device=model.device), model.model.qtsplus
+    order = torch.arange(len(ids), device=ids.device).expand(3, -1)
+    return selector._encode(selector.question_layers, model.get_input_embeddings()(ids), order)
 
 
 class Scores:
     """
-    The scores of any tokens for one question, in the last scoring layer.
+    The scores of any tokens for one question, whose words have `states` `[L, d]`, in the last scoring layer: a row for
+    each head and word, or with the reduction `"sum"` one for all.
 
-    A score is the product of a query and a key, and a key is a token's norm and a matrix. Where the queries are fewer
-    than a key's numbers, that matrix is taken into them, which leaves a fraction of the work for each token.
-
-    Args:
-        states: `[L, d]`, of the question's words.
-        reduction: with `"sum"` there is a row of scores for each head, else one for each head and word.
+    A score is the product of a query and a key, and a key is a token's norm and a matrix, which is taken into the
+    query: that leaves a fraction of the work for each token.
     """
 
     def __init__(self, layer: QTSplusLayer, states: torch.Tensor, reduction: str):
         queries = layer._heads(layer.q_proj(layer.q_norm(states))).float() / layer.head_dim**0.5
         if reduction == "sum":  # the sum of the scores is the score of the sum
             queries = queries.sum(1, keepdim=True)
-        weights, shift = layer.k_proj.weight.float(), layer.k_proj.bias.float()[:, None]
-        queries = queries.reshape(len(weights) // layer.head_dim, -1, layer.head_dim)
-        self.queries: torch.Tensor | None = queries
-        if len(queries.flatten(0, 1)) <= len(weights):
-            heads = (part.unflatten(0, (len(queries), -1)) for part in (weights, shift))
-            weights, shift = ((queries @ part).flatten(0, 1) for part in heads)
-            self.queries = None
-        self.weights, self.shift, self.eps = weights * layer.kv_norm.weight.float(), shift, layer.kv_norm.eps
+        keys = layer.k_proj.weight.float() * layer.kv_norm.weight.float(), layer.k_proj.bias.float()[:, None]
+        queries = queries.reshape(len(keys[0]) // layer.head_dim, -1, layer.head_dim)
+        self.weights, self.shift = ((queries @ part.unflatten(0, (len(queries), -1))).flatten(0, 1) for part in keys)
+        self.eps, self.reduction = layer.kv_norm.eps, reduction
 
     def of(self, features: torch.Tensor) -> torch.Tensor:
-        """`[rows, k]` float32 on the CPU."""
+        """`[rows, k]` float32 on the CPU, of tokens `[k, token_width]`."""
         tokens = features[:, : self.weights.shape[1]].to(self.weights.device, torch.float32)
         scale = torch.rsqrt(tokens.square().mean(1) + self.eps)
-        scores = (self.weights @ tokens.T) * scale + self.shift
-        if self.queries is not None:
-            scores = (self.queries @ scores.unflatten(0, (len(self.queries), -1))).flatten(0, 1)
-        return scores.cpu()
+        scores = ((self.weights @ tokens.T) * scale + self.shift).cpu()
+        return scores.logsumexp(0, keepdim=True) if self.reduction == "sum" else scores
+
+    def log_relevance(self, scores: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
+        """`[k]` of tokens with these scores `[rows, k]`, among all, the log-sum-exp of whose scores is `[rows, 1]`."""
+        log_attention = scores - total
+        if self.reduction == "mean":
+            return log_attention.logsumexp(0) - math.log(len(scores))
+        return log_attention.amax(0)
 
 
 class Scorer:
@@ -113,55 +96,71 @@ class Scorer:
     of them together, whose softmax runs over all tokens.
 
     With the reduction `"sum"` one pass over the videos is enough: the softmax keeps the order of the tokens, and what
-    it divides by is known at the end. With `"max"` and `"mean"` every head and word has a softmax of its own, and a
-    first pass finds what they divide by. Memory does not grow with the number of videos.
-
-    Args:
-        features: begins a pass over the features of the videos, `[M, token_width]` each.
-
-    Raises:
-        ValueError: an empty question.
+    it divides by is known at the end. With `"max"` and `"mean"` a first pass finds it. `features` begins a pass over
+    those of the videos, `[M, token_width]` each; memory does not grow with their number.
     """
 
     def __init__(self, model: Any, processor: Any, question: str, features: Callable[[], Iterable[torch.Tensor]]):
-        words = processor.text_ids(question)
-        if not question.strip() or not words:
-            raise ValueError("The question is empty; expected some text.")
-        selector, embed = model.model.qtsplus, model.get_input_embeddings()
-        states = question_states(selector, embed(torch.tensor(words, device=model.device)))
+        states, selector = question_states(model, processor, question), model.model.qtsplus
         *earlier, last = selector.scoring_layers
         nulls = selector.null_states()
         for layer in earlier:
             states = layer(states, [*(video[:, : states.shape[1]].to(states) for video in features()), *nulls])
-        self.reduction = selector.config.reduction
-        self.scores = Scores(last, states, self.reduction)
-        self.normaliser = torch.zeros(1, 1)
-        if self.reduction != "sum":
+        self.scores = Scores(last, states, selector.config.reduction)
+        self.total: torch.Tensor | float = 0.0
+        if self.scores.reduction != "sum":
             tokens = itertools.chain(features(), nulls)
             chunks = (self.scores.of(chunk) for video in tokens for chunk in video.split(CHUNK))
-            self.normaliser = reduce(torch.logaddexp, (chunk.logsumexp(1, keepdim=True) for chunk in chunks))
-
+            self.total = reduce(torch.logaddexp, (chunk.logsumexp(1, keepdim=True) for chunk in chunks))
         self.null = torch.cat([torch.tensor([-torch.inf]), *map(self.relevance, nulls)]).logsumexp(0)
 
     def relevance(self, features: torch.Tensor) -> torch.Tensor:
         """`[M]` float32, the log-relevance of the tokens of one video, plus the ranking's `total`."""
-        return torch.cat([self._reduced(self.scores.of(chunk)) for chunk in features.split(CHUNK)])
+        chunks = map(self.scores.of, features.split(CHUNK))
+        return torch.cat([self.scores.log_relevance(chunk, self.total) for chunk in chunks])
 
-    def rank(self, videos: Iterable[tuple[str, EncodedVideo]]) -> "Ranking":
-        """Ranks the videos, each with its name."""
+    def rank(self, videos: Iterable[tuple[str, EncodedVideo]]) -> Ranking:
+        """Ranks the videos, each with its name, those of more than [`PIECE`] tokens in pieces."""
         pieces, total = [], self.null
         for name, video in videos:
             relevance = self.relevance(video.features)
-            pieces += cut_into_pieces(name, video, relevance)
             total = total.logaddexp(relevance.logsumexp(0))
+            peaks = relevance.unflatten(0, (int(video.video_grid_thw[0, 0]), -1)).amax(1)
+            size = max(1, PIECE * len(peaks) // len(relevance))
+            for number, part in enumerate(peaks.split(size)):
+                pieces.append(Piece(name, number * size, number * size + len(part), float(part.max())))
         pieces.sort(key=lambda piece: -piece.peak)
-        return Ranking(pieces, float(total) if self.reduction == "sum" else 0.0)
-
-    def _reduced(self, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores - self.normaliser
-        if self.reduction == "max":
-            return scores.amax(0)
-        return scores.logsumexp(0) - (math.log(len(scores)) if self.reduction == "mean" else 0.0)
+        return Ranking(pieces, float(total) if self.scores.reduction == "sum" else 0.0)
 
 
-__all__ = ["Piece", "Ranking", "Scorer", "Scores"]
+class StandingQuestion:
+    """
+    How much the tokens of a stream matter for a question. Each is scored once, when it comes.
+
+    A token keeps its scores. They are compared with the log-sum-exp of all scores so far, to which those of new tokens
+    are merged: a token's relevance is that among all that ever came, as if none had gone. A second scoring layer would
+    have to look at every token again, so a selector with one is refused.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Any, processor: Any, question: str):
+        states, selector = question_states(model, processor, question), model.model.qtsplus
+        if len(selector.scoring_layers) != 1:
+            raise ValueError(
+                f"The selector has {len(selector.scoring_layers)} scoring layers; a standing question needs one that "
+                "has a single layer: choose another policy."
+            )
+        self.scores = Scores(selector.scoring_layers[0], states, selector.config.reduction)
+        self.total = torch.tensor(-torch.inf)  # then [rows, 1], the log-sum-exp of all scores so far
+        for null in selector.null_states():
+            self.add(null)
+
+    def add(self, features: torch.Tensor) -> torch.Tensor:
+        """`[k, rows]`: the [`Scores`] of new tokens `[k, d]`."""
+        scores = self.scores.of(features)
+        self.total = self.total.logaddexp(scores.logsumexp(1, keepdim=True))
+        return scores.T
+
+    def log_relevance(self, scores: torch.Tensor) -> torch.Tensor:
+        """`[m]` log-relevance of tokens with these scores `[m, rows]`, among all tokens so far."""
+        return self.scores.log_relevance(scores.T, self.total)

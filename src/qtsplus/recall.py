@@ -73,11 +73,8 @@ def answer_remembered(
     starts = [0, *accumulate(sizes)]
     joined = torch.cat([own + start for own, start in zip(places, starts, strict=False)])
     second = SecondPass(torch.empty(0), joined, starts[-1], 1.0, float(output.qtsplus.rho[0]))
-    relevance = None if output.qtsplus.relevance is None else output.qtsplus.relevance[0]
-    kept, relevance = second.of_the_whole(output.qtsplus.kept_indices[0], relevance)
     ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-    seen = None if output.qtsplus.seen is None else float(output.qtsplus.seen[0])
-    answer = make_answer(model, processor, videos, ids, kept, relevance, second.rho, clock.timings(), seen)
+    answer = make_answer(model, processor, videos, ids, output.qtsplus, clock.timings(), second=second)
     others = [video for video in encoded if not isinstance(video, Remembered)]
     spans = [(one, encoded[one.video]) for one in answer.evidence]
     return replace(

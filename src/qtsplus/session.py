@@ -15,7 +15,7 @@ import torch
 from .answers import Answer, Clock, check_question, make_answer, prompt_inputs
 from .decoding_qtsplus import is_address
 from .hub.folder import read_json, whole_folder
-from .loading import load
+from .loading import load as load
 from .methods_qtsplus import Method
 from .recall import Remembered, answer_remembered
 from .selector_qtsplus import QTSplusOutput
@@ -23,8 +23,6 @@ from .storage import fingerprint, load_video, save_video
 from .stream import Stream
 from .two_passes import TwoPasses, second_pass, second_prompt
 from .videos import EncodedVideo, encode
-
-__all__ = ["Answer", "EncodedVideo", "TwoPasses", "VideoSession", "answer_questions", "ask", "encode", "load"]
 
 _SAVED = "session.json"
 
@@ -36,11 +34,8 @@ def ask(
     question: str,
     *,
     fps: float | None = None,
-    retention: float | None = None,
-    max_visual_tokens: int | None = None,
-    selection: str | Method | None = None,
     two_passes: TwoPasses | None = None,
-    max_new_tokens: int = 128,
+    **options: Any,
 ) -> Answer:
     """
     Asks one question about one video.
@@ -49,13 +44,8 @@ def ask(
         model, processor: as [`load`] gives them.
         video: whatever [`encode`] takes; or what it has made of one, for another question.
         question: the text; special tokens in it, such as `<|im_end|>`, are text too.
-        fps: as for [`encode`].
-        retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
-        max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
-        selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
-            `Candidates` and a count to indices (`methods_qtsplus.py`).
-        two_passes: as for [`encode`], of a video that was not encoded before.
-        max_new_tokens: longest answer.
+        fps, two_passes: as for [`encode`], of a video that was not encoded before.
+        options: as for [`answer_questions`].
 
     Raises:
         ValueError: a question that is empty or longer than the model's positions, a video that cannot be read, frames
@@ -67,11 +57,8 @@ def ask(
         video = encode(model, processor, video, fps=fps, two_passes=two_passes)
         timings["encode"] = video.seconds
     elif fps is not None or two_passes is not None:
-        given = f"fps={fps:g}" if fps is not None else f"two_passes={two_passes}"
-        raise ValueError(f"Got {given} for a video that was encoded before; give it to `encode`.")
-    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    videos = {video.video: video}
-    (answer,) = answer_questions(model, processor, videos, [question], **choice, max_new_tokens=max_new_tokens)
+        raise ValueError(f"Got fps={fps} and {two_passes=} for a video that was encoded before; give them to `encode`.")
+    (answer,) = answer_questions(model, processor, {video.video: video}, [question], **options)
     return replace(answer, timings={**timings, **answer.timings})
 
 
@@ -97,7 +84,11 @@ def answer_questions(
         questions: each a row of the batch, with a budget of its own.
         turns: what was asked and answered before, in turn, in one conversation with each of the questions.
         memory: of that conversation.
-        retention, max_visual_tokens, selection, max_new_tokens: as for [`ask`].
+        retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
+        max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
+        selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
+            `Candidates` and a count to indices (`methods_qtsplus.py`).
+        max_new_tokens: longest answer.
         generation: as for `generate`.
 
     Raises:
@@ -122,12 +113,8 @@ def answer_questions(
         chosen = output.qtsplus
     else:
         output, chosen = memory.generate(model, inputs, choice, options)
-    relevance = chosen.relevance or [None] * len(questions)  # none if the method computed none
-    timings, start = clock.timings(), inputs["input_ids"].shape[1]
-    seen = [None] * len(questions) if chosen.seen is None else chosen.seen.tolist()
-    rows = zip(output.sequences[:, start:], chosen.kept_indices, relevance, chosen.rho.tolist(), strict=True)
-    answered = zip(rows, seen, strict=True)
-    return [make_answer(model, processor, videos, *row, timings, sure) for row, sure in answered]
+    written, timings = output.sequences[:, inputs["input_ids"].shape[1] :], clock.timings()
+    return [make_answer(model, processor, videos, ids, chosen, timings, row) for row, ids in enumerate(written)]
 
 
 @dataclass
@@ -140,10 +127,7 @@ class _Memory:
     def generate(
         self, model: Any, inputs: dict[str, Any], choice: dict[str, Any], options: dict[str, Any]
     ) -> tuple[Any, QTSplusOutput]:
-        """
-        As `model.generate`, with the selection: from the cache if the question keeps the tokens that the cache was
-        made of, since it then is what reading all of it again would give.
-        """
+        """As `model.generate`, with the selection: from the cache if the question keeps the tokens that made it."""
         with torch.no_grad():
             prompt = model.model.compress(**inputs, **choice, sample_gate=False, pad_left=True)
         (kept,), chosen = prompt.qtsplus.kept_indices, prompt.qtsplus
@@ -178,24 +162,12 @@ def _answer_twice(
     with torch.no_grad():
         prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
     output = model.generate_from(prompt, **options, streamer=clock)
-    chosen: Any = prompt.qtsplus
-    relevance = None if chosen.relevance is None else chosen.relevance[0]
-    kept, relevance = second.of_the_whole(chosen.kept_indices[0], relevance)
     ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-    seen = None if chosen.seen is None else float(chosen.seen[0])
-    timings |= clock.timings()
-    return make_answer(model, processor, whole, ids, kept, relevance, second.rho, timings, seen)
+    return make_answer(model, processor, whole, ids, prompt.qtsplus, timings | clock.timings(), second=second)
 
 
 class VideoSession:
-    """
-    Videos that are encoded once and asked about again and again.
-
-    All videos that a question is about compete for one budget, as in one prompt.
-
-    Args:
-        model, processor: as [`load`] gives them.
-    """
+    """Videos that are encoded once and asked about again and again; those of a question compete for one budget."""
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.model, self.processor = model, processor
@@ -211,46 +183,40 @@ class VideoSession:
 
     def add(self, video: Any, name: str | None = None, **options: Any) -> str:
         """
-        Encodes a video and adds it; or adds an open stream, of which every question sees what is then in memory.
+        Adds a video and returns its name.
 
         Args:
-            video: whatever [`encode`] takes, or what it has made of one; or a `Stream`, which may go on.
+            video: whatever [`encode`] takes, or what it has made of one; or a `Stream`, which may go on: every question
+                sees what is then in its memory.
             name: what prompts and answers call it; the file's name by default, with a number where that is taken. The
                 cameras of a stream that has several keep their own names.
             options: as for [`encode`], such as `fps`.
 
-        Returns:
-            the name.
-
         Raises:
-            ValueError: a name that is empty or taken; options for a video that was encoded before, or for a stream; a
-                stream of another model; as [`encode`].
+            ValueError: a name that is empty or taken; options for what was encoded before; a stream of another model;
+                as [`encode`].
         """
         if name is not None and (not name.strip() or name in self.names):
             raise ValueError(f"The name {name!r} is {'taken' if name.strip() else 'empty'}; name the video otherwise.")
         if options and isinstance(video, (EncodedVideo, Stream)):
             raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
-        if isinstance(video, Stream) and video.model is not self.model:
-            raise ValueError("The stream was opened with another model than the session's; open both with one.")
-        if not isinstance(video, (EncodedVideo, Stream)):
-            video = encode(self.model, self.processor, video, **options)
-        name = name or self._free_name(video)
-        if isinstance(video, Stream):
-            self.streams[name] = video
-        else:
-            self.videos[name] = video
         self._memory = _Memory()
+        if isinstance(video, Stream):
+            if video.model is not self.model:
+                raise ValueError("The stream was opened with another model than the session's; open both with one.")
+            name = name or self._free_name(next(iter(video.cameras), "video"))
+            self.streams[name] = video
+            return name
+        encoded = video if isinstance(video, EncodedVideo) else encode(self.model, self.processor, video, **options)
+        place = urlsplit(encoded.video).path if is_address(encoded.video) else encoded.video
+        name = name or self._free_name(PurePath(place).name or "video")
+        self.videos[name] = encoded
         return name
 
-    def _free_name(self, video: EncodedVideo | Stream) -> str:
-        """The file's or the camera's own name, with a number where that is taken."""
-        if isinstance(video, Stream):
-            own = next(iter(video.cameras), "video")
-        else:
-            place = urlsplit(video.video).path if is_address(video.video) else video.video
-            own = PurePath(place).name or "video"
+    def _free_name(self, own: str) -> str:
+        """With a number where it is taken."""
         numbered = (f"{own} ({number})" for number in itertools.count(2))
-        return next(one for one in itertools.chain([own], numbered) if one not in self.names)
+        return next(name for name in itertools.chain([own], numbered) if name not in self.names)
 
     def remove(self, name: str) -> None:
         """Forgets a video; `ValueError` if there is none of that name."""
@@ -260,13 +226,7 @@ class VideoSession:
         self._memory = _Memory()
 
     def ask(self, question: str, videos: Sequence[str] | None = None, **generation: Any) -> Answer:
-        """
-        Answers a question that knows nothing of those before.
-
-        Args:
-            videos: the names of those to ask about; all by default.
-            generation: as for [`answer_questions`].
-        """
+        """Answers a question about all or some `videos`, by name, as [`answer_questions`] does."""
         return self.ask_many([question], videos, **generation)[0]
 
     def ask_many(
@@ -286,9 +246,6 @@ class VideoSession:
         The model reads the whole conversation, with the visual tokens that this question's own words choose: a
         follow-up should name what it is about. The cache of the turns before serves where a question keeps the same
         tokens as the one before it, as with `selection="all"`; the answer is that of reading everything again.
-
-        Args:
-            generation: as for [`answer_questions`].
         """
         conversation: dict[str, Any] = {"turns": self.turns, "memory": self._memory}
         videos = self._chosen(None)
@@ -302,7 +259,6 @@ class VideoSession:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the model makes of pixels, see [`fingerprint`]."""
         return fingerprint(self.model, self.processor)
 
     def save(self, folder: str | Path) -> None:

@@ -13,18 +13,18 @@ from transformers.video_utils import VideoMetadata
 
 from .videos import EncodedVideo
 
-_SAMPLING = ("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")  # a stored video says its own
+SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video says its own
 
 
 def fingerprint(model: Any, processor: Any) -> str:
-    """
-    What features depend on, as a hash: the vision tower's weights and settings, and how the processor makes pixels.
-
-    The language model, the selector and which frames are looked at have no part in it.
-    """
+    """A hash of what features depend on: the vision tower's weights and settings, and the processor's for pixels."""
     settings = {
         "vision": {**model.config.vision_config.to_dict(), "transformers_version": None},
-        "pixels": {name: at for name, at in processor.video_processor.to_dict().items() if name not in _SAMPLING},
+        "pixels": {
+            name: at
+            for name, at in processor.video_processor.to_dict().items()
+            if name not in (*SAMPLING, "do_sample_frames")
+        },
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, weight in model.model.state_dict().items():
@@ -36,10 +36,7 @@ def fingerprint(model: Any, processor: Any) -> str:
 
 def save_video(encoded: EncodedVideo, path: str | Path, made_by: str) -> None:
     """
-    Writes an encoded video to one file, which is whole or not there.
-
-    Args:
-        made_by: [`fingerprint`] of the model that encoded it.
+    Writes an encoded video to one file, which is whole or not there, with the [`fingerprint`] of what encoded it.
 
     Raises:
         ValueError: a video for two passes, whose second one has to read the video itself.
@@ -64,11 +61,7 @@ def save_video(encoded: EncodedVideo, path: str | Path, made_by: str) -> None:
 
 def load_video(path: str | Path, made_by: str, device: Any = "cpu") -> EncodedVideo:
     """
-    Reads what [`save_video`] wrote. On the CPU the features stay on disk until they are looked at.
-
-    Args:
-        made_by: [`fingerprint`] of the model that is to be asked.
-        device: where the features shall live.
+    Reads what [`save_video`] wrote, for a device. On the CPU the features stay on disk until they are looked at.
 
     Raises:
         ValueError: no such file, one that is broken or no stored video, or one made with another vision tower.

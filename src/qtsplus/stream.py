@@ -4,7 +4,6 @@ A policy says what stays when the memory is full. Appending looks at the memory 
 gone, so that its price is flat. What stays keeps its time and its place in the frame.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,32 +15,35 @@ from transformers.video_utils import VideoMetadata
 
 from .answers import Answer, check_question
 from .encoding_qtsplus import Repeats
-from .methods_qtsplus import Candidates, Method, changes, check_kept
-from .policies import POLICIES, StandingQuestion
+from .methods_qtsplus import METHODS, Candidates, Method, check_kept, most_relevant
+from .ranking import StandingQuestion
 from .recall import Remembered, answer_remembered, places_of, rows_of
 from .video_qtsplus import stack_frames
 from .videos import EncodedVideo
 
+
+def newest(candidates: Candidates, n: int) -> torch.Tensor:
+    """The n newest tokens: the oldest go first."""
+    return candidates.positions[0].sort(stable=True).indices[-n:].sort().values
+
+
+POLICIES: dict[str, Method] = {
+    "question": most_relevant,
+    "diversity": METHODS["diversity"],
+    "oldest_first": newest,
+}
 STEPS_AT_A_TIME = 8  # that are encoded together
 _TICKS = 1000  # of a second: the rate at which a prompt's metadata state the times of frames
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """
-    What is left of one camera, in the order of time.
+    """What is left of one camera, in the order of time."""
 
-    Args:
-        features: `[m, token_width]`.
-        steps: `[m]` int64, the step in time of each, counted from the beginning of the stream.
-        cells: `[m]` int64, its place in the frame, row by row.
-        scores: `[m, rows]` float32, what the policy goes by; no row where it goes by none.
-    """
-
-    features: torch.Tensor
-    steps: torch.Tensor
-    cells: torch.Tensor
-    scores: torch.Tensor
+    features: torch.Tensor  # [m, token_width]
+    steps: torch.Tensor  # [m] int64, the step in time of each, counted from the beginning of the stream
+    cells: torch.Tensor  # [m] int64, its place in the frame, row by row
+    scores: torch.Tensor  # [m, rows] float32, of the standing question; no row without one
 
     def __len__(self) -> int:
         return len(self.features)
@@ -55,28 +57,16 @@ class Tokens:
 
 @dataclass
 class Camera:
-    """
-    One video of a stream.
+    """One video of a stream."""
 
-    Args:
-        size: height and width of its frames.
-        patches: `[1, 2]`, those of its grid in patches.
-        cells: those of its grid in tokens.
-        waiting: frames, with their times, that are no whole step yet.
-        before: `[h * w, token_width]`, the features of the newest step.
-        newest: the number of that step.
-        last_time: that of the newest frame, in seconds.
-    """
-
-    size: tuple[int, int]
-    patches: torch.Tensor
-    cells: tuple[int, int]
+    size: tuple[int, int]  # height and width of its frames
+    patches: torch.Tensor  # [1, 2], those of its grid in patches
+    cells: tuple[int, int]  # those of its grid in tokens
     repeats: Repeats
     tokens: Tokens
-    waiting: list[tuple[np.ndarray, float]] = field(default_factory=list)
-    before: torch.Tensor | None = None
-    newest: int = -1
-    last_time: float | None = None
+    waiting: list[tuple[np.ndarray, float]] = field(default_factory=list)  # frames and times that are no whole step yet
+    newest: int = -1  # the number of the newest step
+    last_time: float | None = None  # of the newest frame, in seconds
 
 
 class Stream:
@@ -84,7 +74,6 @@ class Stream:
     Videos without an end, such as those of cameras, of which a model remembers so many tokens.
 
     Args:
-        model, processor: as `qtsplus.session.load` gives them.
         memory_tokens: the most visual tokens that stay, those of all cameras together.
         policy: which ones: a name of [`POLICIES`], or a function like those of `methods_qtsplus.py`, which is given
             what was kept and what is new. By default `"question"` with a standing question, else `"diversity"`.
@@ -93,7 +82,6 @@ class Stream:
         sized_as: frames are as large as in a video of so many; by default of as many as the processor looks at. It
             counts with backbones such as Qwen3-VL, which share a number of pixels among the frames of a video.
         device: where the memory lives, such as `"cpu"`; the model's when absent.
-        frame_tolerance: as for `qtsplus.session.encode`.
 
     Raises:
         ValueError: a policy of another name, or one that needs a standing question; no token, or no rate.
@@ -110,11 +98,10 @@ class Stream:
         fps: float = 2.0,
         sized_as: int | None = None,
         device: str | None = None,
-        frame_tolerance: float | None = 0.0,
     ):
         policy = policy or ("diversity" if question is None else "question")
         if isinstance(policy, str) and policy not in POLICIES:
-            raise ValueError(f"policy={policy!r}; expected one of {tuple(POLICIES)}, or a function like their methods.")
+            raise ValueError(f"policy={policy!r}; expected one of {tuple(POLICIES)}, or a function like theirs.")
         if (policy == "question") != (question is not None):
             raise ValueError(f"Got policy={policy!r} and question={question!r}: expected a question with that policy.")
         if not (memory_tokens >= 1 and memory_tokens % 1 == 0):
@@ -122,37 +109,29 @@ class Stream:
         if not 1e-3 <= fps <= 1e3:
             raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
         self.model, self.processor, self.memory_tokens = model, processor, memory_tokens
-        self.policy = policy
-        self._scored_by, self._method = POLICIES[policy] if isinstance(policy, str) else ("", policy)
+        self.policy, self._method = policy, POLICIES[policy] if isinstance(policy, str) else policy
         self.question = None if question is None else StandingQuestion(model, processor, question)
         self.frames_per_step = processor.video_processor.temporal_patch_size
         self.fps, self.seconds_per_step = fps, self.frames_per_step / fps
         self.sized_as = sized_as or int(getattr(processor.video_processor, "max_frames", None) or 768)
-        self.device, self.frame_tolerance = torch.device(device or model.device), frame_tolerance
+        self.device = torch.device(device or model.device)
         self.cameras: dict[str, Camera] = {}
         self._width = model.get_input_embeddings().embedding_dim  # a backbone may put more behind a token
-        self._chance = torch.Generator().manual_seed(0)
 
     @property
     def num_tokens(self) -> int:
         """Tokens in memory."""
         return sum(len(camera.tokens) for camera in self.cameras.values())
 
-    # --- Frames ---
-
     def append(self, frames: Sequence[np.ndarray], times: Sequence[float] | None = None, name: str = "video") -> None:
         """
         Encodes frames and remembers what the policy says. A frame that is no whole step waits for the next one.
 
         Args:
-            frames: `[H, W, 3]` uint8 each, of one size.
+            frames: `[H, W, 3]` uint8 each, all of a camera of one size.
             times: when each was taken, in seconds from the beginning of the stream, ascending; at `fps` behind those
                 before if absent. Of several cameras, on one clock.
             name: of the camera; that of a new one adds it.
-
-        Raises:
-            ValueError: frames of another size than the camera's earlier ones, or without three colours; times that are
-                not one for each frame, or go back.
         """
         if not len(frames):
             return
@@ -160,14 +139,12 @@ class Stream:
         if times is None:
             begin = 0.0 if camera.last_time is None else camera.last_time + 1 / self.fps
             times = [begin + index / self.fps for index in range(len(frames))]
-        before = [-math.inf if camera.last_time is None else camera.last_time, *times]
-        if len(times) != len(frames) or any(later <= time for time, later in pairwise(before)):
+        before = [] if camera.last_time is None else [camera.last_time]
+        if len(times) != len(frames) or any(later <= time for time, later in pairwise([*before, *times])):
             raise ValueError(f"Got times that do not ascend, or not one for each of {len(frames)} frames of {name!r}.")
-        for frame in frames:
-            if np.shape(frame) != (*camera.size, 3):
-                raise ValueError(
-                    f"Got a frame of shape {np.shape(frame)} of {name!r}; expected {(*camera.size, 3)}, as the first."
-                )
+        size = (*camera.size, 3)
+        if others := [np.shape(frame) for frame in frames if np.shape(frame) != size]:
+            raise ValueError(f"Got a frame of shape {others[0]} of {name!r}; expected {size}, as the first.")
         camera.last_time = times[-1]
         camera.waiting += zip(frames, times, strict=True)
         whole = len(camera.waiting) // self.frames_per_step * self.frames_per_step
@@ -193,8 +170,7 @@ class Stream:
             ((_, height, width),) = self.model.model.merged_grid(grid)
             index, features = torch.empty(0, dtype=torch.long), self.model.model.no_features(self.device)
             tokens = Tokens(features, index, index, torch.empty(0, 0))
-            repeats = Repeats(self.frame_tolerance)
-            self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), repeats, tokens)
+            self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), Repeats(), tokens)
         return self.cameras[name]
 
     def _add(self, camera: Camera, frames: Sequence[tuple[np.ndarray, float]]) -> None:
@@ -208,43 +184,22 @@ class Stream:
 
     @torch.no_grad()
     def remember(self, camera: Camera, features: torch.Tensor, times: Sequence[float]) -> None:
-        """
-        Adds steps that are encoded, and forgets what the policy does not keep.
-
-        Args:
-            features: `[t * h * w, token_width]`.
-            times: when each step began, in seconds.
-        """
+        """Adds steps `[t * h * w, token_width]`, each with its begin in seconds, and forgets what the policy drops."""
         steps = []
         for time in times:
             camera.newest = max(round(time / self.seconds_per_step), camera.newest + 1)
             steps.append(camera.newest)
         cells = len(features) // len(steps)
-        scores = self._scores(camera, features, cells)
-        camera.before = features[-cells:].clone()
+        own = features[:, : self._width]
+        scores = torch.empty(len(own), 0) if self.question is None else self.question.add(own)
         places = torch.tensor(steps).repeat_interleave(cells), torch.arange(cells).repeat(len(steps))
         new = Tokens(features, *places, scores)
         camera.tokens = camera.tokens.join(new) if len(camera.tokens) else new
         if self.num_tokens > self.memory_tokens:
             self._forget()
 
-    def _scores(self, camera: Camera, features: torch.Tensor, cells: int) -> torch.Tensor:
-        """`[k, rows]` on the CPU: what the policy will go by of new tokens `[k, token_width]`."""
-        features = features[:, : self._width]
-        if self.question is not None:
-            return self.question.add(features)
-        if self._scored_by == "chance":
-            return torch.rand(len(features), 1, generator=self._chance)
-        if self._scored_by == "change":
-            before = features[:0] if camera.before is None else camera.before[:, : self._width]
-            joined = torch.cat([before, features])
-            grid, nowhere = (len(joined) // cells, 1, cells), torch.empty(3, 0)
-            change = changes(Candidates([joined], joined[:0], nowhere, [grid], lambda states: states))
-            return change[len(before) :, None].cpu()
-        return torch.empty(len(features), 0)
-
     def _forget(self) -> None:
-        cameras = list(self.cameras.values())
+        cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
         sizes = [len(camera.tokens) for camera in cameras]
         kept = self._method(self._competing(cameras), self.memory_tokens).cpu()
         check_kept(kept, self.memory_tokens, sum(sizes), self.policy)
@@ -256,51 +211,32 @@ class Stream:
     def _competing(self, cameras: Sequence[Camera]) -> Candidates:
         """The whole memory; a camera's tokens are one line of one frame."""
         tokens = [camera.tokens for camera in cameras]
-        rows = [one.cells // camera.cells[1] for one, camera in zip(tokens, cameras, strict=True)]
-        columns = [one.cells % camera.cells[1] for one, camera in zip(tokens, cameras, strict=True)]
-        positions = torch.stack([torch.cat([one.steps for one in tokens]), torch.cat(rows), torch.cat(columns)])
-        scores = torch.cat([one.scores for one in tokens])
+        widths = [camera.cells[1] for camera in cameras]
+        places = [(one.steps, one.cells // width, one.cells % width) for one, width in zip(tokens, widths, strict=True)]
+        positions = torch.cat(list(map(torch.stack, places)), dim=1)
 
         def score(_: torch.Tensor) -> torch.Tensor:
-            if self.question is not None:
-                return self.question.log_relevance(scores)
-            if not scores.shape[1]:
+            if self.question is None:
                 raise ValueError(f"policy={self.policy!r} asks for relevance, and there is no standing question.")
-            return scores[:, 0]
+            return self.question.log_relevance(torch.cat([one.scores for one in tokens]))
 
         visual = [one.features[:, : self._width] for one in tokens]
         return Candidates(visual, visual[0][:0], positions, [(1, 1, len(one)) for one in tokens], score)
 
-    # --- Questions ---
-
     @torch.no_grad()
     def ask(self, question: str, *, max_new_tokens: int = 128, **choice: Any) -> Answer:
         """
-        Answers a question about what is in memory.
+        Answers a question about what is in memory; `choice` is `retention`, `max_visual_tokens` and `selection`.
 
-        Args:
-            max_new_tokens: longest answer.
-            choice: `retention`, `max_visual_tokens` and `selection`, of the tokens in memory, as for
-                `qtsplus.session.ask`.
-
-        Returns:
-            an answer whose evidence has the seconds of the stream and the names of the cameras. Its keep maps have a
-            row for each step of which something is in memory, and one that is empty where others are missing.
-
-        Raises:
-            ValueError: nothing is in memory; a question that is empty or longer than the model's positions.
+        The evidence has the seconds of the stream and the names of the cameras. The keep maps have a row for each step
+        of which something is in memory, and one that is empty where others are missing.
         """
         check_question(self.model, self.processor, question)
         options = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
         return answer_remembered(self.model, self.processor, self.videos(), question, (), choice, options)
 
     def videos(self, only: str | None = None) -> dict[str, EncodedVideo]:
-        """
-        What is in memory now, by camera; `ValueError` if there is nothing.
-
-        Args:
-            only: what the camera is called, where there is only one; by its own name when absent.
-        """
+        """What is in memory now, by camera, where there is only one by the name `only`; `ValueError` if nothing is."""
         cameras = {name: camera for name, camera in self.cameras.items() if len(camera.tokens)}
         if not cameras:
             raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
@@ -312,9 +248,8 @@ class Stream:
         """What is left of a camera; its frames have their true times."""
         steps = camera.tokens.steps.tolist()
         rows = rows_of(steps)
-        times = [
-            row * self.seconds_per_step + frame / self.fps for row in rows for frame in range(self.frames_per_step)
-        ]
+        starts = [row * self.seconds_per_step for row in rows]
+        times = [start + frame / self.fps for start in starts for frame in range(self.frames_per_step)]
         metadata = VideoMetadata(
             total_num_frames=round((camera.newest + 1) * self.seconds_per_step * _TICKS),
             fps=_TICKS,

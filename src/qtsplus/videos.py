@@ -26,30 +26,17 @@ IN_MEMORY = "frames"  # what a video is called that was given as frames
 
 @dataclass(frozen=True)
 class EncodedVideo:
-    """
-    A video that [`encode`] has read, for any number of questions.
+    """A video that [`encode`] has read, for any number of questions."""
 
-    Args:
-        video: the path, [`IN_MEMORY`] for one that was given as frames.
-        features: `[M, d]`, all its visual tokens.
-        video_grid_thw: `[1, 3]`, its grid in patches.
-        second_per_grid_ts: `[1]`, seconds per temporal patch.
-        metadata: `VideoMetadata`, with the indices of the frames that were looked at.
-        seconds: what reading and encoding took.
-        start: when a player shows the first frame, in seconds.
-        warnings: what is wrong with the file, such as an end that is missing; one sentence each.
-        large: with two passes, the video at full size; features and grid are then those of the small one.
-    """
-
-    video: str
-    features: torch.Tensor
-    video_grid_thw: torch.Tensor
-    second_per_grid_ts: list[float]
-    metadata: Any
-    seconds: float
-    start: float = 0.0
-    warnings: list[str] = field(default_factory=list)
-    large: Large | None = None
+    video: str  # the path, [`IN_MEMORY`] for one that was given as frames
+    features: torch.Tensor  # [M, d], all its visual tokens
+    video_grid_thw: torch.Tensor  # [1, 3], its grid in patches
+    second_per_grid_ts: list[float]  # [1], seconds per temporal patch
+    metadata: Any  # `VideoMetadata`, with the indices of the frames that were looked at
+    seconds: float  # what reading and encoding took
+    start: float = 0.0  # when a player shows the first frame, in seconds
+    warnings: list[str] = field(default_factory=list)  # what is wrong with the file, one sentence each
+    large: Large | None = None  # with two passes, the video at full size; features and grid are those of the small one
 
     @property
     def length(self) -> float:
@@ -76,15 +63,13 @@ def encode(
     Memory holds three chunks at most, and the features.
 
     Args:
-        model, processor: as [`load`] gives them.
         video: a video file, an `http(s)` address (as a `str`), or a folder of frames. Or frames as the processor takes
             them: `[T, H, W, C]` or `[T, C, H, W]` as an array or tensor, or a list of images.
         fps: of a file, frames to look at per second; of frames, the rate at which they were taken.
         max_frames: of a file, the most that are looked at; as the processor has it when absent.
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
-        frame_tolerance: frames that differ by no more from those before take their features and are not encoded again;
-            see [`Repeats`]. 0 does so only with equal frames, `None` encodes every frame.
+        frame_tolerance: see [`Repeats`]: 0 encodes equal frames once, `None` encodes every frame.
         two_passes: encode the video small, and let every question choose the regions that are encoded at full size.
         progress: show a bar on standard error while a video of several chunks is encoded.
 
@@ -93,7 +78,9 @@ def encode(
             frame at one size, or tiles with one that has to see whole frames.
     """
     if not isinstance(video, (str, Path)):
-        return _encode_frames(model, processor, video, fps, device, frame_tolerance, two_passes)
+        if two_passes is not None:
+            raise ValueError("Two passes read a video twice; expected a file, an address or a folder, and got frames.")
+        return _encode_frames(model, processor, video, fps, device, frame_tolerance)
     started = time.perf_counter()
     chunks = processor.video_chunks(video, fps=fps, max_frames=max_frames, frames_per_chunk=frames_per_chunk)
     large = None
@@ -124,17 +111,9 @@ def encode(
 
 
 def _encode_frames(
-    model: Any,
-    processor: Any,
-    frames: Any,
-    fps: float | None,
-    device: str | None,
-    frame_tolerance: float | None,
-    two_passes: TwoPasses | None,
+    model: Any, processor: Any, frames: Any, fps: float | None, device: str | None, frame_tolerance: float | None
 ) -> EncodedVideo:
     """[`encode`] of frames that are in memory, which are one chunk."""
-    if two_passes is not None:
-        raise ValueError("Two passes read a video twice; expected a file, an address or a folder, and got frames.")
     started = time.perf_counter()
     inputs = processor(videos=frames, fps=fps, return_metadata=True, return_tensors="pt")
     pixels, grid, (metadata, *others) = (

@@ -53,11 +53,8 @@ class Source:
         began: when the clock of the stream stood at 0, by `time.monotonic`; a camera's frames have its times. Those of
             other sources have a player's.
 
-    Iterating gives (seconds, `[H, W, 3]` uint8) until the source ends.
-
-    Raises, while one iterates:
-        TimeoutError: nothing came for too long.
-        ValueError: a source that cannot be opened or decoded, or that breaks off.
+    Iterating gives (seconds, `[H, W, 3]` uint8) until the source ends, or raises `TimeoutError` where nothing came for
+    too long, and `ValueError` for what cannot be opened or decoded, or breaks off.
     """
 
     def __init__(self, address: str, fps: float, timeout: float, began: float):
@@ -153,7 +150,6 @@ def watch(
     Answers one question again and again while videos come: every so many seconds of video, and once more at their end.
 
     Args:
-        model, processor: as `qtsplus.session.load` gives them.
         sources: by name a file that may still grow (MPEG-TS, Matroska, fragmented mp4), `-` for standard input, an
             address (http, rtsp, ...) or a device such as `/dev/video0`. All share one clock and one memory.
         every: seconds of video from answer to answer.
@@ -162,19 +158,15 @@ def watch(
         choice: as for [`Stream.ask`].
 
     Yields:
-        answers as [`Stream.ask`] gives them; their `warnings` count the frames that a camera lost because they came
-        faster than they were encoded.
+        answers of [`Stream.ask`]; their `warnings` count the frames that came faster than they were encoded.
 
     Raises:
         TimeoutError: a pipe, an address or a camera sent nothing for too long.
         ValueError: no source, one that cannot be read or breaks off, a question or a number out of its range.
     """
-    for name, number in (("every", every), ("timeout", timeout)):
-        require_positive(name, number)
-    if timeout > 1e6:
-        raise ValueError(f"timeout={timeout!r}: expected at most a million seconds.")
-    if not sources:
-        raise ValueError("There is no stream to watch; name one.")
+    require_positive("every", every)
+    if not 0 < timeout <= 1e6:
+        raise ValueError(f"timeout={timeout!r}: expected seconds above 0, at most a million.")
     standing = question if policy == "question" else None
     options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "question": standing, "fps": fps}
     stream, began = Stream(model, processor, **options), time.monotonic()
@@ -182,16 +174,13 @@ def watch(
     waiting: dict[str, list[tuple[float, np.ndarray]]] = {name: [] for name in sources}
 
     def answer() -> Answer:
-        said = stream.ask(question, **choice)
-        lost = [(name, source.dropped) for name, source in opened.items() if source.dropped]
-        return replace(
-            said, warnings=[f"{count} frames of {name!r} came too fast to be encoded." for name, count in lost]
-        )
+        lost = [f"{source.dropped} frames of {name!r}" for name, source in opened.items() if source.dropped]
+        warnings = [f"{frames} came too fast to be encoded." for frames in lost]
+        return replace(stream.ask(question, **choice), warnings=warnings)
 
     try:
         due = every
-        named = (_named(name, source) for name, source in opened.items())
-        for seconds, name, frame in heapq.merge(*named, key=itemgetter(0)):
+        for seconds, name, frame in heapq.merge(*map(_named, opened, opened.values()), key=itemgetter(0)):
             if seconds >= due:
                 due = (seconds // every + 1) * every
                 _append(stream, waiting)
@@ -209,8 +198,7 @@ def watch(
 
 
 def _named(name: str, source: Source) -> Iterator[tuple[float, str, np.ndarray]]:
-    for seconds, frame in source:
-        yield seconds, name, frame
+    return ((seconds, name, frame) for seconds, frame in source)
 
 
 def _append(stream: Stream, waiting: dict[str, list[tuple[float, np.ndarray]]]) -> None:
@@ -218,6 +206,3 @@ def _append(stream: Stream, waiting: dict[str, list[tuple[float, np.ndarray]]]) 
         if frames:
             stream.append([frame for _, frame in frames], [seconds for seconds, _ in frames], name)
             frames.clear()
-
-
-__all__ = ["GrowingFile", "Source", "watch"]

@@ -8,7 +8,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from engine_runs import TOKENS, described, frames_of, picture
-from qtsplus.vllm.budget import WORKER, connect
+from qtsplus.vllm.budget import BudgetWorker
 
 
 class Watch:
@@ -58,10 +58,11 @@ def main(model: str, folder: Path) -> None:
         limit_mm_per_prompt={"video": 3, "image": 2},
         mm_processor_kwargs=defaults,
         enable_prefix_caching=False,
-        worker_extension_cls=WORKER,
+        worker_extension_cls=f"{BudgetWorker.__module__}.BudgetWorker",
     )
     if defaults is None:
-        connect(llm)
+        processor = llm.llm_engine.renderer.get_mm_processor()
+        processor.call_engine = lambda method, args: llm.collective_rpc(method, args=args)
     watch = llm.apply_model(Watch)[0]
     alone = {}
     for name, asked in requests.items():

@@ -92,7 +92,7 @@ def test_what_no_earlier_run_wrote_stays(tmp_path, name):
 @pytest.mark.parametrize("name", ["", " "])
 def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="name of the output folder is empty"):
+    with pytest.raises(ValueError, match="name of the output is empty"):
         write(name)
     assert list(tmp_path.iterdir()) == []
 

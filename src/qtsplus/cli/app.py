@@ -9,7 +9,7 @@ import typer
 
 from .console import fail, note, one_line_errors
 from .models import check_model_options, load_model, open_library
-from .options import Device, Dtype, Model, Revision
+from .options import Device, Dtype, Model, Revision, WeightType
 
 
 def app(
@@ -24,7 +24,7 @@ def app(
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
     device: Device = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights. auto takes what the checkpoint has.")] = Dtype.auto,
+    dtype: WeightType = Dtype.auto,
 ) -> None:
     """Open a page to ask about films, which shows in the film what each answer rests on."""
     check_model_options(model, revision)
@@ -35,9 +35,7 @@ def app(
     with one_line_errors():
         from ..app import launch
 
-        if library is None:
-            shelf, loaded = None, load_model(model, revision, device, dtype.value)
-        else:
-            shelf = open_library(library, model, revision, device, dtype.value)
-            loaded = shelf.model, shelf.processor
+        loading = model, revision, device, dtype.value
+        shelf = None if library is None else open_library(library, *loading)
+        loaded = load_model(*loading) if shelf is None else (shelf.model, shelf.processor)
         launch(*loaded, shelf, media_root, host=host, port=port, say=note)

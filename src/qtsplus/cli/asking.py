@@ -10,121 +10,119 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from .console import console, fail, note, notes, one_line_errors, require_fraction, wrote
+from . import options
+from .console import check_text, console, fail, note, notes, one_line_errors, require_fraction, wrote
 from .models import check_model_options, check_selection, load_model, open_library
-from .options import (
-    AsJson,
-    Device,
-    Dtype,
-    Fps,
-    MaxNewTokens,
-    MaxVisualTokens,
-    Model,
-    Retention,
-    Revision,
-    Selection,
-    WeightType,
-)
 
 if TYPE_CHECKING:
-    from ..library import Library
     from ..session import Answer
     from ..videos import EncodedVideo
 
 
 def ask(
     video: Annotated[
-        str,
-        typer.Argument(
-            help="A video file, an http(s) address of one, a folder of frames, or a library that `qtsplus index` made.",
-            show_default=False,
-        ),
+        str, typer.Argument(help="A video file, an http(s) address of one, a folder of frames, or a library.")
     ],
-    question: Annotated[str, typer.Argument(help="What to ask about it.", show_default=False)],
-    model: Model = None,
-    revision: Revision = None,
-    retention: Retention = None,
-    max_visual_tokens: MaxVisualTokens = None,
-    selection: Selection = None,
-    fps: Fps = None,
+    question: options.Question,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    retention: options.Retention = None,
+    max_visual_tokens: options.MaxVisualTokens = None,
+    selection: options.Selection = None,
+    fps: options.Fps = None,
     two_passes: Annotated[
-        bool,
-        typer.Option(
-            "--two-passes",
-            help="Read the video small first, and then at full size only the regions that the question chooses: "
-            "sooner, and less sure.",
-        ),
+        bool, typer.Option("--two-passes", help="Read only what the question chooses at full size: sooner, less sure.")
     ] = False,
-    max_new_tokens: MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     evidence: Annotated[
-        Path | None,
-        typer.Option(help="A folder for pictures of what the answer rests on, and the video with the kept tokens lit."),
+        Path | None, typer.Option(help="A folder for pictures of what the answer rests on, and the video with it lit.")
     ] = None,
     pieces: Annotated[
         int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")
     ] = None,
-    device: Device = None,
-    dtype: WeightType = Dtype.auto,
-    as_json: AsJson = False,
+    device: options.Device = None,
+    dtype: options.WeightType = options.Dtype.auto,
+    as_json: options.AsJson = False,
 ) -> None:
     """Answer a question about a video or a library, and say which seconds the answer rests on."""
     check_model_options(model, revision)
-    library = is_library(video)
-    if library:
-        refuse_for_a_library(**{"--fps": fps is not None, "--two-passes": two_passes})
-    elif pieces is not None:
+    check_videos([video], fps, two_passes)
+    if pieces is not None and not is_library(video):
         fail("--pieces is about a library; leave it out")
-    else:
-        check_video(video, fps)
-    _check_question(question)
+    check_text(question)
     require_fraction(retention)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     choice |= {"selection": selection, "max_new_tokens": max_new_tokens}
-    loading = model, revision, device, dtype.value
     with one_line_errors():
+        from ..decoding_qtsplus import shown_name
         from ..hub.folder import check_own
 
         check_selection(selection)
         if evidence is not None:
             check_own(evidence)
-        if library:
-            shelf = open_library(Path(video), *loading)
-            with notes.status("Asking"):
-                answer = shelf.ask(question, pieces or 1, **choice)
+        started = time.perf_counter()
+        talk = Talk(video, (model, revision, device, dtype.value), fps, two_passes)
+        timings = {"load": time.perf_counter() - started}
+        if not talk.is_library:
+            timings["encode"] = talk.add(video, shown_name(video)).seconds
+        answer = talk.ask(question, **choice, **({"pieces": pieces} if pieces else {}))
+        answer.timings.update(timings)
+        print_answer(answer, talk.is_library, as_json)
+        if evidence is not None:
+            talk.draw(evidence)
+
+
+class Talk:
+    """Videos that are asked about in a session, or a library; and the answer that came last."""
+
+    def __init__(self, video: str, loading: tuple, fps: float | None = None, two_passes: bool = False) -> None:
+        from .. import session
+
+        self.is_library = is_library(video)
+        if self.is_library:
+            self.about: Any = open_library(Path(video), *loading)
         else:
-            answer, encoded = _ask_video(video, question, loading, fps, two_passes, choice)
-    if as_json:
-        print(json.dumps(answer.as_dict()))
-    else:
-        print_answer(answer, named=library)
-    if evidence is not None:
-        # By the address that was asked for: what it is called may leave out a password.
-        draw(answer, films_of(shelf, answer) if library else {encoded.video: replace(encoded, video=video)}, evidence)
+            self.about = session.VideoSession(*load_model(*loading))
+        self.reading = {"fps": fps, "two_passes": session.TwoPasses() if two_passes else None}
+        self.places: dict[str, str] = {}  # of the videos, as they were named here
+        self.last: Answer | None = None
 
+    def add(self, video: str, name: str | None = None) -> "EncodedVideo":
+        """Encodes one more video."""
+        if self.is_library:
+            raise ValueError("/add is about a conversation on videos; `qtsplus index` adds to a library")
+        name = self.about.add(video, name, progress=True, **self.reading)
+        self.places[name] = video
+        encoded = self.about.videos[name]
+        for warning in encoded.warnings:
+            note(warning)
+        return encoded
 
-def _ask_video(
-    video: str, question: str, loading: tuple, fps: float | None, two_passes: bool, choice: dict[str, Any]
-) -> "tuple[Answer, EncodedVideo]":
-    from .. import session
+    def ask(self, question: str, **choice: Any) -> "Answer":
+        """A question to a library stands alone."""
+        ask = self.about.ask if self.is_library else self.about.chat
+        with notes.status("Asking"):
+            self.last = ask(question, **choice)
+        return self.last
 
-    started = time.perf_counter()
-    loaded, processor = load_model(*loading)
-    seconds_to_load = time.perf_counter() - started
-    passes = session.TwoPasses() if two_passes else None
-    encoded = session.encode(loaded, processor, video, fps=fps, two_passes=passes, progress=True)
-    with notes.status("Asking"):
-        answer = session.ask(loaded, processor, encoded, question, **choice)
-    answer.timings.update(load=seconds_to_load, encode=encoded.seconds)
-    return answer, encoded
-
-
-def draw(answer: "Answer", videos: "dict[str, EncodedVideo]", folder: Path) -> None:
-    """Draws what an answer rests on."""
-    with one_line_errors(), notes.status("Drawing"):
+    def draw(self, folder: Path) -> None:
+        """Draws what the last answer rests on."""
         from ..picture import draw_evidence
 
-        draw_evidence(answer, videos, folder)
-    note(f"Wrote {folder}")
+        assert self.last is not None
+        with notes.status("Drawing"):
+            draw_evidence(self.last, {name: self._film(name) for name in self.last.keep_maps}, folder)
+        note(f"Wrote {folder}")
+
+    def _film(self, name: str) -> "EncodedVideo":
+        from ..videos import IN_MEMORY
+
+        if not self.is_library:  # by the address that was asked for: what it is called may leave out a password
+            return replace(self.about.videos[name], video=self.places[name])
+        film = self.about.film(name)
+        if film.video == IN_MEMORY:
+            note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
+        return film
 
 
 def is_library(path: str) -> bool:
@@ -132,20 +130,20 @@ def is_library(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "library.jsonl"))
 
 
-def refuse_for_a_library(**options: bool) -> None:
-    """Ends the command for options that were given and are about videos which are yet to be encoded."""
-    for option in (name for name, is_set in options.items() if is_set):
-        fail(f"{option} is about a video, and those of a library are encoded already; leave it out")
-
-
-def films_of(library: "Library", answer: "Answer") -> "dict[str, EncodedVideo]":
-    """The videos of a library that an answer is about, to be drawn as far as their files are there."""
-    from ..videos import IN_MEMORY
-
-    films = {name: library.film(name) for name in answer.keep_maps}
-    for name in (name for name, film in films.items() if film.video == IN_MEMORY):
-        note(f"The file of {name} is gone or was changed, so its frames are not drawn.")
-    return films
+def check_videos(videos: list[str], fps: float | None, two_passes: bool = False) -> None:
+    """Ends the command for videos that are not there, or options about them, before anything heavy is imported."""
+    if library := next(filter(is_library, videos), None):
+        if videos[1:]:
+            fail(f"{library} is a library, which is asked alone")
+        for option in ("--fps",) * (fps is not None) + ("--two-passes",) * two_passes:
+            fail(f"{option} is about a video, and those of a library are encoded already; leave it out")
+    for video in videos:
+        # os.path answers no where a Path raises, such as for a name that is too long.
+        if "://" not in video and not os.path.exists(video):
+            fail(f"there is no video at {video!r}")
+        if os.path.isdir(video) and fps is None and not library:
+            fail(f"{video} is a folder of frames: give the rate at which they were taken, such as --fps 2")
+    options.check_rate(fps)
 
 
 def demo(
@@ -162,26 +160,6 @@ def demo(
         print_answer(answer)
 
 
-def check_video(video: str, fps: float | None) -> None:
-    """Ends the command for a video that is not there, before anything heavy is imported."""
-    # os.path answers no where a Path raises, such as for a name that is too long.
-    if "://" not in video and not os.path.exists(video):
-        fail(f"there is no video at {video!r}")
-    if os.path.isdir(video) and fps is None:
-        fail(f"{video} is a folder of frames: give the rate at which they were taken, such as --fps 2")
-    if fps is not None and not 0 < fps < float("inf"):
-        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
-
-
-def _check_question(question: str) -> None:
-    if not question.strip():
-        fail("the question is empty; expected some text")
-    try:
-        question.encode()
-    except UnicodeEncodeError:
-        fail("the question is not valid UTF-8 text")
-
-
 def place(box: tuple[float, float, float, float]) -> str:
     """A region of the frame in words."""
     left, top, right, bottom = box
@@ -192,8 +170,11 @@ def place(box: tuple[float, float, float, float]) -> str:
     return f"{row} {column}" if (row, column) != ("middle", "centre") else "centre"
 
 
-def print_answer(answer: "Answer", named: bool = False) -> None:
+def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -> None:
     """The answer, and a table of what it rests on; with the names of the videos where there are several, or `named`."""
+    if as_json:
+        print(json.dumps(answer.as_dict()), flush=True)
+        return
     console.print(answer.answer or "(an empty answer)", style="bold", markup=False, highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     share = answer.kept_tokens / answer.visual_tokens

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from . import options
 from .console import fail, note, one_line_errors, require_fraction, resumable, wrote
 from .evaluating import fail_run
 from .models import check_model_options, check_selection, name_model
-from .options import Device, Dtype, MediaRoot, Model, Retention, Revision, Selection
 
 
 class Engine(str, Enum):
@@ -24,22 +24,18 @@ def batch(
     file: Annotated[
         Path,
         typer.Argument(
-            help="JSONL, CSV or Parquet with video and question; id, fps, retention and max_visual_tokens may stand "
-            "beside them.",
-            show_default=False,
+            help="JSONL, CSV or Parquet with video and question; beside them id, fps, retention, max_visual_tokens."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The JSONL file of the answers. A run that was stopped goes on.")],
-    model: Model = None,
-    revision: Revision = None,
-    retention: Retention = None,
-    max_visual_tokens: Annotated[int | None, typer.Option(min=1, help="Keep at most this many visual tokens.")] = None,
-    selection: Selection = None,
-    fps: Annotated[
-        float | None, typer.Option(help="For rows without fps: frames to look at, or that a folder has, per second.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="An answer ends after this many tokens.")] = 128,
-    media_root: MediaRoot = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    retention: options.Retention = None,
+    max_visual_tokens: options.MaxVisualTokens = None,
+    selection: options.Selection = None,
+    fps: options.Fps = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    media_root: options.MediaRoot = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask the rows with an error again.")] = False,
     engine: Annotated[Engine, typer.Option(help="Where the model runs.")] = Engine.here,
     ray: Annotated[
@@ -48,11 +44,8 @@ def batch(
     workers: Annotated[
         int | None, typer.Option(help="Models on the cluster; one on each GPU or else machine without it.", min=1)
     ] = None,
-    cpus: Annotated[
-        float | None, typer.Option(help="Of each worker of a cluster without GPUs, such as 0.5; 1 without it.")
-    ] = None,
-    device: Device = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights. auto takes what the checkpoint has.")] = Dtype.auto,
+    device: options.Device = None,
+    dtype: options.WeightType = options.Dtype.auto,
 ) -> None:
     """
     Answer the questions of a file. A video that cannot be read is an error in its rows, and the run goes on.
@@ -62,18 +55,18 @@ def batch(
     """
     check_model_options(model, revision)
     require_fraction(retention)
-    if fps is not None and not 0 < fps < float("inf"):
-        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
-    _check_engine(engine, device, ray=ray, workers=workers, cpus=cpus)
+    options.check_rate(fps)
+    _check_engine(engine, device, ray=ray, workers=workers)
     with one_line_errors(), resumable():
-        from ..batch import Asker, answer_here, answer_in_vllm, answer_on_ray, read_questions, run
+        from ..batch import Asker, answer_here, answer_in_vllm, read_questions, run
+        from ..ray_workers import answer_on_ray
 
         check_selection(selection)
         questions = read_questions(file, media_root)
         device, share = (device, (0, 1)) if engine is Engine.vllm else _share(device)
         name = name_model(model, revision)
         asker = Asker(name, revision, device, dtype.value, fps, retention, max_visual_tokens, selection, max_new_tokens)
-        on_ray = partial(answer_on_ray, address=ray or "local", workers=workers, cpus=cpus or 1.0)
+        on_ray = partial(answer_on_ray, address=ray or "local", workers=workers)
         engines: dict[Engine, Any] = {Engine.here: answer_here, Engine.ray: on_ray, Engine.vllm: answer_in_vllm}
         counts = run(questions, out, asker, engines[engine], share=share, retry_failed=retry_failed)
     if counts is None:
@@ -103,8 +96,6 @@ def _check_engine(engine: Engine, device: str | None, **of_ray: Any) -> None:
     for name, value in of_ray.items():
         if value is not None and engine is not Engine.ray:
             fail(f"--{name} is about a Ray cluster; give it with --engine ray")
-    if of_ray["cpus"] is not None and not 0 < of_ray["cpus"] < float("inf"):
-        fail(f"--cpus is {of_ray['cpus']:g}; expected more than 0")
     if device is not None and engine is Engine.vllm:
         fail("--device has no effect with --engine vllm, which takes the device that it was built for")
     if engine is not Engine.here and find_spec(engine.value) is None:

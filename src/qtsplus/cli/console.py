@@ -54,6 +54,14 @@ def require_fraction(retention: float | None) -> None:
         fail(f"--retention is {retention:g}; expected a fraction in (0, 1]")
 
 
+def check_text(question: str) -> None:
+    """Ends the command for bytes that are no text."""
+    try:
+        question.encode()
+    except UnicodeEncodeError:
+        fail("the question is not valid UTF-8 text")
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Bad input ends in one line on standard error and exit code 2; anything else is a bug and keeps its traceback."""

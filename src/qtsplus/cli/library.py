@@ -1,6 +1,7 @@
 """`qtsplus index` and `qtsplus find`: a folder of videos that is encoded once, and searched by every question."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,16 +9,14 @@ import typer
 from rich.table import Table
 
 from .asking import place
-from .console import console, fail, note, one_line_errors, resumable, wrote
+from .console import console, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import check_model_options, load_model, open_library
-from .options import AsJson, Device, Dtype, Model, Revision
-
-Folder = Annotated[Path, typer.Argument(help="A library that `qtsplus index` has made.", show_default=False)]
+from .options import AsJson, Device, Dtype, Model, Question, Revision, check_rate
 
 
 def index(
-    folder: Annotated[Path, typer.Argument(help="The folder of the videos, with those in it.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="The folder of the videos, with those in it.")],
     out: Annotated[Path, typer.Option(help="The library. What is in it already is not encoded again.")],
     model: Model = None,
     revision: Revision = None,
@@ -35,8 +34,7 @@ def index(
     is known again by its content, one that was removed leaves the library.
     """
     check_model_options(model, revision)
-    if fps is not None and not 0 < fps < float("inf"):
-        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
+    check_rate(fps)
     with one_line_errors(), resumable():
         from .. import library
 
@@ -52,8 +50,8 @@ def index(
 
 
 def find(
-    library: Folder,
-    question: Annotated[str, typer.Argument(help="What to look for.", show_default=False)],
+    library: Annotated[Path, typer.Argument(help="A library that `qtsplus index` has made.")],
+    question: Question,
     top: Annotated[int, typer.Option(min=1, help="How many moments to name at most.")] = 10,
     model: Model = None,
     revision: Revision = None,
@@ -64,10 +62,8 @@ def find(
     check_model_options(model, revision)
     with one_line_errors():
         moments = open_library(library, model, revision, device).find(question, top)
-    rows = [
-        {name: getattr(one, name) for name in ("name", "start", "end", "box", "pixels", "weight")} for one in moments
-    ]
     if as_json:
+        rows = [{name: value for name, value in asdict(one).items() if name != "video"} for one in moments]
         print(json.dumps({"question": question, "moments": rows}))
         return
     table = Table(box=None, padding=(0, 2, 0, 0))

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from .console import fail
+
 
 class Dtype(str, Enum):
     auto = "auto"
@@ -14,6 +16,7 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+Question = Annotated[str, typer.Argument(help="What to ask or look for.")]
 Model = Annotated[
     str | None, typer.Option(help="A folder or a Hub id. Without it, the tiny model that is bundled answers.")
 ]
@@ -32,10 +35,7 @@ MaxVisualTokens = Annotated[
     int | None, typer.Option(min=1, help="Keep at most this many visual tokens, also where --retention is more.")
 ]
 Fps = Annotated[
-    float | None,
-    typer.Option(
-        help="For a file: how many frames to look at per second. For a folder: how many frames it has per second."
-    ),
+    float | None, typer.Option(help="How many frames to look at per second; of a folder, how many it has per second.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")]
 WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]
@@ -52,3 +52,9 @@ Overrides = Annotated[
     typer.Option("--set", help="Change a field of the recipe, such as training.seed=1. May be repeated."),
 ]
 RecipeFile = Annotated[Path, typer.Argument(help="A YAML recipe.", show_default=False)]
+
+
+def check_rate(fps: float | None) -> None:
+    """Ends the command for what is no number of frames per second."""
+    if fps is not None and not 0 < fps < float("inf"):
+        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")

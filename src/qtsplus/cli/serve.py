@@ -13,7 +13,7 @@ import typer
 
 from .console import fail, note, one_line_errors, require_fraction
 from .models import check_model_options, load_model
-from .options import Device, Dtype, Retention, Revision
+from .options import MaxVisualTokens, Retention, Revision
 
 ROOM = "qtsplus.vllm.budget"
 FRAMES = {"fps": 2, "num_frames": 768}  # of a video at most, as `qtsplus ask` takes them; vLLM would take 32
@@ -25,10 +25,8 @@ class Engine(str, Enum):
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A folder or a Hub id.", show_default=False)],
-    more: Annotated[
-        list[str] | None, typer.Argument(help="Behind --, more options for vLLM's server.", show_default=False)
-    ] = None,
+    model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
+    more: Annotated[list[str] | None, typer.Argument(help="Behind --, more options for vLLM's server.")] = None,
     engine: Annotated[
         Engine, typer.Option(help="vllm, to serve it; transformers, to try it: one request after another.")
     ] = Engine.vllm,
@@ -41,10 +39,8 @@ def serve(
         list[str] | None, typer.Option(help="A host whose videos requests may name. May be repeated; none without it.")
     ] = None,
     retention: Retention = None,
-    max_visual_tokens: Annotated[int | None, typer.Option(min=1, help="Keep at most this many visual tokens.")] = None,
+    max_visual_tokens: MaxVisualTokens = None,
     revision: Revision = None,
-    device: Device = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights. auto takes what the checkpoint has.")] = Dtype.auto,
 ) -> None:
     """
     Serve a model under an OpenAI-compatible API.
@@ -62,15 +58,13 @@ def serve(
     budget = {name: value for name, value in budget.items() if value is not None}
     name = os.path.basename(os.path.abspath(model))
     if engine is Engine.vllm:
-        if device is not None:
-            fail("--device is about --engine transformers; vLLM takes the device that it was built for")
         if find_spec("vllm") is None:
             fail("vLLM is not installed: pip install vllm, or try the model with --engine transformers")
         with one_line_errors():
             from ..loading import check_model, stored_dtype
 
             check_model(model, revision)
-            weights = stored_dtype(model, revision) if dtype is Dtype.auto else dtype.value
+            weights = stored_dtype(model, revision)
         options = ["--model", model, "--served-model-name", name, "--host", host, "--port", str(port)]
         options += ["--dtype", weights, *(["--revision", revision] if revision else [])]
         _become_vllm([*options, *_media(allow_media_root, domains), *(more or [])], budget)
@@ -83,7 +77,7 @@ def serve(
 
         from ..serving import Door, build_app
 
-        loaded, processor = load_model(model, revision, device, dtype.value)
+        loaded, processor = load_model(model, revision, None)
         app = build_app(name, loaded, processor, Door(allow_media_root, domains), budget)
         note(f"Serving {name} at http://{host}:{port}/v1")
         uvicorn.run(app, host=host, port=port, log_level="warning")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .asking import place
-from .console import console, fail, note, one_line_errors
+from .console import check_text, console, fail, note, one_line_errors
 from .models import check_model_options, load_model
-from .options import AsJson, Device, Model, Revision
+from .options import AsJson, Device, MaxNewTokens, Model, Question, Revision
 
 if TYPE_CHECKING:
     from ..session import Answer
@@ -21,43 +21,35 @@ def watch(
         list[str],
         typer.Argument(
             help="What to watch: a file that may still grow, - for standard input, an address (http, rtsp, ...) or a "
-            "device such as /dev/video0. NAME=SOURCE gives it a name.",
-            show_default=False,
+            "device such as /dev/video0. NAME=SOURCE gives it a name."
         ),
     ],
-    question: Annotated[str, typer.Argument(help="What to ask again and again.", show_default=False)],
+    question: Question,
     model: Model = None,
     revision: Revision = None,
     every: Annotated[float, typer.Option(help="Seconds of video from answer to answer.")] = 10.0,
     memory_tokens: Annotated[int, typer.Option(min=1, help="How many visual tokens are remembered.")] = 4096,
-    policy: Annotated[
-        str,
-        typer.Option(help="Which are remembered: question, diversity, redundancy, uniform or oldest_first."),
-    ] = "question",
+    policy: Annotated[str, typer.Option(help="Which: question, diversity or oldest_first.")] = "question",
     fps: Annotated[float, typer.Option(help="How many frames to look at per second.")] = 2.0,
     timeout: Annotated[
         float, typer.Option(help="Seconds without a frame after which a file has ended, and anything else has failed.")
     ] = 10.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="An answer ends after this many tokens.")] = 128,
+    max_new_tokens: MaxNewTokens = 128,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a question again and again while video comes. Ctrl-C ends it."""
     check_model_options(model, revision)
     named = _named(sources)
-    try:
-        question.encode()
-    except UnicodeEncodeError:
-        fail("the question is not valid UTF-8 text")
+    check_text(question)
     with one_line_errors():
         from .. import watching
 
         loaded, processor = load_model(model, revision, device)
         options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "fps": fps, "timeout": timeout}
-        options.update(every=every, max_new_tokens=max_new_tokens)
+        options |= {"every": every, "max_new_tokens": max_new_tokens}
         try:
-            answers = watching.watch(loaded, processor, named, question, **options)
-            for answer in answers:
+            for answer in watching.watch(loaded, processor, named, question, **options):
                 print(json.dumps(answer.as_dict()), flush=True) if as_json else _print_answer(answer)
         except KeyboardInterrupt:
             note("Stopped.")

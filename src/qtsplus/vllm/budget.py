@@ -2,8 +2,8 @@
 The model's own budget, which depends on the question and the video, where vLLM has to count tokens before it runs the
 model: the processor asks the engine first. The engine keeps the features, so the tower still sees a video once.
 
-`qtsplus serve` and `qtsplus batch --engine vllm` connect the two. By hand: [`WORKER`] as vLLM's
-`--worker-extension-cls`, and [`Connection`] as its `--middleware` or `connect(llm)` behind `LLM(...)`.
+`qtsplus serve` and `qtsplus batch --engine vllm` connect the two: [`BudgetWorker`] is vLLM's `--worker-extension-cls`,
+and [`Connection`] its `--middleware`.
 """
 
 import asyncio
@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from safetensors.torch import load, save
-
-WORKER = f"{__name__}.BudgetWorker"
 
 
 class BudgetWorker:
@@ -42,18 +40,8 @@ class Connection:
         await self.app(scope, receive, send)
 
 
-def connect(llm: Any) -> None:
-    """The same for vLLM's `LLM`."""
-    llm.llm_engine.renderer.get_mm_processor().call_engine = lambda method, args: llm.collective_rpc(method, args=args)
-
-
 def ask_budget(call_engine: Callable[..., Any], item: Any) -> int:
-    """
-    How many tokens the model would keep of a request.
-
-    Args:
-        item: as of [`processing.merged_item`], with the settings `hashes` and, for a cap, `max_visual_tokens`.
-    """
+    """How many tokens the model would keep of a request, whose item [`processing.merged_item`] has made."""
 
     def ask(fields: dict[str, Any]) -> Any:
         return call_engine("qtsplus_budget", (save(fields),))[0]

@@ -5,12 +5,12 @@ values, so what vLLM does with them (caching, prefill in chunks, batches) needs 
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from cachetools import LRUCache  # which vLLM needs too
 from torch import nn
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
@@ -25,32 +25,6 @@ from ..selector_qtsplus import QTSplusOutput
 from .processing import QTSplusMultiModalProcessor, add_method
 
 CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
-
-
-class FeatureCache:
-    """What videos were encoded to, `[k, token_width]` each, in main memory; the least recently used go first."""
-
-    def __init__(self, limit: int):
-        self.limit, self.size = limit, 0  # bytes
-        self._features: OrderedDict[str, torch.Tensor] = OrderedDict()
-
-    def clear(self) -> None:
-        self._features.clear()
-        self.size = 0
-
-    def get(self, key: str) -> torch.Tensor | None:
-        if key in self._features:
-            self._features.move_to_end(key)
-        return self._features.get(key)
-
-    def put(self, key: str, features: torch.Tensor) -> None:
-        if features.nbytes > self.limit:
-            return
-        self._features[key] = features.cpu()
-        self.size += features.nbytes
-        while self.size > self.limit:
-            _, oldest = self._features.popitem(last=False)
-            self.size -= oldest.nbytes
 
 
 class QTSplusForVLLM:
@@ -77,21 +51,20 @@ class QTSplusForVLLM:
         self.qtsplus = hooks.qtsplus = hooks.build_selector(self.config)
         object.__setattr__(self, "hooks", hooks.eval())  # no part of the weights
         gigabytes = float(vllm_config.additional_config.get("qtsplus_cache_gb", CACHE_GB))
-        self.encoded = FeatureCache(int(gigabytes * 2**30))
+        # By content and settings of the processor what videos were encoded to, `[k, token_width]`.
+        self.encoded: LRUCache = LRUCache(gigabytes * 2**30, getsizeof=lambda features: features.nbytes)
         self.moved: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def load_weights(self, weights: Any) -> Any:
         self.encoded.clear()  # of other weights, where these replace them
         return super().load_weights(weights)  # type: ignore[misc]
 
-    # --- Choosing ---
-
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Per video item `[length, token_width + positions]`; images as they are."""
         if "settings" not in kwargs:
             return super().embed_multimodal(**kwargs)  # type: ignore[misc]
-        names = list(kwargs)
-        return [self._embed(dict(zip(names, item, strict=True))) for item in zip(*kwargs.values(), strict=True)]
+        items = zip(*kwargs.values(), strict=True)
+        return [self._embed(dict(zip(kwargs, item, strict=True))) for item in items]
 
     def _embed(self, item: dict[str, Any]) -> torch.Tensor:
         settings = settings_of(item)
@@ -148,7 +121,8 @@ class QTSplusForVLLM:
                     video_grid_thw=grids[one],
                     second_per_grid_ts=item["second_per_grid_ts"][one],
                 )[0]
-                self.encoded.put(key, known)
+                if known.nbytes <= self.encoded.maxsize:
+                    self.encoded[key] = known.cpu()
             features.append(known)
         return features
 
@@ -169,8 +143,6 @@ class QTSplusForVLLM:
         row = layout.rows[0]
         # Which frames will have kept tokens is not known where vLLM counts: the times of all of them stay.
         return replace(layout, rows=[replace(row, separators=row.separators[:, :0])])
-
-    # --- Positions ---
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Any) -> tuple[torch.Tensor, int]:
         """`[3, S]` of the shortened prompt, right outside of its video item, and what decoding adds to the count."""
@@ -212,42 +184,28 @@ class QTSplusForVLLM:
 
 
 def settings_of(item: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a request; see `processing.merged_item`."""
     return json.loads(bytes(item["settings"].tolist()))
 
 
 def check_engine(vllm_config: Any, config: Any) -> None:
-    """
-    Refuses what would be wrong in silence.
-
-    Raises:
-        ValueError: images that compete; graphs or stages that would not see the kept tokens or their positions.
-    """
+    """Raises `ValueError` for what would be wrong in silence."""
     graphs = vllm_config.compilation_config
-    refused = {
-        "select_images=True: expected False in vLLM, where images pass through whole": config.select_images,
-        "pipeline_parallel_size above 1: expected 1, positions of kept tokens do not travel between stages": (
-            vllm_config.parallel_config.pipeline_parallel_size > 1
-        ),
-        "cudagraph_mode FULL: expected FULL_AND_PIECEWISE, PIECEWISE or NONE, for our code runs in every prefill": (
-            graphs.cudagraph_mode == CUDAGraphMode.FULL
-        ),
-        "cudagraph_mm_encoder: expected false, graphs of the tower would bypass the selector": getattr(
-            graphs, "cudagraph_mm_encoder", False
-        ),
-    }
-    for reason, holds in refused.items():
-        if holds:
-            raise ValueError(f"{reason}.")
+    if config.select_images:
+        raise ValueError("select_images=True: expected False in vLLM, where images pass through whole.")
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError("pipeline_parallel_size above 1: expected 1, since positions do not travel between stages.")
+    if graphs.cudagraph_mode == CUDAGraphMode.FULL:
+        raise ValueError("cudagraph_mode FULL: expected another, since our code runs in every prefill.")
+    if getattr(graphs, "cudagraph_mm_encoder", False):
+        raise ValueError("cudagraph_mm_encoder: expected false, since graphs of the tower would bypass the selector.")
 
 
 def with_selector(stock: Any) -> WeightsMapper:
     """The names of the weights of a vLLM model, with those of the selector."""
     mapper = stock.hf_to_vllm_mapper
     prefixes = {"model.qtsplus.": "qtsplus.", **mapper.orig_to_new_prefix}
-    return WeightsMapper(orig_to_new_suffix={".rho_history": None}) | WeightsMapper(
-        **{**vars(mapper), "orig_to_new_prefix": prefixes}
-    )
+    named = WeightsMapper(**{**vars(mapper), "orig_to_new_prefix": prefixes})
+    return WeightsMapper(orig_to_new_suffix={".rho_history": None}) | named
 
 
 class Qwen2_5_VLProcessor(QTSplusMultiModalProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
@@ -269,9 +227,7 @@ class Qwen3VLProcessor(QTSplusMultiModalProcessor, qwen3_vl.Qwen3VLMultiModalPro
 
 
 @MULTIMODAL_REGISTRY.register_processor(
-    Qwen2_5_VLProcessor,
-    info=qwen2_5_vl.Qwen2_5_VLProcessingInfo,
-    dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder,
+    Qwen2_5_VLProcessor, info=qwen2_5_vl.Qwen2_5_VLProcessingInfo, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder
 )
 class Qwen2_5_VLQTSplusForConditionalGeneration(QTSplusForVLLM, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
     """Qwen2.5-VL."""

@@ -14,15 +14,8 @@ from typing import Any
 
 import torch
 from transformers.video_utils import VideoMetadata
+from vllm.multimodal import inputs as mm
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
-from vllm.multimodal.inputs import (
-    MultiModalBatchedField,
-    MultiModalFieldConfig,
-    MultiModalFieldElem,
-    MultiModalKwargsItem,
-    MultiModalKwargsItems,
-    PlaceholderRange,
-)
 
 from ..methods_qtsplus import METHODS, check_budget
 from ..prompt_qtsplus import find_query_mask, join
@@ -62,17 +55,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def count_kept(config: Any, num_tokens: int, settings: Mapping[str, Any]) -> int:
-    """
-    How many of a request's visual tokens stay: what the selector comes to with the same settings.
-
-    Args:
-        config: [`QTSplusConfig`].
-        num_tokens: M, of all videos together.
-        settings: those of [`SETTINGS`] that the request or the server's start states.
-
-    Raises:
-        ValueError: no budget.
-    """
+    """How many of `num_tokens` visual tokens stay, as the selector says; `ValueError` if there is no budget."""
     retention, most = settings.get("retention"), settings.get("max_visual_tokens")
     if settings["selection"] == "all":
         return num_tokens
@@ -117,29 +100,24 @@ class QTSplusMultiModalProcessor:
         processed = super()._apply_hf_processor_main(mm_items, hf_kwargs)  # type: ignore[misc]
         if "video_grid_thw" in processed and "second_per_grid_ts" not in processed:
             step = self.info.get_hf_config().vision_config.temporal_patch_size
-            described = [VideoMetadata(**_described(metadata)) for _, metadata in mm_items["video"].get_all()]
-            processed["second_per_grid_ts"] = torch.tensor([step / one.sampled_fps for one in described])
+            stated = [dict(metadata) for _, metadata in mm_items["video"].get_all()]
+            for metadata in stated:
+                metadata.pop("do_sample_frames", None)
+            rates = [VideoMetadata(**metadata).sampled_fps for metadata in stated]
+            processed["second_per_grid_ts"] = torch.tensor([step / rate for rate in rates])
         return processed
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)  # type: ignore[misc]
-        return {**fields, "second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
+        return {**fields, "second_per_grid_ts": mm.MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
-        """
-        As vLLM's, with the request's videos shortened to what may stay of them.
-
-        Raises:
-            ValueError: as [`check_settings`] and [`count_kept`]; no question; an image between two videos.
-        """
+        """As vLLM's, with the request's videos shortened to what may stay of them; `ValueError` for bad requests."""
         kwargs = dict(inputs.hf_processor_mm_kwargs)
         settings = settings_of_request(self._defaults, {name: kwargs.pop(name) for name in SETTINGS if name in kwargs})
-        cache = inputs.cache and self._processed
-        stock = replace(inputs, hf_processor_mm_kwargs=kwargs, cache=cache)
+        stock = replace(inputs, hf_processor_mm_kwargs=kwargs, cache=inputs.cache and self._processed)
         processed = super().apply(stock, timing_ctx)  # type: ignore[misc]
-        if not processed["mm_placeholders"].get("video"):
-            return processed
-        return self._shorten(processed, settings)
+        return self._shorten(processed, settings) if processed["mm_placeholders"].get("video") else processed
 
     def _shorten(self, processed: Any, settings: dict[str, Any]) -> Any:
         config, ids = self.info.get_hf_config(), processed["prompt_token_ids"]
@@ -153,7 +131,16 @@ class QTSplusMultiModalProcessor:
             raise ValueError("A video came encoded (video_embeds): expected its frames, or a file.")
 
         check_settings(settings)
-        num_tokens, mask = ids[start:stop].count(config.video_token_id), question_mask(config, ids)
+        num_tokens = ids[start:stop].count(config.video_token_id)
+        mask = find_query_mask(
+            torch.tensor([ids]),
+            None,
+            config.user_turn_token_ids,
+            config.turn_end_token_id,
+            config.special_token_ids,
+            config.video_token_id,
+            getattr(config, "frame_text_token_ids", ()),
+        )[0].bool()
         fixed = settings["selection"] == "all" or settings.get("retention") is not None
         call = None if fixed else self.call_engine
         if (call or settings["selection"] == "qtsplus") and not mask.any():
@@ -178,42 +165,19 @@ class QTSplusMultiModalProcessor:
         return {
             **processed,
             "prompt_token_ids": ids[:start] + [config.video_token_id] * kept + between + ids[stop:],
-            "mm_kwargs": MultiModalKwargsItems({**items, "video": [item]}),
+            "mm_kwargs": mm.MultiModalKwargsItems({**items, "video": [item]}),
             "mm_hashes": {**hashes, "video": [hashlib.sha256(key).hexdigest()]},
             "mm_placeholders": {
                 **({"image": moved} if images else {}),
-                "video": [PlaceholderRange(offset=start, length=length)],
+                "video": [mm.PlaceholderRange(offset=start, length=length)],
             },
         }
 
 
-def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What Transformers takes of vLLM's description of a video."""
-    return {name: value for name, value in metadata.items() if name != "do_sample_frames"}
-
-
-def question_mask(config: Any, ids: list[int]) -> torch.Tensor:
-    """`[S]` bool, the question's tokens in a prompt."""
-    return find_query_mask(
-        torch.tensor([ids]),
-        None,
-        config.user_turn_token_ids,
-        config.turn_end_token_id,
-        config.special_token_ids,
-        config.video_token_id,
-        getattr(config, "frame_text_token_ids", ()),
-    )[0].bool()
-
-
-def merged_item(items: Any, ids: list[int], mask: torch.Tensor, settings: dict[str, Any]) -> MultiModalKwargsItem:
+def merged_item(items: Any, ids: list[int], mask: torch.Tensor, settings: dict[str, Any]) -> mm.MultiModalKwargsItem:
     """
-    All videos of a request as one item, with what the engine needs to choose among their tokens.
-
-    Args:
-        items: vLLM's, per modality and video or image.
-        ids: `[S]`, the prompt with every placeholder.
-        mask: `[S]`, its question.
-        settings: what goes along as JSON.
+    All videos of a request as one item, with what the engine needs to choose among their tokens: the prompt with every
+    placeholder `[S]`, its question `[S]`, and settings as JSON.
     """
     videos = [item.get_data() for item in items["video"]]
     images = [item["image_grid_thw"].data for item in items.get("image", [])]
@@ -227,5 +191,7 @@ def merged_item(items: Any, ids: list[int], mask: torch.Tensor, settings: dict[s
         "query_mask": mask,
         "settings": torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8),
     }
-    field = MultiModalBatchedField(keep_on_cpu=True)
-    return MultiModalKwargsItem({name: MultiModalFieldElem(data=data, field=field) for name, data in fields.items()})
+    field = mm.MultiModalBatchedField(keep_on_cpu=True)
+    return mm.MultiModalKwargsItem(
+        {name: mm.MultiModalFieldElem(data=data, field=field) for name, data in fields.items()}
+    )
