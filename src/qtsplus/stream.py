@@ -4,9 +4,11 @@ A policy says what stays when the memory is full. Appending looks at the memory 
 gone, so that its price is flat. What stays keeps its time and its place in the frame.
 """
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,8 +53,26 @@ class Tokens:
     def take(self, kept: torch.Tensor) -> "Tokens":
         return Tokens(*(values[kept] for values in vars(self).values()))
 
-    def join(self, newer: "Tokens") -> "Tokens":
-        return Tokens(*map(torch.cat, zip(vars(self).values(), vars(newer).values(), strict=True)))
+    def join(self, newer: "Tokens", disk: "RowsOnDisk | None" = None) -> "Tokens":
+        older = self if len(self) else newer.take(torch.arange(0))
+        (_, features), *others = zip(vars(older).values(), vars(newer).values(), strict=True)
+        whole = disk.append(features) if disk else torch.cat([older.features, features])
+        return Tokens(whole, *map(torch.cat, others))
+
+
+class RowsOnDisk:
+    """Rows of a tensor in a file without a name, which are read where they are looked at and go with the stream."""
+
+    def __init__(self, folder: str | Path):
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open while the stream is
+
+    def append(self, rows: torch.Tensor) -> torch.Tensor:
+        """All rows so far, `[n, d]`."""
+        self._file.seek(0, 2)
+        self._file.write(rows.contiguous().view(torch.uint8).numpy())
+        self._file.flush()
+        mapped = torch.from_numpy(np.memmap(self._file, mode="c"))  # which torch may write to; the file stays
+        return mapped.view(rows.dtype).view(-1, rows.shape[1])
 
 
 @dataclass
@@ -64,6 +84,7 @@ class Camera:
     cells: tuple[int, int]  # those of its grid in tokens
     repeats: Repeats
     tokens: Tokens
+    disk: RowsOnDisk | None
     waiting: list[tuple[np.ndarray, float]] = field(default_factory=list)  # frames and times that are no whole step yet
     newest: int = -1  # the number of the newest step
     last_time: float | None = None  # of the newest frame, in seconds
@@ -74,7 +95,7 @@ class Stream:
     Videos without an end, such as those of cameras, of which a model remembers so many tokens.
 
     Args:
-        memory_tokens: the most visual tokens that stay, those of all cameras together.
+        memory_tokens: the most visual tokens that stay, those of all cameras together; all of them if `None`.
         policy: which ones: a name of [`POLICIES`], or a function like those of `methods_qtsplus.py`, which is given
             what was kept and what is new. By default `"question"` with a standing question, else `"diversity"`.
         question: a standing question, by which the policy `"question"` goes. Any other can be asked too.
@@ -82,9 +103,11 @@ class Stream:
         sized_as: frames are as large as in a video of so many; by default of as many as the processor looks at. It
             counts with backbones such as Qwen3-VL, which share a number of pixels among the frames of a video.
         device: where the memory lives, such as `"cpu"`; the model's when absent.
+        folder: of a disk on which the memory lives instead, as far as all tokens stay.
 
     Raises:
-        ValueError: a policy of another name, or one that needs a standing question; no token, or no rate.
+        ValueError: a policy of another name, or one that needs a standing question; no token, or no rate; a policy
+            where all tokens stay, or a folder where they do not.
     """
 
     def __init__(
@@ -92,19 +115,25 @@ class Stream:
         model: Any,
         processor: Any,
         *,
-        memory_tokens: int = 4096,
+        memory_tokens: int | None = 4096,
         policy: str | Method | None = None,
         question: str | None = None,
         fps: float = 2.0,
         sized_as: int | None = None,
         device: str | None = None,
+        folder: str | Path | None = None,
     ):
+        if (policy if memory_tokens is None else folder) is not None:
+            raise ValueError(
+                f"Got memory_tokens={memory_tokens}, policy={policy!r} and folder={folder!r}; expected a policy where "
+                "so many tokens stay, and a folder where all of them do (memory_tokens=None)."
+            )
         policy = policy or ("diversity" if question is None else "question")
         if isinstance(policy, str) and policy not in POLICIES:
             raise ValueError(f"policy={policy!r}; expected one of {tuple(POLICIES)}, or a function like theirs.")
         if (policy == "question") != (question is not None):
             raise ValueError(f"Got policy={policy!r} and question={question!r}: expected a question with that policy.")
-        if not (memory_tokens >= 1 and memory_tokens % 1 == 0):
+        if memory_tokens is not None and not (memory_tokens >= 1 and memory_tokens % 1 == 0):
             raise ValueError(f"memory_tokens={memory_tokens!r}: expected a whole number of tokens, at least 1.")
         if not 1e-3 <= fps <= 1e3:
             raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
@@ -114,7 +143,7 @@ class Stream:
         self.frames_per_step = processor.video_processor.temporal_patch_size
         self.fps, self.seconds_per_step = fps, self.frames_per_step / fps
         self.sized_as = sized_as or int(getattr(processor.video_processor, "max_frames", None) or 768)
-        self.device = torch.device(device or model.device)
+        self.folder, self.device = folder, torch.device("cpu" if folder else device or model.device)
         self.cameras: dict[str, Camera] = {}
         self._width = model.get_input_embeddings().embedding_dim  # a backbone may put more behind a token
 
@@ -170,7 +199,8 @@ class Stream:
             ((_, height, width),) = self.model.model.merged_grid(grid)
             index, features = torch.empty(0, dtype=torch.long), self.model.model.no_features(self.device)
             tokens = Tokens(features, index, index, torch.empty(0, 0))
-            self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), Repeats(), tokens)
+            disk = None if self.folder is None else RowsOnDisk(self.folder)
+            self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), Repeats(), tokens, disk)
         return self.cameras[name]
 
     def _add(self, camera: Camera, frames: Sequence[tuple[np.ndarray, float]]) -> None:
@@ -194,15 +224,15 @@ class Stream:
         scores = torch.empty(len(own), 0) if self.question is None else self.question.add(own)
         places = torch.tensor(steps).repeat_interleave(cells), torch.arange(cells).repeat(len(steps))
         new = Tokens(features, *places, scores)
-        camera.tokens = camera.tokens.join(new) if len(camera.tokens) else new
-        if self.num_tokens > self.memory_tokens:
-            self._forget()
+        camera.tokens = camera.tokens.join(new, camera.disk)
+        if self.memory_tokens is not None and self.num_tokens > self.memory_tokens:
+            self._forget(self.memory_tokens)
 
-    def _forget(self) -> None:
+    def _forget(self, count: int) -> None:
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
         sizes = [len(camera.tokens) for camera in cameras]
-        kept = self._method(self._competing(cameras), self.memory_tokens).cpu()
-        check_kept(kept, self.memory_tokens, sum(sizes), self.policy)
+        kept = self._method(self._competing(cameras), count).cpu()
+        check_kept(kept, count, sum(sizes), self.policy)
         first = 0
         for camera, size in zip(cameras, sizes, strict=True):
             own = kept[(kept >= first) & (kept < first + size)] - first
