@@ -222,7 +222,15 @@ def test_a_camera_waits_for_nobody(film):
 
 
 @pytest.mark.parametrize(
-    "address", ["/nonexistent/film.ts", "/dev/video99", "http://127.0.0.1:9/film.ts", "nonsense://x"]
+    "address",
+    [
+        "/nonexistent/film.ts",
+        "/dev/video99",
+        "v4l2:/dev/video99",
+        "dshow:video=None",
+        "http://127.0.0.1:9/film.ts",
+        "nonsense://x",
+    ],
 )
 def test_what_is_no_source(address):
     with pytest.raises(ValueError, match="stream"):
@@ -301,3 +309,13 @@ def test_interrupted(tiny_published, film):
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 130
         assert process.stderr.read().decode().splitlines()[-1] == "Stopped."
+
+
+def test_a_device():
+    """One of libavdevice that needs no camera: its frames have the stream's clock, and it waits for nobody."""
+    source = Source("lavfi:testsrc=size=168x84:rate=20,realtime", 4.0, 5.0, time.monotonic() - 100)
+    frames = [item for item, _ in zip(source, range(6), strict=False)]
+    source.close()
+    assert source.is_camera and {frame.shape for _, frame in frames} == {(84, 168, 3)}
+    seconds = np.array([one for one, _ in frames])
+    assert seconds[0] >= 100 and np.allclose(np.diff(seconds), 0.25, atol=0.06)

@@ -21,7 +21,8 @@ from .stream import Stream
 from .video_qtsplus import require_positive
 
 ROOM = 16  # frames of a source that wait to be encoded, and of all that are encoded together
-CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://", "/dev/")  # what waits for nobody
+DEVICES = ("v4l2:", "avfoundation:", "dshow:", "x11grab:", "lavfi:")  # of libavdevice, as FORMAT:NAME
+CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://", "/dev/", *DEVICES)  # what waits for nobody
 
 
 class GrowingFile(io.FileIO):
@@ -48,7 +49,7 @@ class Source:
     that waits is dropped for the newest, and counted in `dropped`.
 
     Args:
-        address: a file, `-` for standard input, an address, or a device such as `/dev/video0`.
+        address: a file, `-` for standard input, an address, or a device such as `/dev/video0` or `avfoundation:0`.
         timeout: seconds without a frame after which a source has failed, and a file has ended.
         began: when the clock of the stream stood at 0, by `time.monotonic`; a camera's frames have its times. Those of
             other sources have a player's.
@@ -110,8 +111,10 @@ class Source:
         if self.is_file:
             # Its end is not there yet to be looked at.
             return av.open(GrowingFile(self.address, self.timeout), options={"skip_estimate_duration_from_pts": "1"})
-        if self.address.startswith("/dev/"):
-            return av.open(self.address, format="v4l2", timeout=self.timeout)
+        if self.address.startswith(("/dev/", *DEVICES)):
+            device = f"v4l2:{self.address}" if self.address.startswith("/dev/") else self.address
+            kind, _, name = device.partition(":")
+            return av.open(name, format=kind, timeout=self.timeout)
         options = {"rtsp_transport": "tcp"} if self.address.startswith("rtsp") else {}
         return av.open(self.address, options=options, timeout=self.timeout)
 

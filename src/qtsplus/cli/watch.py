@@ -21,7 +21,7 @@ def watch(
         list[str],
         typer.Argument(
             help="What to watch: a file that may still grow, - for standard input, an address (http, rtsp, ...) or a "
-            "device such as /dev/video0. NAME=SOURCE gives it a name."
+            "device such as /dev/video0, avfoundation:0 or dshow:video=NAME. NAME=SOURCE gives it a name."
         ),
     ],
     question: Question,
