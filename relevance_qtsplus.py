@@ -12,22 +12,16 @@ Every softmax runs over the M visual tokens. So r sums to 1 for all but the maxi
 number of rows. In the first two a token matters if any word speaks for it; in the sum, if the words do together: "the
 yellow ring" is neither any ring nor anything yellow.
 
-[`QTSplusLayer`], which the re-encoder has too, is the way in, then [`log_relevance`]; [`relevance_kernel`] chooses who
-computes it. The readable twin of all is `qtsplus.kernels.naive`.
+[`QTSplusLayer`], which the re-encoder has too, is the way in, then [`log_relevance`].
 """
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers.utils import logging
-
-logger = logging.get_logger(__name__)
 
 REDUCTIONS = ("max", "mean", "sum")
 
@@ -167,9 +161,7 @@ def in_blocks(
         return function(parts[0])
     blocks = [block for part in parts for block in part.split(block_size)]
     if torch.is_grad_enabled():
-        return torch.cat(
-            [checkpoint(function, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
-        )
+        return torch.cat([_recomputed(function, block) for block in blocks])
     first = function(blocks[0])
     result = first.new_empty(total, *first.shape[1:])
     filled = 0
@@ -192,17 +184,21 @@ def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Ten
 # --- Log-relevance ---
 
 
-def log_relevance(query_states: torch.Tensor, key_states: torch.Tensor, reduction: str = "max") -> torch.Tensor:
+def log_relevance(
+    query_states: torch.Tensor, key_states: torch.Tensor, reduction: str = "max", block_size: int | None = None
+) -> torch.Tensor:
     """
-    The log-relevance of each visual token of a sample; see the head of this file.
+    The log-relevance of each visual token of a sample, in blocks of tokens; see the head of this file.
 
-    Where several heads or query tokens share the maximum, the first of them in the order (head, query token) takes the
-    whole gradient.
+    Memory beyond inputs, result and gradients is O(M + heads * L * block_size), since gradients compute each block's
+    scores again. Of several heads or query tokens that share the maximum, the first in the order (head, query token)
+    takes the whole gradient.
 
     Args:
         query_states: `[heads, L, head_dim]`.
         key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
         reduction: over heads and query tokens, one of `REDUCTIONS`.
+        block_size: tokens scored at a time; by default so many that a block has about 2 million scores.
 
     Returns:
         `[M]` float32 (float64 for float64 states), at most 0.
@@ -215,130 +211,46 @@ def log_relevance(query_states: torch.Tensor, key_states: torch.Tensor, reductio
     heads, kv_heads, head_dim = len(query_states), len(key_states), key_states.shape[-1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads: expected a multiple of the {kv_heads} key/value heads.")
-    return relevance_kernel(key_states.device, key_states.dtype, head_dim, reduction)(query_states, key_states)
-
-
-@cache
-def relevance_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, reduction: str = "max"
-) -> Callable[..., torch.Tensor]:
-    """The function that computes the log-relevance of one sample: Triton's on a GPU that runs it, else the chunked."""
-    kernel: Callable[..., torch.Tensor] = chunked_log_relevance
-    if reduction == "sum":
-        reason = "the Triton kernel computes only the maximum and the mean"
-    elif device.type != "cuda" or torch.version.hip is not None:
-        reason = "the Triton kernel is for NVIDIA GPUs"
-    elif torch.cuda.get_device_capability(device) < (8, 0):
-        reason = "the Triton kernel needs an Ampere GPU or a newer one"
-    elif dtype not in (torch.float16, torch.bfloat16, torch.float32) or head_dim > 128:
-        reason = "the Triton kernel takes 16- or 32-bit states and heads of up to 128"
-    else:
-        try:
-            from qtsplus.kernels.triton_relevance import triton_log_relevance
-
-            kernel, reason = triton_log_relevance, "qtsplus and triton are installed"
-        except ImportError as error:
-            reason = f"the Triton kernel cannot be imported: {error}"
-    logger.info(f"Relevance ({reduction}) on {device}, {dtype}, heads of {head_dim}: {kernel.__name__} ({reason}).")
-    return kernel if reduction == "max" else partial(kernel, reduction=reduction)
-
-
-def chunked_log_relevance(
-    query_states: torch.Tensor,
-    key_states: torch.Tensor,
-    block_size: int | None = None,
-    reduction: str = "max",
-) -> torch.Tensor:
-    """
-    [`log_relevance`] of one sample, in blocks of visual tokens: first the log-sum-exp of each row, then the reduction.
-    For the sum first the reduction, then one log-sum-exp over the tokens.
-
-    Memory beyond inputs, result and gradients is O(M + heads * L * block_size). Any block size gives the same result;
-    gradients are exact, each block's scores being computed again.
-
-    Args:
-        block_size: visual tokens scored at a time; by default so many that a block has about 2 million scores.
-    """
-    kv_heads, _, head_dim = key_states.shape
     precise = torch.promote_types(key_states.dtype, torch.float32)
     if reduction == "sum":  # the sum of the scores is the score of the sum
         query_states = query_states.sum(1, keepdim=True, dtype=precise)
     queries = query_states.reshape(kv_heads, -1, head_dim).to(precise) / math.sqrt(head_dim)
+    if torch.is_grad_enabled():  # both passes give the keys a gradient, and the sum of these must not be rounded
+        key_states = key_states.to(precise)
     rows = kv_heads * queries.shape[1]
-    block_size = block_size or max(1, 2**21 // rows)
-    reduced = _ChunkedReduction.apply(queries, key_states, block_size, reduction)
+    blocks = key_states.split(block_size or max(1, 2**21 // rows), dim=1)
+    if reduction == "sum":
+        return torch.cat([_recomputed(_sum_over_rows, queries, block) for block in blocks]).log_softmax(0)
+    totals = torch.stack([_recomputed(_sum_over_tokens, queries, block) for block in blocks]).logsumexp(0)
     if reduction == "mean":
-        return reduced - math.log(rows)
-    return reduced.log_softmax(0) if reduction == "sum" else reduced
+        return torch.cat([_recomputed(_sum_over_rows, queries, block, totals) for block in blocks]) - math.log(rows)
+    return torch.cat([_recomputed(_largest_of_rows, queries, block, totals) for block in blocks])
 
 
-class _ChunkedReduction(torch.autograd.Function):
-    """
-    With `s` the scores, and `z` the log-sum-exp of each of their rows (0 for `"sum"`): the maximum over rows of
-    `s - z`, or their log-sum-exp, `y_i`.
-
-    `w` is a token's share of each row in that: 1 in the row of the maximum, or `exp(s[row, i] - z[row] - y_i)`. Then
-    `ds[row, i] = g_i w[row, i] - exp(s[row, i] - z[row]) G[row]`, where `g` is the gradient of y and `G[row]` sums
-    `g_i w[row, i]` over the tokens. Without a `z` there is no second term.
-    """
-
-    @staticmethod
-    def forward(ctx, queries, keys, block_size, reduction):
-        num_tokens = keys.shape[1]
-        blocks = _blocks(num_tokens, block_size)
-        by_maximum = reduction == "max"
-        differentiable = any(ctx.needs_input_grad)
-        reduced = queries.new_empty(num_tokens)
-        winners = torch.empty(num_tokens if differentiable and by_maximum else 0, dtype=torch.long, device=keys.device)
-        with torch.autocast(keys.device.type, enabled=False):
-            normaliser = queries.new_zeros(*queries.shape[:2], 1)
-            if blocks and reduction != "sum":
-                sums = torch.stack([_scores(queries, keys, block).logsumexp(-1, keepdim=True) for block in blocks])
-                normaliser = sums.logsumexp(0)
-            for block in blocks:
-                log_attention = _scores(queries, keys, block).sub_(normaliser).flatten(0, 1)
-                if not by_maximum:
-                    reduced[block] = log_attention.logsumexp(0)
-                elif differentiable:  # rows last: finding the place of a maximum is five times slower across rows
-                    reduced[block], winners[block] = log_attention.t().contiguous().max(-1)
-                else:
-                    reduced[block] = log_attention.amax(0)
-        ctx.save_for_backward(queries, keys, normaliser, winners, None if by_maximum else reduced)
-        ctx.block_size, ctx.reduction = block_size, reduction
-        return reduced
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        queries, keys, normaliser, winners, reduced = ctx.saved_tensors
-        blocks = _blocks(keys.shape[1], ctx.block_size)
-        grad_queries, grad_keys = torch.zeros_like(queries), torch.empty_like(keys)
-        won = torch.zeros_like(normaliser)  # G
-        with torch.autocast(keys.device.type, enabled=False):
-            if ctx.reduction == "max":
-                won.view(-1).index_add_(0, winners, gradient)
-            elif ctx.reduction == "mean":
-                for block in blocks:
-                    log_attention = _scores(queries, keys, block).sub_(normaliser)
-                    won += log_attention.sub_(reduced[block]).exp_().mul_(gradient[block]).sum(-1, keepdim=True)
-            for block in blocks:
-                log_attention = _scores(queries, keys, block).sub_(normaliser)
-                if ctx.reduction == "max":
-                    grad_scores = log_attention.exp_().mul_(-won)
-                    rows = grad_scores.view(-1, grad_scores.shape[-1])
-                    rows.scatter_add_(0, winners[None, block], gradient[None, block])
-                else:
-                    shares = (log_attention - reduced[block]).exp_().mul_(gradient[block])
-                    grad_scores = shares.sub_(log_attention.exp_().mul_(won)) if ctx.reduction == "mean" else shares
-                grad_queries += grad_scores @ keys[:, block].to(queries.dtype)
-                grad_keys[:, block] = grad_scores.transpose(1, 2) @ queries
-        return grad_queries, grad_keys, None, None
+def _recomputed(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """A function of tensors, of which gradients keep nothing but these inputs and compute the rest again."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def _blocks(num_tokens: int, block_size: int) -> list[slice]:
-    return [slice(start, start + block_size) for start in range(0, num_tokens, block_size)]
+def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`[kv_heads, heads / kv_heads * L, b]` of the `b` visual tokens of a block."""
+    with torch.autocast(keys.device.type, enabled=False):
+        return queries @ keys.to(queries.dtype).transpose(1, 2)
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, block: slice) -> torch.Tensor:
-    """`[kv_heads, heads / kv_heads * L, b]` of the visual tokens in `block`."""
-    return queries @ keys[:, block].to(queries.dtype).transpose(1, 2)
+def _sum_over_tokens(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return _scores(queries, keys).logsumexp(-1, keepdim=True)
+
+
+def _sum_over_rows(queries: torch.Tensor, keys: torch.Tensor, totals: torch.Tensor | float = 0.0) -> torch.Tensor:
+    return _scores(queries, keys).sub_(totals).logsumexp((0, 1))
+
+
+def _largest_of_rows(queries: torch.Tensor, keys: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    log_attention = _scores(queries, keys).sub_(totals).flatten(0, 1)
+    if not torch.is_grad_enabled():
+        return log_attention.amax(0)
+    # Rows last: finding the place of a maximum is five times slower across rows.
+    return log_attention.t().contiguous().max(-1).values
