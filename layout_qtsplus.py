@@ -224,14 +224,6 @@ class QTSplusBackboneMixin:
             inputs_embeds = inputs_embeds.masked_scatter(mask[..., None], packed)
         return inputs_embeds
 
-    def ids_from_embeds(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
-        """`[B, S]` ids that tell placeholders from text (-1), when only embeddings were given."""
-        input_ids = torch.full(inputs_embeds.shape[:2], -1, dtype=torch.long, device=inputs_embeds.device)
-        for token_id in (self.config.image_token_id, self.config.video_token_id):
-            embedding = self.get_input_embeddings()(torch.tensor(token_id, device=inputs_embeds.device))
-            input_ids[(inputs_embeds == embedding).all(-1)] = token_id
-        return input_ids
-
 
 # --- Laying out ---
 
@@ -239,10 +231,9 @@ class QTSplusBackboneMixin:
 def lay_out(
     model: QTSplusBackboneMixin,
     visual: VisualInputs,
-    input_ids: torch.Tensor | None,
+    input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
-    inputs_embeds: torch.Tensor | None = None,
     starts: Sequence[int] | None = None,
 ) -> Layout:
     """
@@ -252,16 +243,11 @@ def lay_out(
         input_ids, attention_mask: `[B, S]`; padding may stand on either side.
         position_ids: the caller's own positions, `[B, S]`; `[3, B, S]` or `[4, B, S]` too where the language model
             takes them.
-        inputs_embeds: `[B, S, d]`, in place of the embeddings of `input_ids`.
         starts: per row, the position of its first token (0 if `None`).
 
     Raises:
         ValueError: inputs that do not fit each other; each says what was given and what is expected.
     """
-    if input_ids is None:
-        if inputs_embeds is None:
-            raise ValueError("Got neither input_ids nor inputs_embeds: expected one of them.")
-        input_ids = model.ids_from_embeds(inputs_embeds)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}.")
@@ -276,24 +262,15 @@ def lay_out(
         raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids[VIDEO])}).")
     starts = [0] * len(input_ids) if starts is None else list(starts)
     rows = _rows(model, input_ids, mask, starts, grids, seconds, position_ids)
-    return Layout(input_ids, mask, inputs_embeds, rows, starts, grids, seconds, model.candidate_modalities)
+    return Layout(input_ids, mask, rows, starts, grids, seconds, model.candidate_modalities)
 
 
-def lay_out_again(
-    model: QTSplusBackboneMixin,
-    layout: Layout,
-    ids: Sequence[torch.Tensor],
-    embeds: Sequence[torch.Tensor] | None,
-    starts: list[int],
-) -> Layout:
-    """The same images and videos in other prompts, per row `[S_b]` ids and `[S_b, d]` embeddings in their place."""
+def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[torch.Tensor]) -> Layout:
+    """The same images and videos in other prompts, per row `[S_b]` ids."""
     mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
     input_ids = pad_rows(ids, 0, left=False)
-    inputs_embeds = None if embeds is None else torch.nn.utils.rnn.pad_sequence(list(embeds), batch_first=True)
-    rows = _rows(model, input_ids, mask, starts, layout.grids, layout.seconds)
-    again = replace(
-        layout, input_ids=input_ids, mask=mask, inputs_embeds=inputs_embeds, rows=rows, starts=starts, present=None
-    )
+    rows = _rows(model, input_ids, mask, layout.starts, layout.grids, layout.seconds)
+    again = replace(layout, input_ids=input_ids, mask=mask, rows=rows, present=None)
     return again if layout.present is None else again.narrow(layout.present)
 
 
@@ -355,13 +332,10 @@ def query_embeds(model: QTSplusBackboneMixin, layout: Layout, selection: Selecti
     """
     questions, embed = find_questions(model, layout, selection.query_mask), model.get_input_embeddings()
     queries = given_queries(selection, len(layout.rows))
-    if queries is not None:
-        return [embed(ids) for ids in queries]
-    embeds = layout.inputs_embeds
-    columns = [row.columns[question] for row, question in zip(layout.rows, questions, strict=True)]
-    if embeds is not None:
-        return [embeds[b, words] for b, words in enumerate(columns)]
-    return [embed(layout.input_ids[b, words]) for b, words in enumerate(columns)]
+    if queries is None:
+        rows = zip(layout.input_ids, layout.rows, questions, strict=True)
+        queries = [ids[row.columns[question]] for ids, row, question in rows]
+    return [embed(ids) for ids in queries]
 
 
 def check_grids(
@@ -414,7 +388,6 @@ def splice(
         qtsplus: with the `kept_indices`; its `columns` are set.
         pad_left: pad on the left; `None` pads where the caller did, left if nowhere.
     """
-    input_ids, inputs_embeds = layout.input_ids, layout.inputs_embeds
     columns, positions = [], []
     row_features: dict[str, list[torch.Tensor]] = {name: [] for name in MODALITIES.values()}
     for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
@@ -428,8 +401,6 @@ def splice(
     padded = pad_rows(columns, -1, pad_left)
     is_padding, source = padded < 0, padded.clamp(min=0)
     attention_mask = (~is_padding).long()
-    if inputs_embeds is not None:
-        inputs_embeds = inputs_embeds.gather(1, source[..., None].expand(-1, -1, inputs_embeds.shape[-1]))
     order = text_positions(attention_mask)
     if model.config.qtsplus_config.position_ids == "sequential":
         start = torch.tensor(layout.starts, device=order.device)
@@ -439,15 +410,15 @@ def splice(
         language = pad_rows(positions, 0, pad_left).transpose(0, 1)
         next_position = torch.stack([row.language_positions[:, -1].max() + 1 for row in layout.rows])
     qtsplus.columns = padded
+    padding_id = model.config.text_config.pad_token_id or 0
     return CompactPrompt(
-        input_ids=input_ids.gather(1, source).masked_fill(is_padding, model.config.text_config.pad_token_id or 0),
-        inputs_embeds=inputs_embeds,
+        input_ids=layout.input_ids.gather(1, source).masked_fill(is_padding, padding_id),
         attention_mask=attention_mask,
         position_ids=model.lay_positions(order, language),
         features=row_features,
         columns=padded,
         next_position=next_position,
-        source_ids=input_ids,
+        source_ids=layout.input_ids,
         source_mask=layout.mask,
         counts={
             modality: [len({span.index for span in row.spans if span.modality == modality}) for row in layout.rows]

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from .layout_qtsplus import Features, QTSplusBackboneMixin, find_questions, lay_out_again, splice
-from .prompt_qtsplus import TEXT, Grid, Layout, PromptRow, SelectionInputs, given_queries
+from .prompt_qtsplus import Grid, Layout, PromptRow, SelectionInputs, given_queries
 from .relevance_qtsplus import take_rows
 from .selector_qtsplus import QTSplusOutput
 
@@ -201,67 +201,29 @@ class Reading:
     looking: list[torch.Tensor]  # per row [P], the tokens that look, among its real ones
 
 
-def reading_of(
-    model: QTSplusBackboneMixin,
-    layout: Layout,
-    selection: SelectionInputs,
-    earlier: Sequence[torch.Tensor] | None = None,
-) -> Reading:
-    """
-    The prompts with the questions that select. A question that is passed apart replaces the prompt's own; the text of
-    earlier turns comes directly before the new one.
-
-    Args:
-        earlier: per row, the ids of the conversation in front of its first token, such as a cache holds.
-    """
+def reading_of(model: QTSplusBackboneMixin, layout: Layout, selection: SelectionInputs) -> Reading:
+    """The prompts with the questions that select: one that is passed apart replaces the prompt's own."""
     questions = find_questions(model, layout, selection.query_mask)
     queries = given_queries(selection, len(layout.rows))
-    if queries is not None or earlier is not None:
-        layout, questions = _with_other_text(model, layout, questions, queries, earlier)
-    pairs = enumerate(zip(layout.rows, questions, strict=True))
-    ids = layout.input_ids
-    return Reading(
-        layout, [_looking(model, ids[b, row.columns], question, row.candidates) for b, (row, question) in pairs]
-    )
+    if queries is not None:
+        layout, questions = _with_queries(model, layout, questions, queries)
+    rows = zip(layout.input_ids, layout.rows, questions, strict=True)
+    return Reading(layout, [_looking(model, ids[row.columns], question, row.candidates) for ids, row, question in rows])
 
 
-def _with_other_text(
-    model: QTSplusBackboneMixin,
-    layout: Layout,
-    questions: Sequence[torch.Tensor],
-    queries: Sequence[torch.Tensor] | None,
-    earlier: Sequence[torch.Tensor] | None,
+def _with_queries(
+    model: QTSplusBackboneMixin, layout: Layout, questions: Sequence[torch.Tensor], queries: Sequence[torch.Tensor]
 ) -> tuple[Layout, list[torch.Tensor]]:
-    """The layout and the questions of the prompts with questions exchanged and earlier text in front."""
-    embed, ids, embeds, masks, starts = model.get_input_embeddings(), [], [], [], list(layout.starts)
-    for b, real in enumerate(layout.mask.bool()):
-        own_ids = layout.input_ids[b, real]
-        is_question = torch.zeros_like(real)
-        is_question[layout.rows[b].columns[questions[b]]] = True
-        own_embeds = None if layout.inputs_embeds is None else layout.inputs_embeds[b, real]
-        pieces = [(own_ids, own_embeds, is_question[real])]
-        if queries is not None:
-            pieces = _exchanged(*pieces[0], queries[b].to(own_ids))
-        if earlier is not None:
-            text = earlier[b][model.token_types(earlier[b]) == TEXT].to(own_ids)
-            pieces.insert(0, (text, None, torch.zeros_like(text, dtype=torch.bool)))
-            starts[b] = int(starts[b]) - len(text)
-        ids.append(torch.cat([piece[0] for piece in pieces]))
-        if own_embeds is not None:
-            embeds.append(torch.cat([embed(part) if known is None else known for part, known, _ in pieces]))
-        masks.append(torch.cat([piece[2] for piece in pieces]))
-    again = lay_out_again(model, layout, ids, embeds or None, starts)
-    return again, [question[row.columns] for question, row in zip(masks, again.rows, strict=True)]
-
-
-def _exchanged(ids, embeds, question, query):
-    """Pieces (ids, embeddings, whether they are the question) of a row, another question in place of its own."""
-    words = question.nonzero()[:, 0]
-    where = int(words[0]) if len(words) else len(ids)
-    order = torch.arange(len(ids), device=ids.device)
-    front, behind = order[(order < where) & ~question], order[(order >= where) & ~question]
-    kept = [(ids[part], None if embeds is None else embeds[part], question[part]) for part in (front, behind)]
-    return [kept[0], (query, None, torch.ones_like(query, dtype=torch.bool)), kept[1]]
+    """The layout of the prompts with other questions in place of their own, and which of its tokens those are."""
+    prompts, masks = [], []
+    for ids, row, question, query in zip(layout.input_ids, layout.rows, questions, queries, strict=True):
+        words, text = question.nonzero()[:, 0], ids[row.columns]
+        place = int(words[0]) if len(words) else len(text)
+        front, behind = text[:place], text[place:][~question[place:]]
+        prompts.append(torch.cat([front, query.to(text), behind]))
+        masks.append(torch.cat([torch.zeros_like(front), torch.ones_like(query).to(text), torch.zeros_like(behind)]))
+    again = lay_out_again(model, layout, prompts)
+    return again, [mask.bool() for mask in masks]
 
 
 def _looking(
@@ -347,15 +309,12 @@ def _read_group(
         layout,
         input_ids=layout.input_ids[index : index + 1],
         mask=layout.mask[index : index + 1],
-        inputs_embeds=None if layout.inputs_embeds is None else layout.inputs_embeds[index : index + 1],
         rows=[row],
         starts=layout.starts[index : index + 1],
     )
     every = torch.arange(len(tokens), device=tokens.device)
     compact = splice(model, alone, features, [tokens], QTSplusOutput(kept_indices=(every,)), pad_left=False)
-    embeds = compact.inputs_embeds
-    if embeds is None:
-        embeds = model.get_input_embeddings()(compact.input_ids)
+    embeds = model.get_input_embeddings()(compact.input_ids)
     config = model.config.qtsplus_config
     heads = None if config.attention_heads is None else list(config.attention_heads)
     looks: list[GroupAttention] = []

@@ -28,6 +28,7 @@ from .prompt_qtsplus import (
     SelectedFeatures,
     SelectionInputs,
     VisualInputs,
+    alone_with_ids,
     names_inputs,
     packed_rows,
     take_inputs,
@@ -63,7 +64,6 @@ def choose(
     selection: SelectionInputs,
     *,
     sample_gate: bool | None = None,
-    earlier: Sequence[torch.Tensor] | None = None,
     looking: Sequence[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], QTSplusOutput]:
     """
@@ -72,7 +72,6 @@ def choose(
     Args:
         features: per modality, of every image or video of the batch, `[k, token_width]`.
         sample_gate: as for [`QTSplusSelector`].
-        earlier: per row, the ids of the conversation in front of its first token, such as a cache holds.
         looking: per row `[P]`, the tokens whose attention counts where the language model is asked, among its real
             ones; those from which the answer begins if `None`.
     """
@@ -92,7 +91,7 @@ def choose(
 
     @cache
     def reading() -> Reading:
-        read = reading_of(model, layout, selection, earlier)
+        read = reading_of(model, layout, selection)
         return read if looking is None else replace(read, looking=list(looking))
 
     def attend(row: int) -> torch.Tensor:
@@ -194,17 +193,15 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
 
     def shorten(
         self,
-        input_ids: torch.Tensor | None,
+        input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
         visual: VisualInputs,
         selection: SelectionInputs,
         *,
         sample_gate: bool | None = None,
         pad_left: bool | None = None,
         starts: Sequence[int] | None = None,
-        earlier: Sequence[torch.Tensor] | None = None,
     ) -> CompactPrompt:
         """
         From the caller's prompts to the shortened ones; arguments as for [`lay_out`], [`choose`] and [`splice`].
@@ -212,35 +209,26 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         Raises:
             ValueError: inputs that do not fit each other; each says what was given and what is expected.
         """
-        layout = lay_out(self, visual, input_ids, attention_mask, position_ids, inputs_embeds, starts)
+        layout = lay_out(self, visual, input_ids, attention_mask, position_ids, starts)
         features = encode_visual(self, visual, layout.grids)
-        selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate, earlier=earlier)
+        selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate)
         return splice(self, layout, features, selected, qtsplus, pad_left)
 
     def compress(
         self,
-        input_ids: torch.Tensor | None = None,
+        input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
         *,
         sample_gate: bool | None = None,
         pad_left: bool | None = None,
         **inputs: Any,
     ) -> CompactPrompt:
-        """
-        What `forward` and `generate` hand to the language model: [`shorten`] with a call's keywords.
-
-        Args:
-            inputs: the fields of [`VisualInputs`] and [`SelectionInputs`].
-
-        Raises:
-            TypeError: an input of another name.
-        """
+        """[`shorten`] by keywords: `inputs` are the fields of [`VisualInputs`] and [`SelectionInputs`]."""
         visual, selection = take_inputs(inputs)
         if inputs:
             raise TypeError(f"compress got {', '.join(inputs)}; expected fields of VisualInputs and SelectionInputs.")
-        prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
+        prompt = (input_ids, attention_mask, position_ids)
         return self.shorten(*prompt, visual, selection, sample_gate=sample_gate, pad_left=pad_left)
 
     @names_inputs
@@ -259,13 +247,15 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     ) -> tuple | QTSplusModelOutputWithPast:
         """As the stock model, over the shortened prompt; [`VisualInputs`] and [`SelectionInputs`] are ours."""
         visual, selection = take_inputs(kwargs)
-        prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
         qtsplus: QTSplusOutput | None
         anchors = self._anchors(input_ids) if self.training and torch.is_grad_enabled() else []
         if visual.given:
-            self._check_fresh(past_key_values, mm_encoder_outputs, kwargs)
-            inputs, qtsplus = self._shortened_inputs(*prompt, visual, selection)
+            if input_ids is None or inputs_embeds is not None or mm_encoder_outputs:
+                raise alone_with_ids()
+            self._check_fresh(past_key_values, kwargs)
+            inputs, qtsplus = self._shortened_inputs(input_ids, attention_mask, position_ids, visual, selection)
         else:
+            prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
             inputs, qtsplus = self._plain_inputs(*prompt, past_key_values, mm_encoder_outputs)
         if anchors:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.stack(anchors).sum() * 0.0
@@ -290,26 +280,20 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         in_front = [weight for name, weight in trained if not name.startswith(apart)]
         return first + [weight.sum() for weight in in_front if type(weight) is nn.Parameter]
 
-    def _check_fresh(self, past_key_values, mm_encoder_outputs, kwargs) -> None:
-        """Refuses pixels or features in a call that cannot be shortened; drops what says that nothing is packed."""
-        if mm_encoder_outputs:
-            raise ValueError("Pass pixel values or mm_encoder_outputs, not both.")
+    def _check_fresh(self, past_key_values, kwargs) -> None:
+        """Refuses a cache, and rows that hold several sequences, in a call with pixels or features."""
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
             raise ValueError("New images or videos after a cache: use generate, which lays them out.")
         for name in _PACKING:
-            value = kwargs.pop(name, None)  # lengths of the full prompt, which do not fit the shortened one
-            if value is not None and _says_several(name, value):
+            if kwargs.get(name) is not None:
                 raise packed_rows(name)
 
     def _shortened_inputs(
-        self, input_ids, attention_mask, position_ids, inputs_embeds, visual: VisualInputs, selection: SelectionInputs
+        self, input_ids, attention_mask, position_ids, visual: VisualInputs, selection: SelectionInputs
     ) -> tuple[dict[str, Any], QTSplusOutput]:
         """The language model's inputs for a prompt with pixels or features."""
-        prompt = self.shorten(input_ids, attention_mask, position_ids, inputs_embeds, visual, selection)
-        if prompt.inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(prompt.input_ids)
-        else:
-            inputs_embeds = prompt.inputs_embeds
+        prompt = self.shorten(input_ids, attention_mask, position_ids, visual, selection)
+        inputs_embeds = self.get_input_embeddings()(prompt.input_ids)
         self.rope_deltas = (prompt.next_position - prompt.attention_mask.sum(-1))[:, None]
         # Without a mask, gaps in the positions of a sequence would be read as the seams of packed ones.
         unmasked = self.rope_axes == 3 and attention_mask is None and bool(prompt.attention_mask.all())
@@ -330,7 +314,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if mm_encoder_outputs:
             self.check_selected(mm_encoder_outputs)
             features = {name: output.pooler_output for name, output in mm_encoder_outputs.items()}
-            input_ids = self.ids_from_embeds(inputs_embeds) if input_ids is None else input_ids
             inputs = self.language_inputs(inputs_embeds, input_ids, features)
         elif self.training and torch.is_grad_enabled():
             # The selector takes part in every training step, so that no rank of a distributed run waits for another.
@@ -372,13 +355,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if self.rope_deltas is not None:
             delta = self.rope_deltas.repeat_interleave(batch_size // len(self.rope_deltas), dim=0).to(order.device)
         return self.lay_positions(order, (order + delta).expand(self.rope_axes, -1, -1))
-
-
-def _says_several(name: str, value: Any) -> bool:
-    """Whether one of [`_PACKING`] says that a row holds several sequences."""
-    if name == "seq_idx":
-        return bool(value.any())
-    return not name.startswith("max_length") and len(value) != 2
 
 
 # --- With a language-modelling head ---
@@ -428,7 +404,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         says which column of `input_ids` each one belongs to. [`VisualInputs`] and [`SelectionInputs`] are ours.
 
         Args:
-            labels: `[B, S]`, those of the full prompt; so is `shift_labels`.
+            labels: `[B, S]`, those of the full prompt.
             logits_to_keep: the last so many columns, or the columns, of the full prompt; 0 keeps all that are left of
                 it. Those of padding hold no meaning.
 
@@ -437,10 +413,9 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
                 prompt's; and as [`shorten`].
         """
         prompt: Any = input_ids if input_ids is not None else inputs_embeds
-        for name, values in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):
-            if values is not None and prompt is not None and values.shape != prompt.shape[:2]:
-                expected = tuple(prompt.shape[:2])
-                raise ValueError(f"{name} {tuple(values.shape)}: expected the shape of the prompt, {expected}.")
+        if labels is not None and prompt is not None and labels.shape != prompt.shape[:2]:
+            expected = tuple(prompt.shape[:2])
+            raise ValueError(f"labels {tuple(labels.shape)}: expected the shape of the prompt, {expected}.")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -449,7 +424,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             mm_encoder_outputs=mm_encoder_outputs,
-            **{name: value for name, value in kwargs.items() if name != "shift_labels"},
+            **kwargs,
         )
         qtsplus, hidden_states = outputs.qtsplus, outputs.last_hidden_state
         columns = None if qtsplus is None else qtsplus.columns
@@ -464,8 +439,6 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         if labels is not None:
             if columns is not None:
                 labels = self.compact_labels(labels, input_ids, columns)
-                if kwargs.get("shift_labels") is not None:
-                    kwargs["shift_labels"] = self.compact_shifted(kwargs["shift_labels"], input_ids, columns)
             kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
             vocab_size = self.config.text_config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)

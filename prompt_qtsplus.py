@@ -275,7 +275,6 @@ class Layout:
 
     input_ids: torch.Tensor  # [B, S]
     mask: torch.Tensor  # [B, S], 1 on real tokens
-    inputs_embeds: torch.Tensor | None  # [B, S, d], in place of the embeddings of `input_ids`
     rows: list[PromptRow]  # without their padding
     starts: list[int]  # per row, the position of its first token
     grids: dict[int, list[Grid]]  # per modality, in tokens of every image or video of the batch
@@ -334,7 +333,6 @@ class CompactPrompt:
     """
 
     input_ids: torch.Tensor
-    inputs_embeds: torch.Tensor | None
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
     features: dict[str, list[torch.Tensor]]
@@ -458,6 +456,11 @@ def join(parts: list[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
     if not parts:
         return nothing
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def alone_with_ids() -> ValueError:
+    """What is said of images or videos beside something in place of a prompt's ids."""
+    return ValueError("Images and videos come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs.")
 
 
 def packed_rows(sign: str) -> ValueError:

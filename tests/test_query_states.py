@@ -148,17 +148,6 @@ def test_features_of_an_encoded_video_are_as_its_pixels(kind):
 
 
 @EACH
-def test_embeddings_in_the_place_of_ids(kind):
-    model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO], turns=1))
-    expected = model(**inputs)
-    embeds = model.get_input_embeddings()(inputs["input_ids"])
-    torch.testing.assert_close(model(**inputs, inputs_embeds=embeds).logits, expected.logits)
-    mask = question_mask(model, inputs)
-    del inputs["input_ids"]
-    torch.testing.assert_close(model(**inputs, inputs_embeds=embeds, query_mask=mask).logits, expected.logits)
-
-
-@EACH
 def test_the_next_turn_asks_as_a_full_run_does(kind):
     """Its question stands behind a cache, its video in front of it."""
     model = tiny_model(query_states=kind)
