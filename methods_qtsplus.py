@@ -117,8 +117,7 @@ def temporal_redundancy(candidates: Candidates, n: int) -> torch.Tensor:
     The n tokens that differ most from the same place one step earlier, by the cosine of their features, as Efficient
     Video Sampling does (arXiv 2510.14624).
 
-    EVS keeps the whole first frame, and so has nothing left to choose at budgets around one frame. Here the first frame
-    is compared with its own mean instead.
+    EVS keeps the whole first frame. Here it is compared with its own mean, so that small budgets leave a choice.
     """
     return top_n(changes(candidates), n)
 
@@ -141,8 +140,8 @@ def diversity(candidates: Candidates, n: int) -> torch.Tensor:
     n tokens that are far from each other: greedily, the one whose nearest kept token is farthest by the cosine of their
     features, as DivPrune does (arXiv 2503.02175).
 
-    DivPrune begins with the token that is farthest from its nearest neighbour, which needs all pairs of tokens. Here
-    the first is the one farthest from the mean. Time is O(n M d), memory O(M d).
+    The first is the one farthest from the mean, where DivPrune needs all pairs of tokens. Time is O(n M d), memory
+    O(M d).
     """
     features = F.normalize(torch.cat(list(candidates.visual)).float(), dim=-1)
     distance = 1 - features @ F.normalize(features.mean(0), dim=0)
@@ -159,10 +158,8 @@ def diversity(candidates: Candidates, n: int) -> torch.Tensor:
 
 def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
     """
-    Indices of the n largest scores, ascending: `[n]` int64.
-
-    Scores within [`TIE`] of the n-th largest count as equal to it, and of those the earliest stay. So tokens that show
-    the same, as in a video that stands still, are chosen by their place and not by rounding.
+    Indices of the n largest scores, ascending: `[n]` int64. Scores within [`TIE`] of the n-th largest count as equal to
+    it, and of those the earliest stay: what shows the same is chosen by its place and not by rounding.
     """
     cut = scores.topk(n, sorted=False).values.amin()
     above = scores > cut + TIE
@@ -192,9 +189,6 @@ METHODS: dict[str, Method] = {
 def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tensor:
     """
     What the budget head sees: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
-
-    With the reduction `"max"`, `max r` is the most that any word of the question, in any head, gives to one token. With
-    `"mean"` and `"sum"` r sums to 1 and is p itself, so `max r` is the share of the first token, and smaller.
 
     Args:
         query: `[L, d]`, the states of the question's words.
@@ -309,12 +303,7 @@ class Budget(NamedTuple):
 
 
 def find_method(selection: str | Method) -> Method:
-    """
-    The function that a `selection` names or is.
-
-    Raises:
-        ValueError: another name, or neither.
-    """
+    """The function that a `selection` names or is; `ValueError` for anything else."""
     if isinstance(selection, str) and selection in METHODS:
         return METHODS[selection]
     if not callable(selection):
