@@ -35,19 +35,12 @@ Features = dict[int, list[torch.Tensor]]
 class QTSplusBackboneMixin:
     """
     What a backbone may override: how its tower encodes, where its tokens stand, what its language model takes.
-    Everything has the value that fits Qwen2.5-VL, except `merged_grid`; a backbone's own file says what differs.
-
-    A backbone supplies `merged_grid`; beside it the usual `get_image_features`, `get_video_features`,
-    `get_input_embeddings` and `language_model`, and `config.image_token_id` and `config.video_token_id`.
-
-    Its class attributes: `rope_axes`, 3 where the language model's positions are (time, height, width) and 1 where they
-    are numbers; `frames_apart`, whether text stands between the frames of a video; `recurrent`, whether layers carry a
-    state from token to token, so that no mask can leave out what a cache has seen.
+    Everything has the value that fits Qwen2.5-VL, except `merged_grid`, which a backbone supplies.
     """
 
-    rope_axes = 3
-    frames_apart = False
-    recurrent = False
+    rope_axes = 3  # of the language model: (time, height, width), or 1 where positions are numbers
+    frames_apart = False  # whether text stands between the frames of a video
+    recurrent = False  # whether layers carry a state from token to token, so that no mask leaves out what they saw
 
     # What the class brings that this stands in front of
     config: Any
@@ -89,10 +82,7 @@ class QTSplusBackboneMixin:
 
     @property
     def tile_side(self) -> int | None:
-        """
-        Tokens a side of the part of a frame that the vision tower can be given by itself. `None` if it has to see whole
-        frames, since it learns the absolute place of a patch.
-        """
+        """Tokens a side of the part of a frame that the tower can be given by itself; `None` if that is all of it."""
         return None
 
     def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -144,10 +134,7 @@ class QTSplusBackboneMixin:
     def span_positions(self, span: VisualSpan, start: int, seconds_per_grid: Any) -> tuple[torch.Tensor, int]:
         """
         `[3, k]` (time, height, width) of the placeholders of an image or video that begins at `start`, and the position
-        of the token behind them.
-
-        Time advances by `tokens_per_second * seconds_per_grid` per temporal patch, height and width by 1 per token; the
-        text behind goes on at `start + max(height, width)`, as Qwen2.5-VL does in Transformers since 5.10.
+        of the token behind them, `start + max(height, width)`, as Qwen2.5-VL has it in Transformers since 5.10.
         """
         t, h, w = span.grid
         interval = 1 if span.modality == IMAGE else self.tokens_per_second * seconds_per_grid
@@ -241,8 +228,7 @@ def lay_out(
 
     Args:
         input_ids, attention_mask: `[B, S]`; padding may stand on either side.
-        position_ids: the caller's own positions, `[B, S]`; `[3, B, S]` or `[4, B, S]` too where the language model
-            takes them.
+        position_ids: the caller's own, `[B, S]`, or `[3, B, S]` or `[4, B, S]` where the language model takes these.
         starts: per row, the position of its first token (0 if `None`).
 
     Raises:
@@ -301,12 +287,7 @@ def _rows(model, input_ids, mask, starts, grids, seconds, position_ids=None) -> 
 def find_questions(
     model: QTSplusBackboneMixin, layout: Layout, query_mask: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """
-    Per row `[S_b]` bool, which of its tokens are the question in the prompt.
-
-    Args:
-        query_mask: `[B, S]`, the caller's own; found in the prompt if `None`.
-    """
+    """Per row `[S_b]` bool, which of its tokens are the question, by `query_mask` `[B, S]` where there is one."""
     config = model.config
     if query_mask is None:
         query_mask = find_query_mask(
@@ -326,10 +307,7 @@ def find_questions(
 
 
 def query_embeds(model: QTSplusBackboneMixin, layout: Layout, selection: SelectionInputs) -> list[torch.Tensor]:
-    """
-    Per row `[L_b, d]`, the embeddings of the question's words; empty where there is none. A question that is given
-    apart from the prompt takes the place of the prompt's own.
-    """
+    """Per row `[L_b, d]`, the embeddings of the question that is given apart, or else of the prompt's own."""
     questions, embed = find_questions(model, layout, selection.query_mask), model.get_input_embeddings()
     queries = given_queries(selection, len(layout.rows))
     if queries is None:
@@ -345,12 +323,7 @@ def check_grids(
     grid_thw: torch.Tensor | None,
     features: Sequence[torch.Tensor] | None = None,
 ) -> list[Grid]:
-    """
-    The grids of all images or videos in tokens.
-
-    Raises:
-        ValueError: pixels, features and grids that do not fit each other.
-    """
+    """The grids of all images or videos in tokens; `ValueError` where pixels, features and grids do not fit."""
     name = MODALITIES[modality]
     if pixels is not None and features is not None:
         raise ValueError(f"Got {name} pixels and {name}_features: pass one of them.")

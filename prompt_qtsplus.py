@@ -1,6 +1,5 @@
 """A call as data: what it brings, where its question, images and videos stand in the prompt, and what selection leaves.
-
-Nothing here asks a model. layout_qtsplus.py fills these from the hooks of a backbone.
+layout_qtsplus.py fills these from the hooks of a backbone.
 """
 
 import inspect
@@ -24,8 +23,7 @@ MODALITIES = {IMAGE: "image", VIDEO: "video"}
 Grid = tuple[int, int, int]  # (time, height, width)
 
 # --- What a call brings beside its text ---
-# Each of these arguments is named here and nowhere else: `forward` and `generate` take them as keywords, and hand them
-# on as they are.
+# Each of these arguments is named here alone: `forward` and `generate` take them as keywords, and hand them on.
 
 
 @dataclass
@@ -37,8 +35,7 @@ class VisualInputs:
         pixel_values, image_grid_thw: pixels of all images, and `[images, 3]`.
         pixel_values_videos, video_grid_thw: pixels of all videos, and `[videos, 3]`.
         second_per_grid_ts: `[videos]`, seconds per temporal patch.
-        video_features: per video `[k, d]`, as `encode_videos` returns them, in place of its pixels. On another
-            device than the prompt, one row's are moved at a time.
+        video_features: per video `[k, d]`, as `encode_videos` returns them, in place of its pixels; on any device.
     """
 
     pixel_values: torch.Tensor | None = None
@@ -92,9 +89,8 @@ def take_inputs(kwargs: dict[str, Any]) -> tuple[VisualInputs, SelectionInputs]:
 
 def names_inputs(forward: T) -> T:
     """
-    Puts the arguments that are named here into the signature of a `forward` that takes them as `**kwargs`.
-
-    The Trainer drops a batch's columns, and `generate` refuses arguments, that the signature does not have.
+    Puts the arguments that are named here into the signature of a `forward` that takes them as `**kwargs`: the Trainer
+    drops a batch's columns, and `generate` refuses arguments, that the signature does not have.
     """
     signature = inspect.signature(forward)
     *stock, rest = signature.parameters.values()
@@ -128,8 +124,8 @@ def find_query_mask(
         user_turn_token_ids: the ids that open a user's turn; the one token after them (the line break) is skipped.
         turn_end_token_id: the id that closes a turn.
         special_token_ids: ids that are never part of a question.
-        video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text which some
-            backbones write in front of every frame ("Frame1: ", "<0.5 seconds>"); it is no part of a question either.
+        video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text in front of
+            every frame ("Frame1: ", "<0.5 seconds>"), which is no part of a question either.
 
     Returns:
         `[B, S]` int64, 1 on the question's tokens. A row without a user turn is all 0.
@@ -189,9 +185,8 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] |
 @dataclass
 class VisualSpan:
     """
-    The placeholders of one image or video, or of one frame of it: `length` of a row's real tokens from `start` on.
-
-    Most stand for a token of the encoder. With `line`, a separator (a newline) follows after every `line` of those.
+    The placeholders of one image or video, or of one frame of it: `length` of a row's real tokens from `start` on. With
+    `line`, a separator (a newline) follows after every `line` tokens of the encoder.
     """
 
     modality: int
@@ -224,20 +219,17 @@ class PromptRow:
     """
     One row of the caller's prompt without its padding, `S_b` tokens.
 
-    `columns` `[S_b]` are the caller's; `types` `[S_b]` TEXT, IMAGE or VIDEO; `positions` `[3, S_b]` (time, height,
-    width) in the full prompt, and `language_positions` `[1 or 3, S_b]` what the language model takes for them;
-    `candidates` `[M_b]` the tokens among which the selector chooses. `separators` `[3, K]` are tokens that are never
-    scored and go with others: a token, and the first and last + 1 of the candidates of which one has to be kept for it
-    to stay.
+    Separators are tokens that are never scored and go with others: a token, and the first and last + 1 of the
+    candidates of which one has to be kept for it to stay.
     """
 
-    columns: torch.Tensor
-    types: torch.Tensor
+    columns: torch.Tensor  # [S_b], the caller's
+    types: torch.Tensor  # [S_b], TEXT, IMAGE or VIDEO
     spans: list[VisualSpan]
-    positions: torch.Tensor
-    language_positions: torch.Tensor
-    candidates: torch.Tensor
-    separators: torch.Tensor
+    positions: torch.Tensor  # [3, S_b], (time, height, width) in the full prompt
+    language_positions: torch.Tensor  # [1 or 3, S_b], what the language model takes for them
+    candidates: torch.Tensor  # [M_b], the tokens among which the selector chooses
+    separators: torch.Tensor  # [3, K]
 
     def keep(self, kept_indices: torch.Tensor) -> torch.Tensor:
         """`[S_b]` bool: the tokens that stay when these of the candidates do."""
@@ -288,8 +280,8 @@ class Layout:
 
     def grids_of(self, span: VisualSpan) -> list[Grid]:
         """
-        The grid of an image or video. Of a part of one, grids in turn: (steps, 1, tokens) for each run of steps in time
-        that have the same places of the frame, so that a method finds a step's tokens at the places of the one before.
+        The grid of an image or video; of a part of one in turn (steps, 1, tokens) for each run of steps in time that
+        have the same places of the frame.
         """
         grid = self.grids[span.modality][span.index]
         if self.present is None or span.modality == IMAGE:
@@ -301,12 +293,7 @@ class Layout:
         return [(len(list(run)), 1, len(step)) for step, run in itertools.groupby(steps)]
 
     def narrow(self, present: Sequence[torch.Tensor]) -> "Layout":
-        """
-        The layout without some tokens of its videos, as if they had not been kept; what is there stays at its place.
-
-        Args:
-            present: per video `[k]`, ascending, which of its tokens are there.
-        """
+        """As if of each video only the tokens `present` `[k]`, ascending, had been kept; they stay at their places."""
         flags = {
             modality: [torch.ones(t * h * w, dtype=torch.bool) for t, h, w in grids]
             for modality, grids in self.grids.items()
@@ -323,24 +310,17 @@ class Layout:
 
 @dataclass
 class CompactPrompt:
-    """
-    What the language model sees, `[B, S']`.
-
-    `features["image"]` and `features["video"]` hold per row the `[k, d]` embeddings of its image and video
-    placeholders; `columns` the caller's column behind each column here, -1 on padding; `next_position` `[B]` the first
-    position after the prompt; `source_ids`, `source_mask` `[B, S]` the caller's prompt, `counts` per modality and row
-    how many images and videos it has.
-    """
+    """What the language model sees, `[B, S']`."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
-    features: dict[str, list[torch.Tensor]]
-    columns: torch.Tensor
-    next_position: torch.Tensor
-    source_ids: torch.Tensor
+    features: dict[str, list[torch.Tensor]]  # "image" and "video": per row [k, d], in place of its placeholders
+    columns: torch.Tensor  # the caller's column behind each column here, -1 on padding
+    next_position: torch.Tensor  # [B], the first one after the prompt
+    source_ids: torch.Tensor  # [B, S], the caller's prompt
     source_mask: torch.Tensor
-    counts: dict[int, list[int]]
+    counts: dict[int, list[int]]  # per modality and row, its images and videos
     qtsplus: QTSplusOutput
 
 
@@ -353,9 +333,6 @@ def find_spans(
     Args:
         token_types: per row `[S_b]`, TEXT, IMAGE or VIDEO for each real token.
         unplaced: per modality the spans of all images or videos of the batch, whose `start` is still to be found.
-
-    Returns:
-        per row its spans, in the order of their placeholders.
 
     Raises:
         ValueError: the placeholders do not add up to the spans.
@@ -391,9 +368,8 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> torch.Tensor:
     """
     The tokens of a row that go unless something is kept of what they end or announce, `[3, K]` as in [`PromptRow`].
 
-    A newline goes with its line. From its second frame on, a frame that is a span by itself goes with the text in front
-    of it and the one token behind it. The first frame's text stays: nothing tells where it begins and the question
-    ends.
+    A newline goes with its line. A frame that is a span by itself goes with the text in front of it and the one token
+    behind it; the first one's text stays, since nothing tells where the question ends and that begins.
 
     Args:
         spans: those among whose tokens the selector chooses.
@@ -466,8 +442,8 @@ def alone_with_ids() -> ValueError:
 def packed_rows(sign: str) -> ValueError:
     """What is said of rows that hold several sequences, as padding-free training makes them."""
     return ValueError(
-        f"Got several sequences packed into one row ({sign}) together with images or videos: expected one sequence in "
-        "each row, padded, since every sequence is shortened by its own question."
+        f"Got several sequences packed into one row ({sign}) together with images or videos: expected one in each row, "
+        "padded."
     )
 
 
