@@ -20,6 +20,7 @@ from .prompt_qtsplus import (
     SelectionInputs,
     VisualInputs,
     alone_with_ids,
+    full_mask,
     pad_rows,
     take_inputs,
     text_positions,
@@ -75,9 +76,8 @@ class QTSplusGenerationMixin:
     @torch.no_grad()
     def generate(self, inputs=None, generation_config=None, streamer=None, **kwargs):
         """
-        As [`~GenerationMixin.generate`], from the shortened prompt. The returned sequences begin with the caller's own
-        `input_ids`. Everything between (logits processors, stopping criteria, the cache, attentions) sees the shortened
-        prompt.
+        As [`~GenerationMixin.generate`], from the shortened prompt, which logits processors, stopping criteria, the
+        cache and attentions see. The returned sequences begin with the caller's own `input_ids`.
 
         Args:
             past_key_values (`Cache`, *optional*): a cache from an earlier `generate` on the same conversation. What it
@@ -111,10 +111,7 @@ class QTSplusGenerationMixin:
         """[`generate`] from a prompt that has been shortened already, padded on the left."""
         chunk_size = self._setting("prefill_chunk_size", kwargs, generation_config)
         if chunk_size is not None and prompt.features and not _SPLITS_FEATURES:
-            raise ValueError(
-                f"prefill_chunk_size={chunk_size}: Transformers {transformers.__version__} cannot cut visual features "
-                "into chunks; 5.23 and later can. Leave it out, or upgrade."
-            )
+            raise ValueError(f"prefill_chunk_size={chunk_size} needs Transformers 5.23 or later beside videos.")
         source_ids = prompt.source_ids
         generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, source_ids.shape[1])
         result = super().generate(
@@ -153,11 +150,7 @@ class QTSplusGenerationMixin:
         The shortened prompt of the next turn: the columns that the cache holds, then what is new in the prompt. Of that
         alone `"lm_attention"` reads the text.
         """
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        if mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}."
-            )
+        mask = full_mask(input_ids, attention_mask)
         rows = [ids[real] for ids, real in zip(input_ids, mask.bool(), strict=True)]
         state = getattr(cache, "qtsplus", None)
         if not isinstance(state, CachedPrompt) or len(state.rows) != len(rows):
@@ -168,25 +161,9 @@ class QTSplusGenerationMixin:
             )
         selection = replace(selection, query_mask=None)  # the question of the new turn is found in the new tokens
         old = state.compact
-        device = old.input_ids.device
-        answer = state.generated[:, : cache.get_seq_length() - old.input_ids.shape[1]].to(device)
-        answer_mask = torch.zeros_like(answer)
-        fresh_rows, starts = [], []
-        for b, (known, ids) in enumerate(zip(state.rows, rows, strict=True)):
-            if len(ids) <= len(known) or not torch.equal(ids[: len(known)].to(known.device), known):
-                raise ValueError(
-                    f"Row {b} does not begin with the {len(known)} tokens of the prompt that filled past_key_values: "
-                    "pass the whole conversation, with the earlier prompt and its answer."
-                )
-            # The caller's text decides how much of the cached answer stands; at least one token must be new.
-            rest = ids[len(known) :].to(device)
-            limit = min(answer.shape[1], len(rest) - 1)
-            differs = (rest[:limit] != answer[b, :limit]).nonzero()
-            same = int(differs[0]) if len(differs) else limit
-            answer_mask[b, :same] = 1
-            starts.append(int(old.next_position[b]) + same)
-            fresh_rows.append(rest[same:])
-
+        answer = state.generated[:, : cache.get_seq_length() - old.input_ids.shape[1]].to(old.input_ids.device)
+        fresh_rows, answer_mask = _behind_the_cache(state, rows, answer)
+        starts = (old.next_position + answer_mask.sum(1)).tolist()
         fresh_ids = pad_rows(fresh_rows, 0, left=True)
         fresh_mask = pad_rows([torch.ones_like(row) for row in fresh_rows], 0, left=True)
         counts, visual = self._uncached_visual(visual, old.counts, fresh_ids * fresh_mask)
@@ -198,7 +175,7 @@ class QTSplusGenerationMixin:
                 "past_key_values carries a state from token to token, which cannot leave out tokens in the middle: "
                 "pass the answers as they were generated, with new turns of one length, or start with an empty cache."
             )
-        answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=device)
+        answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=answer.device)
         before, behind = (self.model.language_axes(prompt.position_ids) for prompt in (old, fresh))
         language = torch.cat([before, answered.expand(len(before), -1, -1), behind], dim=2)
         return replace(
@@ -299,6 +276,27 @@ class QTSplusGenerationMixin:
         if not is_first_iteration and kwargs.get("use_cache", True):
             inputs.pop("mm_encoder_outputs", None)  # Transformers below 5.18 does not know that these belong to prefill
         return inputs
+
+
+def _behind_the_cache(
+    state: CachedPrompt, rows: list[torch.Tensor], answer: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What is new in each row of a conversation, and which tokens `[B, g]` of the cached answer stand in it."""
+    fresh_rows, answer_mask = [], torch.zeros_like(answer)
+    for b, (known, ids) in enumerate(zip(state.rows, rows, strict=True)):
+        if len(ids) <= len(known) or not torch.equal(ids[: len(known)].to(known.device), known):
+            raise ValueError(
+                f"Row {b} does not begin with the {len(known)} tokens of the prompt that filled past_key_values: pass "
+                "the whole conversation, with the earlier prompt and its answer."
+            )
+        # The caller's text decides how much of the cached answer stands; at least one token must be new.
+        rest = ids[len(known) :].to(answer.device)
+        limit = min(answer.shape[1], len(rest) - 1)
+        differs = (rest[:limit] != answer[b, :limit]).nonzero()
+        same = int(differs[0]) if len(differs) else limit
+        answer_mask[b, :same] = 1
+        fresh_rows.append(rest[same:])
+    return fresh_rows, answer_mask
 
 
 def _rows_of(cache: Cache) -> int:

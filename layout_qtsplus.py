@@ -20,6 +20,7 @@ from .prompt_qtsplus import (
     find_query_mask,
     find_separators,
     find_spans,
+    full_mask,
     given_queries,
     join,
     packed_rows,
@@ -234,9 +235,7 @@ def lay_out(
     Raises:
         ValueError: inputs that do not fit each other; each says what was given and what is expected.
     """
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}.")
+    mask = full_mask(input_ids, attention_mask)
     if position_ids is not None and restarts(position_ids, mask):
         raise packed_rows("position_ids that begin again within a row")
     grids = {

@@ -1,7 +1,5 @@
 """What every video language model with the selector shares: the way through the selection, `forward` and its loss.
-
 [`QTSplusModelMixin`] stands in front of a backbone's model, [`QTSplusHeadMixin`] in front of the class with a head.
-What a backbone may do otherwise stands in layout_qtsplus.py.
 """
 
 from collections.abc import Sequence
@@ -70,10 +68,9 @@ def choose(
     Per row the kept tokens `[n_b, token_width]`, and how they were chosen.
 
     Args:
-        features: per modality, of every image or video of the batch, `[k, token_width]`.
         sample_gate: as for [`QTSplusSelector`].
-        looking: per row `[P]`, the tokens whose attention counts where the language model is asked, among its real
-            ones; those from which the answer begins if `None`.
+        looking: per row `[P]`, which of its real tokens look at the video where the language model is asked; those
+            from which the answer begins if `None`.
     """
     nothing, width = model.no_features(layout.mask.device), model.get_input_embeddings().embedding_dim
 
@@ -167,16 +164,14 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         Encodes videos once, for any number of questions: `forward` and `generate` take what this returns as
         `video_features=`, in place of `pixel_values_videos`. Without gradients; to train the encoder, pass pixels.
 
-        The vision tower looks at each temporal patch by itself, so chunks change nothing but the memory in use.
-
         Args:
             pixel_values_videos, video_grid_thw: as the processor returns them; they may stay on the CPU, from where
                 one chunk at a time is moved.
-            frames_per_chunk: encode at most this many frames at a time, but at least one temporal patch; about
-                16,384 patches at a time if `None`, and 2,048 on a CPU.
+            frames_per_chunk: the most frames that are encoded together, but at least one temporal patch; about 16,384
+                patches if `None`, and 2,048 on a CPU. Chunks change nothing but the memory in use.
             device: where the features shall live, such as `"cpu"`; the model's if `None`.
-            repeats: when a step in time repeats the one before and is not encoded again, see [`Repeats`]; where it
-                equals it if `None`. One that is passed to several calls remembers the last step of each for the next.
+            repeats: which steps in time are not encoded again, see [`Repeats`]; those that equal the one before if
+                `None`. One that is passed to several calls remembers the last step of each for the next.
 
         Returns:
             per video `[k, token_width]`, all its visual tokens.
@@ -203,12 +198,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         pad_left: bool | None = None,
         starts: Sequence[int] | None = None,
     ) -> CompactPrompt:
-        """
-        From the caller's prompts to the shortened ones; arguments as for [`lay_out`], [`choose`] and [`splice`].
-
-        Raises:
-            ValueError: inputs that do not fit each other; each says what was given and what is expected.
-        """
+        """From the caller's prompts to the shortened ones; see [`lay_out`], [`choose`] and [`splice`]."""
         layout = lay_out(self, visual, input_ids, attention_mask, position_ids, starts)
         features = encode_visual(self, visual, layout.grids)
         selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate)
@@ -260,19 +250,12 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if anchors:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.stack(anchors).sum() * 0.0
         outputs = self.language_model(past_key_values=past_key_values, use_cache=use_cache, **inputs, **kwargs)
-        return QTSplusModelOutputWithPast(
-            last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            qtsplus=qtsplus,
-        )
+        return QTSplusModelOutputWithPast(**outputs, qtsplus=qtsplus)
 
     def _anchors(self, input_ids: torch.Tensor | None) -> list[torch.Tensor]:
         """
-        Scalars of what is trained in front of the language model's layers, beside the selector, which does as much for
-        itself: made before anything else, so that the gradients there are whole last, in one order for every batch.
-        What FSDP has shared out is no plain parameter here, and is left out.
+        Scalars of what is trained in front of the language model's layers, made before anything else, as the selector's
+        own anchor is. What FSDP has shared out is no plain parameter here, and is left out.
         """
         embed, apart = self.get_input_embeddings(), ("language_model.", "qtsplus.")
         first = [] if input_ids is None or not embed.weight.requires_grad else [embed(input_ids[:, :1]).sum()]
@@ -405,12 +388,10 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
 
         Args:
             labels: `[B, S]`, those of the full prompt.
-            logits_to_keep: the last so many columns, or the columns, of the full prompt; 0 keeps all that are left of
-                it. Those of padding hold no meaning.
+            logits_to_keep: the last so many columns, or the columns, of the full prompt; 0 keeps all that are left.
 
         Raises:
-            ValueError: `logits_to_keep` names a visual token that was not kept; labels of another shape than the
-                prompt's; and as [`shorten`].
+            ValueError: `logits_to_keep` names a visual token that was not kept; inputs that do not fit each other.
         """
         prompt: Any = input_ids if input_ids is not None else inputs_embeds
         if labels is not None and prompt is not None and labels.shape != prompt.shape[:2]:

@@ -412,6 +412,14 @@ def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan, coun
     )
 
 
+def full_mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """`[B, S]`, 1 on real tokens: the caller's `attention_mask`, checked; all real if `None`."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}.")
+    return mask
+
+
 def text_positions(attention_mask: torch.Tensor) -> torch.Tensor:
     """Position among the real tokens, `[B, S]` -> `[B, S]`; 0 on padding."""
     return (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)

@@ -406,7 +406,7 @@ def test_packed_rows_are_refused_with_images_and_videos(model, axes, with_mask, 
     if not with_mask:
         inputs.pop("attention_mask")
     for call in (model, model.generate):
-        with pytest.raises(ValueError, match="position_ids that begin again within a row.*one sequence in each row"):
+        with pytest.raises(ValueError, match="position_ids that begin again within a row.*one in each row"):
             call(**inputs)
 
 
