@@ -2,11 +2,8 @@
 
 A row's visual tokens are dealt into groups of frames that lie apart, so that every group sees the whole span of time.
 Each group runs with the prompt's text through the first layers of the language model, up to layer k. There the last
-words of the prompt, from which the answer begins, look at the group's tokens; nobody else's attention is computed. What
-a group leaves behind is one number per token: memory grows with the group, and time with the number of groups.
-
-FlexSelect (arXiv 2506.00993) reads a middle layer in interleaved groups; here they are compared on one scale, by how
-much attention each takes from the same text.
+word of the prompt, from which the answer begins, looks at the group's tokens; nobody else's attention is computed. So
+FlexSelect does (arXiv 2506.00993); here groups are compared by how much attention each takes from the same text.
 """
 
 import copy
@@ -32,9 +29,7 @@ READING_ATTENTION = "qtsplus_reading"
 def attention_layer(text_config: Any, layer: int | None = None) -> int:
     """
     The layer whose attention is read, counted from 0: the given one, or the full-attention layer nearest to [`DEPTH`].
-
-    Raises:
-        ValueError: a layer that is not there or has no full attention.
+    `ValueError` for one that is not there or has no full attention.
     """
     depth, full = text_config.num_hidden_layers, full_attention_layers(text_config)
     if layer is None:
@@ -75,11 +70,7 @@ class FrameGroups:
 
     @classmethod
     def deal(cls, grids: Sequence[tuple[int, int, int]], group_size: int, device: Any = None) -> "FrameGroups":
-        """
-        Args:
-            grids: (time, height, width) of each video in tokens.
-            group_size: the most tokens of a group; one frame at least.
-        """
+        """Groups of at most `group_size` tokens, or one frame, of videos of (time, height, width) tokens."""
         sizes = [height * width for time, height, width in grids for _ in range(time)]
         together = max(1, group_size // max(sizes))
         bounds = torch.tensor([0, *sizes], device=device).cumsum(0)
@@ -98,11 +89,7 @@ class FrameGroups:
 
 
 def parts_of_groups(row: PromptRow, groups: FrameGroups) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """
-    Per group what stays of a row's tokens, `[s]` ascending, and its candidates, `[m]` ascending.
-
-    As in [`PromptRow.keep`], a newline or the text of a frame stays where a candidate does that it goes with.
-    """
+    """Per group what stays of a row's tokens, `[s]` ascending, as in [`PromptRow.keep`]; and its candidates, `[m]`."""
     separators, first, stop = row.separators
     frame = groups.frames(first)
     one_frame = frame == groups.frames(stop - 1)
@@ -129,12 +116,8 @@ def look(
     queries: torch.Tensor, keys: torch.Tensor, looking: torch.Tensor, visual: torch.Tensor, scaling: float
 ) -> GroupAttention:
     """
-    Args:
-        queries: `[heads, P, head_dim]`, those of the words that look.
-        keys: `[kv_heads, S, head_dim]`, all of them.
-        looking: `[P]`, where the words stand.
-        visual: `[m]`, where the group's tokens stand.
-        scaling: of the scores.
+    What words at `looking` `[P]`, with `[heads, P, head_dim]` queries, see of a group's tokens at `visual` `[m]` among
+    `[kv_heads, S, head_dim]` keys.
     """
     with torch.autocast(keys.device.type, enabled=False):
         grouped = queries.float().unflatten(0, (len(keys), -1)) * scaling
@@ -231,12 +214,8 @@ def _looking(
 ) -> torch.Tensor:
     """
     `[1]`, the place from which the answer begins: the last token of the header behind the question. Where no turn is
-    opened there, the question's last word looks, or the last token of all if a video stands behind that.
-
-    Args:
-        ids: `[S_b]`, the real tokens of a row.
-        question: `[S_b]` bool; where nothing is set, nobody looks (`[0]`).
-        candidates: `[M_b]`, places of its visual tokens.
+    opened there, the question's last word looks, or the last token of all if a video stands behind that. Without a
+    question nobody looks (`[0]`).
     """
     words = question.nonzero()[:, 0]
     if not len(words):
@@ -262,8 +241,7 @@ def log_attention(
     over heads. With one group it is that of the whole model in its layer.
 
     Args:
-        index: the row.
-        sources: its candidates' features, `[k, token_width]` of each video.
+        sources: the features of the row's candidates, `[k, token_width]` of each video.
         grids: (time, height, width) of each of them.
         features: those of the batch.
     """

@@ -1,5 +1,5 @@
-"""The Qwen-VL models with the query-aware selector between the visual merger and the language model: Qwen2.5-VL,
-Qwen2-VL, Qwen3-VL and Qwen3.5 (dense). Each has only what differs from layout_qtsplus.py.
+"""Qwen2.5-VL, Qwen2-VL, Qwen3-VL and Qwen3.5 (dense) with the query-aware selector between the visual merger and the
+language model. Each has only what differs from layout_qtsplus.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,8 +52,8 @@ ROWS_IN_CACHE = 128  # of queries and keys in float32: about 1 MB
 class PatchProjection(nn.Conv3d):
     """
     The vision tower's first layer, `[N, channels, time, height, width]` -> `[N, d, 1, 1, 1]`. Its kernel covers a whole
-    patch, so it is one matrix product. In bfloat16 the convolution takes 46 times as long on a CPU, a quarter of the
-    tower's time. In float32 it stays a convolution, which is stock's result bit for bit.
+    patch, so it is one matrix product, which in bfloat16 on a CPU takes a 46th of the convolution's time. In float32 it
+    stays a convolution, stock's result bit for bit.
     """
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
@@ -213,10 +213,7 @@ def attend_by_length(
 
 
 class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2VLModel):
-    """
-    Qwen2-VL without a head, with a [`QTSplusSelector`] as `qtsplus`: as Qwen2.5-VL, but its language model counts
-    temporal patches where Qwen2.5-VL measures seconds.
-    """
+    """Qwen2-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
 
     config: Qwen2VLQTSplusConfig
     _no_split_modules = [*Qwen2VLModel._no_split_modules, "QTSplusSelector"]
@@ -227,7 +224,7 @@ class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2
         return 4
 
     def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
-        """One position per temporal patch, as along an image."""
+        """One position per temporal patch, as along an image, where Qwen2.5-VL measures seconds."""
         images = [replace(span, modality=IMAGE) for span in spans]
         return self.row_positions(images, positions.shape[1], start, [], positions.device)
 
@@ -253,10 +250,8 @@ class Qwen3QTSplusModelMixin(QwenVLQTSplusModelMixin):
 
 class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLModel):
     """
-    Qwen3-VL without a head, with a [`QTSplusSelector`] as `qtsplus`.
-
-    It adds features of earlier vision layers to the first layers of the language model (DeepStack). They stand behind
-    the features of every token, so that whoever keeps a token keeps all of it.
+    Qwen3-VL without a head, with a [`QTSplusSelector`] as `qtsplus`. The features of earlier vision layers, which it
+    adds to the first layers of the language model (DeepStack), stand behind the features of every token.
     """
 
     config: Qwen3VLQTSplusConfig

@@ -2,11 +2,8 @@
 and 3), LLaVA-OneVision and LLaVA-Video; configurations, models and processors. Their grids count tokens.
 
 Stock InternVL knows only images. Here a video is a sequence of frames, each with "Frame1: " and so on in front, and
-its placeholders have an id of their own (`config.video_token_id`), so that the model can tell one from the other.
-
-LLaVA-OneVision and LLaVA-Video lay a video out alike, 14 x 14 pooled tokens per frame, except for their newlines:
-LLaVA-OneVision ends the video with one, LLaVA-Video every row of every frame. Newlines are never scored; one stays
-where a token that it ends stays.
+its placeholders have an id of their own. LLaVA-OneVision ends a video with a newline, LLaVA-Video every row of every
+frame; newlines are never scored, and one stays where a token that it ends stays.
 """
 
 import math
@@ -49,10 +46,8 @@ class FramesQTSplusModelMixin(QTSplusModelMixin):
 
 class QTSplusFramesMixin(QTSplusProcessorMixin):
     """
-    For a backbone whose encoder looks at one frame at a time, all of one size. `pixel_values_videos` are the frames of
-    all videos, `[frames, 3, height, width]`, so that videos may differ in length; grids count tokens.
-
-    A backbone supplies `tokens_per_side`, and `replace_video_token` where its stock processor's is another one.
+    The processors' side: `pixel_values_videos` are the frames of all videos, `[frames, 3, height, width]`. A backbone
+    supplies `tokens_per_side`, and `replace_video_token` where its stock processor's is another one.
     """
 
     native_resolution = False
@@ -109,12 +104,9 @@ class InternVLQTSplusConfig(QTSplusConfigMixin, InternVLConfig):
     Configuration of [`InternVLQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`].
 
     Args:
-        video_token_id (`int`): the placeholder of a video's tokens, an id of the vocabulary that no text has. Its
-            embedding is never seen. By default Qwen2.5's `<|video_pad|>`, which InternVL does not use.
+        video_token_id (`int`): the placeholder of a video's tokens, an id of the vocabulary that no text has; by
+            default Qwen2.5's `<|video_pad|>`.
         frame_text_token_ids (`list[int]`): the ids that open the text in front of a frame (`Frame`).
-
-    Raises:
-        ValueError: a `video_token_id` that is not in the vocabulary.
     """
 
     model_type = "internvl_qtsplus"
@@ -250,9 +242,6 @@ class LlavaOnevisionQTSplusConfig(QTSplusConfigMixin, LlavaOnevisionConfig):
     Args:
         video_newline (`str`): what a newline ends: the `"video"` in LLaVA-OneVision, every `"row"` in LLaVA-Video
             (its `mm_newline_position="grid"`).
-
-    Raises:
-        ValueError: another `video_newline`; `select_images`, for the newlines of an image lie among its tokens.
     """
 
     model_type = "llava_onevision_qtsplus"

@@ -111,14 +111,8 @@ def rotary_tables(
     positions: torch.Tensor, head_dim: int, rope_theta: float, mrope_section: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Cosines and sines of multimodal rotary positions, as Qwen2.5-VL lays them out.
-
-    Args:
-        positions: `[3, n]`, (time, height, width) of each token.
-        mrope_section: how many of the `head_dim / 2` frequencies each axis takes, in turn.
-
-    Returns:
-        two float32 `[n, head_dim]`.
+    Cosines and sines of positions `[3, n]`, (time, height, width), as Qwen2.5-VL lays them out: two float32
+    `[n, head_dim]`. Of the `head_dim / 2` frequencies each axis takes `mrope_section` in turn.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[..., None].float() * rope_theta**-exponents
@@ -136,10 +130,8 @@ def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> t
 
 def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """
-    Attention of `[heads, L, head_dim]` queries to `[kv_heads, M, head_dim]` keys and values, without a mask.
-
-    The query heads that share a key/value head become further rows of it: every fused kernel of PyTorch then takes
-    grouped heads, no key is copied, and no `[L, M]` weights are held.
+    Attention of `[heads, L, head_dim]` queries to `[kv_heads, M, head_dim]` keys and values, without a mask. The query
+    heads that share a key/value head become further rows of it: every fused kernel of PyTorch takes that.
     """
     kv_heads, _, head_dim = keys.shape
     rows = queries.reshape(1, kv_heads, -1, head_dim)
@@ -150,8 +142,8 @@ def in_blocks(
     function: Callable, states: torch.Tensor | Sequence[torch.Tensor], block_size: int = 4096
 ) -> torch.Tensor:
     """
-    A function of each row of `[n, d]`, for `block_size` rows at a time, so that nothing between input and result holds
-    all of them; gradients compute each block again. The rows may lie in several tensors, joined only for gradients.
+    A function of each row of `[n, d]`, in one tensor or several, for `block_size` rows at a time: nothing between input
+    and result holds all of them, and gradients compute each block again.
     """
     parts = [states] if isinstance(states, torch.Tensor) else states
     if len(parts) > 1 and torch.is_grad_enabled():
