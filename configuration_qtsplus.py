@@ -1,5 +1,6 @@
 """Configuration of QTSplus, the query-aware visual-token selector, and of the Qwen-VL models with it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
@@ -12,9 +13,16 @@ from .methods_qtsplus import METHODS
 from .relevance_qtsplus import REDUCTIONS
 from .selector_qtsplus import GATES
 
-POSITION_IDS = ("original", "sequential")
 QUERY_STATES = ("embeddings", "layer")
-BUDGETS = ("rho", "mass", "loss")
+POSITION_IDS = ("original", "sequential")
+_CHOICES: dict[str, Collection[str]] = {
+    "budget": ("rho", "mass", "loss"),
+    "query_states": QUERY_STATES,
+    "reduction": REDUCTIONS,
+    "gate": GATES,
+    "selection": METHODS,
+    "position_ids": POSITION_IDS,
+}
 _BEFORE = {"query_states": "embeddings", "reduction": "max", "budget": "rho", "null_token": False}
 
 
@@ -136,24 +144,19 @@ class QTSplusConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         _require(0 < self.rho_min <= self.rho_max <= 1, self, "rho_min, rho_max", "0 < rho_min <= rho_max <= 1")
         _require(self.n_max >= 1, self, "n_max", "n_max >= 1")
-        _require(self.budget in BUDGETS, self, "budget", f"one of {BUDGETS}")
-        _require(0 < self.evidence_share <= 1, self, "evidence_share", "0 < evidence_share <= 1")
         _require(self.token_price > 0, self, "token_price", "token_price > 0")
-        _require(0 < self.relevance_mass <= 1, self, "relevance_mass", "0 < relevance_mass <= 1")
         _require(self.tau_s > 0, self, "tau_s", "tau_s > 0")
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
-        _require(self.query_states in QUERY_STATES, self, "query_states", f"one of {QUERY_STATES}")
         heads = self.attention_heads
         distinct = heads is None or 0 < len(set(heads)) == len(heads)
         _require(distinct, self, "attention_heads", "different heads, at least one")
         _require(self.attention_group >= 1, self, "attention_group", "attention_group >= 1")
-        _require(0 < self.attention_mass <= 1, self, "attention_mass", "0 < attention_mass <= 1")
         _require(self.scoring_layers >= 1, self, "scoring_layers", "scoring_layers >= 1")
         _require(self.reencode_layers >= 0, self, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
-        _require(self.reduction in REDUCTIONS, self, "reduction", f"one of {REDUCTIONS}")
-        _require(self.gate in GATES, self, "gate", f"one of {tuple(GATES)}")
-        _require(self.selection in METHODS, self, "selection", f"one of {tuple(METHODS)}")
-        _require(self.position_ids in POSITION_IDS, self, "position_ids", f"one of {POSITION_IDS}")
+        for share in ("evidence_share", "relevance_mass", "attention_mass"):
+            _require(0 < getattr(self, share) <= 1, self, share, f"0 < {share} <= 1")
+        for name, choices in _CHOICES.items():
+            _require(getattr(self, name) in choices, self, name, f"one of {tuple(choices)}")
 
 
 def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:

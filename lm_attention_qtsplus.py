@@ -198,15 +198,21 @@ def _with_queries(
     model: QTSplusBackboneMixin, layout: Layout, questions: Sequence[torch.Tensor], queries: Sequence[torch.Tensor]
 ) -> tuple[Layout, list[torch.Tensor]]:
     """The layout of the prompts with other questions in place of their own, and which of its tokens those are."""
-    prompts, masks = [], []
-    for ids, row, question, query in zip(layout.input_ids, layout.rows, questions, queries, strict=True):
-        words, text = question.nonzero()[:, 0], ids[row.columns]
-        place = int(words[0]) if len(words) else len(text)
-        front, behind = text[:place], text[place:][~question[place:]]
-        prompts.append(torch.cat([front, query.to(text), behind]))
-        masks.append(torch.cat([torch.zeros_like(front), torch.ones_like(query).to(text), torch.zeros_like(behind)]))
-    again = lay_out_again(model, layout, prompts)
-    return again, [mask.bool() for mask in masks]
+    prompts, starts = [], []
+    for ids, mask, row, question, query in zip(
+        layout.input_ids, layout.mask, layout.rows, questions, queries, strict=True
+    ):
+        text = mask.clone().bool()
+        words = row.columns[question]
+        text[words] = False
+        start = int(words[0]) if len(words) else len(ids)
+        front, behind = ids[:start][text[:start]], ids[start:][text[start:]]
+        prompts.append(torch.cat([front, query.to(ids), behind]))
+        starts.append(len(front))
+    again, masks = lay_out_again(model, layout, prompts), []
+    for row, start, query in zip(again.rows, starts, queries, strict=True):
+        masks.append((row.columns >= start) & (row.columns < start + len(query)))
+    return again, masks
 
 
 def _looking(

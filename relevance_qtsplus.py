@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 REDUCTIONS = ("max", "mean", "sum")
@@ -75,33 +76,23 @@ class QTSplusLayer(nn.Module):
             query: `[L, d]`.
             context: `[M, d]`, in one tensor or several; the same tensor as `query` for self-attention.
             rotary: tables for self-attention.
-            relevance_reduction: return the `[M]` log-relevance of this layer's attention, with this reduction, instead
-                of the `[L, d]` output.
-            keys: in place of this layer's own, which makes them anew.
+            relevance_reduction: return the `[M]` log-relevance of the attention instead of the `[L, d]` output.
+            keys: in place of this layer's own function of the context.
         """
         query_states = self._heads(self.q_proj(self.q_norm(query)))
         key_states = (keys or self.keys)(context)
         if relevance_reduction is not None:
             return log_relevance(query_states, key_states, reduction=relevance_reduction)
-        value_states = self._heads(in_blocks(self._values, context))
+        value_states = self._heads(in_blocks(lambda rows: self.v_proj(self.kv_norm(rows)), context))
         if rotary is not None:
             query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
         attention = grouped_attention(query_states, key_states, value_states)
         query = query + self._drop(self.o_proj(attention.transpose(0, 1).flatten(1)))
-        return query + self._drop(in_blocks(self._feed_forward, query))
+        return query + self._drop(in_blocks(lambda rows: self.ffn(self.ffn_norm(rows)), query))
 
     def keys(self, context: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """`[kv_heads, M, head_dim]`."""
-        return self._heads(in_blocks(self._keys, context))
-
-    def _keys(self, context: torch.Tensor) -> torch.Tensor:
-        return self.k_proj(self.kv_norm(context))
-
-    def _values(self, context: torch.Tensor) -> torch.Tensor:
-        return self.v_proj(self.kv_norm(context))
-
-    def _feed_forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.ffn(self.ffn_norm(states))
+        return self._heads(in_blocks(lambda rows: self.k_proj(self.kv_norm(rows)), context))
 
     def _drop(self, states: torch.Tensor) -> torch.Tensor:
         return F.dropout(states, self.dropout, self.training)
@@ -153,7 +144,9 @@ def in_blocks(
         return function(parts[0])
     blocks = [block for part in parts for block in part.split(block_size)]
     if torch.is_grad_enabled():
-        return torch.cat([_recomputed(function, block) for block in blocks])
+        return torch.cat(
+            [checkpoint(function, block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
+        )
     first = function(blocks[0])
     result = first.new_empty(total, *first.shape[1:])
     filled = 0
@@ -210,38 +203,67 @@ def log_relevance(
     if torch.is_grad_enabled():  # both passes give the keys a gradient, and the sum of these must not be rounded
         key_states = key_states.to(precise)
     rows = kv_heads * queries.shape[1]
-    blocks = key_states.split(block_size or max(1, 2**21 // rows), dim=1)
+    block_size = block_size or max(1, 2**21 // rows)
+    num_tokens = key_states.shape[1]
     if reduction == "sum":
-        return torch.cat([_recomputed(_sum_over_rows, queries, block) for block in blocks]).log_softmax(0)
-    totals = torch.stack([_recomputed(_sum_over_tokens, queries, block) for block in blocks]).logsumexp(0)
-    if reduction == "mean":
-        return torch.cat([_recomputed(_sum_over_rows, queries, block, totals) for block in blocks]) - math.log(rows)
-    return torch.cat([_recomputed(_largest_of_rows, queries, block, totals) for block in blocks])
+        return _InBlocks.apply(_sum_over_rows, block_size, key_states, queries).flatten()[:num_tokens].log_softmax(0)
+    totals = _InBlocks.apply(_sum_over_tokens, block_size, key_states, queries).logsumexp(0)
+    reduce = _largest_of_rows if reduction == "max" else _sum_over_rows
+    reduced = _InBlocks.apply(reduce, block_size, key_states, queries, totals).flatten()[:num_tokens]
+    return reduced if reduction == "max" else reduced - math.log(rows)
 
 
-def _recomputed(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """A function of tensors, of which gradients keep nothing but these inputs and compute the rest again."""
-    if not torch.is_grad_enabled():
-        return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+class _InBlocks(torch.autograd.Function):
+    """
+    A function of each block of keys and of other tensors: `[blocks, ...]`, where the last may end early. Gradients keep
+    what it is given and compute the rest again. (`checkpoint` would leave the small results among freed large ones,
+    which the C library then cannot use again.)
+    """
+
+    @staticmethod
+    def forward(ctx, function, block_size, keys, *others):
+        ctx.function, ctx.block_size = function, block_size
+        ctx.save_for_backward(keys, *others)
+        blocks, result = keys.split(block_size, dim=1), keys.new_empty(0)
+        for index, block in enumerate(blocks):
+            part = function(block, *others)
+            result = result if index else part.new_empty(len(blocks), *part.shape)
+            result[index, ..., : part.shape[-1]] = part
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        keys, *others = ctx.saved_tensors
+        grad_keys, grad_others = torch.empty_like(keys), [torch.zeros_like(other) for other in others]
+        pairs = zip(keys.split(ctx.block_size, dim=1), grad_keys.split(ctx.block_size, dim=1), strict=True)
+        for index, (block, grad_block) in enumerate(pairs):
+            leaves = [tensor.detach().requires_grad_() for tensor in (block, *others)]
+            with torch.enable_grad():
+                part = ctx.function(*leaves)
+            own, *rest = torch.autograd.grad(part, leaves, gradient[index, ..., : part.shape[-1]])
+            grad_block.copy_(own)
+            for total, one in zip(grad_others, rest, strict=True):
+                total += one
+        return None, None, grad_keys, *grad_others
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """`[kv_heads, heads / kv_heads * L, b]` of the `b` visual tokens of a block."""
     with torch.autocast(keys.device.type, enabled=False):
         return queries @ keys.to(queries.dtype).transpose(1, 2)
 
 
-def _sum_over_tokens(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    return _scores(queries, keys).logsumexp(-1, keepdim=True)
+def _sum_over_tokens(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    return _scores(keys, queries).logsumexp(-1, keepdim=True)
 
 
-def _sum_over_rows(queries: torch.Tensor, keys: torch.Tensor, totals: torch.Tensor | float = 0.0) -> torch.Tensor:
-    return _scores(queries, keys).sub_(totals).logsumexp((0, 1))
+def _sum_over_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Tensor | float = 0.0) -> torch.Tensor:
+    return _scores(keys, queries).sub_(totals).logsumexp((0, 1))
 
 
-def _largest_of_rows(queries: torch.Tensor, keys: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-    log_attention = _scores(queries, keys).sub_(totals).flatten(0, 1)
+def _largest_of_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    log_attention = _scores(keys, queries).sub_(totals).flatten(0, 1)
     if not torch.is_grad_enabled():
         return log_attention.amax(0)
     # Rows last: finding the place of a maximum is five times slower across rows.

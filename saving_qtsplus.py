@@ -37,6 +37,7 @@ class QTSplusPreTrainedMixin:
 
     config: Any
     can_generate: Any
+    push_to_hub: Any
 
     def _init_weights(self, module):
         super()._init_weights(module)

@@ -254,10 +254,7 @@ class QTSplusSelector(nn.Module):
             positions: per row `[3, M_b]`, absolute (time, height, width) of the visual tokens.
             grids: per row (time, height, width) in tokens of its videos, or of parts of them, in turn. A tensor is one
                 line of one frame if `None`.
-            retention: fixes rho, in (0, 1]; one for all rows or one for each.
-            max_visual_tokens: caps n for this call, below `n_max`.
-            selection: a name of `METHODS`, or a function like theirs; the configuration's if `None`.
-            reencode: `False` skips lines 15 and 16.
+            retention, max_visual_tokens, selection, reencode: as in `SelectionInputs` (prompt_qtsplus.py).
             sample_gate: use the training gate; `self.training` if `None`.
             attention: per row what computes the `[M_b]` log-attention of the language model, for methods that ask it.
 

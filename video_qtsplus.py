@@ -81,7 +81,8 @@ def frame_choice(
             bound = "max_frames" if len(indices) < len(unbounded) else "min_frames"
             logger.warning_once(
                 f"fps={fps:g} is {len(unbounded)} frames of this video, but `{bound}` makes it {len(indices)}, "
-                f"{len(indices) / total_num_frames * video_fps:.3g} a second; see `processor.video_processor.{bound}`."
+                f"{len(indices) / total_num_frames * video_fps:.3g} frames per second. For the rate that was asked "
+                f"for, set `processor.video_processor.{bound}`."
             )
         return indices
 

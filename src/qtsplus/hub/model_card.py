@@ -48,6 +48,8 @@ def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = No
 
 def known_front_matter(model: Any) -> dict[str, Any]:
     """Licence and base model of the card that a model was loaded with; its results may be of other weights."""
+    if not model.config._name_or_path:
+        return {}
     path = cached_file(
         model.config._name_or_path,
         "README.md",
