@@ -209,15 +209,11 @@ def chunk_grids(
     grids: Sequence[Sequence[int]], capacity: int, costs: Sequence[int]
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """
-    Cuts images and videos along time, in order, into chunks of bounded cost.
+    Cuts images and videos of (time, height, width) along time, in order, into chunks of `capacity`, or of one step.
+    Per chunk its pieces: the index of an image or video and the piece's own grid.
 
     Args:
-        grids: (time, height, width) of each.
-        capacity: the most that a chunk may cost; a step in time that costs more is a chunk by itself.
         costs: of one step in time of each.
-
-    Returns:
-        per chunk its pieces, each the index of an image or video and the piece's own grid.
     """
     chunk: list[tuple[int, list[int]]] = []
     room = capacity

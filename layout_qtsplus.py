@@ -23,7 +23,6 @@ from .prompt_qtsplus import (
     full_mask,
     given_queries,
     join,
-    packed_rows,
     pad_rows,
     restarts,
     text_positions,
@@ -237,7 +236,10 @@ def lay_out(
     """
     mask = full_mask(input_ids, attention_mask)
     if position_ids is not None and restarts(position_ids, mask):
-        raise packed_rows("position_ids that begin again within a row")
+        raise ValueError(
+            "Got several sequences packed into one row (position_ids that begin again within a row) together with "
+            "images or videos: expected one in each row, padded."
+        )
     grids = {
         IMAGE: check_grids(model, IMAGE, visual.pixel_values, visual.image_grid_thw),
         VIDEO: check_grids(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw, visual.video_features),

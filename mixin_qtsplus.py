@@ -28,14 +28,11 @@ from .prompt_qtsplus import (
     VisualInputs,
     alone_with_ids,
     names_inputs,
-    packed_rows,
     take_inputs,
     text_positions,
 )
 from .relevance_qtsplus import take_rows
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector
-
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass
@@ -242,7 +239,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if visual.given:
             if input_ids is None or inputs_embeds is not None or mm_encoder_outputs:
                 raise alone_with_ids()
-            self._check_fresh(past_key_values, kwargs)
+            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+                raise ValueError("New images or videos after a cache: use generate, which lays them out.")
             inputs, qtsplus = self._shortened_inputs(input_ids, attention_mask, position_ids, visual, selection)
         else:
             prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
@@ -262,14 +260,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         trained = ((name, weight) for name, weight in self.named_parameters() if weight.requires_grad)
         in_front = [weight for name, weight in trained if not name.startswith(apart)]
         return first + [weight.sum() for weight in in_front if type(weight) is nn.Parameter]
-
-    def _check_fresh(self, past_key_values, kwargs) -> None:
-        """Refuses a cache, and rows that hold several sequences, in a call with pixels or features."""
-        if past_key_values is not None and past_key_values.get_seq_length() > 0:
-            raise ValueError("New images or videos after a cache: use generate, which lays them out.")
-        for name in _PACKING:
-            if kwargs.get(name) is not None:
-                raise packed_rows(name)
 
     def _shortened_inputs(
         self, input_ids, attention_mask, position_ids, visual: VisualInputs, selection: SelectionInputs

@@ -44,9 +44,7 @@ logger = logging.get_logger(__name__)
 ROWS_IN_CACHE = 128  # of queries and keys in float32: about 1 MB
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Qwen2.5-VL
-# --------------------------------------------------------------------------------------------------------------------
+# --- Qwen2.5-VL ---
 
 
 class PatchProjection(nn.Conv3d):
@@ -109,12 +107,10 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
     backbone_name = "Qwen2.5-VL"
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The vision tower of Qwen2.5-VL: all windows of a layer in a few calls
+# --- The vision tower of Qwen2.5-VL: all windows of a layer in a few calls ---
 #
 # It attends within windows, and in some layers within whole frames. Without the flash-attn package, stock Transformers
 # calls attention once per window: about 340,000 calls for 600 frames.
-# --------------------------------------------------------------------------------------------------------------------
 
 
 class WindowsTogether(Qwen2_5_VLVisionAttention):
@@ -207,9 +203,7 @@ def attend_by_length(
     return attended
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Qwen2-VL, Qwen3-VL, Qwen3.5
-# --------------------------------------------------------------------------------------------------------------------
+# --- Qwen2-VL, Qwen3-VL, Qwen3.5 ---
 
 
 class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2VLModel):

@@ -213,17 +213,13 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
         Args:
             video: a file, an `http(s)` address, or a folder of frames.
-            fps, num_frames, min_frames, max_frames: as in a call; of a folder, `fps` is the rate at which its frames
-                were taken.
-            frames_per_chunk: frames at a time, cut down to whole temporal patches; by default about 16,384 patches
-                (or tokens, where the grid counts those).
+            fps, num_frames, min_frames, max_frames: as in a call; of a folder, `fps` is that of its frames.
+            frames_per_chunk: frames at a time, cut down to whole temporal patches; by default about 16,384 patches.
 
         Raises:
             ValueError: a video that is missing or cannot be decoded; a folder without `fps`; rates and counts that are
                 not above 0, or both given.
         """
-        if not isinstance(video, (str, os.PathLike)):
-            raise ValueError(f"Got a video of type {type(video).__name__}; expected a path. Frames need no chunks.")
         path = os.fspath(video)
         temporal = self.video_processor.temporal_patch_size
         for name, given in (("fps", fps), ("num_frames", num_frames), ("frames_per_chunk", frames_per_chunk)):

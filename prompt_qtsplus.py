@@ -117,18 +117,15 @@ def find_query_mask(
 ) -> torch.Tensor:
     """
     Marks the question in a chat prompt: the text of the last user turn, without its header, special and vision tokens.
+    `[B, S]` int64, 1 on the question's tokens; a row without a user turn is all 0.
 
     Args:
-        input_ids: `[B, S]` token ids of prompts made with the chat template.
-        attention_mask: `[B, S]`, 1 on real tokens, or `None`.
+        input_ids, attention_mask: `[B, S]`, of prompts made with the chat template.
         user_turn_token_ids: the ids that open a user's turn; the one token after them (the line break) is skipped.
         turn_end_token_id: the id that closes a turn.
         special_token_ids: ids that are never part of a question.
         video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text in front of
             every frame ("Frame1: ", "<0.5 seconds>"), which is no part of a question either.
-
-    Returns:
-        `[B, S]` int64, 1 on the question's tokens. A row without a user turn is all 0.
     """
     special = torch.tensor(special_token_ids, device=input_ids.device)
     eligible = ~torch.isin(input_ids, special)
@@ -231,25 +228,25 @@ class PromptRow:
     candidates: torch.Tensor  # [M_b], the tokens among which the selector chooses
     separators: torch.Tensor  # [3, K]
 
+    def _counts_before(self, kept_indices: torch.Tensor) -> torch.Tensor:
+        """`[M_b + 1]`: how many of these candidates stand in front of each, and of the end."""
+        is_kept = torch.zeros(len(self.candidates) + 1, dtype=torch.long, device=self.columns.device)
+        is_kept[kept_indices + 1] = 1
+        return is_kept.cumsum(0)
+
     def keep(self, kept_indices: torch.Tensor) -> torch.Tensor:
         """`[S_b]` bool: the tokens that stay when these of the candidates do."""
-        kept = torch.zeros(len(self.candidates) + 1, dtype=torch.long, device=self.columns.device)
-        kept[kept_indices + 1] = 1
+        before, (separators, first, stop) = self._counts_before(kept_indices), self.separators
         keep = torch.ones_like(self.columns, dtype=torch.bool)
-        keep[self.candidates] = kept[1:].bool()
-        separators, first, stop = self.separators
-        so_far = kept.cumsum(0)
-        keep[separators] = so_far[stop] > so_far[first]
+        keep[self.candidates] = before.diff().bool()
+        keep[separators] = before[stop] > before[first]
         return keep
 
     def only(self, present: torch.Tensor) -> "PromptRow":
         """The row without the candidates that are not among `present` `[k]`, and without what goes with them."""
-        keep = self.keep(present)
+        keep, before = self.keep(present), self._counts_before(present)
         place = keep.cumsum(0) - 1
-        is_present = torch.zeros(len(self.candidates) + 1, dtype=torch.long, device=keep.device)
-        is_present[present + 1] = 1
         separators, first, stop = self.separators[:, keep[self.separators[0]]]
-        so_far = is_present.cumsum(0)
         return replace(
             self,
             columns=self.columns[keep],
@@ -257,7 +254,7 @@ class PromptRow:
             positions=self.positions[:, keep],
             language_positions=self.language_positions[:, keep],
             candidates=place[self.candidates[present]],
-            separators=torch.stack([place[separators], so_far[first], so_far[stop]]),
+            separators=torch.stack([place[separators], before[first], before[stop]]),
         )
 
 
@@ -445,14 +442,6 @@ def join(parts: list[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
 def alone_with_ids() -> ValueError:
     """What is said of images or videos beside something in place of a prompt's ids."""
     return ValueError("Images and videos come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs.")
-
-
-def packed_rows(sign: str) -> ValueError:
-    """What is said of rows that hold several sequences, as padding-free training makes them."""
-    return ValueError(
-        f"Got several sequences packed into one row ({sign}) together with images or videos: expected one in each row, "
-        "padded."
-    )
 
 
 def restarts(position_ids: torch.Tensor, mask: torch.Tensor) -> bool:

@@ -187,15 +187,8 @@ def log_relevance(
 
     Returns:
         `[M]` float32 (float64 for float64 states), at most 0.
-
-    Raises:
-        ValueError: query heads that the key/value heads do not divide, or an unknown reduction.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r}: expected one of {REDUCTIONS}.")
-    heads, kv_heads, head_dim = len(query_states), len(key_states), key_states.shape[-1]
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads: expected a multiple of the {kv_heads} key/value heads.")
+    kv_heads, num_tokens, head_dim = key_states.shape
     precise = torch.promote_types(key_states.dtype, torch.float32)
     if reduction == "sum":  # the sum of the scores is the score of the sum
         query_states = query_states.sum(1, keepdim=True, dtype=precise)
@@ -204,7 +197,6 @@ def log_relevance(
         key_states = key_states.to(precise)
     rows = kv_heads * queries.shape[1]
     block_size = block_size or max(1, 2**21 // rows)
-    num_tokens = key_states.shape[1]
     if reduction == "sum":
         return _InBlocks.apply(_sum_over_rows, block_size, key_states, queries).flatten()[:num_tokens].log_softmax(0)
     totals = _InBlocks.apply(_sum_over_tokens, block_size, key_states, queries).logsumexp(0)

@@ -368,14 +368,6 @@ def test_a_max_length_shorter_than_the_prompt_is_refused(model):
     assert model.generate(**inputs, max_length=length + 1).shape == (1, length + 1)
 
 
-@pytest.mark.parametrize(
-    "told", [{"cu_seq_lens_q": torch.tensor([0, 5, 29])}, {"seq_idx": torch.arange(29)[None] // 9}]
-)
-def test_rows_said_to_be_packed_are_refused_with_a_video(model, told):
-    with pytest.raises(ValueError, match=f"packed into one row \\({next(iter(told))}\\)"):
-        model(**video_inputs(**told))
-
-
 @pytest.mark.parametrize("rows", [video_inputs, lambda: batch(prompt())], ids=["a video", "text alone"])
 def test_labels_of_another_shape_are_refused(model, rows):
     inputs = rows()
