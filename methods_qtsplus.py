@@ -25,27 +25,17 @@ EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
 
 @dataclass
 class Candidates:
-    """
-    The `M` visual tokens of one sample that compete for its budget. What costs something is computed when it is read.
+    """The `M` visual tokens of one sample that compete for its budget. What costs something is computed when read."""
 
-    Args:
-        visual: `[k, d]` of each video (or image) in turn; `k` sum to `M`.
-        query: `[L, d]`, raw embeddings of the question's words; empty where a prompt has none.
-        positions: `[3, M]`, absolute (time, height, width) in the prompt.
-        grids: (time, height, width) of each video in tokens; row by row, frame by frame, they are its `k` tokens. A
-            video of which a part is there has several in turn.
-        score: from the states of the question's words to the log-relevance of every token.
-        contextualise: from `query` to those states.
-        attend: computes how much the language model attends to every token.
-    """
-
-    visual: Sequence[torch.Tensor]
-    query: torch.Tensor
-    positions: torch.Tensor
+    visual: Sequence[torch.Tensor]  # [k, d] of each video (or image) in turn; k sum to M
+    query: torch.Tensor  # [L, d], raw embeddings of the question's words; empty where a prompt has none
+    positions: torch.Tensor  # [3, M], absolute (time, height, width) in the prompt
+    # (time, height, width) of each video in tokens, of which row by row, frame by frame, it has k. A video of which a
+    # part is there has several in turn.
     grids: Sequence[tuple[int, int, int]]
-    score: Callable[[torch.Tensor], torch.Tensor]
-    contextualise: Callable[[torch.Tensor], torch.Tensor] = lambda query: query
-    attend: Callable[[], torch.Tensor] | None = None
+    score: Callable[[torch.Tensor], torch.Tensor]  # from the states of the question's words to `log_relevance`
+    contextualise: Callable[[torch.Tensor], torch.Tensor] = lambda query: query  # from `query` to those states
+    attend: Callable[[], torch.Tensor] | None = None  # computes `log_attention`
 
     @cached_property
     def query_states(self) -> torch.Tensor:

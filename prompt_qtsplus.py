@@ -28,21 +28,14 @@ Grid = tuple[int, int, int]  # (time, height, width)
 
 @dataclass
 class VisualInputs:
-    """
-    Images and videos, as the processor returns them.
+    """Images and videos, as the processor returns them."""
 
-    Args:
-        pixel_values, image_grid_thw: pixels of all images, and `[images, 3]`.
-        pixel_values_videos, video_grid_thw: pixels of all videos, and `[videos, 3]`.
-        second_per_grid_ts: `[videos]`, seconds per temporal patch.
-        video_features: per video `[k, d]`, as `encode_videos` returns them, in place of its pixels; on any device.
-    """
-
-    pixel_values: torch.Tensor | None = None
-    image_grid_thw: torch.Tensor | None = None
-    pixel_values_videos: torch.Tensor | None = None
-    video_grid_thw: torch.Tensor | None = None
-    second_per_grid_ts: torch.Tensor | Sequence[float] | None = None
+    pixel_values: torch.Tensor | None = None  # of all images
+    image_grid_thw: torch.Tensor | None = None  # [images, 3]
+    pixel_values_videos: torch.Tensor | None = None  # of all videos
+    video_grid_thw: torch.Tensor | None = None  # [videos, 3]
+    second_per_grid_ts: torch.Tensor | Sequence[float] | None = None  # [videos], seconds per temporal patch
+    # Per video [k, d], as `encode_videos` returns them, in place of its pixels; on any device.
     video_features: Sequence[torch.Tensor] | None = None
 
     @property
@@ -53,26 +46,15 @@ class VisualInputs:
 
 @dataclass
 class SelectionInputs:
-    """
-    How one call selects; what is left out is as the configuration has it.
+    """How one call selects; what is left out is as the configuration has it."""
 
-    Args:
-        query_mask: `[B, S]`, 1 on the question's tokens, as the processor makes it; found in `input_ids` if `None`.
-        query_input_ids, query_attention_mask: `[B, L]`, a question that does not stand in the prompt.
-        retention: keep this fraction of the visual tokens, in (0, 1]; one for all rows or one for each.
-        max_visual_tokens: keep at most this many.
-        selection: how tokens are chosen: a name of `methods_qtsplus.METHODS`, such as `"uniform"`, or a function like
-            those.
-        reencode: `False` hands the kept tokens on as they are (the paper's nREENC).
-    """
-
-    query_mask: torch.Tensor | None = None
-    query_input_ids: torch.Tensor | None = None
-    query_attention_mask: torch.Tensor | None = None
-    retention: float | Sequence[float] | None = None
-    max_visual_tokens: int | None = None
-    selection: str | Method | None = None
-    reencode: bool = True
+    query_mask: torch.Tensor | None = None  # [B, S], 1 on the question's tokens; found in `input_ids` if None
+    query_input_ids: torch.Tensor | None = None  # [B, L], a question that does not stand in the prompt
+    query_attention_mask: torch.Tensor | None = None  # [B, L]
+    retention: float | Sequence[float] | None = None  # the fraction to keep, in (0, 1]; for all rows, or for each
+    max_visual_tokens: int | None = None  # the most tokens to keep
+    selection: str | Method | None = None  # a name of `methods_qtsplus.METHODS`, or a function like those
+    reencode: bool = True  # False hands the kept tokens on as they are (the paper's nREENC)
 
 
 # Read once: a `forward` that is compiled cannot ask a dataclass for its fields.

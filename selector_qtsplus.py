@@ -145,39 +145,27 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, int, int], Gated]]
 
 @dataclass
 class QTSplusOutput(ModelOutput):
-    """
-    What the selector decided, one entry per row of the batch.
+    """What the selector decided, one entry per row of the batch."""
 
-    Args:
-        relevance: tuple of `[M_b]` float32: the selector's, or the language model's attention where that selected;
-            empty where the method computed neither, `None` if that holds for every row.
-        log_relevance: its logarithm; in training with its gradient.
-        rho: `[B]` float32, the fraction aimed at; 0 in rows without visual tokens.
-        num_tokens: `[B]` int64, the visual tokens that compete (M).
-        n: `[B]` int64, kept tokens.
-        kept_indices: tuple of `[n_b]` int64, ascending, into the row's visual tokens.
-        threshold: `[B]` float32, the training gate's t, 0 where there is none; `None` at inference.
-        loss_t, loss_m, loss_s: scalars, the weighted compute-aware penalties.
-        seen: `[B]` float32, the part of the relevance that the visual tokens have and the null token does not; `None`
-            without one, or where nothing was scored.
-        predicted_losses: `[B, K]` float32, with `budget="loss"` what the answer would lose with 1, 2, 4, ... tokens; 0
-            in rows whose budget the call gives. `None` with other budgets.
-        columns: `[B, S']` int64, the column of the caller's prompt behind each column that the language model saw;
-            -1 on padding.
-    """
-
+    # [M_b] float32 each: the selector's, or the language model's attention where that selected; empty where the method
+    # computed neither, None if that holds for every row.
     relevance: tuple[torch.Tensor, ...] | None = None
-    log_relevance: tuple[torch.Tensor, ...] | None = None
-    rho: torch.Tensor | None = None
-    num_tokens: torch.Tensor | None = None
-    n: torch.Tensor | None = None
-    kept_indices: tuple[torch.Tensor, ...] | None = None
-    threshold: torch.Tensor | None = None
-    loss_t: torch.Tensor | None = None
+    log_relevance: tuple[torch.Tensor, ...] | None = None  # its logarithm; in training with its gradient
+    rho: torch.Tensor | None = None  # [B] float32, the fraction aimed at; 0 in rows without visual tokens
+    num_tokens: torch.Tensor | None = None  # [B] int64, the visual tokens that compete (M)
+    n: torch.Tensor | None = None  # [B] int64, kept tokens
+    kept_indices: tuple[torch.Tensor, ...] | None = None  # [n_b] int64 each, ascending, into the row's visual tokens
+    threshold: torch.Tensor | None = None  # [B] float32, the training gate's t, or 0; None at inference
+    loss_t: torch.Tensor | None = None  # scalars, the weighted compute-aware penalties
     loss_m: torch.Tensor | None = None
     loss_s: torch.Tensor | None = None
+    # [B] float32, the part of the relevance that the visual tokens have and the null token does not; None without one,
+    # or where nothing was scored.
     seen: torch.Tensor | None = None
+    # [B, K] float32, with budget="loss" what the answer would lose with 1, 2, 4, ... tokens; 0 in rows whose budget the
+    # call gives.
     predicted_losses: torch.Tensor | None = None
+    # [B, S'] int64, the column of the caller's prompt behind each that the language model saw; -1 on padding.
     columns: torch.Tensor | None = None
 
 
