@@ -174,23 +174,17 @@ def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
 class QTSplusConfigMixin:
-    r"""
+    """
     What every configuration with a selector has, in front of the backbone's own: a [`QTSplusConfig`] as
     `qtsplus_config`, and the token ids by which the question is found in a prompt, here those of Qwen2.5's tokenizer.
-
-    Args:
-        qtsplus_config (`QTSplusConfig` or `dict`, *optional*): the selector; its defaults where absent.
-        user_turn_token_ids (`list[int]`): the ids that open a user's turn (`<|im_start|>user`), without the line break.
-        turn_end_token_id (`int`): the id that closes a turn (`<|im_end|>`).
-        special_token_ids (`list[int]`): ids that never belong to a question.
     """
 
     keys_to_ignore_at_inference = ["past_key_values", "qtsplus"]
 
-    qtsplus_config: dict | PreTrainedConfig | None = None
-    user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)
-    turn_end_token_id: int = 151645
-    special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151657))
+    qtsplus_config: dict | PreTrainedConfig | None = None  # the selector; its defaults where absent
+    user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)  # <|im_start|>user, without the line break
+    turn_end_token_id: int = 151645  # <|im_end|>
+    special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151657))  # never part of a question
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):

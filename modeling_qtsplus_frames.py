@@ -100,21 +100,14 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
 
 
 class InternVLQTSplusConfig(QTSplusConfigMixin, InternVLConfig):
-    r"""
-    Configuration of [`InternVLQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`].
-
-    Args:
-        video_token_id (`int`): the placeholder of a video's tokens, an id of the vocabulary that no text has; by
-            default Qwen2.5's `<|video_pad|>`.
-        frame_text_token_ids (`list[int]`): the ids that open the text in front of a frame (`Frame`).
-    """
+    """Configuration of [`InternVLQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`]."""
 
     model_type = "internvl_qtsplus"
     sub_configs, sub_configs_defaults = with_selector(InternVLConfig)
 
-    video_token_id: int = 151656
+    video_token_id: int = 151656  # a video's placeholder, which no text has; by default Qwen2.5's `<|video_pad|>`
     special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151674))
-    frame_text_token_ids: list[int] | tuple[int, ...] = ()
+    frame_text_token_ids: list[int] | tuple[int, ...] = ()  # open the text in front of a frame (`Frame`)
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -185,12 +178,9 @@ class _ApartProcessor(InternVLProcessor):
 
 
 class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
-    r"""
-    [`InternVLProcessor`] that also says which tokens are the question, and reads videos with their true times.
-
-    Args:
-        video_placeholder_id (`int`, *optional*): `config.video_token_id`; the tokenizer's `<|video_pad|>` if `None`, or
-            its own placeholder of a video.
+    """
+    [`InternVLProcessor`] that also says which tokens are the question, and reads videos with their true times;
+    `video_placeholder_id` is `config.video_token_id`, or what the tokenizer has for it.
     """
 
     def __init__(
@@ -236,17 +226,12 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
 
 
 class LlavaOnevisionQTSplusConfig(QTSplusConfigMixin, LlavaOnevisionConfig):
-    r"""
-    Configuration of [`LlavaOnevisionQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`].
-
-    Args:
-        video_newline (`str`): what a newline ends: the `"video"` in LLaVA-OneVision, every `"row"` in LLaVA-Video
-            (its `mm_newline_position="grid"`).
-    """
+    """Configuration of [`LlavaOnevisionQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`]."""
 
     model_type = "llava_onevision_qtsplus"
     sub_configs, sub_configs_defaults = with_selector(LlavaOnevisionConfig)
 
+    # What a newline ends: the "video" in LLaVA-OneVision, every "row" in LLaVA-Video (mm_newline_position="grid").
     video_newline: str = "video"
     special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151648))
 
@@ -314,11 +299,9 @@ class LlavaOnevisionQTSplusForConditionalGeneration(
 
 
 class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor):
-    r"""
-    [`LlavaOnevisionProcessor`] that also says which tokens are the question, and reads videos with their true times.
-
-    Args:
-        video_newline (`str`): as in [`LlavaOnevisionQTSplusConfig`].
+    """
+    [`LlavaOnevisionProcessor`] that also says which tokens are the question, and reads videos with their true times;
+    `video_newline` is the configuration's.
     """
 
     def __init__(

@@ -52,12 +52,7 @@ class QTSplusPreTrainedMixin:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """
-        As stock, but a checkpoint that lacks weights is an error.
-
-        Raises:
-            ValueError: weights are missing, as in a checkpoint of the base model, or have other names.
-        """
+        """As stock, but a `ValueError` where weights are missing, as in a checkpoint of the base model."""
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(info["missing_keys"])
         if missing:

@@ -21,19 +21,11 @@ from .video_qtsplus import VideoChunks, resize_frame, stack_frames
 
 @dataclass(frozen=True)
 class TwoPasses:
-    """
-    How a video is read twice.
+    """How a video is read twice."""
 
-    Args:
-        scale: of the sides of a frame in the first pass, in (0, 1).
-        tokens: the most of the video's tokens that the second pass encodes, as a fraction in (0, 1].
-        tile: side of a region, in tokens of the full size. By default that of the vision tower's windows; whole frames
-            where the tower has to see them.
-    """
-
-    scale: float = 0.5
-    tokens: float = 0.25
-    tile: int | None = None
+    scale: float = 0.5  # of the sides of a frame in the first pass, in (0, 1)
+    tokens: float = 0.25  # the most of the video's tokens that the second pass encodes, as a fraction in (0, 1]
+    tile: int | None = None  # side of a region in full-size tokens; the tower's windows, or else whole frames, if None
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < 1:
