@@ -1,5 +1,6 @@
 """Configuration of QTSplus, the query-aware visual-token selector, and of the Qwen-VL models with it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
@@ -12,10 +13,16 @@ from .methods_qtsplus import METHODS
 from .relevance_qtsplus import REDUCTIONS
 from .selector_qtsplus import GATES
 
-POSITION_IDS = ("original", "sequential")
 QUERY_STATES = ("embeddings", "layer")
-BUDGETS = ("rho", "mass", "loss")
-# What a saved configuration without these fields means: they are younger than it.
+POSITION_IDS = ("original", "sequential")
+_CHOICES: dict[str, Collection[str]] = {
+    "budget": ("rho", "mass", "loss"),
+    "query_states": QUERY_STATES,
+    "reduction": REDUCTIONS,
+    "gate": GATES,
+    "selection": METHODS,
+    "position_ids": POSITION_IDS,
+}
 _BEFORE = {"query_states": "embeddings", "reduction": "max", "budget": "rho", "null_token": False}
 
 
@@ -24,44 +31,46 @@ class QTSplusConfig(PreTrainedConfig):
     Hyperparameters of the selector (arXiv "Seeing the Forest and the Trees", Algorithm 1). Nested as
     `qtsplus_config` in a model's configuration.
 
+    A saved configuration without `query_states`, `reduction`, `budget` or `null_token` is older than these, and means
+    the paper's: `"embeddings"`, `"max"`, `"rho"` and none.
+
     > The budget, `n = min(ceil(rho * M), n_max)`
 
     Args:
-        rho_min (`float`, defaults to 0.05): smallest fraction of the visual tokens that the budget head may ask for.
-        rho_max (`float`, defaults to 0.5): largest fraction.
+        rho_min, rho_max (`float`, default to 0.05 and 0.5): bounds of the fraction of the visual tokens that is kept.
         n_max (`int`, defaults to 25600): hard cap on the kept tokens of one sample, in training as in inference.
         budget (`str`, defaults to `"loss"`): where rho comes from. With `"loss"` a head over the question and its
             relevance predicts what the answer would lose with 1, 2, 4, ... tokens; kept are so many that this, and the
             price of the tokens, is least. `QTSplusTrainer` alone teaches that head; untaught it keeps `rho_min`. The
             paper's `"rho"` has the head predict rho. `"mass"` needs no head: the fewest tokens whose relevance sums to
-            `relevance_mass`, what went to the null token included. A saved configuration that does not say has
-            `"rho"`.
+            `relevance_mass`, what went to the null token included.
         token_price (`float`, defaults to 0.02): for `budget="loss"`, what one more token has to be worth, in nats of
             the answer's log-probability; the lambdas' part comes on top. Training sets it where there is a `target_n`.
         relevance_mass (`float`, defaults to 0.8): for `budget="mass"`. Training sets it where there is a `target_n`.
         budget_hidden_size (`int`, defaults to 256): width of the budget head's hidden layer.
 
-    > The gate
+    > The gate and the method
 
         tau_s (`float`, defaults to 0.5): temperature of the training gate.
-        gate (`str`, defaults to `"soft"`): what training lets through. `"soft"` lets three times as many tokens through
-            as are asked for, each in part; the answers teach the scores, unless too few are asked for
-            (docs/training.md). `"detached"` keeps exactly the top-n that
-            inference keeps, without a gradient, for scores that are taught by attention. `"gumbel"` is the paper's
-            sampled gate, which taught the scores nothing where salience does not give the answer away
-            (docs/training.md).
-        selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `methods_qtsplus.METHODS`.
-            `"qtsplus"` keeps the most relevant ones, `"lm_attention"` those that the language model itself attends to
-            in a first, shallow pass, which needs no training; `"all"` everything. Without looking at the question
-            choose `"uniform"` (the paper's UNIF), `"random"`, `"temporal_redundancy"` (as EVS) and `"diversity"` (as
-            DivPrune). `forward` and `generate` take another one for a call, also as a function.
+        gate (`str`, defaults to `"soft"`): what training lets through (docs/training.md). `"soft"` lets three times as
+            many tokens through as are asked for, each in part, so that the answers teach the scores. `"detached"` keeps
+            what inference keeps, for scores that are taught by attention. `"gumbel"` is the paper's sampled gate.
+        selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `methods_qtsplus.METHODS`: the most
+            relevant ones; `"lm_attention"`, those that the language model itself attends to in a first, shallow pass;
+            `"all"`; or, without a look at the question, `"uniform"` (the paper's UNIF), `"random"`,
+            `"temporal_redundancy"` (as EVS) or `"diversity"` (as DivPrune).
 
-    > The question
+    > The relevance
 
-        query_states (`str`, defaults to `"layer"`): what stands for the words of the question, in the scores and for
-            the budget. `"embeddings"` is the paper's: every word by itself. `"layer"` has one self-attention layer of
-            the selector over the question, so that words know each other; one layer's parameters more (43,010,560 in
-            qtsplus-3b, 132,153,856 in qtsplus-7b). A saved configuration that does not say has `"embeddings"`.
+        query_states (`str`, defaults to `"layer"`): what stands for the words of the question. `"embeddings"` is the
+            paper's, every word by itself; `"layer"` has one self-attention layer of the selector over the question.
+        scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
+        null_token (`bool`, defaults to `True`): one learned token competes with the visual ones for the relevance and
+            stands for "none of them". What it takes, the visual tokens' relevance lacks to 1.
+        reduction (`str`, defaults to `"mean"`): how the relevance of a token is made of its scores over heads and words
+            of the question: `"max"` (the paper), `"mean"`, or, for questions without options, `"sum"`; see
+            relevance_qtsplus.py.
+        evidence_share (`float`, defaults to 0.5): of the highest relevance, what a token needs to count as evidence.
 
     > The language model's own attention, for `selection="lm_attention"`
 
@@ -73,25 +82,12 @@ class QTSplusConfig(PreTrainedConfig):
         attention_mass (`float`, defaults to 0.6): the own budget: as many tokens as hold this share of the attention to
             all visual tokens, within `rho_min` and `rho_max`.
 
-    > The layers
+    > What goes on
 
-        scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
-        null_token (`bool`, defaults to `True`): one learned token competes with the visual ones for the relevance and
-            stands for "none of them". What it takes, the visual tokens' relevance lacks to 1. A saved configuration
-            that does not say has none.
-        reduction (`str`, defaults to `"mean"`): how the relevance of a token is made of its scores over heads and words
-            of the question. `"max"` is the paper's maximum, `"mean"` the mean of the probabilities, `"sum"` one softmax
-            over the log-sum-exp over heads of the sum of the raw scores over words, for questions without options. A
-            saved configuration that does not say has `"max"`.
         reencode_layers (`int`, defaults to 2): self-attention layers over the kept tokens; 0 is the paper's nREENC.
         reencode_rope (`bool`, defaults to `True`): give the re-encoder each token's absolute (time, height, width) as
             rotary positions. `False` for the checkpoints of the reference implementation, which never had them.
         dropout (`float`, defaults to 0.0): dropout after attention and feed-forward.
-
-        evidence_share (`float`, defaults to 0.5): of the highest relevance, what a token needs to count as evidence.
-
-    > The prompt
-
         position_ids (`str`, defaults to `"original"`): `"original"` lets each kept token keep the position it had in
             the full prompt; `"sequential"` numbers the shortened prompt from 0, as the reference checkpoints do.
         select_images (`bool`, defaults to `False`): let image tokens compete with the video tokens.
@@ -148,32 +144,25 @@ class QTSplusConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         _require(0 < self.rho_min <= self.rho_max <= 1, self, "rho_min, rho_max", "0 < rho_min <= rho_max <= 1")
         _require(self.n_max >= 1, self, "n_max", "n_max >= 1")
-        _require(self.budget in BUDGETS, self, "budget", f"one of {BUDGETS}")
-        _require(0 < self.evidence_share <= 1, self, "evidence_share", "0 < evidence_share <= 1")
         _require(self.token_price > 0, self, "token_price", "token_price > 0")
-        _require(0 < self.relevance_mass <= 1, self, "relevance_mass", "0 < relevance_mass <= 1")
         _require(self.tau_s > 0, self, "tau_s", "tau_s > 0")
         _require(0 <= self.dropout < 1, self, "dropout", "0 <= dropout < 1")
-        _require(self.query_states in QUERY_STATES, self, "query_states", f"one of {QUERY_STATES}")
         heads = self.attention_heads
         distinct = heads is None or 0 < len(set(heads)) == len(heads)
         _require(distinct, self, "attention_heads", "different heads, at least one")
         _require(self.attention_group >= 1, self, "attention_group", "attention_group >= 1")
-        _require(0 < self.attention_mass <= 1, self, "attention_mass", "0 < attention_mass <= 1")
         _require(self.scoring_layers >= 1, self, "scoring_layers", "scoring_layers >= 1")
         _require(self.reencode_layers >= 0, self, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
-        _require(self.reduction in REDUCTIONS, self, "reduction", f"one of {REDUCTIONS}")
-        _require(self.gate in GATES, self, "gate", f"one of {tuple(GATES)}")
-        _require(self.selection in METHODS, self, "selection", f"one of {tuple(METHODS)}")
-        _require(self.position_ids in POSITION_IDS, self, "position_ids", f"one of {POSITION_IDS}")
+        for share in ("evidence_share", "relevance_mass", "attention_mass"):
+            _require(0 < getattr(self, share) <= 1, self, share, f"0 < {share} <= 1")
+        for name, choices in _CHOICES.items():
+            _require(getattr(self, name) in choices, self, name, f"one of {tuple(choices)}")
 
 
 def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:
     """
-    `sub_configs` and `sub_configs_defaults` of a configuration with a `qtsplus_config` beside those of `config_class`.
-
-    Transformers below 5.20 reads the first, later ones the second. 5.20 takes nothing but specifications there; their
-    class is not public.
+    `sub_configs` and `sub_configs_defaults` of a configuration with a `qtsplus_config` beside those of `config_class`:
+    Transformers below 5.20 reads the first, later ones the second.
     """
     classes = {**config_class.sub_configs, "qtsplus_config": QTSplusConfig}
     specifications = getattr(config_class, "sub_configs_defaults", {})
@@ -185,23 +174,17 @@ def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
 class QTSplusConfigMixin:
-    r"""
+    """
     What every configuration with a selector has, in front of the backbone's own: a [`QTSplusConfig`] as
     `qtsplus_config`, and the token ids by which the question is found in a prompt, here those of Qwen2.5's tokenizer.
-
-    Args:
-        qtsplus_config (`QTSplusConfig` or `dict`, *optional*): the selector; its defaults where absent.
-        user_turn_token_ids (`list[int]`): the ids that open a user's turn (`<|im_start|>user`), without the line break.
-        turn_end_token_id (`int`): the id that closes a turn (`<|im_end|>`).
-        special_token_ids (`list[int]`): ids that never belong to a question.
     """
 
     keys_to_ignore_at_inference = ["past_key_values", "qtsplus"]
 
-    qtsplus_config: dict | PreTrainedConfig | None = None
-    user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)
-    turn_end_token_id: int = 151645
-    special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151657))
+    qtsplus_config: dict | PreTrainedConfig | None = None  # the selector; its defaults where absent
+    user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)  # <|im_start|>user, without the line break
+    turn_end_token_id: int = 151645  # <|im_end|>
+    special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151657))  # never part of a question
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
@@ -235,11 +218,9 @@ class Qwen2VLQTSplusConfig(QTSplusConfigMixin, Qwen2VLConfig):
 
 
 class Qwen3VLQTSplusConfig(QTSplusConfigMixin, Qwen3VLConfig):
-    r"""
-    Configuration of [`Qwen3VLQTSplusForConditionalGeneration`]; see [`QTSplusConfigMixin`].
-
-    Args:
-        frame_text_token_ids (`list[int]`): the ids that open the time in front of a frame (`<`).
+    """
+    Configuration of [`Qwen3VLQTSplusForConditionalGeneration`]; see [`QTSplusConfigMixin`]. `frame_text_token_ids` open
+    the time in front of a frame (`<`).
     """
 
     model_type = "qwen3_vl_qtsplus"
@@ -249,12 +230,7 @@ class Qwen3VLQTSplusConfig(QTSplusConfigMixin, Qwen3VLConfig):
 
 
 class Qwen3_5QTSplusConfig(QTSplusConfigMixin, Qwen3_5Config):
-    r"""
-    Configuration of [`Qwen3_5QTSplusForConditionalGeneration`]; see [`QTSplusConfigMixin`].
-
-    Args:
-        frame_text_token_ids (`list[int]`): the ids that open the time in front of a frame (`<`).
-    """
+    """Configuration of [`Qwen3_5QTSplusForConditionalGeneration`]; see [`Qwen3VLQTSplusConfig`]."""
 
     model_type = "qwen3_5_qtsplus"
     sub_configs, sub_configs_defaults = with_selector(Qwen3_5Config)

@@ -62,17 +62,12 @@ def open_video(path: str, choose: FrameChoice) -> VideoFile:
     """
     Opens a video file, the one at an `http(s)` address, or the one in a `data:` address.
 
-    A variable frame rate is read as its mean rate: frame `i` is what the video shows at `i / fps` seconds, so times
-    computed from the metadata hold for every file. Of a file that was cut off, what is there is read; the log and
-    `warnings` say how much that is.
-
-    Args:
-        path: the file.
-        choose: from (number of frames, frames per second) to the indices of the frames to read.
+    A variable frame rate is read as its mean rate: frame `i` is what the video shows at `i / fps` seconds. Of a file
+    that was cut off, what is there is read; the log and `warnings` say how much that is.
 
     Raises:
-        ValueError: the file is missing, cannot be decoded, has no video stream or no frame; an address that does not
-            answer, holds no base64, or has a file of more than 1 GiB.
+        ValueError: a file that is missing, cannot be decoded, or has no frame; an address that does not answer, holds
+            no base64, or has a file of more than 1 GiB.
         ImportError: PyAV is not installed.
     """
     if av is None:
@@ -192,15 +187,7 @@ def _upright(frame: Any, reformatter: Any) -> np.ndarray:
 
 
 def _missing(stated: int, whole: int, damaged: int, stated_end: float | None, end: float, fps: float) -> str | None:
-    """
-    What of a video is not there.
-
-    Args:
-        stated: frames that the header states; 0 where it does not.
-        whole, damaged: frames that are there.
-        stated_end: when the video ends by its header, in seconds on the clock of its timestamps.
-        end: when what is there ends.
-    """
+    """What of a video is not there: its header states frames (or 0), and an end in seconds."""
     # Of a trimmed video the header counts the frames that are not shown, but not their time.
     if stated > whole and (stated_end is None or stated_end > end + 0.5 / fps):
         return f"its header states {stated} frames, and {whole} can be read"
@@ -276,9 +263,7 @@ def download(address: str) -> io.BytesIO:
     try:
         request = _request(address)
     except ValueError as error:  # without its text, which may hold a part of the password
-        raise ValueError(
-            f"Cannot load the video at {name!r}: expected http(s)://HOST:PORT/PATH, with a port from 0 to 65535."
-        ) from error
+        raise ValueError(f"Cannot load the video at {name!r}: expected http(s)://HOST:PORT/PATH.") from error
     try:
         with urllib.request.urlopen(request, timeout=ADDRESS_TIMEOUT) as response:
             stated = response.length

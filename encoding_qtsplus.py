@@ -21,8 +21,7 @@ class Repeats:
     What was encoded last, for the steps that come behind it.
 
     A step is what the vision tower sees by itself: a temporal patch (two frames) in Qwen-VL, a frame in the others. It
-    learns of the place of a patch in its frame, and nothing of the time. So steps of the same pixels have the same
-    features, up to the rounding that also comes with chunks of another size.
+    learns nothing of the time, so steps of the same pixels have the same features, up to rounding.
 
     Args:
         tolerance: the most by which a pixel value of a step may differ from the one that was encoded last, for its
@@ -138,13 +137,7 @@ def _encode_sources(
     frames_per_chunk: int | None,
     device: torch.device | str | None,
 ) -> dict[int, torch.Tensor]:
-    """
-    Features of the images and videos that have steps of their own to encode; those of other steps are empty.
-
-    Args:
-        steps: of each the pixels, `[t, rows, ...]`.
-        sources: of each what [`Repeats.sources`] says.
-    """
+    """Features of the images and videos that have steps of their own to encode; those of other steps are empty."""
     lengths = [t * h * w for t, h, w in model.merged_grid(grid_thw, modality)]
     waiting = [[index for index, source in enumerate(video) if source == index] for video in sources]
     grid_waiting = grid_thw.clone()
@@ -176,7 +169,6 @@ def _encode_sources(
 def _chunks(
     model: QTSplusBackboneMixin, modality: int, grid_thw: torch.Tensor, frames_per_chunk: int | None
 ) -> Iterable:
-    """What is encoded at a time; see [`chunk_grids`]."""
     grids = grid_thw.tolist()
     if frames_per_chunk is not None:
         if isinstance(frames_per_chunk, bool) or frames_per_chunk != int(frames_per_chunk) or frames_per_chunk < 1:
@@ -217,15 +209,11 @@ def chunk_grids(
     grids: Sequence[Sequence[int]], capacity: int, costs: Sequence[int]
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """
-    Cuts images and videos along time, in order, into chunks of bounded cost.
+    Cuts images and videos of (time, height, width) along time, in order, into chunks of `capacity`, or of one step.
+    Per chunk its pieces: the index of an image or video and the piece's own grid.
 
     Args:
-        grids: (time, height, width) of each.
-        capacity: the most that a chunk may cost; a step in time that costs more is a chunk by itself.
         costs: of one step in time of each.
-
-    Returns:
-        per chunk its pieces, each the index of an image or video and the piece's own grid.
     """
     chunk: list[tuple[int, list[int]]] = []
     room = capacity

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
@@ -20,6 +19,8 @@ from .prompt_qtsplus import (
     SelectedFeatures,
     SelectionInputs,
     VisualInputs,
+    alone_with_ids,
+    full_mask,
     pad_rows,
     take_inputs,
     text_positions,
@@ -62,7 +63,6 @@ class QTSplusGenerationMixin:
     """`generate` and the labels of the shortened prompt, for a class whose `model` is a [`QTSplusModelMixin`]."""
 
     model: Any
-    get_input_embeddings: Any
     generation_config: Any
 
     def compact_labels(
@@ -73,21 +73,13 @@ class QTSplusGenerationMixin:
             labels = labels.masked_fill(self.model.token_types(input_ids) != TEXT, -100)
         return labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
 
-    def compact_shifted(self, shift_labels: torch.Tensor, input_ids, columns: torch.Tensor) -> torch.Tensor:
-        """[`compact_labels`] for labels that stand one column in front of their tokens."""
-        labels = nn.functional.pad(shift_labels, (1, 0), value=-100)[:, :-1]
-        return nn.functional.pad(self.compact_labels(labels, input_ids, columns)[:, 1:], (0, 1), value=-100)
-
     @torch.no_grad()
     def generate(self, inputs=None, generation_config=None, streamer=None, **kwargs):
         """
-        As [`~GenerationMixin.generate`], from the shortened prompt. The returned sequences begin with the caller's own
-        `input_ids`. Everything between (logits processors, stopping criteria, the cache, attentions) sees the shortened
-        prompt.
+        As [`~GenerationMixin.generate`], from the shortened prompt, which logits processors, stopping criteria, the
+        cache and attentions see. The returned sequences begin with the caller's own `input_ids`.
 
         Args:
-            inputs_embeds (`torch.Tensor`, *optional*): in place of the embeddings of `input_ids`, which tell where
-                images and videos stand. Without `input_ids` the returned sequences hold only the answer, as stock's.
             past_key_values (`Cache`, *optional*): a cache from an earlier `generate` on the same conversation. What it
                 holds is neither encoded nor selected again, and need not be passed again as pixels.
             kwargs: as stock, and the fields of [`VisualInputs`] and [`SelectionInputs`], such as `retention`.
@@ -97,51 +89,33 @@ class QTSplusGenerationMixin:
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         visual, selection = take_inputs(kwargs)
-        inputs_embeds, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
-        if "mm_encoder_outputs" in kwargs or not (input_ids is not None and inputs_embeds is None or visual.given):
+        cache, embeds = kwargs.get("past_key_values"), kwargs.get("inputs_embeds")
+        if input_ids is None or embeds is not None or "mm_encoder_outputs" in kwargs:
             # Nothing to shorten: embeddings, an empty prompt, or a prompt that this method has shortened already.
-            self.model.check_selected(kwargs.get("mm_encoder_outputs"))
             if visual.given:
-                raise ValueError("Pass pixel values or mm_encoder_outputs, not both.")
+                raise alone_with_ids()
+            self.model.check_selected(kwargs.get("mm_encoder_outputs"))
             return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
         if kwargs.get("cache_implementation") == "paged":
             raise ValueError('cache_implementation="paged" cannot take a prompt with selected visual tokens.')
-        embeddings_alone = input_ids is None
-        if embeddings_alone:
-            input_ids = self.model.ids_from_embeds(inputs_embeds)
-        kwargs.pop("inputs_embeds", None)
         kwargs.pop("mm_token_type_ids", None)  # found in input_ids
-        prompt = (input_ids, kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None), inputs_embeds)
+        prompt = (input_ids, kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None))
         if cache is None or cache.get_seq_length() == 0:
             shortened = self.model.shorten(*prompt, visual, selection, sample_gate=False, pad_left=True)
-        elif inputs_embeds is not None:
-            raise ValueError("Got inputs_embeds behind a cache: pass only the conversation's input_ids.")
         else:
             shortened = self._continue(cache, *prompt[:2], visual, selection)
-        return self.generate_from(shortened, generation_config, streamer, embeddings_alone=embeddings_alone, **kwargs)
+        return self.generate_from(shortened, generation_config, streamer, **kwargs)
 
     @torch.no_grad()
-    def generate_from(
-        self, prompt: CompactPrompt, generation_config=None, streamer=None, *, embeddings_alone: bool = False, **kwargs
-    ):
-        """
-        [`generate`] from a prompt that has been shortened already, padded on the left.
-
-        Args:
-            embeddings_alone: return the answer without the prompt's ids in front.
-        """
+    def generate_from(self, prompt: CompactPrompt, generation_config=None, streamer=None, **kwargs):
+        """[`generate`] from a prompt that has been shortened already, padded on the left."""
         chunk_size = self._setting("prefill_chunk_size", kwargs, generation_config)
         if chunk_size is not None and prompt.features and not _SPLITS_FEATURES:
-            raise ValueError(
-                f"prefill_chunk_size={chunk_size}: Transformers {transformers.__version__} cannot cut visual features "
-                "into chunks; 5.23 and later can. Leave it out, or upgrade."
-            )
+            raise ValueError(f"prefill_chunk_size={chunk_size} needs Transformers 5.23 or later beside videos.")
         source_ids = prompt.source_ids
         generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, source_ids.shape[1])
-        if prompt.inputs_embeds is not None:
-            kwargs["inputs_embeds"] = self._with_placeholders(prompt.input_ids, prompt.inputs_embeds)
         result = super().generate(
-            None if embeddings_alone else prompt.input_ids,
+            prompt.input_ids,
             generation_config,
             streamer=None if streamer is None else _PromptStreamer(streamer, source_ids),
             attention_mask=prompt.attention_mask,
@@ -153,16 +127,15 @@ class QTSplusGenerationMixin:
         )
 
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        generated = sequences if embeddings_alone else sequences[:, prompt.input_ids.shape[1] :]
+        generated = sequences[:, prompt.input_ids.shape[1] :]
         copies = len(sequences) // len(source_ids)
-        if not embeddings_alone:
-            front = source_ids.repeat_interleave(copies, dim=0).to(generated.device)
-            sequences = torch.cat([front, generated], dim=1)
+        front = source_ids.repeat_interleave(copies, dim=0).to(generated.device)
+        sequences = torch.cat([front, generated], dim=1)
         cache = kwargs.get("past_key_values") if isinstance(result, torch.Tensor) else result.get("past_key_values")
         if cache is not None:
             prompt.features = {}
             # A cache with a row for every beam or copy cannot be continued with one row for every prompt.
-            whole = copies == 1 and _rows_of(cache) == len(source_ids) and prompt.inputs_embeds is None
+            whole = copies == 1 and _rows_of(cache) == len(source_ids)
             cache.qtsplus = CachedPrompt(prompt, generated) if whole else None
         if isinstance(result, torch.Tensor):
             return sequences
@@ -170,20 +143,14 @@ class QTSplusGenerationMixin:
         result.qtsplus = prompt.qtsplus
         return result
 
-    def _with_placeholders(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor) -> torch.Tensor:
-        """The caller's embeddings of a shortened prompt, with those by which `forward` finds the placeholders."""
-        visual, embed = self.model.token_types(input_ids) != TEXT, self.get_input_embeddings()
-        return inputs_embeds.masked_scatter(visual[..., None], embed(input_ids[visual]))
-
     def _continue(
         self, cache: Cache, input_ids, attention_mask, visual: VisualInputs, selection: SelectionInputs
     ) -> CompactPrompt:
-        """The shortened prompt of the next turn: the columns that the cache holds, then what is new in the prompt."""
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        if mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}."
-            )
+        """
+        The shortened prompt of the next turn: the columns that the cache holds, then what is new in the prompt. Of that
+        alone `"lm_attention"` reads the text.
+        """
+        mask = full_mask(input_ids, attention_mask)
         rows = [ids[real] for ids, real in zip(input_ids, mask.bool(), strict=True)]
         state = getattr(cache, "qtsplus", None)
         if not isinstance(state, CachedPrompt) or len(state.rows) != len(rows):
@@ -194,38 +161,21 @@ class QTSplusGenerationMixin:
             )
         selection = replace(selection, query_mask=None)  # the question of the new turn is found in the new tokens
         old = state.compact
-        device = old.input_ids.device
-        answer = state.generated[:, : cache.get_seq_length() - old.input_ids.shape[1]].to(device)
-        answer_mask = torch.zeros_like(answer)
-        fresh_rows, earlier, starts = [], [], []
-        for b, (known, ids) in enumerate(zip(state.rows, rows, strict=True)):
-            if len(ids) <= len(known) or not torch.equal(ids[: len(known)].to(known.device), known):
-                raise ValueError(
-                    f"Row {b} does not begin with the {len(known)} tokens of the prompt that filled past_key_values: "
-                    "pass the whole conversation, with the earlier prompt and its answer."
-                )
-            # The caller's text decides how much of the cached answer stands; at least one token must be new.
-            rest = ids[len(known) :].to(device)
-            limit = min(answer.shape[1], len(rest) - 1)
-            differs = (rest[:limit] != answer[b, :limit]).nonzero()
-            same = int(differs[0]) if len(differs) else limit
-            answer_mask[b, :same] = 1
-            starts.append(int(old.next_position[b]) + same)
-            fresh_rows.append(rest[same:])
-            earlier.append(ids[: len(ids) - len(rest) + same].to(device))
-
+        answer = state.generated[:, : cache.get_seq_length() - old.input_ids.shape[1]].to(old.input_ids.device)
+        fresh_rows, answer_mask = _behind_the_cache(state, rows, answer)
+        starts = (old.next_position + answer_mask.sum(1)).tolist()
         fresh_ids = pad_rows(fresh_rows, 0, left=True)
         fresh_mask = pad_rows([torch.ones_like(row) for row in fresh_rows], 0, left=True)
         counts, visual = self._uncached_visual(visual, old.counts, fresh_ids * fresh_mask)
-        call = {"sample_gate": False, "pad_left": True, "starts": starts, "earlier": earlier}
-        fresh = self.model.shorten(fresh_ids, fresh_mask, None, None, visual, selection, **call)
+        call = {"sample_gate": False, "pad_left": True, "starts": starts}
+        fresh = self.model.shorten(fresh_ids, fresh_mask, None, visual, selection, **call)
         attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
         if self.model.recurrent and bool((attention_mask.diff(dim=1) < 0).any()):
             raise ValueError(
                 "past_key_values carries a state from token to token, which cannot leave out tokens in the middle: "
                 "pass the answers as they were generated, with new turns of one length, or start with an empty cache."
             )
-        answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=device)
+        answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=answer.device)
         before, behind = (self.model.language_axes(prompt.position_ids) for prompt in (old, fresh))
         language = torch.cat([before, answered.expand(len(before), -1, -1), behind], dim=2)
         return replace(
@@ -326,6 +276,27 @@ class QTSplusGenerationMixin:
         if not is_first_iteration and kwargs.get("use_cache", True):
             inputs.pop("mm_encoder_outputs", None)  # Transformers below 5.18 does not know that these belong to prefill
         return inputs
+
+
+def _behind_the_cache(
+    state: CachedPrompt, rows: list[torch.Tensor], answer: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What is new in each row of a conversation, and which tokens `[B, g]` of the cached answer stand in it."""
+    fresh_rows, answer_mask = [], torch.zeros_like(answer)
+    for b, (known, ids) in enumerate(zip(state.rows, rows, strict=True)):
+        if len(ids) <= len(known) or not torch.equal(ids[: len(known)].to(known.device), known):
+            raise ValueError(
+                f"Row {b} does not begin with the {len(known)} tokens of the prompt that filled past_key_values: pass "
+                "the whole conversation, with the earlier prompt and its answer."
+            )
+        # The caller's text decides how much of the cached answer stands; at least one token must be new.
+        rest = ids[len(known) :].to(answer.device)
+        limit = min(answer.shape[1], len(rest) - 1)
+        differs = (rest[:limit] != answer[b, :limit]).nonzero()
+        same = int(differs[0]) if len(differs) else limit
+        answer_mask[b, :same] = 1
+        fresh_rows.append(rest[same:])
+    return fresh_rows, answer_mask
 
 
 def _rows_of(cache: Cache) -> int:

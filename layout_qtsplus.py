@@ -20,9 +20,9 @@ from .prompt_qtsplus import (
     find_query_mask,
     find_separators,
     find_spans,
+    full_mask,
     given_queries,
     join,
-    packed_rows,
     pad_rows,
     restarts,
     text_positions,
@@ -35,19 +35,12 @@ Features = dict[int, list[torch.Tensor]]
 class QTSplusBackboneMixin:
     """
     What a backbone may override: how its tower encodes, where its tokens stand, what its language model takes.
-    Everything has the value that fits Qwen2.5-VL, except `merged_grid`; a backbone's own file says what differs.
-
-    A backbone supplies `merged_grid`; beside it the usual `get_image_features`, `get_video_features`,
-    `get_input_embeddings` and `language_model`, and `config.image_token_id` and `config.video_token_id`.
-
-    Its class attributes: `rope_axes`, 3 where the language model's positions are (time, height, width) and 1 where they
-    are numbers; `frames_apart`, whether text stands between the frames of a video; `recurrent`, whether layers carry a
-    state from token to token, so that no mask can leave out what a cache has seen.
+    Everything has the value that fits Qwen2.5-VL, except `merged_grid`, which a backbone supplies.
     """
 
-    rope_axes = 3
-    frames_apart = False
-    recurrent = False
+    rope_axes = 3  # of the language model: (time, height, width), or 1 where positions are numbers
+    frames_apart = False  # whether text stands between the frames of a video
+    recurrent = False  # whether layers carry a state from token to token, so that no mask leaves out what they saw
 
     # What the class brings that this stands in front of
     config: Any
@@ -89,10 +82,7 @@ class QTSplusBackboneMixin:
 
     @property
     def tile_side(self) -> int | None:
-        """
-        Tokens a side of the part of a frame that the vision tower can be given by itself. `None` if it has to see whole
-        frames, since it learns the absolute place of a patch.
-        """
+        """Tokens a side of the part of a frame that the tower can be given by itself; `None` if that is all of it."""
         return None
 
     def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -144,10 +134,7 @@ class QTSplusBackboneMixin:
     def span_positions(self, span: VisualSpan, start: int, seconds_per_grid: Any) -> tuple[torch.Tensor, int]:
         """
         `[3, k]` (time, height, width) of the placeholders of an image or video that begins at `start`, and the position
-        of the token behind them.
-
-        Time advances by `tokens_per_second * seconds_per_grid` per temporal patch, height and width by 1 per token; the
-        text behind goes on at `start + max(height, width)`, as Qwen2.5-VL does in Transformers since 5.10.
+        of the token behind them, `start + max(height, width)`, as Qwen2.5-VL has it in Transformers since 5.10.
         """
         t, h, w = span.grid
         interval = 1 if span.modality == IMAGE else self.tokens_per_second * seconds_per_grid
@@ -224,14 +211,6 @@ class QTSplusBackboneMixin:
             inputs_embeds = inputs_embeds.masked_scatter(mask[..., None], packed)
         return inputs_embeds
 
-    def ids_from_embeds(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
-        """`[B, S]` ids that tell placeholders from text (-1), when only embeddings were given."""
-        input_ids = torch.full(inputs_embeds.shape[:2], -1, dtype=torch.long, device=inputs_embeds.device)
-        for token_id in (self.config.image_token_id, self.config.video_token_id):
-            embedding = self.get_input_embeddings()(torch.tensor(token_id, device=inputs_embeds.device))
-            input_ids[(inputs_embeds == embedding).all(-1)] = token_id
-        return input_ids
-
 
 # --- Laying out ---
 
@@ -239,10 +218,9 @@ class QTSplusBackboneMixin:
 def lay_out(
     model: QTSplusBackboneMixin,
     visual: VisualInputs,
-    input_ids: torch.Tensor | None,
+    input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
-    inputs_embeds: torch.Tensor | None = None,
     starts: Sequence[int] | None = None,
 ) -> Layout:
     """
@@ -250,23 +228,18 @@ def lay_out(
 
     Args:
         input_ids, attention_mask: `[B, S]`; padding may stand on either side.
-        position_ids: the caller's own positions, `[B, S]`; `[3, B, S]` or `[4, B, S]` too where the language model
-            takes them.
-        inputs_embeds: `[B, S, d]`, in place of the embeddings of `input_ids`.
+        position_ids: the caller's own, `[B, S]`, or `[3, B, S]` or `[4, B, S]` where the language model takes these.
         starts: per row, the position of its first token (0 if `None`).
 
     Raises:
         ValueError: inputs that do not fit each other; each says what was given and what is expected.
     """
-    if input_ids is None:
-        if inputs_embeds is None:
-            raise ValueError("Got neither input_ids nor inputs_embeds: expected one of them.")
-        input_ids = model.ids_from_embeds(inputs_embeds)
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}.")
+    mask = full_mask(input_ids, attention_mask)
     if position_ids is not None and restarts(position_ids, mask):
-        raise packed_rows("position_ids that begin again within a row")
+        raise ValueError(
+            "Got several sequences packed into one row (position_ids that begin again within a row) together with "
+            "images or videos: expected one in each row, padded."
+        )
     grids = {
         IMAGE: check_grids(model, IMAGE, visual.pixel_values, visual.image_grid_thw),
         VIDEO: check_grids(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw, visual.video_features),
@@ -276,24 +249,15 @@ def lay_out(
         raise ValueError(f"{len(seconds)} second_per_grid_ts: expected one per video ({len(grids[VIDEO])}).")
     starts = [0] * len(input_ids) if starts is None else list(starts)
     rows = _rows(model, input_ids, mask, starts, grids, seconds, position_ids)
-    return Layout(input_ids, mask, inputs_embeds, rows, starts, grids, seconds, model.candidate_modalities)
+    return Layout(input_ids, mask, rows, starts, grids, seconds, model.candidate_modalities)
 
 
-def lay_out_again(
-    model: QTSplusBackboneMixin,
-    layout: Layout,
-    ids: Sequence[torch.Tensor],
-    embeds: Sequence[torch.Tensor] | None,
-    starts: list[int],
-) -> Layout:
-    """The same images and videos in other prompts, per row `[S_b]` ids and `[S_b, d]` embeddings in their place."""
+def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[torch.Tensor]) -> Layout:
+    """The same images and videos in other prompts, per row `[S_b]` ids."""
     mask = pad_rows([torch.ones_like(row) for row in ids], 0, left=False)
     input_ids = pad_rows(ids, 0, left=False)
-    inputs_embeds = None if embeds is None else torch.nn.utils.rnn.pad_sequence(list(embeds), batch_first=True)
-    rows = _rows(model, input_ids, mask, starts, layout.grids, layout.seconds)
-    again = replace(
-        layout, input_ids=input_ids, mask=mask, inputs_embeds=inputs_embeds, rows=rows, starts=starts, present=None
-    )
+    rows = _rows(model, input_ids, mask, layout.starts, layout.grids, layout.seconds)
+    again = replace(layout, input_ids=input_ids, mask=mask, rows=rows, present=None)
     return again if layout.present is None else again.narrow(layout.present)
 
 
@@ -324,12 +288,7 @@ def _rows(model, input_ids, mask, starts, grids, seconds, position_ids=None) -> 
 def find_questions(
     model: QTSplusBackboneMixin, layout: Layout, query_mask: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """
-    Per row `[S_b]` bool, which of its tokens are the question in the prompt.
-
-    Args:
-        query_mask: `[B, S]`, the caller's own; found in the prompt if `None`.
-    """
+    """Per row `[S_b]` bool, which of its tokens are the question, by `query_mask` `[B, S]` where there is one."""
     config = model.config
     if query_mask is None:
         query_mask = find_query_mask(
@@ -349,19 +308,13 @@ def find_questions(
 
 
 def query_embeds(model: QTSplusBackboneMixin, layout: Layout, selection: SelectionInputs) -> list[torch.Tensor]:
-    """
-    Per row `[L_b, d]`, the embeddings of the question's words; empty where there is none. A question that is given
-    apart from the prompt takes the place of the prompt's own.
-    """
+    """Per row `[L_b, d]`, the embeddings of the question that is given apart, or else of the prompt's own."""
     questions, embed = find_questions(model, layout, selection.query_mask), model.get_input_embeddings()
     queries = given_queries(selection, len(layout.rows))
-    if queries is not None:
-        return [embed(ids) for ids in queries]
-    embeds = layout.inputs_embeds
-    columns = [row.columns[question] for row, question in zip(layout.rows, questions, strict=True)]
-    if embeds is not None:
-        return [embeds[b, words] for b, words in enumerate(columns)]
-    return [embed(layout.input_ids[b, words]) for b, words in enumerate(columns)]
+    if queries is None:
+        rows = zip(layout.input_ids, layout.rows, questions, strict=True)
+        queries = [ids[row.columns[question]] for ids, row, question in rows]
+    return [embed(ids) for ids in queries]
 
 
 def check_grids(
@@ -371,12 +324,7 @@ def check_grids(
     grid_thw: torch.Tensor | None,
     features: Sequence[torch.Tensor] | None = None,
 ) -> list[Grid]:
-    """
-    The grids of all images or videos in tokens.
-
-    Raises:
-        ValueError: pixels, features and grids that do not fit each other.
-    """
+    """The grids of all images or videos in tokens; `ValueError` where pixels, features and grids do not fit."""
     name = MODALITIES[modality]
     if pixels is not None and features is not None:
         raise ValueError(f"Got {name} pixels and {name}_features: pass one of them.")
@@ -414,7 +362,6 @@ def splice(
         qtsplus: with the `kept_indices`; its `columns` are set.
         pad_left: pad on the left; `None` pads where the caller did, left if nowhere.
     """
-    input_ids, inputs_embeds = layout.input_ids, layout.inputs_embeds
     columns, positions = [], []
     row_features: dict[str, list[torch.Tensor]] = {name: [] for name in MODALITIES.values()}
     for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
@@ -428,8 +375,6 @@ def splice(
     padded = pad_rows(columns, -1, pad_left)
     is_padding, source = padded < 0, padded.clamp(min=0)
     attention_mask = (~is_padding).long()
-    if inputs_embeds is not None:
-        inputs_embeds = inputs_embeds.gather(1, source[..., None].expand(-1, -1, inputs_embeds.shape[-1]))
     order = text_positions(attention_mask)
     if model.config.qtsplus_config.position_ids == "sequential":
         start = torch.tensor(layout.starts, device=order.device)
@@ -439,15 +384,15 @@ def splice(
         language = pad_rows(positions, 0, pad_left).transpose(0, 1)
         next_position = torch.stack([row.language_positions[:, -1].max() + 1 for row in layout.rows])
     qtsplus.columns = padded
+    padding_id = model.config.text_config.pad_token_id or 0
     return CompactPrompt(
-        input_ids=input_ids.gather(1, source).masked_fill(is_padding, model.config.text_config.pad_token_id or 0),
-        inputs_embeds=inputs_embeds,
+        input_ids=layout.input_ids.gather(1, source).masked_fill(is_padding, padding_id),
         attention_mask=attention_mask,
         position_ids=model.lay_positions(order, language),
         features=row_features,
         columns=padded,
         next_position=next_position,
-        source_ids=input_ids,
+        source_ids=layout.input_ids,
         source_mask=layout.mask,
         counts={
             modality: [len({span.index for span in row.spans if span.modality == modality}) for row in layout.rows]

@@ -2,11 +2,8 @@
 
 A row's visual tokens are dealt into groups of frames that lie apart, so that every group sees the whole span of time.
 Each group runs with the prompt's text through the first layers of the language model, up to layer k. There the last
-words of the prompt, from which the answer begins, look at the group's tokens; nobody else's attention is computed. What
-a group leaves behind is one number per token: memory grows with the group, and time with the number of groups.
-
-FlexSelect (arXiv 2506.00993) reads a middle layer in interleaved groups; here they are compared on one scale, by how
-much attention each takes from the same text.
+word of the prompt, from which the answer begins, looks at the group's tokens; nobody else's attention is computed. So
+FlexSelect does (arXiv 2506.00993); here groups are compared by how much attention each takes from the same text.
 """
 
 import copy
@@ -19,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from .layout_qtsplus import Features, QTSplusBackboneMixin, find_questions, lay_out_again, splice
-from .prompt_qtsplus import TEXT, Grid, Layout, PromptRow, SelectionInputs, given_queries
+from .prompt_qtsplus import Grid, Layout, PromptRow, SelectionInputs, given_queries
 from .relevance_qtsplus import take_rows
 from .selector_qtsplus import QTSplusOutput
 
@@ -32,9 +29,7 @@ READING_ATTENTION = "qtsplus_reading"
 def attention_layer(text_config: Any, layer: int | None = None) -> int:
     """
     The layer whose attention is read, counted from 0: the given one, or the full-attention layer nearest to [`DEPTH`].
-
-    Raises:
-        ValueError: a layer that is not there or has no full attention.
+    `ValueError` for one that is not there or has no full attention.
     """
     depth, full = text_config.num_hidden_layers, full_attention_layers(text_config)
     if layer is None:
@@ -75,11 +70,7 @@ class FrameGroups:
 
     @classmethod
     def deal(cls, grids: Sequence[tuple[int, int, int]], group_size: int, device: Any = None) -> "FrameGroups":
-        """
-        Args:
-            grids: (time, height, width) of each video in tokens.
-            group_size: the most tokens of a group; one frame at least.
-        """
+        """Groups of at most `group_size` tokens, or one frame, of videos of (time, height, width) tokens."""
         sizes = [height * width for time, height, width in grids for _ in range(time)]
         together = max(1, group_size // max(sizes))
         bounds = torch.tensor([0, *sizes], device=device).cumsum(0)
@@ -98,11 +89,7 @@ class FrameGroups:
 
 
 def parts_of_groups(row: PromptRow, groups: FrameGroups) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """
-    Per group what stays of a row's tokens, `[s]` ascending, and its candidates, `[m]` ascending.
-
-    As in [`PromptRow.keep`], a newline or the text of a frame stays where a candidate does that it goes with.
-    """
+    """Per group what stays of a row's tokens, `[s]` ascending, as in [`PromptRow.keep`]; and its candidates, `[m]`."""
     separators, first, stop = row.separators
     frame = groups.frames(first)
     one_frame = frame == groups.frames(stop - 1)
@@ -129,12 +116,8 @@ def look(
     queries: torch.Tensor, keys: torch.Tensor, looking: torch.Tensor, visual: torch.Tensor, scaling: float
 ) -> GroupAttention:
     """
-    Args:
-        queries: `[heads, P, head_dim]`, those of the words that look.
-        keys: `[kv_heads, S, head_dim]`, all of them.
-        looking: `[P]`, where the words stand.
-        visual: `[m]`, where the group's tokens stand.
-        scaling: of the scores.
+    What words at `looking` `[P]`, with `[heads, P, head_dim]` queries, see of a group's tokens at `visual` `[m]` among
+    `[kv_heads, S, head_dim]` keys.
     """
     with torch.autocast(keys.device.type, enabled=False):
         grouped = queries.float().unflatten(0, (len(keys), -1)) * scaling
@@ -201,67 +184,35 @@ class Reading:
     looking: list[torch.Tensor]  # per row [P], the tokens that look, among its real ones
 
 
-def reading_of(
-    model: QTSplusBackboneMixin,
-    layout: Layout,
-    selection: SelectionInputs,
-    earlier: Sequence[torch.Tensor] | None = None,
-) -> Reading:
-    """
-    The prompts with the questions that select. A question that is passed apart replaces the prompt's own; the text of
-    earlier turns comes directly before the new one.
-
-    Args:
-        earlier: per row, the ids of the conversation in front of its first token, such as a cache holds.
-    """
+def reading_of(model: QTSplusBackboneMixin, layout: Layout, selection: SelectionInputs) -> Reading:
+    """The prompts with the questions that select: one that is passed apart replaces the prompt's own."""
     questions = find_questions(model, layout, selection.query_mask)
     queries = given_queries(selection, len(layout.rows))
-    if queries is not None or earlier is not None:
-        layout, questions = _with_other_text(model, layout, questions, queries, earlier)
-    pairs = enumerate(zip(layout.rows, questions, strict=True))
-    ids = layout.input_ids
-    return Reading(
-        layout, [_looking(model, ids[b, row.columns], question, row.candidates) for b, (row, question) in pairs]
-    )
+    if queries is not None:
+        layout, questions = _with_queries(model, layout, questions, queries)
+    rows = zip(layout.input_ids, layout.rows, questions, strict=True)
+    return Reading(layout, [_looking(model, ids[row.columns], question, row.candidates) for ids, row, question in rows])
 
 
-def _with_other_text(
-    model: QTSplusBackboneMixin,
-    layout: Layout,
-    questions: Sequence[torch.Tensor],
-    queries: Sequence[torch.Tensor] | None,
-    earlier: Sequence[torch.Tensor] | None,
+def _with_queries(
+    model: QTSplusBackboneMixin, layout: Layout, questions: Sequence[torch.Tensor], queries: Sequence[torch.Tensor]
 ) -> tuple[Layout, list[torch.Tensor]]:
-    """The layout and the questions of the prompts with questions exchanged and earlier text in front."""
-    embed, ids, embeds, masks, starts = model.get_input_embeddings(), [], [], [], list(layout.starts)
-    for b, real in enumerate(layout.mask.bool()):
-        own_ids = layout.input_ids[b, real]
-        is_question = torch.zeros_like(real)
-        is_question[layout.rows[b].columns[questions[b]]] = True
-        own_embeds = None if layout.inputs_embeds is None else layout.inputs_embeds[b, real]
-        pieces = [(own_ids, own_embeds, is_question[real])]
-        if queries is not None:
-            pieces = _exchanged(*pieces[0], queries[b].to(own_ids))
-        if earlier is not None:
-            text = earlier[b][model.token_types(earlier[b]) == TEXT].to(own_ids)
-            pieces.insert(0, (text, None, torch.zeros_like(text, dtype=torch.bool)))
-            starts[b] = int(starts[b]) - len(text)
-        ids.append(torch.cat([piece[0] for piece in pieces]))
-        if own_embeds is not None:
-            embeds.append(torch.cat([embed(part) if known is None else known for part, known, _ in pieces]))
-        masks.append(torch.cat([piece[2] for piece in pieces]))
-    again = lay_out_again(model, layout, ids, embeds or None, starts)
-    return again, [question[row.columns] for question, row in zip(masks, again.rows, strict=True)]
-
-
-def _exchanged(ids, embeds, question, query):
-    """Pieces (ids, embeddings, whether they are the question) of a row, another question in place of its own."""
-    words = question.nonzero()[:, 0]
-    where = int(words[0]) if len(words) else len(ids)
-    order = torch.arange(len(ids), device=ids.device)
-    front, behind = order[(order < where) & ~question], order[(order >= where) & ~question]
-    kept = [(ids[part], None if embeds is None else embeds[part], question[part]) for part in (front, behind)]
-    return [kept[0], (query, None, torch.ones_like(query, dtype=torch.bool)), kept[1]]
+    """The layout of the prompts with other questions in place of their own, and which of its tokens those are."""
+    prompts, starts = [], []
+    for ids, mask, row, question, query in zip(
+        layout.input_ids, layout.mask, layout.rows, questions, queries, strict=True
+    ):
+        text = mask.clone().bool()
+        words = row.columns[question]
+        text[words] = False
+        start = int(words[0]) if len(words) else len(ids)
+        front, behind = ids[:start][text[:start]], ids[start:][text[start:]]
+        prompts.append(torch.cat([front, query.to(ids), behind]))
+        starts.append(len(front))
+    again, masks = lay_out_again(model, layout, prompts), []
+    for row, start, query in zip(again.rows, starts, queries, strict=True):
+        masks.append((row.columns >= start) & (row.columns < start + len(query)))
+    return again, masks
 
 
 def _looking(
@@ -269,12 +220,8 @@ def _looking(
 ) -> torch.Tensor:
     """
     `[1]`, the place from which the answer begins: the last token of the header behind the question. Where no turn is
-    opened there, the question's last word looks, or the last token of all if a video stands behind that.
-
-    Args:
-        ids: `[S_b]`, the real tokens of a row.
-        question: `[S_b]` bool; where nothing is set, nobody looks (`[0]`).
-        candidates: `[M_b]`, places of its visual tokens.
+    opened there, the question's last word looks, or the last token of all if a video stands behind that. Without a
+    question nobody looks (`[0]`).
     """
     words = question.nonzero()[:, 0]
     if not len(words):
@@ -300,8 +247,7 @@ def log_attention(
     over heads. With one group it is that of the whole model in its layer.
 
     Args:
-        index: the row.
-        sources: its candidates' features, `[k, token_width]` of each video.
+        sources: the features of the row's candidates, `[k, token_width]` of each video.
         grids: (time, height, width) of each of them.
         features: those of the batch.
     """
@@ -347,15 +293,12 @@ def _read_group(
         layout,
         input_ids=layout.input_ids[index : index + 1],
         mask=layout.mask[index : index + 1],
-        inputs_embeds=None if layout.inputs_embeds is None else layout.inputs_embeds[index : index + 1],
         rows=[row],
         starts=layout.starts[index : index + 1],
     )
     every = torch.arange(len(tokens), device=tokens.device)
     compact = splice(model, alone, features, [tokens], QTSplusOutput(kept_indices=(every,)), pad_left=False)
-    embeds = compact.inputs_embeds
-    if embeds is None:
-        embeds = model.get_input_embeddings()(compact.input_ids)
+    embeds = model.get_input_embeddings()(compact.input_ids)
     config = model.config.qtsplus_config
     heads = None if config.attention_heads is None else list(config.attention_heads)
     looks: list[GroupAttention] = []

@@ -25,27 +25,17 @@ EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
 
 @dataclass
 class Candidates:
-    """
-    The `M` visual tokens of one sample that compete for its budget. What costs something is computed when it is read.
+    """The `M` visual tokens of one sample that compete for its budget. What costs something is computed when read."""
 
-    Args:
-        visual: `[k, d]` of each video (or image) in turn; `k` sum to `M`.
-        query: `[L, d]`, raw embeddings of the question's words; empty where a prompt has none.
-        positions: `[3, M]`, absolute (time, height, width) in the prompt.
-        grids: (time, height, width) of each video in tokens; row by row, frame by frame, they are its `k` tokens. A
-            video of which a part is there has several in turn.
-        score: from the states of the question's words to the log-relevance of every token.
-        contextualise: from `query` to those states.
-        attend: computes how much the language model attends to every token.
-    """
-
-    visual: Sequence[torch.Tensor]
-    query: torch.Tensor
-    positions: torch.Tensor
+    visual: Sequence[torch.Tensor]  # [k, d] of each video (or image) in turn; k sum to M
+    query: torch.Tensor  # [L, d], raw embeddings of the question's words; empty where a prompt has none
+    positions: torch.Tensor  # [3, M], absolute (time, height, width) in the prompt
+    # (time, height, width) of each video in tokens, of which row by row, frame by frame, it has k. A video of which a
+    # part is there has several in turn.
     grids: Sequence[tuple[int, int, int]]
-    score: Callable[[torch.Tensor], torch.Tensor]
-    contextualise: Callable[[torch.Tensor], torch.Tensor] = lambda query: query
-    attend: Callable[[], torch.Tensor] | None = None
+    score: Callable[[torch.Tensor], torch.Tensor]  # from the states of the question's words to `log_relevance`
+    contextualise: Callable[[torch.Tensor], torch.Tensor] = lambda query: query  # from `query` to those states
+    attend: Callable[[], torch.Tensor] | None = None  # computes `log_attention`
 
     @cached_property
     def query_states(self) -> torch.Tensor:
@@ -117,8 +107,7 @@ def temporal_redundancy(candidates: Candidates, n: int) -> torch.Tensor:
     The n tokens that differ most from the same place one step earlier, by the cosine of their features, as Efficient
     Video Sampling does (arXiv 2510.14624).
 
-    EVS keeps the whole first frame, and so has nothing left to choose at budgets around one frame. Here the first frame
-    is compared with its own mean instead.
+    EVS keeps the whole first frame. Here it is compared with its own mean, so that small budgets leave a choice.
     """
     return top_n(changes(candidates), n)
 
@@ -141,8 +130,8 @@ def diversity(candidates: Candidates, n: int) -> torch.Tensor:
     n tokens that are far from each other: greedily, the one whose nearest kept token is farthest by the cosine of their
     features, as DivPrune does (arXiv 2503.02175).
 
-    DivPrune begins with the token that is farthest from its nearest neighbour, which needs all pairs of tokens. Here
-    the first is the one farthest from the mean. Time is O(n M d), memory O(M d).
+    The first is the one farthest from the mean, where DivPrune needs all pairs of tokens. Time is O(n M d), memory
+    O(M d).
     """
     features = F.normalize(torch.cat(list(candidates.visual)).float(), dim=-1)
     distance = 1 - features @ F.normalize(features.mean(0), dim=0)
@@ -159,10 +148,8 @@ def diversity(candidates: Candidates, n: int) -> torch.Tensor:
 
 def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
     """
-    Indices of the n largest scores, ascending: `[n]` int64.
-
-    Scores within [`TIE`] of the n-th largest count as equal to it, and of those the earliest stay. So tokens that show
-    the same, as in a video that stands still, are chosen by their place and not by rounding.
+    Indices of the n largest scores, ascending: `[n]` int64. Scores within [`TIE`] of the n-th largest count as equal to
+    it, and of those the earliest stay: what shows the same is chosen by its place and not by rounding.
     """
     cut = scores.topk(n, sorted=False).values.amin()
     above = scores > cut + TIE
@@ -192,9 +179,6 @@ METHODS: dict[str, Method] = {
 def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tensor:
     """
     What the budget head sees: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
-
-    With the reduction `"max"`, `max r` is the most that any word of the question, in any head, gives to one token. With
-    `"mean"` and `"sum"` r sums to 1 and is p itself, so `max r` is the share of the first token, and smaller.
 
     Args:
         query: `[L, d]`, the states of the question's words.
@@ -309,12 +293,7 @@ class Budget(NamedTuple):
 
 
 def find_method(selection: str | Method) -> Method:
-    """
-    The function that a `selection` names or is.
-
-    Raises:
-        ValueError: another name, or neither.
-    """
+    """The function that a `selection` names or is; `ValueError` for anything else."""
     if isinstance(selection, str) and selection in METHODS:
         return METHODS[selection]
     if not callable(selection):

@@ -1,7 +1,5 @@
 """What every video language model with the selector shares: the way through the selection, `forward` and its loss.
-
 [`QTSplusModelMixin`] stands in front of a backbone's model, [`QTSplusHeadMixin`] in front of the class with a head.
-What a backbone may do otherwise stands in layout_qtsplus.py.
 """
 
 from collections.abc import Sequence
@@ -28,15 +26,13 @@ from .prompt_qtsplus import (
     SelectedFeatures,
     SelectionInputs,
     VisualInputs,
+    alone_with_ids,
     names_inputs,
-    packed_rows,
     take_inputs,
     text_positions,
 )
 from .relevance_qtsplus import take_rows
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector
-
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass
@@ -63,18 +59,15 @@ def choose(
     selection: SelectionInputs,
     *,
     sample_gate: bool | None = None,
-    earlier: Sequence[torch.Tensor] | None = None,
     looking: Sequence[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], QTSplusOutput]:
     """
     Per row the kept tokens `[n_b, token_width]`, and how they were chosen.
 
     Args:
-        features: per modality, of every image or video of the batch, `[k, token_width]`.
         sample_gate: as for [`QTSplusSelector`].
-        earlier: per row, the ids of the conversation in front of its first token, such as a cache holds.
-        looking: per row `[P]`, the tokens whose attention counts where the language model is asked, among its real
-            ones; those from which the answer begins if `None`.
+        looking: per row `[P]`, which of its real tokens look at the video where the language model is asked; those
+            from which the answer begins if `None`.
     """
     nothing, width = model.no_features(layout.mask.device), model.get_input_embeddings().embedding_dim
 
@@ -92,7 +85,7 @@ def choose(
 
     @cache
     def reading() -> Reading:
-        read = reading_of(model, layout, selection, earlier)
+        read = reading_of(model, layout, selection)
         return read if looking is None else replace(read, looking=list(looking))
 
     def attend(row: int) -> torch.Tensor:
@@ -168,16 +161,14 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         Encodes videos once, for any number of questions: `forward` and `generate` take what this returns as
         `video_features=`, in place of `pixel_values_videos`. Without gradients; to train the encoder, pass pixels.
 
-        The vision tower looks at each temporal patch by itself, so chunks change nothing but the memory in use.
-
         Args:
             pixel_values_videos, video_grid_thw: as the processor returns them; they may stay on the CPU, from where
                 one chunk at a time is moved.
-            frames_per_chunk: encode at most this many frames at a time, but at least one temporal patch; about
-                16,384 patches at a time if `None`, and 2,048 on a CPU.
+            frames_per_chunk: the most frames that are encoded together, but at least one temporal patch; about 16,384
+                patches if `None`, and 2,048 on a CPU. Chunks change nothing but the memory in use.
             device: where the features shall live, such as `"cpu"`; the model's if `None`.
-            repeats: when a step in time repeats the one before and is not encoded again, see [`Repeats`]; where it
-                equals it if `None`. One that is passed to several calls remembers the last step of each for the next.
+            repeats: which steps in time are not encoded again, see [`Repeats`]; those that equal the one before if
+                `None`. One that is passed to several calls remembers the last step of each for the next.
 
         Returns:
             per video `[k, token_width]`, all its visual tokens.
@@ -194,53 +185,37 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
 
     def shorten(
         self,
-        input_ids: torch.Tensor | None,
+        input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
         visual: VisualInputs,
         selection: SelectionInputs,
         *,
         sample_gate: bool | None = None,
         pad_left: bool | None = None,
         starts: Sequence[int] | None = None,
-        earlier: Sequence[torch.Tensor] | None = None,
     ) -> CompactPrompt:
-        """
-        From the caller's prompts to the shortened ones; arguments as for [`lay_out`], [`choose`] and [`splice`].
-
-        Raises:
-            ValueError: inputs that do not fit each other; each says what was given and what is expected.
-        """
-        layout = lay_out(self, visual, input_ids, attention_mask, position_ids, inputs_embeds, starts)
+        """From the caller's prompts to the shortened ones; see [`lay_out`], [`choose`] and [`splice`]."""
+        layout = lay_out(self, visual, input_ids, attention_mask, position_ids, starts)
         features = encode_visual(self, visual, layout.grids)
-        selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate, earlier=earlier)
+        selected, qtsplus = choose(self, layout, features, selection, sample_gate=sample_gate)
         return splice(self, layout, features, selected, qtsplus, pad_left)
 
     def compress(
         self,
-        input_ids: torch.Tensor | None = None,
+        input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
         *,
         sample_gate: bool | None = None,
         pad_left: bool | None = None,
         **inputs: Any,
     ) -> CompactPrompt:
-        """
-        What `forward` and `generate` hand to the language model: [`shorten`] with a call's keywords.
-
-        Args:
-            inputs: the fields of [`VisualInputs`] and [`SelectionInputs`].
-
-        Raises:
-            TypeError: an input of another name.
-        """
+        """[`shorten`] by keywords: `inputs` are the fields of [`VisualInputs`] and [`SelectionInputs`]."""
         visual, selection = take_inputs(inputs)
         if inputs:
             raise TypeError(f"compress got {', '.join(inputs)}; expected fields of VisualInputs and SelectionInputs.")
-        prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
+        prompt = (input_ids, attention_mask, position_ids)
         return self.shorten(*prompt, visual, selection, sample_gate=sample_gate, pad_left=pad_left)
 
     @names_inputs
@@ -259,30 +234,26 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     ) -> tuple | QTSplusModelOutputWithPast:
         """As the stock model, over the shortened prompt; [`VisualInputs`] and [`SelectionInputs`] are ours."""
         visual, selection = take_inputs(kwargs)
-        prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
         qtsplus: QTSplusOutput | None
         anchors = self._anchors(input_ids) if self.training and torch.is_grad_enabled() else []
         if visual.given:
-            self._check_fresh(past_key_values, mm_encoder_outputs, kwargs)
-            inputs, qtsplus = self._shortened_inputs(*prompt, visual, selection)
+            if input_ids is None or inputs_embeds is not None or mm_encoder_outputs:
+                raise alone_with_ids()
+            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+                raise ValueError("New images or videos after a cache: use generate, which lays them out.")
+            inputs, qtsplus = self._shortened_inputs(input_ids, attention_mask, position_ids, visual, selection)
         else:
+            prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
             inputs, qtsplus = self._plain_inputs(*prompt, past_key_values, mm_encoder_outputs)
         if anchors:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.stack(anchors).sum() * 0.0
         outputs = self.language_model(past_key_values=past_key_values, use_cache=use_cache, **inputs, **kwargs)
-        return QTSplusModelOutputWithPast(
-            last_hidden_state=outputs.last_hidden_state,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            qtsplus=qtsplus,
-        )
+        return QTSplusModelOutputWithPast(**outputs, qtsplus=qtsplus)
 
     def _anchors(self, input_ids: torch.Tensor | None) -> list[torch.Tensor]:
         """
-        Scalars of what is trained in front of the language model's layers, beside the selector, which does as much for
-        itself: made before anything else, so that the gradients there are whole last, in one order for every batch.
-        What FSDP has shared out is no plain parameter here, and is left out.
+        Scalars of what is trained in front of the language model's layers, made before anything else, as the selector's
+        own anchor is. What FSDP has shared out is no plain parameter here, and is left out.
         """
         embed, apart = self.get_input_embeddings(), ("language_model.", "qtsplus.")
         first = [] if input_ids is None or not embed.weight.requires_grad else [embed(input_ids[:, :1]).sum()]
@@ -290,26 +261,12 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         in_front = [weight for name, weight in trained if not name.startswith(apart)]
         return first + [weight.sum() for weight in in_front if type(weight) is nn.Parameter]
 
-    def _check_fresh(self, past_key_values, mm_encoder_outputs, kwargs) -> None:
-        """Refuses pixels or features in a call that cannot be shortened; drops what says that nothing is packed."""
-        if mm_encoder_outputs:
-            raise ValueError("Pass pixel values or mm_encoder_outputs, not both.")
-        if past_key_values is not None and past_key_values.get_seq_length() > 0:
-            raise ValueError("New images or videos after a cache: use generate, which lays them out.")
-        for name in _PACKING:
-            value = kwargs.pop(name, None)  # lengths of the full prompt, which do not fit the shortened one
-            if value is not None and _says_several(name, value):
-                raise packed_rows(name)
-
     def _shortened_inputs(
-        self, input_ids, attention_mask, position_ids, inputs_embeds, visual: VisualInputs, selection: SelectionInputs
+        self, input_ids, attention_mask, position_ids, visual: VisualInputs, selection: SelectionInputs
     ) -> tuple[dict[str, Any], QTSplusOutput]:
         """The language model's inputs for a prompt with pixels or features."""
-        prompt = self.shorten(input_ids, attention_mask, position_ids, inputs_embeds, visual, selection)
-        if prompt.inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(prompt.input_ids)
-        else:
-            inputs_embeds = prompt.inputs_embeds
+        prompt = self.shorten(input_ids, attention_mask, position_ids, visual, selection)
+        inputs_embeds = self.get_input_embeddings()(prompt.input_ids)
         self.rope_deltas = (prompt.next_position - prompt.attention_mask.sum(-1))[:, None]
         # Without a mask, gaps in the positions of a sequence would be read as the seams of packed ones.
         unmasked = self.rope_axes == 3 and attention_mask is None and bool(prompt.attention_mask.all())
@@ -330,7 +287,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if mm_encoder_outputs:
             self.check_selected(mm_encoder_outputs)
             features = {name: output.pooler_output for name, output in mm_encoder_outputs.items()}
-            input_ids = self.ids_from_embeds(inputs_embeds) if input_ids is None else input_ids
             inputs = self.language_inputs(inputs_embeds, input_ids, features)
         elif self.training and torch.is_grad_enabled():
             # The selector takes part in every training step, so that no rank of a distributed run waits for another.
@@ -372,13 +328,6 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if self.rope_deltas is not None:
             delta = self.rope_deltas.repeat_interleave(batch_size // len(self.rope_deltas), dim=0).to(order.device)
         return self.lay_positions(order, (order + delta).expand(self.rope_axes, -1, -1))
-
-
-def _says_several(name: str, value: Any) -> bool:
-    """Whether one of [`_PACKING`] says that a row holds several sequences."""
-    if name == "seq_idx":
-        return bool(value.any())
-    return not name.startswith("max_length") and len(value) != 2
 
 
 # --- With a language-modelling head ---
@@ -428,19 +377,16 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         says which column of `input_ids` each one belongs to. [`VisualInputs`] and [`SelectionInputs`] are ours.
 
         Args:
-            labels: `[B, S]`, those of the full prompt; so is `shift_labels`.
-            logits_to_keep: the last so many columns, or the columns, of the full prompt; 0 keeps all that are left of
-                it. Those of padding hold no meaning.
+            labels: `[B, S]`, those of the full prompt.
+            logits_to_keep: the last so many columns, or the columns, of the full prompt; 0 keeps all that are left.
 
         Raises:
-            ValueError: `logits_to_keep` names a visual token that was not kept; labels of another shape than the
-                prompt's; and as [`shorten`].
+            ValueError: `logits_to_keep` names a visual token that was not kept; inputs that do not fit each other.
         """
         prompt: Any = input_ids if input_ids is not None else inputs_embeds
-        for name, values in (("labels", labels), ("shift_labels", kwargs.get("shift_labels"))):
-            if values is not None and prompt is not None and values.shape != prompt.shape[:2]:
-                expected = tuple(prompt.shape[:2])
-                raise ValueError(f"{name} {tuple(values.shape)}: expected the shape of the prompt, {expected}.")
+        if labels is not None and prompt is not None and labels.shape != prompt.shape[:2]:
+            expected = tuple(prompt.shape[:2])
+            raise ValueError(f"labels {tuple(labels.shape)}: expected the shape of the prompt, {expected}.")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -449,7 +395,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             mm_encoder_outputs=mm_encoder_outputs,
-            **{name: value for name, value in kwargs.items() if name != "shift_labels"},
+            **kwargs,
         )
         qtsplus, hidden_states = outputs.qtsplus, outputs.last_hidden_state
         columns = None if qtsplus is None else qtsplus.columns
@@ -464,8 +410,6 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         if labels is not None:
             if columns is not None:
                 labels = self.compact_labels(labels, input_ids, columns)
-                if kwargs.get("shift_labels") is not None:
-                    kwargs["shift_labels"] = self.compact_shifted(kwargs["shift_labels"], input_ids, columns)
             kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
             vocab_size = self.config.text_config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)

@@ -1,5 +1,5 @@
-"""The Qwen-VL models with the query-aware selector between the visual merger and the language model: Qwen2.5-VL,
-Qwen2-VL, Qwen3-VL and Qwen3.5 (dense). Each has only what differs from layout_qtsplus.py.
+"""Qwen2.5-VL, Qwen2-VL, Qwen3-VL and Qwen3.5 (dense) with the query-aware selector between the visual merger and the
+language model. Each has only what differs from layout_qtsplus.py.
 """
 
 import functools
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 from transformers.activations import ACT2FN
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLForConditionalGeneration,
@@ -46,21 +45,18 @@ except ImportError:
 
 logger = logging.get_logger(__name__)
 
-VARLEN_ATTENTION = "qtsplus_varlen"
 SILU = type(ACT2FN["silu"])
 ROWS_IN_CACHE = 128  # of queries and keys in float32: about 1 MB
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Qwen2.5-VL
-# --------------------------------------------------------------------------------------------------------------------
+# --- Qwen2.5-VL ---
 
 
 class PatchProjection(nn.Conv3d):
     """
     The vision tower's first layer, `[N, channels, time, height, width]` -> `[N, d, 1, 1, 1]`. Its kernel covers a whole
-    patch, so it is one matrix product. In bfloat16 the convolution takes 46 times as long on a CPU, a quarter of the
-    tower's time. In float32 it stays a convolution, which is stock's result bit for bit.
+    patch, so it is one matrix product, which in bfloat16 on a CPU takes a 46th of the convolution's time. In float32 it
+    stays a convolution, stock's result bit for bit.
     """
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
@@ -85,19 +81,12 @@ class QwenVLQTSplusModelMixin(QTSplusModelMixin):
 
 
 class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_VLModel):
-    """
-    Qwen2.5-VL without a head, with a [`QTSplusSelector`] as `qtsplus`.
-
-    The vision tower attends by `"qtsplus_varlen"`, unless `attn_implementation` names another function for the model or
-    for its `"vision_config"`.
-    """
+    """Qwen2.5-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
 
     config: Qwen2_5_VLQTSplusConfig
     _no_split_modules = [*Qwen2_5_VLModel._no_split_modules, "QTSplusSelector"]
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
-        if config.vision_config._attn_implementation is None:
-            config.vision_config._attn_implementation = VARLEN_ATTENTION
         super().__init__(config)
         for module in self.visual.modules():
             module.__class__ = IN_CACHE.get(type(module), type(module))
@@ -123,32 +112,27 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
     backbone_name = "Qwen2.5-VL"
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The vision tower of Qwen2.5-VL: all windows of a layer in a few calls
+# --- The vision tower of Qwen2.5-VL: all windows of a layer in a few calls ---
 #
 # It attends within windows, and in some layers within whole frames. Without the flash-attn package, stock Transformers
-# calls attention once per window: about 340,000 calls for 600 frames. Here a layer's windows are handed over together
-# to an attention function that is registered with Transformers as "qtsplus_varlen".
-# --------------------------------------------------------------------------------------------------------------------
+# calls attention once per window: about 340,000 calls for 600 frames.
 
 
 class WindowsTogether(Qwen2_5_VLVisionAttention):
     """
-    Qwen2.5-VL's vision attention, which calls [`varlen_attention_forward`] once for all windows of a layer, and without
-    gradients on a CPU rotates queries and keys where they lie. With another `attn_implementation` it is stock's.
+    Qwen2.5-VL's vision attention, whose `"sdpa"` attends in all windows of a layer together, and without gradients on a
+    CPU rotates queries and keys where they lie. With another `attn_implementation` it is stock's.
     """
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor, position_embeddings: Any = None, **kwargs: Any
     ) -> torch.Tensor:
         """`[N, d]`, and `[sequences + 1]` int32 where each sequence begins -> `[N, d]`."""
-        if self.config._attn_implementation != VARLEN_ATTENTION:
+        if self.config._attn_implementation != "sdpa":
             return super().forward(hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs)
         states = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
         query, key = rotate(states[:, :2], *position_embeddings)
-        states = (heads.transpose(0, 1)[None] for heads in (query, key, states[:, 2]))
-        attended, _ = varlen_attention_forward(self, *states, scaling=self.scaling, cu_seq_lens_q=cu_seqlens)
-        return self.proj(attended.reshape(len(hidden_states), -1))
+        return self.proj(attend_within(query, key, states[:, 2], cu_seqlens).flatten(1))
 
 
 class BiasWithin(nn.Linear):
@@ -222,84 +206,46 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[
     return states.unbind(1)
 
 
-def varlen_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
+def attend_within(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
     """
-    Bidirectional attention within each of many sequences that lie one behind the other.
+    Bidirectional attention within each of many sequences that lie one behind the other, without a mask and without
+    padding: `[N, heads, head_dim]` each -> the same.
 
     On a GPU in half precision this is one call of torch's own variable-length attention, where torch has it. Otherwise
-    sequences of one length are a batch: as many calls of scaled dot-product attention as there are different lengths,
-    without a mask and without padding.
-
-    Args:
-        query, key, value: `[1, heads, N, head_dim]`.
-        cu_seq_lens_q: `[sequences + 1]` int32, where each sequence begins, and N; one sequence if `None`.
-
-    Returns:
-        `[1, N, heads, head_dim]`, and `None` instead of the attention weights.
-
-    Raises:
-        ValueError: asked for causal or masked attention, as by a language model.
+    as many calls of scaled dot-product attention as there are different lengths.
     """
-    if getattr(module, "is_causal", False) or attention_mask is not None:
-        raise ValueError(
-            f"{VARLEN_ATTENTION!r} is for the vision tower: pass attn_implementation="
-            f'{{"vision_config": "{VARLEN_ATTENTION}"}}, and another one for the language model.'
-        )
-    if cu_seq_lens_q is None:
-        cu_seq_lens_q = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attended: Any
-    if _torch_has_varlen_for(query, scaling, dropout):
-        longest = int(cu_seq_lens_q.diff().max())
-        attended = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, longest, longest)
-    else:
-        attended = attend_by_length(query, key, value, cu_seq_lens_q, scaling, dropout)
-    return attended.unsqueeze(0), None
+    if not _torch_has_varlen_for(query):
+        return attend_by_length(query, key, value, cu_seqlens)
+    longest = int(cu_seqlens.diff().max())
+    attended: Any = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest)
+    return attended
 
 
-def _torch_has_varlen_for(query: torch.Tensor, scaling: float, dropout: float) -> bool:
+def _torch_has_varlen_for(query: torch.Tensor) -> bool:
     if not query.is_cuda:
         return False
-    if varlen_attn is None:
-        reason = f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    elif query.dtype not in (torch.float16, torch.bfloat16):
-        reason = f"it does not take {query.dtype}"
-    elif torch.cuda.get_device_capability(query.device) < (8, 0):
-        reason = "the GPU is older than it supports"
-    elif query.shape[-1] % 8 or scaling != query.shape[-1] ** -0.5 or dropout:
-        reason = "of the head size, the scaling or dropout"
-    else:
+    fits = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] % 8 == 0
+    if varlen_attn is not None and fits and torch.cuda.get_device_capability(query.device) >= (8, 0):
         return True
-    logger.warning_once(f"The vision tower batches windows instead of torch's variable-length attention: {reason}.")
+    logger.warning_once(
+        f"The vision tower batches windows by their size in {query.dtype}: torch's variable-length attention, which is "
+        "faster, needs torch 2.10, half precision, an Ampere GPU and heads of a multiple of 8."
+    )
     return False
 
 
 def attend_by_length(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    scaling: float | None = None,
-    dropout: float = 0.0,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor
 ) -> torch.Tensor:
-    """`[N, heads, head_dim]` each -> the same: sequences of one length attend as a batch."""
+    """[`attend_within`] where sequences of one length attend as a batch."""
     starts, lengths = cu_seq_lens[:-1], cu_seq_lens.diff()
     distinct = lengths.unique().tolist()
 
     def attend(states: list[torch.Tensor], length: int) -> torch.Tensor:
         query, key, value = (heads.unflatten(0, (-1, length)).transpose(1, 2) for heads in states)
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value)
         return attended.transpose(1, 2).flatten(0, 1)
 
     states = [query, key, value]
@@ -313,18 +259,11 @@ def attend_by_length(
     return attended
 
 
-AttentionInterface.register(VARLEN_ATTENTION, varlen_attention_forward)
-
-# --------------------------------------------------------------------------------------------------------------------
-# Qwen2-VL, Qwen3-VL, Qwen3.5
-# --------------------------------------------------------------------------------------------------------------------
+# --- Qwen2-VL, Qwen3-VL, Qwen3.5 ---
 
 
 class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2VLModel):
-    """
-    Qwen2-VL without a head, with a [`QTSplusSelector`] as `qtsplus`: as Qwen2.5-VL, but its language model counts
-    temporal patches where Qwen2.5-VL measures seconds.
-    """
+    """Qwen2-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
 
     config: Qwen2VLQTSplusConfig
     _no_split_modules = [*Qwen2VLModel._no_split_modules, "QTSplusSelector"]
@@ -335,7 +274,7 @@ class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2
         return 4
 
     def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
-        """One position per temporal patch, as along an image."""
+        """One position per temporal patch, as along an image, where Qwen2.5-VL measures seconds."""
         images = [replace(span, modality=IMAGE) for span in spans]
         return self.row_positions(images, positions.shape[1], start, [], positions.device)
 
@@ -361,10 +300,8 @@ class Qwen3QTSplusModelMixin(QwenVLQTSplusModelMixin):
 
 class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3VLModel):
     """
-    Qwen3-VL without a head, with a [`QTSplusSelector`] as `qtsplus`.
-
-    It adds features of earlier vision layers to the first layers of the language model (DeepStack). They stand behind
-    the features of every token, so that whoever keeps a token keeps all of it.
+    Qwen3-VL without a head, with a [`QTSplusSelector`] as `qtsplus`. The features of earlier vision layers, which it
+    adds to the first layers of the language model (DeepStack), stand behind the features of every token.
     """
 
     config: Qwen3VLQTSplusConfig

@@ -2,11 +2,8 @@
 and 3), LLaVA-OneVision and LLaVA-Video; configurations, models and processors. Their grids count tokens.
 
 Stock InternVL knows only images. Here a video is a sequence of frames, each with "Frame1: " and so on in front, and
-its placeholders have an id of their own (`config.video_token_id`), so that the model can tell one from the other.
-
-LLaVA-OneVision and LLaVA-Video lay a video out alike, 14 x 14 pooled tokens per frame, except for their newlines:
-LLaVA-OneVision ends the video with one, LLaVA-Video every row of every frame. Newlines are never scored; one stays
-where a token that it ends stays.
+its placeholders have an id of their own. LLaVA-OneVision ends a video with a newline, LLaVA-Video every row of every
+frame; newlines are never scored, and one stays where a token that it ends stays.
 """
 
 import math
@@ -49,10 +46,8 @@ class FramesQTSplusModelMixin(QTSplusModelMixin):
 
 class QTSplusFramesMixin(QTSplusProcessorMixin):
     """
-    For a backbone whose encoder looks at one frame at a time, all of one size. `pixel_values_videos` are the frames of
-    all videos, `[frames, 3, height, width]`, so that videos may differ in length; grids count tokens.
-
-    A backbone supplies `tokens_per_side`, and `replace_video_token` where its stock processor's is another one.
+    The processors' side: `pixel_values_videos` are the frames of all videos, `[frames, 3, height, width]`. A backbone
+    supplies `tokens_per_side`, and `replace_video_token` where its stock processor's is another one.
     """
 
     native_resolution = False
@@ -105,24 +100,14 @@ class QTSplusFramesMixin(QTSplusProcessorMixin):
 
 
 class InternVLQTSplusConfig(QTSplusConfigMixin, InternVLConfig):
-    r"""
-    Configuration of [`InternVLQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`].
-
-    Args:
-        video_token_id (`int`): the placeholder of a video's tokens, an id of the vocabulary that no text has. Its
-            embedding is never seen. By default Qwen2.5's `<|video_pad|>`, which InternVL does not use.
-        frame_text_token_ids (`list[int]`): the ids that open the text in front of a frame (`Frame`).
-
-    Raises:
-        ValueError: a `video_token_id` that is not in the vocabulary.
-    """
+    """Configuration of [`InternVLQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`]."""
 
     model_type = "internvl_qtsplus"
     sub_configs, sub_configs_defaults = with_selector(InternVLConfig)
 
-    video_token_id: int = 151656
+    video_token_id: int = 151656  # a video's placeholder, which no text has; by default Qwen2.5's `<|video_pad|>`
     special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151674))
-    frame_text_token_ids: list[int] | tuple[int, ...] = ()
+    frame_text_token_ids: list[int] | tuple[int, ...] = ()  # open the text in front of a frame (`Frame`)
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -193,12 +178,9 @@ class _ApartProcessor(InternVLProcessor):
 
 
 class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
-    r"""
-    [`InternVLProcessor`] that also says which tokens are the question, and reads videos with their true times.
-
-    Args:
-        video_placeholder_id (`int`, *optional*): `config.video_token_id`; the tokenizer's `<|video_pad|>` if `None`, or
-            its own placeholder of a video.
+    """
+    [`InternVLProcessor`] that also says which tokens are the question, and reads videos with their true times;
+    `video_placeholder_id` is `config.video_token_id`, or what the tokenizer has for it.
     """
 
     def __init__(
@@ -244,20 +226,12 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
 
 
 class LlavaOnevisionQTSplusConfig(QTSplusConfigMixin, LlavaOnevisionConfig):
-    r"""
-    Configuration of [`LlavaOnevisionQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`].
-
-    Args:
-        video_newline (`str`): what a newline ends: the `"video"` in LLaVA-OneVision, every `"row"` in LLaVA-Video
-            (its `mm_newline_position="grid"`).
-
-    Raises:
-        ValueError: another `video_newline`; `select_images`, for the newlines of an image lie among its tokens.
-    """
+    """Configuration of [`LlavaOnevisionQTSplusForConditionalGeneration`]: see [`QTSplusConfigMixin`]."""
 
     model_type = "llava_onevision_qtsplus"
     sub_configs, sub_configs_defaults = with_selector(LlavaOnevisionConfig)
 
+    # What a newline ends: the "video" in LLaVA-OneVision, every "row" in LLaVA-Video (mm_newline_position="grid").
     video_newline: str = "video"
     special_token_ids: list[int] | tuple[int, ...] = tuple(range(151643, 151648))
 
@@ -325,11 +299,9 @@ class LlavaOnevisionQTSplusForConditionalGeneration(
 
 
 class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor):
-    r"""
-    [`LlavaOnevisionProcessor`] that also says which tokens are the question, and reads videos with their true times.
-
-    Args:
-        video_newline (`str`): as in [`LlavaOnevisionQTSplusConfig`].
+    """
+    [`LlavaOnevisionProcessor`] that also says which tokens are the question, and reads videos with their true times;
+    `video_newline` is the configuration's.
     """
 
     def __init__(

@@ -96,10 +96,10 @@ class QTSplusProcessorMixin(ProcessorMixin):
             videos: per video a path (file, `http(s)` address, or folder of frames), or its frames: `[T, H, W, C]` or
                 `[T, C, H, W]` as an array or tensor, or a list of images. Alone, in a list, or in a list per row.
             query (`str` or `list[str]`, *optional*): the question to select by, one per row or one for all rows, where
-                it is not the text of the last user turn. All of it is text, as in [`conversation_inputs`].
+                it is not the text of the last user turn.
             video_grid_thw (`torch.Tensor`, *optional*): `[videos, 3]`, the grids of videos that were encoded before, in
-                the place of `videos`; for `model.generate(..., video_features=...)`. Where the prompt tells the times
-                of frames, they come from `video_metadata` or from `second_per_grid_ts`.
+                place of `videos`; for `model.generate(..., video_features=...)`. Where the prompt tells the times of
+                frames, they come from `video_metadata` or from `second_per_grid_ts`.
             second_per_grid_ts (`list[float]`, *optional*): `[videos]`, seconds per temporal patch of those videos.
             fps (`float` or `list[float]`, *optional*): for a video file, frames to sample per second, bounded by
                 `min_frames` and `max_frames`; by default the video processor's `fps`, or else 2. For frames without
@@ -107,19 +107,18 @@ class QTSplusProcessorMixin(ProcessorMixin):
             num_frames (`int`, *optional*): frames to sample instead, as many as there are at most.
             do_sample_frames (`bool`, *optional*): `False` takes all frames. Frames that are given are sampled only when
                 they come with `video_metadata` and this call asks for it by `fps`, `num_frames` or `True`.
-            video_metadata (`list[dict]`, *optional*): per video, what the given frames are: `fps` of the video that
-                they come from, its `total_num_frames`, and their `frames_indices` in it. `None`, or ignored, for files.
+            video_metadata (`list[dict]`, *optional*): per video, of given frames the `fps` of the video that they come
+                from, its `total_num_frames`, and their `frames_indices` in it.
             kwargs: as in the backbone's processor.
 
         Returns:
             `BatchFeature` with the backbone's inputs and `query_mask` `[B, S]`, 1 on the question's tokens. With
-            `query` also `query_input_ids` `[B, L]` and `query_attention_mask` `[B, L]`, padded on the right. They come
-            in the form of `input_ids`: tensors with `return_tensors="pt"`, lists without.
+            `query` also `query_input_ids` and `query_attention_mask`, `[B, L]`, padded on the right.
 
         Raises:
-            ValueError: a video that is missing, cannot be decoded or has no frame; frames without their times, or with
-                NaN or infinite pixels; `fps` and `num_frames` together or not above 0; more or fewer placeholders in
-                the text than videos or images; an empty `query`, or not one per row.
+            ValueError: a video that cannot be read; frames without their times, or with NaN or infinite pixels; `fps`
+                and `num_frames` together or not above 0; more or fewer placeholders in the text than videos or images;
+                an empty `query`, or not one per row.
         """
         if videos is not None:
             videos, kwargs = self._read_videos(videos, kwargs)
@@ -141,19 +140,11 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 inputs.pop(name)
 
         if text is not None:
-            inputs["query_mask"] = self._query_mask(inputs["input_ids"], inputs.get("attention_mask"))
+            inputs["query_mask"] = self._query_mask(inputs["input_ids"])
         if query is not None:
             rows = len(inputs["input_ids"]) if text is not None else None
             inputs.update(_tokenize_query(self.tokenizer, query, rows, like=inputs.get("input_ids")))
         return inputs
-
-    def question_inputs(
-        self, question: str, video_grid_thw: torch.Tensor, video_metadata: list[VideoMetadata]
-    ) -> BatchFeature:
-        """The prompt of one question about videos that were encoded before; see [`conversation_inputs`]."""
-        content: list[Any] = [{"type": "video"}] * len(video_grid_thw) + [{"type": "text", "text": question}]
-        conversation: list[Any] = [{"role": "user", "content": content}]
-        return self.conversation_inputs([conversation], video_grid_thw=video_grid_thw, video_metadata=video_metadata)
 
     def conversation_inputs(self, conversations: Sequence[list[dict[str, Any]]], **kwargs: Any) -> BatchFeature:
         """
@@ -188,7 +179,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             tokens, left = row[mask.bool()].tolist(), iter(ids)
             rows.append([one for token in tokens for one in (next(left) if token == blank_id else [token])])
         inputs.update(self.tokenizer.pad({"input_ids": rows}, padding=True, return_tensors="pt"))
-        inputs["query_mask"] = self._query_mask(inputs["input_ids"], inputs["attention_mask"])
+        inputs["query_mask"] = self._query_mask(inputs["input_ids"])
         return inputs
 
     def text_ids(self, text: str) -> list[int]:
@@ -218,22 +209,17 @@ class QTSplusProcessorMixin(ProcessorMixin):
         frames_per_chunk: int | None = None,
     ) -> VideoChunks:
         """
-        Opens a long video for reading in chunks: the frames and pixel values that a call with `videos=` gives, without
-        holding them all.
+        Opens a long video for reading in chunks of the pixel values that a call with `videos=` gives.
 
         Args:
             video: a file, an `http(s)` address, or a folder of frames.
-            fps, num_frames, min_frames, max_frames: as in a call; of a folder, `fps` is the rate at which its frames
-                were taken.
-            frames_per_chunk: frames at a time, cut down to whole temporal patches; by default about 16,384 patches
-                (or tokens, where the grid counts those).
+            fps, num_frames, min_frames, max_frames: as in a call; of a folder, `fps` is that of its frames.
+            frames_per_chunk: frames at a time, cut down to whole temporal patches; by default about 16,384 patches.
 
         Raises:
             ValueError: a video that is missing or cannot be decoded; a folder without `fps`; rates and counts that are
                 not above 0, or both given.
         """
-        if not isinstance(video, (str, os.PathLike)):
-            raise ValueError(f"Got a video of type {type(video).__name__}; expected a path. Frames need no chunks.")
         path = os.fspath(video)
         temporal = self.video_processor.temporal_patch_size
         for name, given in (("fps", fps), ("num_frames", num_frames), ("frames_per_chunk", frames_per_chunk)):
@@ -268,12 +254,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         return self.video_processor(videos=[blank], **options)["video_grid_thw"]
 
     def frame_size(self, num_frames: int, height: int, width: int, **options: Any) -> tuple[int, int]:
-        """
-        The height and width to which the video processor brings the frames of a video.
-
-        Args:
-            options: of the video processor's call, such as `size`.
-        """
+        """The height and width to which the video processor, called with `options`, brings the frames of a video."""
         if not options.get("do_resize", self.video_processor.do_resize):
             return height, width
         patch_size = options.get("patch_size") or self.video_processor.patch_size
@@ -282,11 +263,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Pixel values and grid of some frames of a video.
-
-        Args:
-            frames: `[T, H, W, 3]` uint8.
-            grid: `[1, 3]`, whose height and width the frames shall have; ignored without `native_resolution`.
+        Pixel values and grid of some frames of a video, `[T, H, W, 3]` uint8, brought to the height and width of `grid`
+        `[1, 3]`; without `native_resolution` to the model's own.
         """
         processor = self.video_processor
         height, width = (grid[0, 1:] * processor.patch_size).tolist()
@@ -342,8 +320,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
             for name in ("min_frames", "max_frames", "temporal_patch_size")
         }
 
-        # A file's frames are brought to their size one by one, since all of them, as large as in the video, may not fit
-        # into memory. Not beside given frames: the video processor resizes all videos of a call, or none. Nor where the
+        # A file's frames are brought to their size one by one: all of them, as large as in the video, may not fit into
+        # memory. Not beside given frames, since the video processor resizes all videos of a call or none, nor where the
         # caller says how to resize, or where.
         names = set(self.video_processor.valid_kwargs.__annotations__) - {"input_data_format"}
         options = {name: value for name, value in {**kwargs, **videos_kwargs}.items() if name in names}
@@ -390,16 +368,12 @@ class QTSplusProcessorMixin(ProcessorMixin):
             processed["second_per_grid_ts"] = [step / metadata.sampled_fps for metadata in described]
         return processed, texts
 
-    def _query_mask(self, input_ids: Any, attention_mask: Any) -> Any:
-        """`[B, S]` like `input_ids`, whose rows have different lengths where they are lists."""
+    def _query_mask(self, input_ids: Any) -> Any:
+        """`[B, S]` like `input_ids`, whose rows have different lengths where they are lists; padding is special."""
         ids = self.query_token_ids
         if torch.is_tensor(input_ids):
-            return find_query_mask(input_ids, attention_mask, **ids)
-        rows = []
-        for row, row_ids in enumerate(input_ids):
-            row_mask = None if attention_mask is None else torch.as_tensor(attention_mask[row])[None]
-            rows.append(find_query_mask(torch.as_tensor(row_ids)[None], row_mask, **ids)[0].tolist())
-        return np.array(rows) if isinstance(input_ids, np.ndarray) else rows
+            return find_query_mask(input_ids, None, **ids)
+        return [find_query_mask(torch.as_tensor(row)[None], None, **ids)[0].tolist() for row in input_ids]
 
 
 def _fetch_images(image_processor: Any, images: Any) -> Any:
@@ -436,9 +410,7 @@ def _tokenize_query(tokenizer: Any, query: str | list[str], rows: int | None, li
         "query_input_ids": [ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids in tokens],
         "query_attention_mask": [[1] * len(ids) + [0] * (length - len(ids)) for ids in tokens],
     }
-    if torch.is_tensor(like):
-        return {name: torch.tensor(values) for name, values in padded.items()}
-    return {name: np.array(values) for name, values in padded.items()} if isinstance(like, np.ndarray) else padded
+    return {name: torch.tensor(values) for name, values in padded.items()} if torch.is_tensor(like) else padded
 
 
 def _per_video(name: str, value: Any, count: int) -> list[Any]:

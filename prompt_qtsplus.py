@@ -1,6 +1,5 @@
 """A call as data: what it brings, where its question, images and videos stand in the prompt, and what selection leaves.
-
-Nothing here asks a model. layout_qtsplus.py fills these from the hooks of a backbone.
+layout_qtsplus.py fills these from the hooks of a backbone.
 """
 
 import inspect
@@ -24,28 +23,19 @@ MODALITIES = {IMAGE: "image", VIDEO: "video"}
 Grid = tuple[int, int, int]  # (time, height, width)
 
 # --- What a call brings beside its text ---
-# Each of these arguments is named here and nowhere else: `forward` and `generate` take them as keywords, and hand them
-# on as they are.
+# Each of these arguments is named here alone: `forward` and `generate` take them as keywords, and hand them on.
 
 
 @dataclass
 class VisualInputs:
-    """
-    Images and videos, as the processor returns them.
+    """Images and videos, as the processor returns them."""
 
-    Args:
-        pixel_values, image_grid_thw: pixels of all images, and `[images, 3]`.
-        pixel_values_videos, video_grid_thw: pixels of all videos, and `[videos, 3]`.
-        second_per_grid_ts: `[videos]`, seconds per temporal patch.
-        video_features: per video `[k, d]`, as `encode_videos` returns them, in place of its pixels. On another
-            device than the prompt, one row's are moved at a time.
-    """
-
-    pixel_values: torch.Tensor | None = None
-    image_grid_thw: torch.Tensor | None = None
-    pixel_values_videos: torch.Tensor | None = None
-    video_grid_thw: torch.Tensor | None = None
-    second_per_grid_ts: torch.Tensor | Sequence[float] | None = None
+    pixel_values: torch.Tensor | None = None  # of all images
+    image_grid_thw: torch.Tensor | None = None  # [images, 3]
+    pixel_values_videos: torch.Tensor | None = None  # of all videos
+    video_grid_thw: torch.Tensor | None = None  # [videos, 3]
+    second_per_grid_ts: torch.Tensor | Sequence[float] | None = None  # [videos], seconds per temporal patch
+    # Per video [k, d], as `encode_videos` returns them, in place of its pixels; on any device.
     video_features: Sequence[torch.Tensor] | None = None
 
     @property
@@ -56,26 +46,15 @@ class VisualInputs:
 
 @dataclass
 class SelectionInputs:
-    """
-    How one call selects; what is left out is as the configuration has it.
+    """How one call selects; what is left out is as the configuration has it."""
 
-    Args:
-        query_mask: `[B, S]`, 1 on the question's tokens, as the processor makes it; found in `input_ids` if `None`.
-        query_input_ids, query_attention_mask: `[B, L]`, a question that does not stand in the prompt.
-        retention: keep this fraction of the visual tokens, in (0, 1]; one for all rows or one for each.
-        max_visual_tokens: keep at most this many.
-        selection: how tokens are chosen: a name of `methods_qtsplus.METHODS`, such as `"uniform"`, or a function like
-            those.
-        reencode: `False` hands the kept tokens on as they are (the paper's nREENC).
-    """
-
-    query_mask: torch.Tensor | None = None
-    query_input_ids: torch.Tensor | None = None
-    query_attention_mask: torch.Tensor | None = None
-    retention: float | Sequence[float] | None = None
-    max_visual_tokens: int | None = None
-    selection: str | Method | None = None
-    reencode: bool = True
+    query_mask: torch.Tensor | None = None  # [B, S], 1 on the question's tokens; found in `input_ids` if None
+    query_input_ids: torch.Tensor | None = None  # [B, L], a question that does not stand in the prompt
+    query_attention_mask: torch.Tensor | None = None  # [B, L]
+    retention: float | Sequence[float] | None = None  # the fraction to keep, in (0, 1]; for all rows, or for each
+    max_visual_tokens: int | None = None  # the most tokens to keep
+    selection: str | Method | None = None  # a name of `methods_qtsplus.METHODS`, or a function like those
+    reencode: bool = True  # False hands the kept tokens on as they are (the paper's nREENC)
 
 
 # Read once: a `forward` that is compiled cannot ask a dataclass for its fields.
@@ -92,9 +71,8 @@ def take_inputs(kwargs: dict[str, Any]) -> tuple[VisualInputs, SelectionInputs]:
 
 def names_inputs(forward: T) -> T:
     """
-    Puts the arguments that are named here into the signature of a `forward` that takes them as `**kwargs`.
-
-    The Trainer drops a batch's columns, and `generate` refuses arguments, that the signature does not have.
+    Puts the arguments that are named here into the signature of a `forward` that takes them as `**kwargs`: the Trainer
+    drops a batch's columns, and `generate` refuses arguments, that the signature does not have.
     """
     signature = inspect.signature(forward)
     *stock, rest = signature.parameters.values()
@@ -121,18 +99,15 @@ def find_query_mask(
 ) -> torch.Tensor:
     """
     Marks the question in a chat prompt: the text of the last user turn, without its header, special and vision tokens.
+    `[B, S]` int64, 1 on the question's tokens; a row without a user turn is all 0.
 
     Args:
-        input_ids: `[B, S]` token ids of prompts made with the chat template.
-        attention_mask: `[B, S]`, 1 on real tokens, or `None`.
+        input_ids, attention_mask: `[B, S]`, of prompts made with the chat template.
         user_turn_token_ids: the ids that open a user's turn; the one token after them (the line break) is skipped.
         turn_end_token_id: the id that closes a turn.
         special_token_ids: ids that are never part of a question.
-        video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text which some
-            backbones write in front of every frame ("Frame1: ", "<0.5 seconds>"); it is no part of a question either.
-
-    Returns:
-        `[B, S]` int64, 1 on the question's tokens. A row without a user turn is all 0.
+        video_token_id, frame_text_token_ids: the placeholder of a video, and the ids that open the text in front of
+            every frame ("Frame1: ", "<0.5 seconds>"), which is no part of a question either.
     """
     special = torch.tensor(special_token_ids, device=input_ids.device)
     eligible = ~torch.isin(input_ids, special)
@@ -189,9 +164,8 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] |
 @dataclass
 class VisualSpan:
     """
-    The placeholders of one image or video, or of one frame of it: `length` of a row's real tokens from `start` on.
-
-    Most stand for a token of the encoder. With `line`, a separator (a newline) follows after every `line` of those.
+    The placeholders of one image or video, or of one frame of it: `length` of a row's real tokens from `start` on. With
+    `line`, a separator (a newline) follows after every `line` tokens of the encoder.
     """
 
     modality: int
@@ -224,40 +198,37 @@ class PromptRow:
     """
     One row of the caller's prompt without its padding, `S_b` tokens.
 
-    `columns` `[S_b]` are the caller's; `types` `[S_b]` TEXT, IMAGE or VIDEO; `positions` `[3, S_b]` (time, height,
-    width) in the full prompt, and `language_positions` `[1 or 3, S_b]` what the language model takes for them;
-    `candidates` `[M_b]` the tokens among which the selector chooses. `separators` `[3, K]` are tokens that are never
-    scored and go with others: a token, and the first and last + 1 of the candidates of which one has to be kept for it
-    to stay.
+    Separators are tokens that are never scored and go with others: a token, and the first and last + 1 of the
+    candidates of which one has to be kept for it to stay.
     """
 
-    columns: torch.Tensor
-    types: torch.Tensor
+    columns: torch.Tensor  # [S_b], the caller's
+    types: torch.Tensor  # [S_b], TEXT, IMAGE or VIDEO
     spans: list[VisualSpan]
-    positions: torch.Tensor
-    language_positions: torch.Tensor
-    candidates: torch.Tensor
-    separators: torch.Tensor
+    positions: torch.Tensor  # [3, S_b], (time, height, width) in the full prompt
+    language_positions: torch.Tensor  # [1 or 3, S_b], what the language model takes for them
+    candidates: torch.Tensor  # [M_b], the tokens among which the selector chooses
+    separators: torch.Tensor  # [3, K]
+
+    def _counts_before(self, kept_indices: torch.Tensor) -> torch.Tensor:
+        """`[M_b + 1]`: how many of these candidates stand in front of each, and of the end."""
+        is_kept = torch.zeros(len(self.candidates) + 1, dtype=torch.long, device=self.columns.device)
+        is_kept[kept_indices + 1] = 1
+        return is_kept.cumsum(0)
 
     def keep(self, kept_indices: torch.Tensor) -> torch.Tensor:
         """`[S_b]` bool: the tokens that stay when these of the candidates do."""
-        kept = torch.zeros(len(self.candidates) + 1, dtype=torch.long, device=self.columns.device)
-        kept[kept_indices + 1] = 1
+        before, (separators, first, stop) = self._counts_before(kept_indices), self.separators
         keep = torch.ones_like(self.columns, dtype=torch.bool)
-        keep[self.candidates] = kept[1:].bool()
-        separators, first, stop = self.separators
-        so_far = kept.cumsum(0)
-        keep[separators] = so_far[stop] > so_far[first]
+        keep[self.candidates] = before.diff().bool()
+        keep[separators] = before[stop] > before[first]
         return keep
 
     def only(self, present: torch.Tensor) -> "PromptRow":
         """The row without the candidates that are not among `present` `[k]`, and without what goes with them."""
-        keep = self.keep(present)
+        keep, before = self.keep(present), self._counts_before(present)
         place = keep.cumsum(0) - 1
-        is_present = torch.zeros(len(self.candidates) + 1, dtype=torch.long, device=keep.device)
-        is_present[present + 1] = 1
         separators, first, stop = self.separators[:, keep[self.separators[0]]]
-        so_far = is_present.cumsum(0)
         return replace(
             self,
             columns=self.columns[keep],
@@ -265,7 +236,7 @@ class PromptRow:
             positions=self.positions[:, keep],
             language_positions=self.language_positions[:, keep],
             candidates=place[self.candidates[present]],
-            separators=torch.stack([place[separators], so_far[first], so_far[stop]]),
+            separators=torch.stack([place[separators], before[first], before[stop]]),
         )
 
 
@@ -275,7 +246,6 @@ class Layout:
 
     input_ids: torch.Tensor  # [B, S]
     mask: torch.Tensor  # [B, S], 1 on real tokens
-    inputs_embeds: torch.Tensor | None  # [B, S, d], in place of the embeddings of `input_ids`
     rows: list[PromptRow]  # without their padding
     starts: list[int]  # per row, the position of its first token
     grids: dict[int, list[Grid]]  # per modality, in tokens of every image or video of the batch
@@ -289,8 +259,8 @@ class Layout:
 
     def grids_of(self, span: VisualSpan) -> list[Grid]:
         """
-        The grid of an image or video. Of a part of one, grids in turn: (steps, 1, tokens) for each run of steps in time
-        that have the same places of the frame, so that a method finds a step's tokens at the places of the one before.
+        The grid of an image or video; of a part of one in turn (steps, 1, tokens) for each run of steps in time that
+        have the same places of the frame.
         """
         grid = self.grids[span.modality][span.index]
         if self.present is None or span.modality == IMAGE:
@@ -302,12 +272,7 @@ class Layout:
         return [(len(list(run)), 1, len(step)) for step, run in itertools.groupby(steps)]
 
     def narrow(self, present: Sequence[torch.Tensor]) -> "Layout":
-        """
-        The layout without some tokens of its videos, as if they had not been kept; what is there stays at its place.
-
-        Args:
-            present: per video `[k]`, ascending, which of its tokens are there.
-        """
+        """As if of each video only the tokens `present` `[k]`, ascending, had been kept; they stay at their places."""
         flags = {
             modality: [torch.ones(t * h * w, dtype=torch.bool) for t, h, w in grids]
             for modality, grids in self.grids.items()
@@ -324,25 +289,17 @@ class Layout:
 
 @dataclass
 class CompactPrompt:
-    """
-    What the language model sees, `[B, S']`.
-
-    `features["image"]` and `features["video"]` hold per row the `[k, d]` embeddings of its image and video
-    placeholders; `columns` the caller's column behind each column here, -1 on padding; `next_position` `[B]` the first
-    position after the prompt; `source_ids`, `source_mask` `[B, S]` the caller's prompt, `counts` per modality and row
-    how many images and videos it has.
-    """
+    """What the language model sees, `[B, S']`."""
 
     input_ids: torch.Tensor
-    inputs_embeds: torch.Tensor | None
     attention_mask: torch.Tensor
     position_ids: torch.Tensor
-    features: dict[str, list[torch.Tensor]]
-    columns: torch.Tensor
-    next_position: torch.Tensor
-    source_ids: torch.Tensor
+    features: dict[str, list[torch.Tensor]]  # "image" and "video": per row [k, d], in place of its placeholders
+    columns: torch.Tensor  # the caller's column behind each column here, -1 on padding
+    next_position: torch.Tensor  # [B], the first one after the prompt
+    source_ids: torch.Tensor  # [B, S], the caller's prompt
     source_mask: torch.Tensor
-    counts: dict[int, list[int]]
+    counts: dict[int, list[int]]  # per modality and row, its images and videos
     qtsplus: QTSplusOutput
 
 
@@ -355,9 +312,6 @@ def find_spans(
     Args:
         token_types: per row `[S_b]`, TEXT, IMAGE or VIDEO for each real token.
         unplaced: per modality the spans of all images or videos of the batch, whose `start` is still to be found.
-
-    Returns:
-        per row its spans, in the order of their placeholders.
 
     Raises:
         ValueError: the placeholders do not add up to the spans.
@@ -393,9 +347,8 @@ def find_separators(spans: Sequence[VisualSpan], length: int) -> torch.Tensor:
     """
     The tokens of a row that go unless something is kept of what they end or announce, `[3, K]` as in [`PromptRow`].
 
-    A newline goes with its line. From its second frame on, a frame that is a span by itself goes with the text in front
-    of it and the one token behind it. The first frame's text stays: nothing tells where it begins and the question
-    ends.
+    A newline goes with its line. A frame that is a span by itself goes with the text in front of it and the one token
+    behind it; the first one's text stays, since nothing tells where the question ends and that begins.
 
     Args:
         spans: those among whose tokens the selector chooses.
@@ -438,6 +391,14 @@ def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan, coun
     )
 
 
+def full_mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """`[B, S]`, 1 on real tokens: the caller's `attention_mask`, checked; all real if `None`."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}.")
+    return mask
+
+
 def text_positions(attention_mask: torch.Tensor) -> torch.Tensor:
     """Position among the real tokens, `[B, S]` -> `[B, S]`; 0 on padding."""
     return (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
@@ -460,12 +421,9 @@ def join(parts: list[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def packed_rows(sign: str) -> ValueError:
-    """What is said of rows that hold several sequences, as padding-free training makes them."""
-    return ValueError(
-        f"Got several sequences packed into one row ({sign}) together with images or videos: expected one sequence in "
-        "each row, padded, since every sequence is shortened by its own question."
-    )
+def alone_with_ids() -> ValueError:
+    """What is said of images or videos beside something in place of a prompt's ids."""
+    return ValueError("Images and videos come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs.")
 
 
 def restarts(position_ids: torch.Tensor, mask: torch.Tensor) -> bool:

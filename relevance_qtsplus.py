@@ -12,22 +12,17 @@ Every softmax runs over the M visual tokens. So r sums to 1 for all but the maxi
 number of rows. In the first two a token matters if any word speaks for it; in the sum, if the words do together: "the
 yellow ring" is neither any ring nor anything yellow.
 
-[`QTSplusLayer`], which the re-encoder has too, is the way in, then [`log_relevance`]; [`relevance_kernel`] chooses who
-computes it. The readable twin of all is `qtsplus.kernels.naive`.
+[`QTSplusLayer`], which the re-encoder has too, is the way in, then [`log_relevance`].
 """
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers.utils import logging
-
-logger = logging.get_logger(__name__)
 
 REDUCTIONS = ("max", "mean", "sum")
 
@@ -81,33 +76,23 @@ class QTSplusLayer(nn.Module):
             query: `[L, d]`.
             context: `[M, d]`, in one tensor or several; the same tensor as `query` for self-attention.
             rotary: tables for self-attention.
-            relevance_reduction: return the `[M]` log-relevance of this layer's attention, with this reduction, instead
-                of the `[L, d]` output.
-            keys: in place of this layer's own, which makes them anew.
+            relevance_reduction: return the `[M]` log-relevance of the attention instead of the `[L, d]` output.
+            keys: in place of this layer's own function of the context.
         """
         query_states = self._heads(self.q_proj(self.q_norm(query)))
         key_states = (keys or self.keys)(context)
         if relevance_reduction is not None:
             return log_relevance(query_states, key_states, reduction=relevance_reduction)
-        value_states = self._heads(in_blocks(self._values, context))
+        value_states = self._heads(in_blocks(lambda rows: self.v_proj(self.kv_norm(rows)), context))
         if rotary is not None:
             query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
         attention = grouped_attention(query_states, key_states, value_states)
         query = query + self._drop(self.o_proj(attention.transpose(0, 1).flatten(1)))
-        return query + self._drop(in_blocks(self._feed_forward, query))
+        return query + self._drop(in_blocks(lambda rows: self.ffn(self.ffn_norm(rows)), query))
 
     def keys(self, context: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """`[kv_heads, M, head_dim]`."""
-        return self._heads(in_blocks(self._keys, context))
-
-    def _keys(self, context: torch.Tensor) -> torch.Tensor:
-        return self.k_proj(self.kv_norm(context))
-
-    def _values(self, context: torch.Tensor) -> torch.Tensor:
-        return self.v_proj(self.kv_norm(context))
-
-    def _feed_forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.ffn(self.ffn_norm(states))
+        return self._heads(in_blocks(lambda rows: self.k_proj(self.kv_norm(rows)), context))
 
     def _drop(self, states: torch.Tensor) -> torch.Tensor:
         return F.dropout(states, self.dropout, self.training)
@@ -117,14 +102,8 @@ def rotary_tables(
     positions: torch.Tensor, head_dim: int, rope_theta: float, mrope_section: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Cosines and sines of multimodal rotary positions, as Qwen2.5-VL lays them out.
-
-    Args:
-        positions: `[3, n]`, (time, height, width) of each token.
-        mrope_section: how many of the `head_dim / 2` frequencies each axis takes, in turn.
-
-    Returns:
-        two float32 `[n, head_dim]`.
+    Cosines and sines of positions `[3, n]`, (time, height, width), as Qwen2.5-VL lays them out: two float32
+    `[n, head_dim]`. Of the `head_dim / 2` frequencies each axis takes `mrope_section` in turn.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[..., None].float() * rope_theta**-exponents
@@ -142,10 +121,8 @@ def rotate(states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> t
 
 def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """
-    Attention of `[heads, L, head_dim]` queries to `[kv_heads, M, head_dim]` keys and values, without a mask.
-
-    The query heads that share a key/value head become further rows of it: every fused kernel of PyTorch then takes
-    grouped heads, no key is copied, and no `[L, M]` weights are held.
+    Attention of `[heads, L, head_dim]` queries to `[kv_heads, M, head_dim]` keys and values, without a mask. The query
+    heads that share a key/value head become further rows of it: every fused kernel of PyTorch takes that.
     """
     kv_heads, _, head_dim = keys.shape
     rows = queries.reshape(1, kv_heads, -1, head_dim)
@@ -156,8 +133,8 @@ def in_blocks(
     function: Callable, states: torch.Tensor | Sequence[torch.Tensor], block_size: int = 4096
 ) -> torch.Tensor:
     """
-    A function of each row of `[n, d]`, for `block_size` rows at a time, so that nothing between input and result holds
-    all of them; gradients compute each block again. The rows may lie in several tensors, joined only for gradients.
+    A function of each row of `[n, d]`, in one tensor or several, for `block_size` rows at a time: nothing between input
+    and result holds all of them, and gradients compute each block again.
     """
     parts = [states] if isinstance(states, torch.Tensor) else states
     if len(parts) > 1 and torch.is_grad_enabled():
@@ -192,153 +169,94 @@ def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Ten
 # --- Log-relevance ---
 
 
-def log_relevance(query_states: torch.Tensor, key_states: torch.Tensor, reduction: str = "max") -> torch.Tensor:
+def log_relevance(
+    query_states: torch.Tensor, key_states: torch.Tensor, reduction: str = "max", block_size: int | None = None
+) -> torch.Tensor:
     """
-    The log-relevance of each visual token of a sample; see the head of this file.
+    The log-relevance of each visual token of a sample, in blocks of tokens; see the head of this file.
 
-    Where several heads or query tokens share the maximum, the first of them in the order (head, query token) takes the
-    whole gradient.
+    Memory beyond inputs, result and gradients is O(M + heads * L * block_size), since gradients compute each block's
+    scores again. Of several heads or query tokens that share the maximum, the first in the order (head, query token)
+    takes the whole gradient.
 
     Args:
         query_states: `[heads, L, head_dim]`.
         key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
         reduction: over heads and query tokens, one of `REDUCTIONS`.
+        block_size: tokens scored at a time; by default so many that a block has about 2 million scores.
 
     Returns:
         `[M]` float32 (float64 for float64 states), at most 0.
-
-    Raises:
-        ValueError: query heads that the key/value heads do not divide, or an unknown reduction.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r}: expected one of {REDUCTIONS}.")
-    heads, kv_heads, head_dim = len(query_states), len(key_states), key_states.shape[-1]
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads: expected a multiple of the {kv_heads} key/value heads.")
-    return relevance_kernel(key_states.device, key_states.dtype, head_dim, reduction)(query_states, key_states)
-
-
-@cache
-def relevance_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, reduction: str = "max"
-) -> Callable[..., torch.Tensor]:
-    """The function that computes the log-relevance of one sample: Triton's on a GPU that runs it, else the chunked."""
-    kernel: Callable[..., torch.Tensor] = chunked_log_relevance
-    if reduction == "sum":
-        reason = "the Triton kernel computes only the maximum and the mean"
-    elif device.type != "cuda" or torch.version.hip is not None:
-        reason = "the Triton kernel is for NVIDIA GPUs"
-    elif torch.cuda.get_device_capability(device) < (8, 0):
-        reason = "the Triton kernel needs an Ampere GPU or a newer one"
-    elif dtype not in (torch.float16, torch.bfloat16, torch.float32) or head_dim > 128:
-        reason = "the Triton kernel takes 16- or 32-bit states and heads of up to 128"
-    else:
-        try:
-            from qtsplus.kernels.triton_relevance import triton_log_relevance
-
-            kernel, reason = triton_log_relevance, "qtsplus and triton are installed"
-        except ImportError as error:
-            reason = f"the Triton kernel cannot be imported: {error}"
-    logger.info(f"Relevance ({reduction}) on {device}, {dtype}, heads of {head_dim}: {kernel.__name__} ({reason}).")
-    return kernel if reduction == "max" else partial(kernel, reduction=reduction)
-
-
-def chunked_log_relevance(
-    query_states: torch.Tensor,
-    key_states: torch.Tensor,
-    block_size: int | None = None,
-    reduction: str = "max",
-) -> torch.Tensor:
-    """
-    [`log_relevance`] of one sample, in blocks of visual tokens: first the log-sum-exp of each row, then the reduction.
-    For the sum first the reduction, then one log-sum-exp over the tokens.
-
-    Memory beyond inputs, result and gradients is O(M + heads * L * block_size). Any block size gives the same result;
-    gradients are exact, each block's scores being computed again.
-
-    Args:
-        block_size: visual tokens scored at a time; by default so many that a block has about 2 million scores.
-    """
-    kv_heads, _, head_dim = key_states.shape
+    kv_heads, num_tokens, head_dim = key_states.shape
     precise = torch.promote_types(key_states.dtype, torch.float32)
     if reduction == "sum":  # the sum of the scores is the score of the sum
         query_states = query_states.sum(1, keepdim=True, dtype=precise)
     queries = query_states.reshape(kv_heads, -1, head_dim).to(precise) / math.sqrt(head_dim)
+    if torch.is_grad_enabled():  # both passes give the keys a gradient, and the sum of these must not be rounded
+        key_states = key_states.to(precise)
     rows = kv_heads * queries.shape[1]
     block_size = block_size or max(1, 2**21 // rows)
-    reduced = _ChunkedReduction.apply(queries, key_states, block_size, reduction)
-    if reduction == "mean":
-        return reduced - math.log(rows)
-    return reduced.log_softmax(0) if reduction == "sum" else reduced
+    if reduction == "sum":
+        return _InBlocks.apply(_sum_over_rows, block_size, key_states, queries).flatten()[:num_tokens].log_softmax(0)
+    totals = _InBlocks.apply(_sum_over_tokens, block_size, key_states, queries).logsumexp(0)
+    reduce = _largest_of_rows if reduction == "max" else _sum_over_rows
+    reduced = _InBlocks.apply(reduce, block_size, key_states, queries, totals).flatten()[:num_tokens]
+    return reduced if reduction == "max" else reduced - math.log(rows)
 
 
-class _ChunkedReduction(torch.autograd.Function):
+class _InBlocks(torch.autograd.Function):
     """
-    With `s` the scores, and `z` the log-sum-exp of each of their rows (0 for `"sum"`): the maximum over rows of
-    `s - z`, or their log-sum-exp, `y_i`.
-
-    `w` is a token's share of each row in that: 1 in the row of the maximum, or `exp(s[row, i] - z[row] - y_i)`. Then
-    `ds[row, i] = g_i w[row, i] - exp(s[row, i] - z[row]) G[row]`, where `g` is the gradient of y and `G[row]` sums
-    `g_i w[row, i]` over the tokens. Without a `z` there is no second term.
+    A function of each block of keys and of other tensors: `[blocks, ...]`, where the last may end early. Gradients keep
+    what it is given and compute the rest again. (`checkpoint` would leave the small results among freed large ones,
+    which the C library then cannot use again.)
     """
 
     @staticmethod
-    def forward(ctx, queries, keys, block_size, reduction):
-        num_tokens = keys.shape[1]
-        blocks = _blocks(num_tokens, block_size)
-        by_maximum = reduction == "max"
-        differentiable = any(ctx.needs_input_grad)
-        reduced = queries.new_empty(num_tokens)
-        winners = torch.empty(num_tokens if differentiable and by_maximum else 0, dtype=torch.long, device=keys.device)
-        with torch.autocast(keys.device.type, enabled=False):
-            normaliser = queries.new_zeros(*queries.shape[:2], 1)
-            if blocks and reduction != "sum":
-                sums = torch.stack([_scores(queries, keys, block).logsumexp(-1, keepdim=True) for block in blocks])
-                normaliser = sums.logsumexp(0)
-            for block in blocks:
-                log_attention = _scores(queries, keys, block).sub_(normaliser).flatten(0, 1)
-                if not by_maximum:
-                    reduced[block] = log_attention.logsumexp(0)
-                elif differentiable:  # rows last: finding the place of a maximum is five times slower across rows
-                    reduced[block], winners[block] = log_attention.t().contiguous().max(-1)
-                else:
-                    reduced[block] = log_attention.amax(0)
-        ctx.save_for_backward(queries, keys, normaliser, winners, None if by_maximum else reduced)
-        ctx.block_size, ctx.reduction = block_size, reduction
-        return reduced
+    def forward(ctx, function, block_size, keys, *others):
+        ctx.function, ctx.block_size = function, block_size
+        ctx.save_for_backward(keys, *others)
+        blocks, result = keys.split(block_size, dim=1), keys.new_empty(0)
+        for index, block in enumerate(blocks):
+            part = function(block, *others)
+            result = result if index else part.new_empty(len(blocks), *part.shape)
+            result[index, ..., : part.shape[-1]] = part
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        queries, keys, normaliser, winners, reduced = ctx.saved_tensors
-        blocks = _blocks(keys.shape[1], ctx.block_size)
-        grad_queries, grad_keys = torch.zeros_like(queries), torch.empty_like(keys)
-        won = torch.zeros_like(normaliser)  # G
-        with torch.autocast(keys.device.type, enabled=False):
-            if ctx.reduction == "max":
-                won.view(-1).index_add_(0, winners, gradient)
-            elif ctx.reduction == "mean":
-                for block in blocks:
-                    log_attention = _scores(queries, keys, block).sub_(normaliser)
-                    won += log_attention.sub_(reduced[block]).exp_().mul_(gradient[block]).sum(-1, keepdim=True)
-            for block in blocks:
-                log_attention = _scores(queries, keys, block).sub_(normaliser)
-                if ctx.reduction == "max":
-                    grad_scores = log_attention.exp_().mul_(-won)
-                    rows = grad_scores.view(-1, grad_scores.shape[-1])
-                    rows.scatter_add_(0, winners[None, block], gradient[None, block])
-                else:
-                    shares = (log_attention - reduced[block]).exp_().mul_(gradient[block])
-                    grad_scores = shares.sub_(log_attention.exp_().mul_(won)) if ctx.reduction == "mean" else shares
-                grad_queries += grad_scores @ keys[:, block].to(queries.dtype)
-                grad_keys[:, block] = grad_scores.transpose(1, 2) @ queries
-        return grad_queries, grad_keys, None, None
+        keys, *others = ctx.saved_tensors
+        grad_keys, grad_others = torch.empty_like(keys), [torch.zeros_like(other) for other in others]
+        pairs = zip(keys.split(ctx.block_size, dim=1), grad_keys.split(ctx.block_size, dim=1), strict=True)
+        for index, (block, grad_block) in enumerate(pairs):
+            leaves = [tensor.detach().requires_grad_() for tensor in (block, *others)]
+            with torch.enable_grad():
+                part = ctx.function(*leaves)
+            own, *rest = torch.autograd.grad(part, leaves, gradient[index, ..., : part.shape[-1]])
+            grad_block.copy_(own)
+            for total, one in zip(grad_others, rest, strict=True):
+                total += one
+        return None, None, grad_keys, *grad_others
 
 
-def _blocks(num_tokens: int, block_size: int) -> list[slice]:
-    return [slice(start, start + block_size) for start in range(0, num_tokens, block_size)]
+def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """`[kv_heads, heads / kv_heads * L, b]` of the `b` visual tokens of a block."""
+    with torch.autocast(keys.device.type, enabled=False):
+        return queries @ keys.to(queries.dtype).transpose(1, 2)
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, block: slice) -> torch.Tensor:
-    """`[kv_heads, heads / kv_heads * L, b]` of the visual tokens in `block`."""
-    return queries @ keys[:, block].to(queries.dtype).transpose(1, 2)
+def _sum_over_tokens(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    return _scores(keys, queries).logsumexp(-1, keepdim=True)
+
+
+def _sum_over_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Tensor | float = 0.0) -> torch.Tensor:
+    return _scores(keys, queries).sub_(totals).logsumexp((0, 1))
+
+
+def _largest_of_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    log_attention = _scores(keys, queries).sub_(totals).flatten(0, 1)
+    if not torch.is_grad_enabled():
+        return log_attention.amax(0)
+    # Rows last: finding the place of a maximum is five times slower across rows.
+    return log_attention.t().contiguous().max(-1).values

@@ -1,9 +1,9 @@
 """The query-aware token selector: Algorithm 1 of the paper, from relevance to the re-encoded tokens.
 
-Independent of any backbone. [`QTSplusSelector`], at the end, runs it over a ragged batch; before it come the gates.
-Lines 1 and 2 are in relevance_qtsplus.py, the budget's heads, lines 3 and 4, in methods_qtsplus.py. A gate does in
-training what the method `"qtsplus"` does at inference, or nearly so. Symbols are the paper's, as words: visual (X,
-`[M, d]`), query (Q, `[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
+[`QTSplusSelector`], at the end, runs it over a ragged batch; before it come the gates, which do in training what the
+method `"qtsplus"` does at inference, or nearly so. Lines 1 and 2 are in relevance_qtsplus.py, the budget's heads, lines
+3 and 4, in methods_qtsplus.py. Symbols are the paper's, as words: visual (X, `[M, d]`), query (Q, `[L, d]`), relevance
+(r), rho, budget n, threshold t, tau_s, kept indices (I).
 """
 
 from collections.abc import Callable, Sequence
@@ -50,18 +50,13 @@ def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> 
     """
     Solves `sum_i sigmoid((scores_i - t) / tau_s) = target` for t.
 
-    The sum falls strictly with t, and `t` lies between `min(scores)` and `max(scores)` shifted by
-    `tau_s * logit(target / M)`: bisection between the two always arrives, where the paper's plain Newton runs away on
-    peaked scores. The gradient is the implicit one, `dt = (sum_i w_i dscores_i - tau_s dtarget) / sum_i w_i` with
-    `w = s (1 - s)`.
+    The sum falls strictly with t, which lies between `min(scores)` and `max(scores)` shifted by
+    `tau_s * logit(target / M)`: bisection always arrives, where the paper's plain Newton runs away on peaked scores.
+    The gradient is the implicit one, `dt = (sum_i w_i dscores_i - tau_s dtarget) / sum_i w_i` with `w = s (1 - s)`.
 
     Args:
         scores: `[M]`.
         target: scalar tensor, tokens, between 0 and M.
-        tau_s: temperature.
-
-    Returns:
-        Scalar t, in the dtype of `scores`.
     """
     precise = torch.float32 if scores.device.type == "mps" else torch.float64
     x = scores.detach().to(precise)
@@ -87,10 +82,8 @@ def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> 
 
 def gumbel_noise(num_tokens: int, device: torch.device) -> torch.Tensor:
     """
-    Standard Gumbel noise for (keep, drop), from torch's global generator: `[M, 2]` float32.
-
-    The selector draws it row by row: however a batch is cut into micro-batches, its rows see the same noise. The
-    processes of a distributed run draw their own, so with them only the expectation is that of one big batch.
+    Standard Gumbel noise for (keep, drop), from torch's global generator: `[M, 2]` float32. It is drawn row by row, so
+    that the rows of a batch see the same noise however it is cut into micro-batches.
     """
     return -torch.empty(num_tokens, 2, device=device).exponential_().log()
 
@@ -103,9 +96,7 @@ def gumbel_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float,
     Args:
         log_relevance: `[M]` float32.
         target: scalar tensor, the soft count that fixes t; differentiable in rho.
-        tau_s: temperature.
-        n: the hard count.
-        n_max: cap on the kept tokens; `n` is below it already.
+        n: the hard count, at most `n_max`.
     """
     relevance = log_relevance.exp()
     noise = gumbel_noise(len(relevance), relevance.device)
@@ -121,10 +112,7 @@ def gumbel_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float,
 
 
 def detached_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n: int, n_max: int) -> Gated:
-    """
-    Keeps in training exactly what inference keeps, and lets no gradient through the choice: for scores that are taught
-    by attention. Arguments as for [`gumbel_gate`]; there is no threshold.
-    """
+    """What inference keeps, without a gradient: for scores that are taught by attention. There is no threshold."""
     kept = top_n(log_relevance.detach(), n)
     return Gated(kept, torch.ones(n, device=kept.device), torch.zeros((), device=kept.device))
 
@@ -134,10 +122,9 @@ def soft_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float, n
     `sigmoid((s - t) / tau_s)` as it is, of scores `s = z + tau_s * Gumbel noise`, on three times the tokens that
     inference keeps: what is about to be dropped is half there, so the answers can tell whether it matters.
 
-    z is the log-relevance in units of its own spread around its mean. Without, training makes the scores so far apart
-    that every gate is 0 or 1, and has no gradient left. The selector puts the mean of all tokens in place of what a
-    gate leaves out, for a token times its gate looks like no token. As `tau_s` falls, noise and gates come closer to
-    what inference does. Arguments as for [`gumbel_gate`].
+    z is the log-relevance in units of its own spread around its mean; else training drives the scores so far apart that
+    no gate has a gradient left. The selector puts the mean of all tokens in place of what a gate leaves out. As `tau_s`
+    falls, noise and gates come closer to what inference does.
     """
     centred = log_relevance - log_relevance.mean()
     scores = centred / centred.square().mean().clamp(min=1e-12).sqrt()
@@ -158,40 +145,27 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, int, int], Gated]]
 
 @dataclass
 class QTSplusOutput(ModelOutput):
-    """
-    What the selector decided, one entry per row of the batch.
+    """What the selector decided, one entry per row of the batch."""
 
-    Args:
-        relevance: tuple of `[M_b]` float32: the selector's, or the language model's attention where that selected.
-            Empty in rows where the method computed neither; `None` if that holds for every row.
-        log_relevance: its logarithm, which does not run out of numbers; in training with its gradient.
-        rho: `[B]` float32, the fraction aimed at; 0 in rows without visual tokens.
-        num_tokens: `[B]` int64, the visual tokens that compete (M).
-        n: `[B]` int64, kept tokens.
-        kept_indices: tuple of `[n_b]` int64, ascending, into the row's visual tokens.
-        threshold: `[B]` float32, the training gate's t (on r for "gumbel", on log r in units of its spread for "soft");
-            0 where there was none, as for "detached". `None` at inference.
-        loss_t, loss_m, loss_s: scalars, the weighted compute-aware penalties.
-        seen: `[B]` float32, the part of the relevance that the visual tokens have and the null token does not; `None`
-            without one, or where nothing was scored.
-        predicted_losses: `[B, K]` float32, with `budget="loss"` what the answer would lose with 1, 2, 4, ... tokens; 0
-            in rows whose budget the call gives. `None` with other budgets.
-        columns: `[B, S']` int64, the column of the caller's prompt behind each column that the language model saw;
-            -1 on padding.
-    """
-
+    # [M_b] float32 each: the selector's, or the language model's attention where that selected; empty where the method
+    # computed neither, None if that holds for every row.
     relevance: tuple[torch.Tensor, ...] | None = None
-    log_relevance: tuple[torch.Tensor, ...] | None = None
-    rho: torch.Tensor | None = None
-    num_tokens: torch.Tensor | None = None
-    n: torch.Tensor | None = None
-    kept_indices: tuple[torch.Tensor, ...] | None = None
-    threshold: torch.Tensor | None = None
-    loss_t: torch.Tensor | None = None
+    log_relevance: tuple[torch.Tensor, ...] | None = None  # its logarithm; in training with its gradient
+    rho: torch.Tensor | None = None  # [B] float32, the fraction aimed at; 0 in rows without visual tokens
+    num_tokens: torch.Tensor | None = None  # [B] int64, the visual tokens that compete (M)
+    n: torch.Tensor | None = None  # [B] int64, kept tokens
+    kept_indices: tuple[torch.Tensor, ...] | None = None  # [n_b] int64 each, ascending, into the row's visual tokens
+    threshold: torch.Tensor | None = None  # [B] float32, the training gate's t, or 0; None at inference
+    loss_t: torch.Tensor | None = None  # scalars, the weighted compute-aware penalties
     loss_m: torch.Tensor | None = None
     loss_s: torch.Tensor | None = None
+    # [B] float32, the part of the relevance that the visual tokens have and the null token does not; None without one,
+    # or where nothing was scored.
     seen: torch.Tensor | None = None
+    # [B, K] float32, with budget="loss" what the answer would lose with 1, 2, 4, ... tokens; 0 in rows whose budget the
+    # call gives.
     predicted_losses: torch.Tensor | None = None
+    # [B, S'] int64, the column of the caller's prompt behind each that the language model saw; -1 on padding.
     columns: torch.Tensor | None = None
 
 
@@ -237,10 +211,7 @@ class QTSplusSelector(nn.Module):
         self.freeze_unused()
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """
-        Those of the last scoring layer that its attention weights do not need, and of a head that is not asked;
-        checkpoints carry them.
-        """
+        """Those of the last scoring layer that its attention does not need, and of a head that is not asked."""
         last: Any = self.scoring_layers[-1]
         unused = [last.v_proj, last.o_proj, last.ffn_norm, last.ffn, *[self.budget] * (self.config.budget == "mass")]
         return [p for module in unused for p in module.parameters()]
@@ -265,16 +236,13 @@ class QTSplusSelector(nn.Module):
     ) -> tuple[list[torch.Tensor], QTSplusOutput]:
         """
         Args:
-            visual: per row `[M_b, d]`, all visual tokens that compete for the row's budget; `[0, d]` for none. In one
-                tensor or several, such as those of several videos, which inference never joins.
+            visual: per row `[M_b, d]`, the visual tokens that compete for its budget, in one tensor or several, which
+                inference never joins; `[0, d]` for none.
             query: per row `[L_b, d]`, embeddings of the question.
             positions: per row `[3, M_b]`, absolute (time, height, width) of the visual tokens.
-            grids: per row (time, height, width) in tokens of its videos, or of parts of them, in turn; for methods
-                that look at neighbours. A tensor is one line of one frame if `None`.
-            retention: fixes rho, in (0, 1]; one for all rows or one for each.
-            max_visual_tokens: caps n for this call, below `n_max`.
-            selection: a name of `METHODS`, or a function like theirs; the configuration's if `None`.
-            reencode: `False` skips lines 15 and 16.
+            grids: per row (time, height, width) in tokens of its videos, or of parts of them, in turn. A tensor is one
+                line of one frame if `None`.
+            retention, max_visual_tokens, selection, reencode: as in `SelectionInputs` (prompt_qtsplus.py).
             sample_gate: use the training gate; `self.training` if `None`.
             attention: per row what computes the `[M_b]` log-attention of the language model, for methods that ask it.
 
@@ -282,8 +250,7 @@ class QTSplusSelector(nn.Module):
             per row `[n_b, d]` tokens for the language model, in their original order, and a [`QTSplusOutput`].
 
         Raises:
-            ValueError: an unknown selection, or one that asks for `attention` where there is none; `retention` or
-                `max_visual_tokens` out of range; a row with visual tokens but no question.
+            ValueError: an unknown selection, a budget out of range, a row with visual tokens but no question.
         """
         visual = [(row,) if isinstance(row, torch.Tensor) else tuple(row) for row in visual]
         if grids is None:
@@ -436,9 +403,9 @@ class QTSplusSelector(nn.Module):
 
     def _anchor(self) -> torch.Tensor | None:
         """
-        0, made of every parameter that is trained: a batch without visual tokens must reach them too, or distributed
-        training waits. It is made before the parameters are used, so that on the way back their gradients are whole
-        after it, in the same order for every batch: DeepSpeed adds up those of several processes in that order.
+        0, made of every parameter that is trained, which a batch without visual tokens must reach too, or distributed
+        training waits. It is made before they are used, so that on the way back their gradients are whole after it, in
+        one order for every batch: DeepSpeed adds up those of several processes in that order.
         """
         trained = [p.sum().float() for p in self.parameters() if p.requires_grad]
         return torch.stack(trained).sum() * 0.0 if trained else None

@@ -39,17 +39,13 @@ def choose_frames(
     temporal_patch_size: int = 2,
 ) -> np.ndarray:
     """
-    Spreads the sampled frames evenly over a video.
+    Spreads the sampled frames evenly over a video: `[T]` int64, increasing frame indices.
 
     Args:
-        total_num_frames: frames that the video has.
-        video_fps: its frames per second.
+        total_num_frames, video_fps: of the video.
         fps: frames to sample per second; the count is held between `min_frames` and `max_frames`.
         num_frames: frames to sample instead, as many as exist at most. With neither, all frames are taken.
         temporal_patch_size: the count is a multiple of it, unless the video is shorter.
-
-    Returns:
-        `[T]` int64, increasing frame indices.
     """
     if num_frames is not None:
         wanted = float(round(num_frames / temporal_patch_size) * temporal_patch_size)
@@ -67,12 +63,8 @@ def frame_choice(
     video_processor: Any, fps: float | None, num_frames: int | None, bounds: dict[str, int | None]
 ) -> FrameChoice:
     """
-    [`choose_frames`] with what a call leaves open taken from the video processor.
-
-    Args:
-        fps, num_frames: what the call asks for; not both.
-        bounds: `min_frames`, `max_frames` and `temporal_patch_size`, `None` where the call is silent. Where they are
-            stronger than the `fps` asked for, it is logged once.
+    [`choose_frames`] with what a call leaves open taken from the video processor. `bounds` are `min_frames`,
+    `max_frames` and `temporal_patch_size`; where they are stronger than the `fps` asked for, it is logged once.
     """
     if fps is not None and num_frames is not None:
         raise ValueError(f"Got `fps={fps!r}` and `num_frames={num_frames!r}`; expected one of them.")
@@ -98,14 +90,7 @@ def frame_choice(
 
 
 def resize_frame(video_processor: Any, size: tuple[int, int], frame: np.ndarray, resample: Any = None) -> np.ndarray:
-    """
-    One frame as the video processor resizes it within its video, to the bit.
-
-    Args:
-        size: height and width.
-        frame: `[H, W, 3]` uint8.
-        resample: another interpolation than the video processor's.
-    """
+    """A frame `[H, W, 3]` uint8 at a size of (height, width), as the video processor resizes it in a video."""
     if frame.shape[:2] == size:
         return frame
     # Not the backbone's own resizing: Qwen's looks at the number of frames.
@@ -138,13 +123,8 @@ def naming(video: str) -> Iterator[None]:
 
 def load_frames(folder: str | list[str]) -> np.ndarray:
     """
-    Loads a video that is stored as images, `[T, H, W, 3]` uint8 RGB.
-
-    Args:
-        folder: a folder of images, read in natural order (`frame2.jpg` before `frame10.jpg`), or a list of images.
-
-    Raises:
-        ValueError: no image in the folder, one that cannot be read, or images of different sizes.
+    A video that is stored as images, `[T, H, W, 3]` uint8 RGB: in a folder, in natural order (`frame2.jpg` before
+    `frame10.jpg`), or in a list. `ValueError` for images that are missing, cannot be read or differ in size.
     """
     paths = image_paths(folder) if isinstance(folder, str) else folder
     if isinstance(folder, str):
@@ -244,12 +224,8 @@ def _is_image_path(item: Any) -> bool:
 
 def flatten_videos(videos: Any) -> list[Any]:
     """
-    Flattens every nesting that a processor is called with, a list of videos per row or a single video.
-
-    A list of frames, or of paths of images, is one video; any other list is a list of videos.
-
-    Returns:
-        Per video a path, or `[T, H, W, C]` or `[T, C, H, W]` frames as an array or tensor.
+    Flattens every nesting that a processor is called with: per video a path, or its frames, `[T, H, W, C]` or
+    `[T, C, H, W]`, as an array or tensor. A list of frames, or of paths of images, is one video.
 
     Raises:
         ValueError: an item is no video, or there is none.
@@ -328,10 +304,8 @@ def require_positive(name: str, value: float) -> None:
 @dataclass
 class VideoChunks:
     """
-    A long video, decoded and preprocessed chunk by chunk while one iterates over it.
-
-    Iterating gives `pixel_values_videos` `[k, d]` and `video_grid_thw` `[1, 3]` of each chunk. Joined, the pixel values
-    are those of the whole video; nothing is kept of a chunk that was given out.
+    A long video, decoded and preprocessed while one iterates over it: `pixel_values_videos` `[k, d]` and
+    `video_grid_thw` `[1, 3]` of each chunk. Nothing is kept of a chunk that was given out.
     """
 
     video_grid_thw: torch.Tensor  # [1, 3], of the whole video

@@ -16,8 +16,8 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 PYTHON=${PYTHON:-python3}
-NEEDS="av typer rich peft qwen_vl_utils yaml matplotlib accelerate safetensors PIL torchvision triton pytest hypothesis"
-STEPS=(kernels device speed-3b memory-3b scaling-3b train-3b frames-3b)
+NEEDS="av typer rich peft qwen_vl_utils yaml matplotlib accelerate safetensors PIL torchvision pytest hypothesis"
+STEPS=(device speed-3b memory-3b scaling-3b train-3b frames-3b)
 for shape in internvl2.5-8b llava-video-7b qwen3-vl-8b qwen3.5-9b; do
     STEPS+=("speed-$shape" "memory-$shape" "scaling-$shape")
 done
@@ -56,7 +56,7 @@ result_of() {
     shape=$(shape_of "$1")
     [[ $shape == 3b ]] && shape=gpu
     case $1 in
-        kernels | device) echo "$results/gpu-$1.json" ;;
+        device) echo "$results/gpu-$1.json" ;;
         frames-*) echo "$results/frames/speed-$shape.json" ;;
         *) echo "$results/${1%%-*}-$shape.json" ;;
     esac
@@ -120,12 +120,6 @@ set_command() {
     local shape tests
     shape=$(shape_of "$1")
     case $1 in
-        kernels)
-            tests=(tests/kernels/test_triton_relevance.py -m "slow or not slow")
-            $dry && tests=(tests/kernels/test_triton_relevance.py -k masks)
-            command=("$PYTHON" benchmarks/run_tests.py "$(result_of "$1")" "${tests[@]}")
-            $dry && command=(env TRITON_INTERPRET=1 "${command[@]}")
-            ;;
         device)
             tests=(tests/test_device.py tests/test_vision_attention.py)
             $dry && tests=(tests/test_device.py -k attention)

@@ -262,7 +262,8 @@ def drift(model: Any, processor: Any, features: torch.Tensor, tokens: int) -> di
     steps = len(features) // CELLS
     grid = torch.tensor([[steps, 2 * GRID, 2 * GRID]])
     metadata = VideoMetadata(total_num_frames=FPS * steps, fps=FPS, frames_indices=list(range(FPS * steps)))
-    inputs = processor.question_inputs(question, grid, [metadata])
+    asked = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}]
+    inputs = processor.conversation_inputs([asked], video_grid_thw=grid, video_metadata=[metadata])
     call = {"video_features": [features], "second_per_grid_ts": [1.0], "retention": 1.0, "max_visual_tokens": tokens}
     with torch.no_grad():
         chosen = model.model.compress(**inputs, **call, reencode=False).qtsplus

@@ -104,7 +104,8 @@ class Load:
             if video not in known:
                 known[video] = self._encode(video)
             features, metadata, grid = known[video]
-            inputs = self.processor.question_inputs(question, grid, [metadata])
+            asked = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}]
+            inputs = self.processor.conversation_inputs([asked], video_grid_thw=grid, video_metadata=[metadata])
             settings = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "retention": retention}
             self.model.generate(**inputs.to(DEVICE), video_features=features, **settings)
 

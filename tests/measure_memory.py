@@ -16,8 +16,8 @@ def extra_mb(step) -> float:
 
 def relevance() -> dict[str, float]:
     """M = 180,000 visual tokens, 16 heads over 2 key/value heads, 64 query tokens; results and gradients subtracted."""
-    from qtsplus.kernels.naive import naive_log_relevance
-    from qtsplus.relevance_qtsplus import REDUCTIONS, chunked_log_relevance
+    from benchmarks.speed.naive import naive_log_relevance
+    from qtsplus.relevance_qtsplus import REDUCTIONS, log_relevance
 
     num_tokens, head_dim = 180_000, 16
     queries = torch.randn(16, 64, head_dim)
@@ -31,11 +31,11 @@ def relevance() -> dict[str, float]:
 
     def training(reduction):
         states = queries.clone().requires_grad_(), keys.detach().requires_grad_()
-        torch.autograd.grad(chunked_log_relevance(*states, reduction=reduction).sum(), states)
+        torch.autograd.grad(log_relevance(*states, reduction=reduction).sum(), states)
 
-    forward(lambda q, k: chunked_log_relevance(q, k[:, :100]))  # the libraries' own buffers
+    forward(lambda q, k: log_relevance(q, k[:, :100]))  # the libraries' own buffers
     return {
-        "chunked": extra_mb(lambda: forward(chunked_log_relevance)) - result,
+        "chunked": extra_mb(lambda: forward(log_relevance)) - result,
         **{f"training_{name}": extra_mb(lambda name=name: training(name)) - result - gradients for name in REDUCTIONS},
         "naive": extra_mb(lambda: forward(naive_log_relevance)) - result,
     }

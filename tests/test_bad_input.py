@@ -348,16 +348,15 @@ def test_pixels_after_a_cache_are_refused_by_forward(model):
         model(**video_inputs(), past_key_values=cache)
 
 
-def test_pixels_together_with_selected_features_are_refused(model):
+@pytest.mark.parametrize("way", ["forward", "generate"])
+@pytest.mark.parametrize("name", ["mm_encoder_outputs", "inputs_embeds"])
+def test_pixels_come_with_ids_alone(model, way, name):
+    inputs = video_inputs()
     outputs = {"video": BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))}
-    with pytest.raises(ValueError, match="pixel values or mm_encoder_outputs, not both"):
-        model(**video_inputs(mm_encoder_outputs=outputs))
-
-
-def test_generate_refuses_pixels_together_with_selected_features(model):
-    outputs = {"video": BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))}
-    with pytest.raises(ValueError, match="mm_encoder_outputs|inputs_embeds"):
-        model.generate(**video_inputs(mm_encoder_outputs=outputs), max_new_tokens=2)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    beside = {name: {"mm_encoder_outputs": outputs, "inputs_embeds": embeds}[name]}
+    with pytest.raises(ValueError, match="come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs"):
+        getattr(model, way)(**inputs, **beside)
 
 
 def test_a_max_length_shorter_than_the_prompt_is_refused(model):
@@ -369,39 +368,11 @@ def test_a_max_length_shorter_than_the_prompt_is_refused(model):
     assert model.generate(**inputs, max_length=length + 1).shape == (1, length + 1)
 
 
-def test_embeddings_behind_a_cache_are_refused(model):
-    inputs, cache = video_inputs(), DynamicCache()
-    first = model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
-    embeds = model.get_input_embeddings()(first)
-    with pytest.raises(ValueError, match="inputs_embeds behind a cache"):
-        call = {"inputs_embeds": embeds, "past_key_values": cache, "max_new_tokens": 2}
-        model.generate(**{**inputs, "input_ids": first, "attention_mask": None}, **call)
-
-
-@pytest.mark.parametrize(
-    "told", [{"cu_seq_lens_q": torch.tensor([0, 5, 29])}, {"seq_idx": torch.arange(29)[None] // 9}]
-)
-def test_rows_said_to_be_packed_are_refused_with_a_video(model, told):
-    with pytest.raises(ValueError, match=f"packed into one row \\({next(iter(told))}\\)"):
-        model(**video_inputs(**told))
-
-
-def test_one_sequence_is_not_packed(model):
-    inputs = video_inputs()
-    length = inputs["input_ids"].shape[1]
-    ends = torch.tensor([0, length], dtype=torch.int32)
-    lengths = {"max_length_q": length, "max_length_k": length}
-    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **lengths, "seq_idx": torch.zeros(1, length)}
-    assert torch.equal(model(**inputs, **told).logits, model(**inputs).logits)
-
-
-@pytest.mark.parametrize("name", ["labels", "shift_labels"])
 @pytest.mark.parametrize("rows", [video_inputs, lambda: batch(prompt())], ids=["a video", "text alone"])
-def test_labels_of_another_shape_are_refused(model, name, rows):
+def test_labels_of_another_shape_are_refused(model, rows):
     inputs = rows()
-    labels = {"labels": inputs["input_ids"], name: inputs["input_ids"][:, 1:]}
-    with pytest.raises(ValueError, match=rf"^{name} \(1, \d+\): expected the shape of the prompt, \(1, \d+\)"):
-        model(**inputs, **labels)
+    with pytest.raises(ValueError, match=r"^labels \(1, \d+\): expected the shape of the prompt, \(1, \d+\)"):
+        model(**inputs, labels=inputs["input_ids"][:, 1:])
 
 
 def test_another_attention_function_is_set_without_a_warning(caplog):
@@ -427,7 +398,7 @@ def test_packed_rows_are_refused_with_images_and_videos(model, axes, with_mask, 
     if not with_mask:
         inputs.pop("attention_mask")
     for call in (model, model.generate):
-        with pytest.raises(ValueError, match="position_ids that begin again within a row.*one sequence in each row"):
+        with pytest.raises(ValueError, match="position_ids that begin again within a row.*one in each row"):
             call(**inputs)
 
 

@@ -46,14 +46,11 @@ def test_attention_in_pieces_and_its_gradients(dtype):
     results = []
     for device, precision in ((DEVICE, dtype), ("cpu", torch.float64)):
         leaf = states.clone().to(device, precision).requires_grad_()
-        query, key, value = (part.transpose(0, 1)[None] for part in leaf)
         if device == "cuda" and dtype in HALF:
-            assert attention._torch_has_varlen_for(query, 80**-0.5, 0.0)
-        attended, _ = attention.varlen_attention_forward(
-            torch.nn.Identity(), query, key, value, cu_seq_lens_q=cu_seq_lens.to(device)
-        )
-        (attended[0] * weights.to(device, precision)).sum().backward()
-        results.append((attended[0], leaf.grad))
+            assert attention._torch_has_varlen_for(leaf[0])
+        attended = attention.attend_within(*leaf, cu_seq_lens.to(device))
+        (attended * weights.to(device, precision)).sum().backward()
+        results.append((attended, leaf.grad))
     for mine, expected in zip(*results, strict=True):
         assert_close(mine, expected, HALF.get(dtype, 1e-5) / 2)
 

@@ -24,10 +24,10 @@ def measure(step, monkeypatch) -> dict[str, float]:
 
 
 @linux_only
-def test_relevance_of_180_000_tokens_takes_under_100_mb(monkeypatch):
+def test_relevance_of_180_000_tokens_takes_under_100_mb_and_200_in_training(monkeypatch):
     measured = measure(measure_memory.relevance, monkeypatch)
     assert measured["chunked"] < 100
-    assert all(measured[f"training_{reduction}"] < 100 for reduction in REDUCTIONS)
+    assert all(measured[f"training_{reduction}"] < 200 for reduction in REDUCTIONS)
     assert measured["naive"] > 700
 
 

@@ -21,7 +21,6 @@ from model_checks import (
 )
 from tiny import (
     VIDEO_PAD,
-    WORDS,
     batch,
     prompt,
     stock_twin,
@@ -230,22 +229,6 @@ def test_embeddings_of_a_text_are_as_good_as_its_ids(cls):
     expected = main_output(model, inputs)
     embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
     assert torch.equal(main_output(model, {**inputs, "inputs_embeds": embeds}), expected)
-
-
-@CLASSES
-def test_embeddings_of_a_video_prompt_with_a_query_mask_are_as_good_as_its_ids(cls):
-    model, inputs = build(cls), mixed_inputs()
-    ids = inputs["input_ids"]
-    query_mask = torch.zeros_like(ids)
-    query_mask[:, -12:-5] = ((ids >= WORDS[0]) & (ids < WORDS[1]))[:, -12:-5].long()
-    with torch.no_grad():
-        expected = model(**inputs, query_mask=query_mask)
-        del inputs["input_ids"]
-        embedded = model(**inputs, inputs_embeds=model.get_input_embeddings()(ids), query_mask=query_mask)
-    assert torch.equal(embedded.qtsplus.columns, expected.qtsplus.columns)
-    real = expected.qtsplus.columns >= 0
-    assert (embedded[0][real] - expected[0][real]).abs().max() < 1e-5
-    assert all(map(torch.equal, embedded.qtsplus.kept_indices, expected.qtsplus.kept_indices))
 
 
 def test_embeddings_take_labels_as_ids_do():

@@ -126,7 +126,7 @@ def test_the_ids_are_those_of_the_configurations(processor):
     assert tiny["video_token_id"] == processor.video_token_id and tiny["image_token_id"] == processor.image_token_id
 
 
-@pytest.mark.parametrize("return_tensors", [None, "pt", "np"])
+@pytest.mark.parametrize("return_tensors", [None, "pt"])
 def test_a_query_comes_padded_in_the_form_of_the_ids(processor, return_tensors):
     queries = ["Where?", "How many circles are there?"]
     inputs = processor(text=["a a", "b b"], query=queries, return_tensors=return_tensors, padding=True)

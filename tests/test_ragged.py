@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qtsplus import QTSplusConfig, QTSplusSelector
 from qtsplus.methods_qtsplus import METHODS, TIE, Candidates
-from qtsplus.relevance_qtsplus import REDUCTIONS, chunked_log_relevance, log_relevance
+from qtsplus.relevance_qtsplus import REDUCTIONS, log_relevance
 from qtsplus.selector_qtsplus import find_threshold, gumbel_gate, gumbel_noise, soft_gate
 from tiny import PAD, PAPER, batch, prompt, tiny_model
 
@@ -229,7 +229,7 @@ def test_the_block_size_of_relevance_changes_neither_values_nor_gradients(num_bl
     weights = torch.randn(keys.shape[1], generator=torch.Generator().manual_seed(problem["seed"]))
     results = []
     for size in (None, math.ceil(keys.shape[1] / num_blocks)):
-        relevance = chunked_log_relevance(queries, keys, block_size=size, reduction=reduction).exp()
+        relevance = log_relevance(queries, keys, block_size=size, reduction=reduction).exp()
         results.append((relevance, *torch.autograd.grad((relevance * weights).sum(), (queries, keys))))
     (whole, *whole_gradients), (blocks, *block_gradients) = results
     # A score of 20 has a float32 rounding error of 2e-6, which is relevance's relative error.

@@ -148,7 +148,9 @@ def test_what_stays_is_what_the_policy_would_keep_of_the_whole(loaded, policy):
 def kept_of(loaded, n):
     model, processor = loaded
     whole = session.encode(*loaded, FRAMES, fps=2)
-    inputs = processor.question_inputs(QUESTION, whole.video_grid_thw, [whole.metadata])
+    asked = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
+    times = {"video_grid_thw": whole.video_grid_thw, "video_metadata": [whole.metadata]}
+    inputs = processor.conversation_inputs([asked], **times)
     call = {"video_features": [whole.features], "second_per_grid_ts": [1.0]}
     with torch.no_grad():
         return model.model.compress(**inputs, **call, retention=1.0, max_visual_tokens=n).qtsplus.kept_indices[0]

@@ -1,7 +1,6 @@
 """The vision tower attends in all windows of a layer at once, and gets what stock gets window by window."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -20,16 +19,15 @@ import qtsplus.modeling_qtsplus as attention
 from model_checks import shared_model
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.modeling_qtsplus import (
-    VARLEN_ATTENTION,
     BiasWithin,
     GatedInPlace,
     NormInCache,
     PatchProjection,
     attend_by_length,
+    attend_within,
     rotate,
-    varlen_attention_forward,
 )
-from tiny import PATCH_VALUES, batch, prompt, stock_twin, tiny_config, tiny_model
+from tiny import PATCH_VALUES, stock_twin, tiny_model
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
@@ -152,56 +150,27 @@ def test_torch_s_own_gives_the_same():
     lengths = [64, 64, 32, 7, 1, 1200]
     states = torch.randn(3, sum(lengths), 16, 80, device="cuda", dtype=torch.bfloat16)
     cu_seq_lens = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
-    query, key, value = (one.transpose(0, 1)[None] for one in states)
-    assert attention._torch_has_varlen_for(query, 80**-0.5, 0.0)
-    ours, _ = varlen_attention_forward(torch.nn.Identity(), query, key, value, cu_seq_lens_q=cu_seq_lens)
-    torch.testing.assert_close(ours[0], one_by_one(*states, lengths), atol=2e-2, rtol=2e-2)
+    assert attention._torch_has_varlen_for(states[0])
+    torch.testing.assert_close(attend_within(*states, cu_seq_lens), one_by_one(*states, lengths), atol=2e-2, rtol=2e-2)
 
 
-def vision_attention(model):
-    return model.config.vision_config._attn_implementation
-
-
-def test_it_is_the_default_and_the_user_s_choice_wins(tmp_path):
-    model = shared_model()
-    assert vision_attention(model) == VARLEN_ATTENTION
-    assert model.config.text_config._attn_implementation == "sdpa"
-    model.save_pretrained(tmp_path)
-    load = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained
-    assert vision_attention(load(tmp_path)) == VARLEN_ATTENTION
-    for given_name in ("sdpa", {"vision_config": "sdpa"}):
-        assert vision_attention(load(tmp_path, attn_implementation=given_name)) == "sdpa"
-    only_text = load(tmp_path, attn_implementation={"text_config": "eager"})
-    assert vision_attention(only_text) == VARLEN_ATTENTION
-    assert only_text.config.text_config._attn_implementation == "eager"
-    named = load(tmp_path, attn_implementation={"vision_config": VARLEN_ATTENTION})
-    assert vision_attention(named) == VARLEN_ATTENTION
-
-
-def test_it_can_be_turned_off_and_on():
-    model = tiny_model()
+@pytest.mark.parametrize("name", ["eager", {"vision_config": "eager"}])
+def test_another_attention_is_stock_s(tmp_path, name):
+    shared_model().save_pretrained(tmp_path)
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path, attn_implementation=name)
     grid, pixels = video((2, 8, 8))
     counts = []
-    for name in ("sdpa", VARLEN_ATTENTION):
-        model.set_attn_implementation({"vision_config": name})
-        assert vision_attention(model) == name
+    for one in ("as loaded", "sdpa"):
+        if one == "sdpa":
+            model.set_attn_implementation({"vision_config": one})
         with CallCount() as count, torch.no_grad():
             encode(model, grid, pixels)
         counts.append(count.calls)
-    assert counts == [2 * 2 * 16 + 2 * 2, 4]
-
-
-def test_no_file_names_it(tmp_path):
-    """Stock Transformers does not know the name."""
-    tiny_model().save_pretrained(tmp_path)
-    for path in tmp_path.glob("*.json"):
-        assert VARLEN_ATTENTION not in path.read_text(), path
-        json.loads(path.read_text())
+    assert counts == [0, 4]
 
 
 def test_other_models_can_be_built_from_the_configuration():
     model = shared_model()
-    assert vision_attention(Qwen2_5_VLQTSplusForConditionalGeneration(model.config)) == VARLEN_ATTENTION
     stock = Qwen2_5_VLModel(model.config).eval()
     stock.visual.load_state_dict(model.model.visual.state_dict())
     grid, pixels = video((2, 3, 5))
@@ -209,14 +178,6 @@ def test_other_models_can_be_built_from_the_configuration():
         theirs = stock.visual(pixels, grid_thw=grid).pooler_output
         for one in (model, copy.deepcopy(model)):
             torch.testing.assert_close(encode(one, grid, pixels), theirs, atol=1e-5, rtol=1e-5)
-
-
-def test_a_language_model_is_refused():
-    config = tiny_config()
-    config._attn_implementation = VARLEN_ATTENTION
-    model = Qwen2_5_VLQTSplusForConditionalGeneration(config)
-    with pytest.raises(ValueError, match='attn_implementation={"vision_config": "qtsplus_varlen"}'):
-        model(**batch(prompt()))
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qtsplus.kernels.naive import naive_log_relevance
+from benchmarks.speed.naive import naive_log_relevance
 from qtsplus.relevance_qtsplus import log_relevance
 from qtsplus.results import Journal, environment, steps
 

@@ -171,7 +171,7 @@ def _behind(processor: Any, first: Any, rows: Any) -> Any:
     left = processor.tokenizer.padding_side == "left"
     rows["input_ids"] = pad_rows(whole, processor.tokenizer.pad_token_id, left=left)
     rows["attention_mask"] = pad_rows([torch.ones_like(ids) for ids in whole], 0, left=left)
-    rows["query_mask"] = processor._query_mask(rows["input_ids"], rows["attention_mask"])
+    rows["query_mask"] = processor._query_mask(rows["input_ids"])
     rows["video_grid_thw"] = first["video_grid_thw"].repeat(len(whole), 1)
     return rows
 

@@ -45,26 +45,14 @@ def class_modules() -> dict[str, str]:
 
 
 def backbone_of(model_type: str | None) -> Backbone:
-    """
-    The classes of a backbone.
-
-    Args:
-        model_type: ours (`"internvl_qtsplus"`) or the stock model's (`"internvl"`).
-
-    Raises:
-        ValueError: another type.
-    """
-    stock = (model_type or "").removesuffix(OURS)
-    if stock not in _BACKBONES:
+    """The classes of our model type (`"internvl_qtsplus"`) or the stock one (`"internvl"`); `ValueError` for others."""
+    name = (model_type or "").removesuffix(OURS)
+    if name not in _BACKBONES:
         raise ValueError(
             f"There is no backbone of type {model_type!r}; expected one of {', '.join(sorted(_BACKBONES))}, or ours of "
             f"these, with {OURS!r} behind."
         )
-    names = [_BACKBONES[stock][-1] + kind for kind in ("Config", "ForConditionalGeneration", "Processor")]
+    names = [_BACKBONES[name][-1] + kind for kind in ("Config", "ForConditionalGeneration", "Processor")]
     ours = [getattr(import_module("qtsplus"), name) for name in names]
-    return Backbone(*ours, *map(_stock, ours))
-
-
-def _stock(cls: type) -> type:
-    """The class of Transformers that one of ours derives from."""
-    return next(base for base in cls.__mro__ if base.__module__.startswith("transformers.models."))
+    stock = [next(base for base in one.__mro__ if base.__module__.startswith("transformers.models.")) for one in ours]
+    return Backbone(*ours, *stock)

@@ -58,12 +58,7 @@ def stored_dtype(model: str | Path, revision: str | None = None) -> str:
 
 
 def find_device(device: str | None) -> str:
-    """
-    The device that was asked for, or else a GPU where there is one.
-
-    Raises:
-        ValueError: it cannot be used.
-    """
+    """The device that was asked for, or else a GPU where there is one; `ValueError` if it cannot be used."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
@@ -75,7 +70,7 @@ def find_device(device: str | None) -> str:
 
 
 def check_model(model: str | Path, revision: str | None) -> None:
-    """Before anything is loaded: a `ValueError` for what cannot be a model with a selector; see [`load`]."""
+    """A `ValueError` for what cannot be a model with a selector; see [`load`]."""
     name = str(model)
     if revision is not None and Path(model).is_dir():
         raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")

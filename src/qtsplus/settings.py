@@ -57,11 +57,10 @@ def parse_yaml(text: str, name: str) -> Any:
 
 def build(where: str, kind: type[Settings], values: Mapping[str, Any]) -> Settings:
     """
-    A dataclass of values that a person wrote, each of the type that its field declares.
+    A dataclass, with [`STRICT`] as its `__pydantic_config__`, of values that a person wrote.
 
     Args:
         where: stands in front of a field's name in the error, such as "tiny.yaml: training.".
-        kind: a dataclass; with [`STRICT`] as its `__pydantic_config__`.
 
     Raises:
         ValueError: an unknown or a missing field, a value of another type, or one that the dataclass refuses.

@@ -21,22 +21,11 @@ from .video_qtsplus import VideoChunks, resize_frame, stack_frames
 
 @dataclass(frozen=True)
 class TwoPasses:
-    """
-    How a video is read twice.
+    """How a video is read twice."""
 
-    Args:
-        scale: of the sides of a frame in the first pass, in (0, 1).
-        tokens: the most of the video's tokens that the second pass encodes, as a fraction in (0, 1].
-        tile: side of a region, in tokens of the full size. By default that of the vision tower's windows; whole frames
-            where the tower has to see them.
-
-    Raises:
-        ValueError: a number out of its range.
-    """
-
-    scale: float = 0.5
-    tokens: float = 0.25
-    tile: int | None = None
+    scale: float = 0.5  # of the sides of a frame in the first pass, in (0, 1)
+    tokens: float = 0.25  # the most of the video's tokens that the second pass encodes, as a fraction in (0, 1]
+    tile: int | None = None  # side of a region in full-size tokens; the tower's windows, or else whole frames, if None
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < 1:
@@ -75,11 +64,8 @@ class Tiles:
 
     def best(self, mass: torch.Tensor, count: int) -> torch.Tensor:
         """
-        The tiles with the most mass per token: `[n, 3]`, their step, row and column, a place's steps one after another.
-
-        Args:
-            mass: `[T, R, C]`; a tile without any is never chosen.
-            count: the most tokens of all chosen tiles; one tile is chosen in any case.
+        Of the mass `[T, R, C]` the tiles with the most per token, `count` tokens together at most but one tile at
+        least: `[n, 3]`, their step, row and column, a place's steps one after another.
         """
         sizes = self.sizes.expand_as(mass).flatten()
         density = mass.flatten() / sizes
@@ -187,10 +173,8 @@ def second_pass(
     selection: str | Method | None = None,
 ) -> SecondPass:
     """
-    Chooses tiles by the relevance of the small video's tokens, and encodes them at full size.
-
-    Every token of the small video counts, kept or not: the tiles may be many more than the tokens that are kept of it.
-    Where the selection looks at no relevance, the kept ones count, each the same.
+    Chooses tiles by the relevance of the small video's tokens, kept or not, and encodes them at full size. Where the
+    selection looks at no relevance, the kept tokens count, each the same.
 
     Args:
         small: the prompt of a question about the small video, with its features: inputs of the model, one row.
@@ -231,11 +215,11 @@ def second_prompt(
     model: Any, inputs: Mapping[str, Any], passes: Sequence[SecondPass], **selection: Any
 ) -> CompactPrompt:
     """
-    The shortened prompts of questions about whole videos, of which a second pass has encoded some tokens: the others
-    are as if not kept, and what is there stays at its place. For `model.generate_from`.
+    The shortened prompts of questions about whole videos, of which `passes` have encoded some tokens: the others are as
+    if not kept, and what is there stays at its place. For `model.generate_from`.
 
     Args:
-        inputs: the model's, `[B, S]`, with the grids of the whole videos; `passes` has one entry for each.
+        inputs: the model's, `[B, S]`, with the grids of the whole videos.
         selection: the fields of [`SelectionInputs`]; `retention` is that of each pass if it is left out.
     """
     features = [one.features for one in passes]
@@ -252,10 +236,8 @@ def encode_tiles(
     model: Any, large: Large, chosen: torch.Tensor, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Encodes tiles of a video, each as a little frame of its own, those of one size together.
-
-    The rotary positions of the tower are relative, so a tile at the corner of its little frame is what it is in the
-    whole one, except for what attention over whole frames would have told it of other tiles.
+    Encodes tiles of a video, each as a little frame of its own, those of one size together. The tower's rotary
+    positions are relative, so a tile loses only what attention over whole frames would have told it of others.
 
     Args:
         large: the video. It is decoded up to the last chosen frame.

@@ -79,8 +79,6 @@ class TestBackbone:
         positions = torch.cat([torch.arange(length - 9), torch.arange(9)])[None]
         with pytest.raises(ValueError, match="several sequences packed into one row"):
             model(**inputs, position_ids=positions)
-        with pytest.raises(ValueError, match="several sequences packed into one row"):
-            model(**inputs, cu_seq_lens_q=torch.tensor([0, length - 9, length]))
 
     @pytest.mark.parametrize("selection", ["temporal_redundancy", "diversity"])
     def test_query_free_methods_choose_by_features_in_their_grid(self, model, prepare, selection):

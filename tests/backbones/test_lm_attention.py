@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from qtsplus.layout_qtsplus import lay_out
 from qtsplus.lm_attention_qtsplus import FrameGroups, attention_layer
@@ -156,27 +155,6 @@ def test_a_question_given_apart_takes_the_place_of_the_prompts_own(in_groups, pr
     expected = relevance(in_groups, written)
     torch.testing.assert_close(relevance(in_groups, inputs, query_input_ids=other), expected, atol=1e-6, rtol=1e-4)
     assert (expected - relevance(in_groups, inputs)).abs().max() > 1e-6
-    longer = torch.cat([question, question[:, :2]], 1)
-    embeds = in_groups.get_input_embeddings()(inputs["input_ids"])
-    by_embeddings = relevance(in_groups, inputs, inputs_embeds=embeds, query_input_ids=longer)
-    torch.testing.assert_close(
-        by_embeddings, relevance(in_groups, inputs, query_input_ids=longer), atol=1e-6, rtol=1e-4
-    )
-
-
-def test_the_next_turn_selects_as_a_full_run_does(in_groups, prepare):
-    first, rest = prepare("text"), prepare("two videos")
-    options = {**CALL, "return_dict_in_generate": True}
-    options["suppress_tokens"] = [in_groups.config.video_token_id, in_groups.config.image_token_id]
-    done = in_groups.generate(**first, **options, past_key_values=DynamicCache(config=in_groups.config))
-    ids = torch.cat([done.sequences, rest["input_ids"]], dim=1)
-    whole = {**rest, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    del whole["query_mask"]
-    got = in_groups.generate(**whole, **options, past_key_values=done.past_key_values)
-    expected = in_groups.generate(**whole, **options)
-    (mine,), (theirs,) = got.qtsplus.relevance, expected.qtsplus.relevance
-    torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-4)
-    assert torch.equal(got.qtsplus.kept_indices[0], expected.qtsplus.kept_indices[0])
 
 
 def test_scores_are_taught_nothing_and_the_model_is_left_alone(in_groups, prepare):

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
 KINDS = ("speed", "memory", "scaling")
 OTHERS = ("internvl2.5-8b", "llava-video-7b", "qwen3-vl-8b", "qwen3.5-9b")
 STEPS = [
-    *("kernels", "device", "speed-3b", "memory-3b", "scaling-3b", "train-3b", "frames-3b"),
+    *("device", "speed-3b", "memory-3b", "scaling-3b", "train-3b", "frames-3b"),
     *(f"{kind}-{shape}" for shape in OTHERS for kind in KINDS),
 ]
 # Is told what to do with a step by a file beside its results; notes its arguments.
@@ -77,7 +77,7 @@ def test_every_step_once(gpu, tmp_path):
         "out/speed-gpu.json",
         "out/frames/speed-gpu.json",
         "out/memory-qwen3-vl-8b.json",
-        "out/gpu-kernels.json",
+        "out/gpu-device.json",
     } <= {str(path.relative_to(tmp_path)) for path in (tmp_path / "out").rglob("*")}
     again, calls = gpu()
     assert again.returncode == 0 and calls == []
@@ -115,7 +115,7 @@ def real(*arguments):
 
 def test_without_a_gpu_it_says_so(tmp_path):
     done = script(
-        *("--out", str(tmp_path / "out"), "kernels"),
+        *("--out", str(tmp_path / "out"), "device"),
         environment={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 2 and "PyTorch finds no GPU" in done.stderr
@@ -146,7 +146,7 @@ def test_the_command_takes_what_the_steps_give_it(gpu, tmp_path, monkeypatch, mo
             result = CliRunner().invoke(app, call.split()[1:])
             assert result.exit_code == 0, result.output
     shapes = ("tiny", *(f"{shape}-tiny" for shape in OTHERS)) if mode else ("3b", *OTHERS)
-    assert len(given) == len(STEPS) - 2 and {shape for shape, _, _ in given} == set(shapes)
+    assert len(given) == len(STEPS) - 1 and {shape for shape, _, _ in given} == set(shapes)
     assert {(repeats, device) for _, repeats, device in given} == ({(1, "cpu")} if mode else {(3, None), (1, None)})
 
 
@@ -157,7 +157,6 @@ def test_every_step_dry(tmp_path):
     written = {path.stem for path in tmp_path.glob("*.json")}
     shapes = ("tiny", *(f"{shape}-tiny" for shape in OTHERS))
     assert written >= {
-        "gpu-kernels",
         "gpu-device",
         "train-tiny",
         *(f"{kind}-{shape}" for kind in KINDS for shape in shapes),

@@ -90,9 +90,7 @@ def loopback_hub():
             asked = json.loads(body)
             front_matter = asked["content"].split("---")[1]
             wanted = {"dataset": {"configs", "task_categories", "tags"}}
-            known = yaml.safe_load(front_matter).keys() >= wanted.get(
-                asked.get("repoType"), {"library_name", "pipeline_tag", "tags"}
-            )
+            known = yaml.safe_load(front_matter).keys() >= wanted.get(asked.get("repoType"), {"library_name", "tags"})
             errors = [] if known else [{"message": "no metadata"}]
             self.answer({"errors": errors, "warnings": []}, 200 if known else 400)
 

@@ -15,11 +15,12 @@ from ..backbones import backbone_of, model_types
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from ..output import check_folder
 from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
-from ..saving_qtsplus import auto_map, code_of, commit_folder, model_card
+from ..saving_qtsplus import auto_map, code_of
 from .card import card_data, matching_variant
 from .checkpoint import read_checkpoint, weight_files, write_checkpoint
 from .files import hub_configs, variants
 from .folder import read_json, update_json, whole_folder
+from .model_card import model_card
 from .saved import load_config, load_generation_config, load_processor, refuse_adapter
 from .space import write_space
 from .weights import on_meta, read_weights
@@ -170,8 +171,13 @@ def upload(
             stale = [path for path in there if _REPLACED.fullmatch(path) and path not in names]
             if stale:
                 say(f"Removing what an earlier upload left: {', '.join(stale)}.")
-        message = "Upload with qtsplus publish"
-        return commit_folder(api, folder, repository, message, delete=stale).commit_url
+        return api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Upload with qtsplus publish",
+            ignore_patterns=[".*"],
+            delete_patterns=stale or None,
+        ).commit_url
     except (HTTPError, OSError, RuntimeError) as error:
         # A failed upload of one file is told by the file's name, and why by what caused it.
         cause = error.__cause__ if isinstance(error, RuntimeError) else None

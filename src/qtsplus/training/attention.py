@@ -113,8 +113,7 @@ def _grouped_attention(model: nn.Module, inputs: Mapping[str, Any], labels: torc
     """The same from groups of frames, none of which sees another."""
     base, ids, rest = base_model(model).model, inputs["input_ids"], dict(inputs)
     visual, selection = take_inputs(rest)
-    stock_inputs = (rest.get(name) for name in ("attention_mask", "position_ids", "inputs_embeds"))
-    layout = lay_out(base, visual, ids, *stock_inputs)
+    layout = lay_out(base, visual, ids, rest.get("attention_mask"), rest.get("position_ids"))
     looking = _places(base, layout, selection.query_mask, labels, choice.positions)
     last = layout.mask.sum(1, keepdim=True) - 1  # somebody has to look, where nothing is taught too
     places = [seen_from if len(seen_from) else end for seen_from, end in zip(looking, last, strict=True)]

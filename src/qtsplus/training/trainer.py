@@ -17,9 +17,9 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ..data.records import SOURCES
+from ..hub.model_card import known_front_matter, model_card
 from ..methods_qtsplus import DOUBLINGS
 from ..results import write_json
-from ..saving_qtsplus import model_card
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, relevance_divergences
 from .budget import Budget, RunningMeans, loss_differences, most_tokens
@@ -428,7 +428,7 @@ class QTSplusTrainer(Trainer):
             return
         folder = Path(str(self.args.output_dir))
         repository = self.hub_model_id or self.args.hub_model_id
-        about = {**self.model.known_front_matter(), **_hyperparameters(self), **self.about}
+        about = {**known_front_matter(self.model), **_hyperparameters(self), **self.about}
         card = model_card(self.model, repository or f"org/{folder.resolve().name}", about)
         (folder / "README.md").write_text(card, encoding="utf-8")
 

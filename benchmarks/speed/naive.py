@@ -1,4 +1,4 @@
-"""The readable twin of the relevance kernels."""
+"""The readable twin of the relevance that the Hub files compute in blocks."""
 
 import math
 

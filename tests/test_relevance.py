@@ -1,7 +1,5 @@
-"""The chunked relevance of the Hub files against its readable twin, and which kernel the model takes."""
+"""The relevance of the Hub files, which is computed in blocks, against its readable twin."""
 
-import logging
-import sys
 from functools import partial
 
 import pytest
@@ -9,8 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qtsplus.kernels.naive import naive_log_relevance
-from qtsplus.relevance_qtsplus import REDUCTIONS, chunked_log_relevance, log_relevance, relevance_kernel
+from benchmarks.speed.naive import naive_log_relevance
+from qtsplus.relevance_qtsplus import REDUCTIONS, log_relevance
 from relevance_problems import assert_equal_to_twin, states
 
 HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (12, 3), (16, 2), (28, 4)]
@@ -39,14 +37,14 @@ def test_values_and_gradients_equal_the_twins(
     heads, num_tokens, num_queries, head_dim, block_size, scale, seed, reduction
 ):
     queries, keys = states(*heads, num_queries, num_tokens, head_dim, seed=seed, scale=scale)
-    kernel = partial(chunked_log_relevance, block_size=block_size, reduction=reduction)
+    kernel = partial(log_relevance, block_size=block_size, reduction=reduction)
     assert_equal_to_twin(kernel, queries, keys, reduction=reduction)
 
 
 @each_reduction
 @pytest.mark.parametrize(("heads", "num_queries"), [((2, 1), 1), ((4, 2), 5)])
 def test_70_001_tokens(heads, num_queries, reduction):
-    kernel = partial(chunked_log_relevance, reduction=reduction)
+    kernel = partial(log_relevance, reduction=reduction)
     problem = states(*heads, num_queries, 70_001)
     assert_equal_to_twin(kernel, *problem, relative=2e-5, reduction=reduction)  # float32 over so many tokens
 
@@ -57,7 +55,7 @@ def test_70_001_tokens(heads, num_queries, reduction):
 @pytest.mark.parametrize("num_queries", [1, 60])
 @pytest.mark.parametrize("num_tokens", [1, 63, 1111, 70_001])
 def test_every_awkward_shape(heads, num_queries, num_tokens, reduction):
-    kernel = partial(chunked_log_relevance, reduction=reduction)
+    kernel = partial(log_relevance, reduction=reduction)
     assert_equal_to_twin(kernel, *states(*heads, num_queries, num_tokens), reduction=reduction)
 
 
@@ -65,11 +63,11 @@ def test_every_awkward_shape(heads, num_queries, num_tokens, reduction):
 @pytest.mark.parametrize("block_size", [1, 3, None])
 def test_gradients_equal_finite_differences(block_size, reduction):
     queries, keys = states(4, 2, num_queries=3, num_tokens=7, head_dim=5, dtype=torch.float64)
-    relevance = partial(chunked_log_relevance, block_size=block_size, reduction=reduction)
+    relevance = partial(log_relevance, block_size=block_size, reduction=reduction)
     assert torch.autograd.gradcheck(relevance, (queries, keys))
 
 
-@pytest.mark.parametrize("kernel", [naive_log_relevance, chunked_log_relevance])
+@pytest.mark.parametrize("kernel", [naive_log_relevance, log_relevance])
 def test_of_equal_maxima_the_first_takes_the_gradient(kernel):
     # Whole numbers, so that equal scores are equal in any order of addition; head_dim 4 halves them exactly.
     queries = torch.randint(-3, 4, (2, 3, 4), generator=torch.Generator().manual_seed(0)).float()
@@ -94,9 +92,9 @@ def test_of_equal_maxima_the_first_takes_the_gradient(kernel):
 def test_statistics_of_bfloat16_states_are_in_float32(autocast, reduction):
     queries, keys = states(4, 2, num_queries=6, num_tokens=3000, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        log_r = chunked_log_relevance(queries, keys, reduction=reduction)
+        log_r = log_relevance(queries, keys, reduction=reduction)
         value = (log_r.exp() * 100).sum()
-        gradients = torch.autograd.grad(value, (queries, keys))
+    gradients = torch.autograd.grad(value, (queries, keys))  # as trainers do, outside
     wide = [x.detach().float().requires_grad_() for x in (queries, keys)]
     expected = naive_log_relevance(*wide, reduction=reduction)
     assert log_r.dtype == torch.float32
@@ -111,72 +109,3 @@ def test_relevance_that_sums_to_one(reduction):
     queries, keys = states(4, 2, num_queries=6, num_tokens=300, scale=3.0)
     assert log_relevance(queries, keys, reduction=reduction).exp().sum().item() == pytest.approx(1, abs=1e-5)
     assert log_relevance(queries, keys).exp().sum() > 2
-
-
-def test_bad_shapes_are_refused():
-    queries, keys = states(6, 2, num_queries=5, num_tokens=9)
-    with pytest.raises(ValueError, match="5 query heads: expected a multiple of the 2"):
-        log_relevance(queries[:5], keys)
-    with pytest.raises(ValueError, match=r"reduction='median': expected one of \('max', 'mean', 'sum'\)"):
-        log_relevance(queries, keys, reduction="median")
-
-
-@pytest.fixture
-def a_gpu(monkeypatch):
-    """An Ampere GPU, as far as choosing goes."""
-    relevance_kernel.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    yield torch.device("cuda:0")
-    relevance_kernel.cache_clear()
-
-
-def said(caplog, *arguments):
-    """The name of the kernel that is chosen for the same arguments twice, and what was logged."""
-    with caplog.at_level(logging.INFO, "qtsplus.relevance_qtsplus"):
-        kernel = relevance_kernel(*arguments)
-        assert relevance_kernel(*arguments) is kernel
-    return kernel.__name__, caplog.text
-
-
-def test_a_gpu_takes_the_triton_kernel_and_says_so_once(a_gpu, caplog):
-    pytest.importorskip("triton")
-    name, message = said(caplog, a_gpu, torch.bfloat16, 128)
-    assert name == "triton_log_relevance"
-    assert message.count("triton_log_relevance (qtsplus and triton are installed)") == 1
-
-
-@pytest.mark.parametrize("missing", ["qtsplus.kernels.triton_relevance", "triton"])
-def test_a_gpu_without_it_takes_the_chunked_one_and_says_why(a_gpu, caplog, monkeypatch, missing):
-    monkeypatch.delitem(sys.modules, "qtsplus.kernels.triton_relevance", raising=False)
-    monkeypatch.setitem(sys.modules, missing, None)
-    name, message = said(caplog, a_gpu, torch.bfloat16, 128)
-    assert name == "chunked_log_relevance"
-    assert message.count("cannot be imported") == 1 and missing.split(".")[-1] in message
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "capability"),
-    [(torch.float64, 64, (9, 0)), (torch.float32, 160, (9, 0)), (torch.float16, 64, (7, 5))],
-)
-def test_states_or_gpus_that_do_not_fit_it_take_the_chunked_one(a_gpu, monkeypatch, dtype, head_dim, capability):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert relevance_kernel(a_gpu, dtype, head_dim) is chunked_log_relevance
-
-
-def test_a_gpu_takes_the_chunked_one_for_the_sum_and_says_so_once(a_gpu, caplog):
-    with caplog.at_level(logging.INFO, "qtsplus.relevance_qtsplus"):
-        kernel = relevance_kernel(a_gpu, torch.bfloat16, 128, "sum")
-        assert relevance_kernel(a_gpu, torch.bfloat16, 128, "sum") is kernel
-    assert (kernel.func, kernel.keywords) == (chunked_log_relevance, {"reduction": "sum"})
-    assert caplog.text.count("chunked_log_relevance (the Triton kernel computes only the maximum and the mean)") == 1
-
-
-def test_a_gpu_takes_the_triton_one_for_the_mean(a_gpu):
-    kernel = relevance_kernel(a_gpu, torch.bfloat16, 128, "mean")
-    assert (kernel.func.__name__, kernel.keywords) == ("triton_log_relevance", {"reduction": "mean"})
-
-
-def test_a_cpu_takes_the_chunked_one(caplog):
-    relevance_kernel.cache_clear()
-    name, message = said(caplog, torch.device("cpu"), torch.float32, 64)
-    assert name == "chunked_log_relevance" and message.count("chunked_log_relevance") == 1
