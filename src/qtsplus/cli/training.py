@@ -92,7 +92,7 @@ def calibrate(
         from ..evaluation import calibration
         from ..output import check_output
         from ..results import write_json
-        from ..synthesis.local_teacher import load_teacher
+        from ..training.models import load_teacher
         from ..training.recipe import load_recipe
 
         check_output(out)

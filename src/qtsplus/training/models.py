@@ -18,6 +18,7 @@ from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
 from ..hub.folder import read_json
 from ..hub.saved import refuse_adapter
+from ..loading import find_device
 from ..output import first_line
 from ..settings import check_types
 
@@ -106,6 +107,21 @@ def load_model(
     model.tie_weights()
     model.generation_config = base.generation_config
     return model
+
+
+def load_teacher(weights: str, device: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
+    """
+    A stock model or a QTSplus model, in a folder or on the Hub, with its processor. `"auto"` is bfloat16 on a GPU and
+    float32 elsewhere.
+
+    Raises:
+        ValueError: no such model, or one of an unknown backbone.
+    """
+    where = find_device(device)
+    automatic = "bfloat16" if where.startswith("cuda") else "float32"
+    selector = {} if model_type(weights).endswith(OURS) else {"reencode_layers": 0}
+    model = load_model(None, weights, selector, automatic if dtype == "auto" else dtype)
+    return model.to(where).eval(), load_processor(None, weights, model.config)
 
 
 def check_weights(weights: str, expected: str) -> None:
