@@ -21,7 +21,7 @@ data_app = typer.Typer(help="Make, check and describe training data.", no_args_i
 def check(
     path: Annotated[
         Path,
-        typer.Argument(help="JSONL, JSON or Parquet, or a folder of videos with captions beside them.", metavar="SET"),
+        typer.Argument(help="JSONL, JSON or Parquet.", metavar="SET"),
     ],
     media_root: MediaRoot = None,
     against: Annotated[

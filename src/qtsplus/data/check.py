@@ -27,9 +27,8 @@ from .records import (
 )
 
 ROWS_AT_ONCE = 256
-# A letter may stand for the answer this much more or less often than the others, where chance does not explain it.
+# A letter may be right so much more or less often than a quarter, and three standard errors beyond that.
 TOLERATED_SHARE = 0.05
-UNLIKELY = 16.27  # chi-square of three degrees of freedom, which chance exceeds once in a thousand sets
 LONG_ANSWER = 3  # words of a free answer that no question holds by chance
 
 
@@ -73,7 +72,7 @@ def check_set(
     Checks a set in any format of [`iter_rows`].
 
     Args:
-        media_root: where its videos are looked for; beside the file, or in the folder, when absent.
+        media_root: where its videos are looked for; beside the file when absent.
         against: another set, with which it should share no video, such as the test set.
         media: look for every video, and decode a frame of it.
 
@@ -85,7 +84,8 @@ def check_set(
     if media and not root.is_dir():
         raise ValueError(f"There is no folder {str(root)!r}; expected the media root, where the videos lie.")
     others = {} if against is None else _videos(against)
-    result, seen, answers = Checked(), _Seen(), Counter[str]()
+    result, answers = Checked(), Counter[str]()
+    seen: dict[bytes, int] = {}  # the first row with a text, by its digest
     videos: dict[str, str | None] = {}
     if media:
         from .. import video_qtsplus  # noqa: F401, an import in a thread could not be interrupted
@@ -121,27 +121,21 @@ def _media_problem(place: str) -> str | None:
     return media_problem(place)
 
 
-class _Seen:
-    """The number of the first row with a text, by the text's digest: a large set's texts are not held."""
-
-    def __init__(self) -> None:
-        self.rows: dict[bytes, int] = {}
-
-    def first(self, number: int, *texts: str | None) -> int | None:
-        """The earlier row with the same texts, apart from case and spaces."""
-        normal = "\x00".join(" ".join((text or "").casefold().split()) for text in texts)
-        return earlier if (earlier := self.rows.setdefault(_digest(normal), number)) != number else None
+def _first(seen: dict[bytes, int], number: int, *texts: str | None) -> int | None:
+    """The earlier row with the same texts, apart from case and spaces. Their digests are held, not the texts."""
+    normal = "\x00".join(" ".join((text or "").casefold().split()) for text in texts)
+    return earlier if (earlier := seen.setdefault(_digest(normal), number)) != number else None
 
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=12).digest()
 
 
-def _reasons(record: Record, row: Row, seen: _Seen) -> Iterator[tuple[str, str | None]]:
+def _reasons(record: Record, row: Row, seen: dict[bytes, int]) -> Iterator[tuple[str, str | None]]:
     if record.id is not None:
-        earlier = seen.first(row.number, "id", record.id)
+        earlier = _first(seen, row.number, "id", record.id)
         yield "duplicate", None if earlier is None else f"row {earlier} has the same id."
-    earlier = seen.first(row.number, "text", *_texts(record))
+    earlier = _first(seen, row.number, "text", *_texts(record))
     same = "caption" if isinstance(record, Caption) else "question"
     yield "duplicate", None if earlier is None else f"row {earlier} has the same {same} about the same video."
     yield "leak", _leak(record)
@@ -202,15 +196,11 @@ def _unbalanced(letters: dict[str, int]) -> str | None:
     count = sum(letters.values())
     if not count:
         return None
-    expected = count / len(LETTERS)
-    statistic = math.fsum((found - expected) ** 2 / expected for found in letters.values())
-    letter, most = max(letters.items(), key=lambda entry: abs(entry[1] - expected))
-    if statistic <= UNLIKELY or abs(most - expected) / count <= TOLERATED_SHARE:
+    shares = {letter: number / count for letter, number in letters.items()}
+    letter, share = max(shares.items(), key=lambda entry: abs(entry[1] - 0.25))
+    if abs(share - 0.25) <= TOLERATED_SHARE + 3 * math.sqrt(0.25 * 0.75 / count):
         return None
-    return (
-        f"{letter} is right in {most / count:.0%} of {count} single-choice items, where 25% are expected; shuffle the "
-        "options."
-    )
+    return f"{letter} is right in {share:.0%} of {count} single-choice items, not 25%: shuffle the options."
 
 
 def _videos(path: str | os.PathLike) -> dict[bytes, int]:
