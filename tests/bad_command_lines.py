@@ -546,7 +546,6 @@ training.lora_dropout: -0.1 | 1 | x
 training.lora_alpha: 0 | -1 | x
 training.sft_loss: best | 5 | null | []
 training.muon_scale: 0 | -1 | x | true
-training.budget_probe: 1 | 0 | x | .nan
 training.retention_range: 5 | [] | [0.1] | [0.5, 0.1] | [0, 1] | [a, b] | [0.1, 2] | {{a: 1}} | [0.1, .nan]
 training.freeze_selector: yes | 1 | 'false' | null
 training.accelerator_config: 5 | {{nothing: 1}} | /nonexistent.json

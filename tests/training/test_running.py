@@ -112,7 +112,7 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(recipe_fil
 stages:
   relevance: {training: {relevance_weight: 1.0, retention_share: 1.0}}
   answers:
-    training: {freeze_scores: true, budget_probe: 2.0, retention_share: 0.0, save_strategy: steps, save_steps: 1}
+    training: {freeze_scores: true, retention_share: 0.0, save_strategy: steps, save_steps: 1}
 """
     )
     recipe_file.write_text(staged.replace("reduction: mean}", "reduction: mean, query_states: layer}"))

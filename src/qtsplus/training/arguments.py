@@ -23,7 +23,6 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("num_train_epochs", "lora_alpha"), lambda value: value > 0, "more than 0"),
     (("lora_dropout",), lambda value: 0 <= value < 1, "at least 0 and less than 1"),
     (("max_skipped", "retention_share"), lambda value: 0 <= value <= 1, "a share in [0, 1]"),
-    (("budget_probe",), lambda value: value > 1, "a factor above 1"),
     (("seed", "data_seed"), lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
     (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 to go by num_train_epochs"),
 )
@@ -66,9 +65,6 @@ class QTSplusTrainingArguments(TrainingArguments):
             model also serves whoever asks for a `retention`. With `selection: all` that fraction is kept at random, so
             that a base learns to read with gaps.
         retention_share (`float`, defaults to 0.5): that share; the prediction learns in the other steps.
-        budget_probe (`float`, *optional*): a factor above 1. In steps whose budget is predicted, the supervised loss of
-            every sample is also measured with so many times more and fewer tokens, without gradients, and its slope is
-            the budget head's gradient. The gate's own hardly tells how many tokens a question needs.
 
     > Distillation from a teacher's attention
 
@@ -107,7 +103,6 @@ class QTSplusTrainingArguments(TrainingArguments):
     dual_damping: float = field(default=2.0)
     retention_range: list[float] | None = field(default=None)
     retention_share: float = field(default=0.5)
-    budget_probe: float | None = field(default=None)
     relevance_weight: float = field(default=0.0)
     relevance_layers: list[int] | None = field(default=None)
     relevance_heads: list[tuple[int, int]] | None = field(default=None)

@@ -140,7 +140,7 @@ def _step(recipe: Recipe, config: Any, model: Any, tokens: int) -> tuple[int, fl
         return 2 * read * (sizes["language_model"] + depth * width * read)
 
     passes = 3 + bool(training.gradient_checkpointing) + (not training.freeze_language_model)
-    probes = training.budget_probe is not None or selector.budget == "loss"  # 1, 2, 4, ... tokens: twice the most
+    probes = selector.budget == "loss"  # with 1, 2, 4, ... tokens: together twice the most
     flops = (passes + 2 * probes) * forward(length)
     if training.relevance_weight:
         held, flops = max(held, (prompt + tokens) * layer), flops + forward(prompt + tokens)

@@ -1,7 +1,6 @@
 """The Trainer of Transformers with the paper's objective, its diagnostics and its dual variable."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -179,8 +178,7 @@ class QTSplusTrainer(Trainer):
         with self.further_losses(inputs, labels) as (inputs, losses_of):
             outputs, token_losses, rows = self._answer(model, inputs, labels)
         token_source = sources[rows]
-        weights = self._token_weights(counts[: len(SOURCES)])[token_source]
-        loss = (weights * token_losses).sum()
+        loss = (self._token_weights(counts[: len(SOURCES)])[token_source] * token_losses).sum()
         self._note_tokens(token_losses, token_source)
 
         if self.args.relevance_weight > 0 and model.training:
@@ -193,13 +191,11 @@ class QTSplusTrainer(Trainer):
             loss = loss + weight * losses.sum() / counts[-2].clamp(min=1)
             self.running[True].add(name, losses.sum(), len(losses))
         budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training, asked=self._retention is None)
-        if model.training and self._retention is None and not self.args.freeze_selector:
-            if self.selector_config.budget == "loss":
-                differences = self._predicted_losses(inputs, labels, outputs.qtsplus)
-                loss = loss + differences.sum() / counts[-2].clamp(min=1)
-                self.running[True].add("loss_budget", differences.sum(), len(differences))
-            elif self.args.budget_probe is not None:
-                loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
+        predicts = self.selector_config.budget == "loss" and not self.args.freeze_selector
+        if model.training and self._retention is None and predicts:
+            differences = self._predicted_losses(inputs, labels, outputs.qtsplus)
+            loss = loss + differences.sum() / counts[-2].clamp(min=1)
+            self.running[True].add("loss_budget", differences.sum(), len(differences))
         if model.training:
             # Distributed training averages gradients over the processes, which here are parts of one sum.
             loss = (loss + budget) * self.accelerator.num_processes
@@ -253,19 +249,6 @@ class QTSplusTrainer(Trainer):
         logits, targets, rows = answer_logits(outputs.logits, labels)
         return outputs, F.cross_entropy(logits, targets, reduction="none"), rows
 
-    def _probe_budget(self, inputs, labels, qtsplus, weights, factor: float) -> torch.Tensor | float:
-        """A term whose gradient in log rho is the supervised loss's slope, measured between fewer and more tokens."""
-        if qtsplus is None or not (qtsplus.rho.requires_grad or self._others_may_wait(qtsplus)):
-            return 0.0
-        rho, with_vision, measured = qtsplus.rho, qtsplus.rho.detach() > 0, []
-        for scale in (factor, 1 / factor):
-            retention = torch.where(with_vision, (rho.detach() * scale).clamp(max=1.0), 1.0).tolist()
-            with torch.no_grad():
-                _, token_losses, rows = self._answer(self.model, {**inputs, "retention": retention}, labels)
-            measured.append(torch.zeros_like(rho).index_add(0, rows, weights * token_losses))
-        slope = (measured[0] - measured[1]) / (2 * math.log(factor))
-        return (slope * torch.where(with_vision, rho, 1.0).log()).sum()
-
     def _predicted_losses(self, inputs, labels, qtsplus) -> torch.Tensor:
         """Of each sample with visual tokens how far off the losses are that the budget head predicts, `[k]`."""
         totals = [0] if qtsplus is None else qtsplus.num_tokens.tolist()
@@ -284,11 +267,6 @@ class QTSplusTrainer(Trainer):
         inputs = {**inputs, "retention": 1.0, "max_visual_tokens": n}
         _, token_losses, rows = self._answer(self.model, inputs, labels)
         return token_losses.new_zeros(len(labels)).index_add(0, rows, token_losses)
-
-    def _others_may_wait(self, qtsplus: Any) -> bool:
-        """Whether a batch is of text alone, while other processes, with parts of the weights, may have videos."""
-        learns = not self.args.freeze_selector and self.selector_config.selection == "qtsplus"
-        return learns and self.accelerator.num_processes > 1 and not qtsplus.num_tokens.any()
 
     def _token_weights(self, tokens: torch.Tensor) -> torch.Tensor:
         """The weight of a token of each source, from the step's number of supervised tokens of each."""
