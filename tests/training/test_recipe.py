@@ -116,8 +116,6 @@ def test_a_plan_tells_what_features_take(tmp_path):
     plan = make_plan(recipe)
     assert "50.3 MB of disk for each clip" in plan.lines[-1] and "5.03 GB for 100 clips" in plan.lines[-1]
     assert plan.lines[2].startswith("7 steps of 16 records")
-    with pytest.raises(ValueError, match="free, but the model and its checkpoints take about"):
-        replace(plan, folder=tmp_path, disk=10**18).require_space()
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,8 @@ def test_lm_attention_teaches_without_a_pass_over_all_tokens(tmp_path):
     ("change", "message"),
     [
         (lambda config: setattr(config, "video_token_id", 499), "video_token_id=499 and the model 500"),
-        (lambda config: setattr(config.vision_config, "patch_size", 8), "patch_size=8 and the model with 4"),
-        (lambda config: setattr(config.vision_config, "spatial_merge_size", 4), "merge_size=4 and the model with 2"),
+        (lambda config: setattr(config.vision_config, "patch_size", 8), "patch_size=8 and the model 4"),
+        (lambda config: setattr(config.vision_config, "spatial_merge_size", 4), "merge_size=4 and the model 2"),
     ],
 )
 def test_a_teacher_with_other_visual_tokens_is_refused(tmp_path, change, message):

@@ -45,9 +45,7 @@ def check_processor_kwargs(processor: Any, processor_kwargs: Mapping[str, Any]) 
     known = {*processor.video_processor.valid_kwargs.__annotations__, "videos_kwargs", "text_kwargs"}
     unknown = sorted(set(processor_kwargs) - known)
     if unknown:
-        raise ValueError(
-            f"processor_kwargs.{unknown[0]} is none of the processor's settings: {', '.join(sorted(known))}."
-        )
+        raise ValueError(f"processor_kwargs.{unknown[0]} is no setting of the processor: {', '.join(sorted(known))}.")
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,6 @@ class VideoQADataset(Dataset):
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         features: of the videos, see [`encode_videos`]; they take the place of the pixels.
 
-    `targets`, when set, are those of attention distillation; see [`note_targets`].
-
     Raises:
         ValueError: a folder of frames whose rate neither its record nor `processor_kwargs` gives.
     """
@@ -102,7 +98,7 @@ class VideoQADataset(Dataset):
         self.records = list(records)
         self.names = Counter(map(skipped_name, self.records))
         self.features = features
-        self.targets: AttentionTargets | None = None
+        self.targets: AttentionTargets | None = None  # of attention distillation, see [`note_targets`]
         self.processor = processor
         self.model_max_length = model_max_length
         self.processor_kwargs = dict(processor_kwargs or {})
@@ -134,12 +130,12 @@ class VideoQADataset(Dataset):
         check_skipped(len(missing), len(self.records), most, [f"there is no video at {name!r}" for name in missing])
 
     def __getitem__(self, index: int) -> dict[str, Any] | SkippedRecord:
-        """The example of a record, see [`example`](VideoQADataset.example)."""
+        """See [`example`](VideoQADataset.example)."""
         return self.example(self.records[index])
 
     def example(self, record: VideoRecord) -> dict[str, Any] | SkippedRecord:
         """
-        A record as a model's inputs; it need not be one of the dataset's.
+        A record, not necessarily of the dataset, as a model's inputs.
 
         Returns:
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its

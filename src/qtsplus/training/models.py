@@ -25,9 +25,9 @@ from ..settings import check_types
 
 def load_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None) -> Any:
     """
+    The configuration of a variant, a folder of `hub_configs`; without one that of weights, a folder or Hub id.
+
     Args:
-        variant: a folder of `hub_configs`, whose configuration comes first.
-        weights: a folder or Hub id whose configuration is used without a variant.
         selector: fields of `qtsplus_config` to change.
 
     Raises:
@@ -152,12 +152,7 @@ def load_processor(variant: str | None, weights: str | None, config: Any) -> Any
 
 
 def model_type(weights: str) -> str:
-    """
-    The `model_type` in a folder's or Hub repository's config.json.
-
-    Raises:
-        ValueError: there is no such folder or repository, or none with a config.json.
-    """
+    """The `model_type` in a folder's or Hub repository's config.json; a `ValueError` where there is none."""
     folder = Path(weights)
     if folder.is_dir():
         return str(read_json(folder / "config.json").get("model_type", ""))

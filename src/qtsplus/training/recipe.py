@@ -21,8 +21,8 @@ class ModelArguments:
     The `model` section.
 
     Args:
-        variant: a folder of `hub_configs`, whose configuration is used; that of `weights` when absent. Its
-            `recipe.yaml` has what a recipe leaves open, such as the weights to start from.
+        variant: a folder of `hub_configs`, whose configuration is used, and whose `recipe.yaml` has what a recipe
+            leaves open; the configuration of `weights` when absent.
         weights: a folder or Hub id with a QTSplus model, or with a stock model that gets a fresh selector; seeded
             random weights when absent.
         selector: fields of `qtsplus_config` to change.
@@ -31,9 +31,8 @@ class ModelArguments:
             need.
         attn_implementation: as for `from_pretrained`.
         relevance_teacher: for `relevance_weight`, a folder or Hub id with a model of the same backbone, tokenizer and
-            visual tokens, with a selector or without; the model itself with all visual tokens when absent. With
-            `lm_attention` the model itself teaches, but reads groups of frames through its first layers only: for
-            videos that are too long to be read whole.
+            visual tokens; the model itself when absent. With `lm_attention` the model itself teaches, but reads groups
+            of frames through its first layers only: for videos that are too long to be read whole.
     """
 
     __pydantic_config__ = STRICT
@@ -66,9 +65,8 @@ class DataArguments:
         model_max_length: most text tokens of an example.
         processor_kwargs: for every call of the processor, such as `{fps: 1, max_frames: 64}`.
         features: a folder in which the videos' features are kept, 50 to 400 MB for each clip of a real model. Each
-            video is decoded and encoded once, before training, which the frozen vision tower then never enters; runs of
-            the same tower may share a folder. With a `relevance_weight` and a teacher that does not train (a
-            `relevance_teacher`, or a frozen language model) its attention is kept there too, one pass for each example.
+            video is decoded and encoded once, before training; runs of the same tower may share a folder. The attention
+            of a teacher that does not train (a `relevance_teacher`, or a frozen language model) is kept there too.
     """
 
     __pydantic_config__ = STRICT
@@ -207,10 +205,9 @@ def _apply(override: str, sections: Sections) -> None:
         raise ValueError(f"{override!r}: expected {expected}.")
     target = sections[section]
     for parent in parents:
-        inner = target.setdefault(parent, {})
-        if not isinstance(inner, dict):
-            raise ValueError(f"{override!r}: {parent} is {show(inner)}, which has no fields.")
-        target = inner
+        target = target.setdefault(parent, {})
+        if not isinstance(target, dict):
+            raise ValueError(f"{override!r}: {parent} is {show(target)}, which has no fields.")
     target[last] = parse_yaml(value, repr(override))
 
 
