@@ -203,7 +203,7 @@ def recipe_file(tmp_path_factory, tiny_mp4) -> Path:
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     path = folder / "tiny.yaml"
     path.write_text(f"""
-model: {{variant: qtsplus-tiny, initialise: language_model, selector: {{n_max: 20}}}}
+model: {{variant: qtsplus-tiny, selector: {{n_max: 20}}}}
 data: {{train_files: [{folder}/train.jsonl], processor_kwargs: {{fps: 1}}}}
 training:
   {{output_dir: {folder}/run, max_steps: 2, per_device_train_batch_size: 3, learning_rate: 1e-3, use_cpu: true,

@@ -1,10 +1,8 @@
 """`qtsplus data check`: what is wrong with a set, row by row."""
 
 import hashlib
-import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -27,8 +25,6 @@ from .records import (
 )
 
 ROWS_AT_ONCE = 256
-# A letter may be right so much more or less often than a quarter, and three standard errors beyond that.
-TOLERATED_SHARE = 0.05
 LONG_ANSWER = 3  # words of a free answer that no question holds by chance
 
 
@@ -48,14 +44,12 @@ class Checked:
 
     rows: int = 0  # how many it has
     bad: list[BadRow] = field(default_factory=list)  # in order; a row may stand there for several reasons
-    letters: dict[str, int] = field(default_factory=dict)  # how often each is the right answer
-    unbalanced: str | None = None  # why the letters tell something about the answer
     videos: int = 0  # how many were looked at
 
     @property
     def good(self) -> bool:
         """Whether nothing is wrong."""
-        return not self.bad and self.unbalanced is None
+        return not self.bad
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -84,7 +78,7 @@ def check_set(
     if media and not root.is_dir():
         raise ValueError(f"There is no folder {str(root)!r}; expected the media root, where the videos lie.")
     others = {} if against is None else _videos(against)
-    result, answers = Checked(), Counter[str]()
+    result = Checked()
     seen: dict[bytes, int] = {}  # the first row with a text, by its digest
     videos: dict[str, str | None] = {}
     if media:
@@ -104,14 +98,11 @@ def check_set(
                 result.bad += [
                     BadRow(row.number, row.id, check, printable(reason)) for check, reason in reasons if reason
                 ]
-                answers.update(_letter(row.record))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     if not result.rows:
         raise ValueError(f"{path} holds no row; expected one or more to check.")
     result.videos = len(videos)
-    result.letters = {letter: answers[letter] for letter in LETTERS} if answers else {}
-    result.unbalanced = _unbalanced(result.letters)
     return result
 
 
@@ -182,25 +173,6 @@ def _holds(text: str, part: str) -> bool:
 
 def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.casefold())
-
-
-def _letter(record: Record | None) -> list[str]:
-    """The letter that is right, of an item with four options."""
-    item = None if record is None or isinstance(record, Caption) else to_video_record(record)
-    if item is None or len(item.options or ()) != len(LETTERS) or item.answer not in tuple(LETTERS):
-        return []
-    return [item.answer]
-
-
-def _unbalanced(letters: dict[str, int]) -> str | None:
-    count = sum(letters.values())
-    if not count:
-        return None
-    shares = {letter: number / count for letter, number in letters.items()}
-    letter, share = max(shares.items(), key=lambda entry: abs(entry[1] - 0.25))
-    if abs(share - 0.25) <= TOLERATED_SHARE + 3 * math.sqrt(0.25 * 0.75 / count):
-        return None
-    return f"{letter} is right in {share:.0%} of {count} single-choice items, not 25%: shuffle the options."
 
 
 def _videos(path: str | os.PathLike) -> dict[bytes, int]:

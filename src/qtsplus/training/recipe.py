@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from ..data.records import Text
 from ..hub.files import hub_configs, require_variant
-from ..hub.initialise import INITIALISATIONS
 from ..settings import STRICT, build, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
 from .dataset import check_frame_settings
@@ -26,7 +25,6 @@ class ModelArguments:
         weights: a folder or Hub id with a QTSplus model, or with a stock model that gets a fresh selector; seeded
             random weights when absent.
         selector: fields of `qtsplus_config` to change.
-        initialise: sets a fresh selector's starting point, see [`initialise_selector`].
         dtype: of the weights that are frozen; those that are trained are held in float32, which small learning rates
             need.
         attn_implementation: as for `from_pretrained`.
@@ -40,7 +38,6 @@ class ModelArguments:
     variant: Text | None = None
     weights: Text | None = None
     selector: dict[str, Any] = field(default_factory=dict)
-    initialise: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     attn_implementation: Text | None = None
     relevance_teacher: Text | None = None
@@ -48,8 +45,6 @@ class ModelArguments:
     def __post_init__(self) -> None:
         if self.variant is None and self.weights is None:
             raise ValueError("variant and weights are both missing; expected at least one of them.")
-        if self.initialise is not None and self.initialise not in INITIALISATIONS:
-            raise ValueError(f"initialise is {self.initialise!r}; expected one of {', '.join(INITIALISATIONS)}.")
 
 
 @dataclass
@@ -145,7 +140,7 @@ def load_stages(
             _apply(override, merged)
         merged = _merge(_variant_defaults(merged["model"].get("variant")), merged)
         if loaded:
-            merged["model"] |= {"weights": str(loaded[-1].output_dir), "initialise": None}
+            merged["model"]["weights"] = str(loaded[-1].output_dir)
         _name_folders(merged, "" if len(loaded) == len(stages) - 1 else name)
         loaded.append(_build(path, merged, name, trainer_class))
     return loaded

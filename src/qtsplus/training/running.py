@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from ..data.records import VideoRecord
 from ..hub.card import card_data
-from ..hub.initialise import initialise_selector
 from ..output import check_folder, require_space
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice
@@ -140,8 +139,6 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     dataset(train).require_videos(training.max_skipped)
     loading = args.dtype, args.attn_implementation, training.seed
     model = load_model(args.variant, args.weights, args.selector, *loading)
-    if args.initialise is not None:
-        initialise_selector(model, args.initialise)
     relevance_teacher = _load_relevance_teacher(recipe, model, processor)
     features = None if data.features is None else _encode(recipe, model, processor, train + evaluation)
     train_dataset = dataset(train, features)
