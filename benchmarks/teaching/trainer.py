@@ -67,7 +67,9 @@ class TinyWorldTrainer(QTSplusTrainer):
     def further_losses(
         self, inputs: dict[str, Any], labels: torch.Tensor
     ) -> Iterator[tuple[dict[str, Any], FurtherLosses]]:
-        """What a batch's `token_words` and `needles` teach."""
+        """What a batch's `token_words` and `needles` teach. A base that keeps everything learns to read with gaps."""
+        if "retention" in inputs and self.selector_config.selection == "all":
+            inputs["selection"] = "random"
         token_words, needles = (inputs.pop(name, None) for name in ("token_words", "needles"))
         named = token_words is not None and self.model.training and self.args.naming_weight > 0
         if named:

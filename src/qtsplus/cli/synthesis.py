@@ -1,7 +1,7 @@
 """`qtsplus data vscq1`, `vscq2` and `vqa`: the paper's training sets, made with teacher models behind an endpoint."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,8 @@ from .options import MediaRoot
 
 if TYPE_CHECKING:
     from ..synthesis.endpoint import Endpoint
+    from ..synthesis.engine import Job
+    from ..synthesis.video_steps import VideoTeacher
 
 _Questions = Annotated[Path, typer.Argument(help="Single-choice questions: JSONL or Parquet with options.")]
 _Out = Annotated[Path, typer.Option(help="The folder for the set and the journal.")]
@@ -39,11 +41,13 @@ def vscq1(
     """Make QTS-VSCQ1: single-choice questions that a language model writes about captions."""
     with _one_line():
         from ..data.formats import iter_captions
+        from ..synthesis.engine import Job
         from ..synthesis.questions import PROMPTS, write_questions
 
         server = _open(endpoint, teacher, timeout, extra_body, temperature=0.7)
-        step, settings = partial(write_questions, server), {**server.settings(), "prompts": PROMPTS}
-        _make("vscq1", lambda: iter_captions(captions), step, server, settings, out, concurrency, limit)
+        settings = {**server.settings(), "prompts": PROMPTS}
+        job = Job("vscq1", lambda: iter_captions(captions), partial(write_questions, server), server, settings)
+        _make(job, out, concurrency, limit)
 
 
 def vscq2(
@@ -62,10 +66,8 @@ def vscq2(
     with _one_line():
         from ..synthesis.video_steps import VideoTeacher, screen
 
-        server = _open(endpoint, teacher, timeout, extra_body)
-        video_teacher = VideoTeacher(server, frames, max_tokens=64)
-        step = partial(screen, video_teacher, _finder(questions, media_root))
-        _make("vscq2", lambda: _choices(questions), step, server, video_teacher.settings(), out, concurrency, limit)
+        video_teacher = VideoTeacher(_open(endpoint, teacher, timeout, extra_body), frames, max_tokens=64)
+        _ask("vscq2", screen, questions, media_root, video_teacher, out, concurrency, limit)
 
 
 def vqa(
@@ -84,10 +86,8 @@ def vqa(
     with _one_line():
         from ..synthesis.video_steps import VideoTeacher, write_answers
 
-        server = _open(endpoint, teacher, timeout, extra_body)
-        video_teacher = VideoTeacher(server, frames, max_tokens=128)
-        step = partial(write_answers, video_teacher, _finder(questions, media_root))
-        _make("vqa", lambda: _choices(questions), step, server, video_teacher.settings(), out, concurrency, limit)
+        video_teacher = VideoTeacher(_open(endpoint, teacher, timeout, extra_body), frames, max_tokens=128)
+        _ask("vqa", write_answers, questions, media_root, video_teacher, out, concurrency, limit)
 
 
 @contextmanager
@@ -107,19 +107,32 @@ def _one_line() -> Iterator[None]:
             fail("the package openai is not installed: pip install -e '.[data]' in a clone")
 
 
-def _make(
+def _ask(
     name: str,
-    read: Callable[[], Iterator[Any]],
     step: Any,
-    endpoint: "Endpoint",
-    settings: dict[str, Any],
+    questions: Path,
+    media_root: Path | None,
+    teacher: "VideoTeacher",
     out: Path,
     concurrency: int,
     limit: int | None,
 ) -> None:
-    from ..synthesis.engine import Job, run
+    """Asks a video teacher every question."""
+    from ..data.formats import media_folder
+    from ..data.media import find_media
+    from ..synthesis.engine import Job
 
-    kept = run(Job(name, read, step, endpoint, settings), out, concurrency=concurrency, limit=limit)
+    if media_root is not None and not media_root.is_dir():
+        raise ValueError(f"There is no folder {media_root}; expected the one that the videos lie in.")
+    find = partial(find_media, root=media_folder(questions, media_root))
+    asked = partial(step, teacher, find)
+    _make(Job(name, lambda: _choices(questions), asked, teacher.endpoint, teacher.settings()), out, concurrency, limit)
+
+
+def _make(job: "Job", out: Path, concurrency: int, limit: int | None) -> None:
+    from ..synthesis.engine import run
+
+    kept = run(job, out, concurrency=concurrency, limit=limit)
     summary = json.loads((kept.parent / "summary.json").read_text(encoding="utf-8"))
     console.print(f"{summary['finished']} items: {summary['kept']} rows kept, {summary['dropped']} dropped.")
     for reason, count in summary["dropped_because"].items():
@@ -151,14 +164,3 @@ def _choices(path: Path) -> Iterator[Any]:
         if not isinstance(record, Choice):
             raise ValueError(f"Row {number} of {path} is no single-choice question; expected what `vscq1` makes.")
         yield record
-
-
-def _finder(path: Path, media_root: Path | None) -> Callable[[str], str]:
-    """Where a question's video lies."""
-    from ..data.formats import media_folder
-    from ..data.media import find_media
-
-    if media_root is not None and not media_root.is_dir():
-        raise ValueError(f"There is no folder {media_root}; expected the one that the videos lie in.")
-    root = media_folder(path, media_root)
-    return lambda name: find_media(name, root)

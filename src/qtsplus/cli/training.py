@@ -101,7 +101,6 @@ def calibrate(
         result = calibration.calibrate(
             *load_teacher(model, device, dtype.value),
             questions,
-            positions="answer" if settings is None else settings.training.relevance_from,
             processor_kwargs=None if settings is None else settings.data.processor_kwargs,
         )
         write_json(out, result.as_dict())

@@ -2,7 +2,7 @@
 
 The teacher is the model itself, or another one, with all visual tokens and without re-encoding. Its language model runs
 as it always does; in the chosen layers an attention function of our own notes a few rows beside it: those of the
-positions that predict the answer, or of the question's. No layer's full attention matrix is ever held.
+positions that predict the answer. No layer's full attention matrix is ever held.
 """
 
 import copy
@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..encoding_qtsplus import encode_visual
-from ..layout_qtsplus import find_questions, lay_out
+from ..layout_qtsplus import lay_out
 from ..lm_attention_qtsplus import reading_of
 from ..mixin_qtsplus import choose
 from ..prompt_qtsplus import Layout, SelectionInputs, take_inputs
@@ -38,8 +38,8 @@ class AttentionChoice:
     Which attention of a language model is a target.
 
     Args:
-        positions: `"answer"` looks from the positions that predict the answer, `"question"` from the question's own,
-            `"prompt"` from where `selection="lm_attention"` looks, which knows no answer.
+        positions: `"answer"` looks from the positions that predict the answer, `"prompt"` from where
+            `selection="lm_attention"` looks, which knows no answer.
         grouped: read groups of frames, through the layers up to `attention_layer` of `qtsplus_config`, with its heads;
             for videos of any length.
     """
@@ -61,8 +61,7 @@ class AttentionChoice:
         return cls(
             None if layers is None else tuple(layers),
             None if heads is None else tuple((layer, head) for layer, head in heads),
-            args.relevance_from,
-            grouped,
+            grouped=grouped,
         )
 
     @property
@@ -97,7 +96,7 @@ def answer_attention(
     How the model with all visual tokens shares its attention out among them while it answers.
 
     The mean over positions, heads and layers of the softmax over all that a position sees; of it the visual tokens'
-    part, so that it sums to what the text leaves. A row with earlier turns counts only its last answer and question.
+    part, so that it sums to what the text leaves. A row with earlier turns counts only its last answer.
 
     Args:
         model: a QTSplus model, or a `PeftModel` of one; put into evaluation mode for as long.
@@ -178,7 +177,7 @@ def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = N
         return
     selection = model.config.qtsplus_config.selection
     if selection != "qtsplus":
-        raise ValueError(f"relevance_weight teaches the scores of selection='qtsplus'; the model's is {selection!r}.")
+        raise ValueError(f"relevance_weight teaches the scores of selection='qtsplus', and here {selection=}.")
     choice = AttentionChoice.of(args, grouped)
     if teacher is not None and not grouped:
         attention_modules(teacher.model.language_model, choice)
@@ -297,11 +296,8 @@ def _places(
     answers = [answer[row.columns][1:].nonzero()[:, 0] for answer, row in pairs]
     if positions == "answer":
         return answers
-    if positions == "prompt":
-        questions = reading_of(model, layout, SelectionInputs(query_mask)).looking
-    else:
-        questions = [question.nonzero()[:, 0] for question in find_questions(model, layout, query_mask)]
-    return [question[: len(question) * bool(len(answer))] for question, answer in zip(questions, answers, strict=True)]
+    looking = reading_of(model, layout, SelectionInputs(query_mask)).looking
+    return [places[: len(places) * bool(len(answer))] for places, answer in zip(looking, answers, strict=True)]
 
 
 @contextmanager

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import Dataset
 
 from ..data.formats import read_records
+from ..data.media import media_problem
 from ..data.records import VideoRecord
 from ..settings import show
-from ..video_qtsplus import choose_frames, load_frames, read_video
 from .features import AttentionTargets, VideoFeatures
 
 IGNORED = -100
@@ -146,7 +146,7 @@ class VideoQADataset(Dataset):
         try:
             inputs = self._process(record)
         except (ValueError, OSError) as error:
-            if record.video is None or _is_readable(record.video):
+            if record.video is None or media_problem(record.video) is None:
                 # Not the file's fault: a wrong setting must not turn into an empty dataset.
                 raise ValueError(f"The record of {skipped_name(record)} cannot be used: {error}") from error
             return SkippedRecord(skipped_name(record), str(error))
@@ -210,14 +210,3 @@ class VideoQADataset(Dataset):
         """How many tokens to keep so that at most `limit` of them are text."""
         text_tokens = (~torch.isin(input_ids, self.placeholders)).cumsum(0)
         return int((text_tokens <= limit).sum())
-
-
-def _is_readable(video: str) -> bool:
-    try:
-        if os.path.isdir(video):
-            load_frames(video)
-        else:
-            read_video(video, choose_frames)
-    except (ValueError, OSError):
-        return False
-    return True

@@ -175,8 +175,8 @@ class QTSplusTrainer(Trainer):
         labels, sources = inputs.pop("labels"), _sources(inputs)
         inputs.pop("source_ids", None)
         targets = inputs.pop("attention", None)
-        if model.training:
-            inputs |= self._gaps()
+        if model.training and self._retention is not None:
+            inputs["retention"] = self._retention
         with self.further_losses(inputs, labels) as (inputs, losses_of):
             outputs, token_losses, rows = self._answer(model, inputs, labels)
         token_source = sources[rows]
@@ -220,13 +220,6 @@ class QTSplusTrainer(Trainer):
             the losses `[k]` of some samples, which in training are divided by the step's samples with visual tokens.
         """
         yield inputs, lambda outputs: {}
-
-    def _gaps(self) -> dict[str, Any]:
-        """The fraction to keep in this step, where it is drawn; a model that keeps everything drops at random."""
-        if self._retention is None:
-            return {}
-        at_random = {"selection": "random"} if self.selector_config.selection == "all" else {}
-        return {"retention": self._retention, **at_random}
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """As stock; the labels are those of the shortened prompt, column for column beside the logits."""
