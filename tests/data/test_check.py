@@ -73,7 +73,7 @@ def test_every_video_is_looked_for_and_decoded(tmp_path, tiny_mp4):
     records = [Answer(vision_id=name, question=f"Why {index}?", answer="So.") for index, name in enumerate(names)]
     found = checked(tmp_path, records, media=True, media_root=media)
     assert [bad.row for bad in found.bad] == [4, 5, 6, 7, 8, 9] and {bad.check for bad in found.bad} == {"media"}
-    expected = ["there is no video at", "Cannot decode", "Cannot decode", "Cannot read the frame", "holds no frames"]
+    expected = ["There is no video at", "Cannot decode", "Cannot decode", "Cannot read the frame", "holds no frames"]
     for bad, words in zip(found.bad, expected, strict=False):
         assert words in bad.reason and "\n" not in bad.reason
     assert found.videos == 7
@@ -197,28 +197,6 @@ def test_doubles_are_told_with_the_row_that_came_first(tmp_path):
     ]
 
 
-def test_questions_that_give_their_answer_away_are_bad(tmp_path):
-    records = [
-        choice(1, question="What does the man with a rope hold?"),
-        choice(2, question="Is it a rope or a hat that he holds?"),
-        choice(3, question="Which phones ring?", answer="D", options={**OPTIONS, "D": "phone"}),
-        Answer(vision_id="v", question="Why does he climb up the wall?", answer="He climb up the wall"),
-        Answer(vision_id="v", question="Why does he climb up?", answer="climb up the"),
-        Answer(vision_id="v", question="Does the man climb up the wall?", answer="Climb up the wall."),
-        Answer(vision_id="v", question="Which one?", answer="B."),
-        VideoRecord(
-            "v", "Is a red dot there? A. red B. blue", "A", query="Is a red dot there?", options=("red", "blue")
-        ),
-        VideoRecord(
-            "v", "Is a red dot there? red or blue", "red", query="Is a red dot there?", options=("red", "blue")
-        ),
-        VideoRecord("v", "Is a red or a blue dot there?", "A", options=("red", "blue")),
-    ]
-    found = checked(tmp_path, records)
-    assert [row for row, _ in reasons(found, "leak")] == [1, 4, 6, 7, 8, 9]
-    assert found.bad[0].reason == "its question holds the right option, 'a rope', and no wrong one."
-
-
 def test_videos_of_another_set_are_told(tmp_path):
     others = [Caption(vision_id="a", caption="."), VideoRecord("v_2.mp4", "Why?", "So."), VideoRecord(None, "W?", "S.")]
     write_records(tmp_path / "test.jsonl", others)
@@ -247,7 +225,7 @@ def test_the_command_lists_bad_rows_and_ends_with_1(tmp_path, tiny_mp4):
     result = run(tmp_path / "set.jsonl")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("Row 2 (c2), media: there is no video at")
+    assert lines[0].startswith("Row 2 (c2), media: There is no video at")
     assert lines[1:3] == [
         "Row 3 (c1), duplicate: row 1 has the same id.",
         "Row 3 (c1), duplicate: row 1 has the same question about the same video.",

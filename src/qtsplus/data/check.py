@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -13,19 +12,15 @@ from typing import Any
 from .formats import Row, iter_records, iter_rows, locate, media_folder, printable
 from .media import media_key, media_problem
 from .records import (
-    LETTERS,
     SPECIAL_TOKEN,
-    Answer,
     Caption,
     Record,
     VideoRecord,
     all_texts,
     media_name,
-    to_video_record,
 )
 
 ROWS_AT_ONCE = 256
-LONG_ANSWER = 3  # words of a free answer that no question holds by chance
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,7 @@ class BadRow:
 
     row: int  # its number, see [`Row`]
     id: str | None  # its own, or its video
-    check: str  # "schema", "media", "duplicate", "leak", "special token" or "overlap"
+    check: str  # "schema", "media", "duplicate", "special token" or "overlap"
     reason: str
 
 
@@ -89,7 +84,7 @@ def check_set(
         while batch := list(islice(rows, ROWS_AT_ONCE)):
             places = [locate(row, root) if media else None for row in batch]
             new = [place for place in dict.fromkeys(places) if place is not None and place not in videos]
-            videos.update(zip(new, pool.map(_media_problem, new), strict=True))
+            videos.update(zip(new, pool.map(media_problem, new), strict=True))
             for row, place in zip(batch, places, strict=True):
                 result.rows += 1
                 reasons = [("schema", row.problem)] if row.record is None else list(_reasons(row.record, row, seen))
@@ -104,12 +99,6 @@ def check_set(
         raise ValueError(f"{path} holds no row; expected one or more to check.")
     result.videos = len(videos)
     return result
-
-
-def _media_problem(place: str) -> str | None:
-    if "://" not in place and not os.path.exists(place):
-        return f"there is no video at {place!r}."
-    return media_problem(place)
 
 
 def _first(seen: dict[bytes, int], number: int, *texts: str | None) -> int | None:
@@ -129,7 +118,6 @@ def _reasons(record: Record, row: Row, seen: dict[bytes, int]) -> Iterator[tuple
     earlier = _first(seen, row.number, "text", *_texts(record))
     same = "caption" if isinstance(record, Caption) else "question"
     yield "duplicate", None if earlier is None else f"row {earlier} has the same {same} about the same video."
-    yield "leak", _leak(record)
     if token := SPECIAL_TOKEN.search("\n".join(all_texts(record))):
         yield "special token", f"{token[0]!r} in its text is a special token; it is read as text."
 
@@ -143,36 +131,6 @@ def _texts(record: Record) -> Iterator[str | None]:
     yield record.question
     if isinstance(record, VideoRecord):
         yield from (question for question, _ in record.earlier)
-
-
-def _leak(record: Record) -> str | None:
-    """Why the question gives its answer away; `None` where it does not."""
-    if isinstance(record, Caption):
-        return None
-    item = to_video_record(record)
-    if item.options is not None:
-        place = LETTERS.find(item.answer) if len(item.answer) == 1 else -1
-        right = item.options[place] if 0 <= place < len(item.options) else item.answer
-        question, wrong = item.query or item.question, [text for text in item.options if text != right]
-        # A question may name all that it lets choose from: "Is it red or blue?"
-        if _holds(question, right) and not any(_holds(question, text) for text in wrong):
-            return f"its question holds the right option, {right!r}, and no wrong one."
-        return None
-    if isinstance(record, Answer) and record.answer.strip().rstrip(".") in LETTERS:
-        return f"its answer is the letter {record.answer.strip()}, and it has no options."
-    if len(_words(item.answer)) >= LONG_ANSWER and _holds(item.question, item.answer):
-        return "its question holds its answer."
-    return None
-
-
-def _holds(text: str, part: str) -> bool:
-    words, wanted = _words(text), _words(part)
-    places = range(len(words) - len(wanted) + 1)
-    return bool(wanted) and any(words[place : place + len(wanted)] == wanted for place in places)
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.casefold())
 
 
 def _videos(path: str | os.PathLike) -> dict[bytes, int]:

@@ -80,16 +80,10 @@ class Job:
 def run(job: Job, out: Path, *, concurrency: int = 64, limit: int | None = None) -> Path:
     """
     Runs a job to its end, or goes on where it was stopped: what is finished is in the journal and is not asked again,
-    and what failed is tried again.
+    and what failed is tried again. With a `limit` only the first items are taken.
 
     Memory hardly grows with the input. The files of a run are written when all its items are finished: `<name>.jsonl`,
-    `dropped.jsonl` and `failed.jsonl` in the input's order, and `summary.json` with what the items have cost.
-
-    Args:
-        limit: take only the first items.
-
-    Returns:
-        the file of the kept rows.
+    which is returned, `dropped.jsonl` and `failed.jsonl` in the input's order, and `summary.json` with all costs.
 
     Raises:
         ValueError: the folder cannot be written, holds files that no run has made or a run with other settings, or
@@ -104,7 +98,7 @@ def run(job: Job, out: Path, *, concurrency: int = 64, limit: int | None = None)
         raise ValueError("The input holds no record.")
     settings = {"step": job.name, "input": digest, "items": items, **job.settings}
     total = items if limit is None else min(items, limit)
-    with _only_process(folder), _room_on_disk(folder):
+    with _working_in(folder):
         journal = Journal(folder / JOURNAL, settings, begin_anew=False)
         finished = {position for position, entry in _entries(journal) if not entry["failed"]}
         records = enumerate(itertools.islice(job.read(), total))
@@ -222,19 +216,14 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def _only_process(folder: Path) -> Iterator[None]:
+def _working_in(folder: Path) -> Iterator[None]:
+    """One process at a time, which says how to go on after a full disk."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
             yield
     except Timeout as error:
         raise ValueError(f"Another process works in {folder}: wait for it, or choose another folder.") from error
-
-
-@contextlib.contextmanager
-def _room_on_disk(folder: Path) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise

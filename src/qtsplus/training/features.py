@@ -52,10 +52,7 @@ class VideoFeatures:
 
 @dataclass(frozen=True)
 class AttentionTargets:
-    """
-    A folder with a safetensors file for every question and answer about a video: `attention` `[M]`, the target of
-    attention distillation. The folder's name stands for the language model and the settings that made them.
-    """
+    """The same for every question and answer about a video: `attention` `[M]`, the target of attention distillation."""
 
     folder: Path
     features: VideoFeatures

@@ -80,6 +80,6 @@ def parameter_groups(model: nn.Module, args: QTSplusTrainingArguments, decayed: 
         if parameter.requires_grad:
             part, decay = part_of(name), name in with_decay
             rate = args.learning_rate if own.get(part) is None else own[part]
-            group = {"params": [], "lr": rate, "weight_decay": args.weight_decay if decay else 0.0}
+            group: dict[str, Any] = {"params": [], "lr": rate, "weight_decay": args.weight_decay if decay else 0.0}
             groups.setdefault((part, decay), group)["params"].append(parameter)
     return list(groups.values())

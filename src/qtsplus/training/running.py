@@ -67,9 +67,10 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     if not resume:
         require_free(output_dir)
     elif checkpoint is None:
+        kept = "; its save_strategy is 'no'" if recipe.training.save_strategy == "no" else ""
         raise ValueError(
-            f"There is nothing to resume: {output_dir} holds no complete checkpoint (save_strategy is "
-            f"{recipe.training.save_strategy.value!r}). Leave out --resume to start from the first step."
+            f"There is nothing to resume: {output_dir} holds no complete checkpoint{kept}. Leave out --resume to start "
+            "from the first step."
         )
     require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
     trainer = build_trainer(recipe)

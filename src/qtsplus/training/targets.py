@@ -26,8 +26,8 @@ def note_targets(
     autocast_dtype: torch.dtype | None = None,
 ) -> AttentionTargets:
     """
-    [`answer_attention`] of every example that `folder` does not hold yet, for a teacher that training never changes;
-    every process of a distributed run takes its share. The dataset then gives the targets with its examples.
+    [`answer_attention`] of every example that `folder` does not hold yet; every process of a distributed run takes its
+    share. The dataset then gives the targets with its examples.
 
     Args:
         model: the teacher, used where it is.

@@ -289,10 +289,7 @@ class QTSplusTrainer(Trainer):
         return relevance_divergences(qtsplus.log_relevance, targets, null_token).to(labels.device)
 
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """
-        Supervised tokens of each source, samples with visual tokens, and those with an answer too:
-        `[len(SOURCES) + 2]` int64.
-        """
+        """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, those with an answer too."""
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
         counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=tokens.device)
         counts.index_add_(0, _sources(batch), tokens)
@@ -409,10 +406,7 @@ class QTSplusTrainer(Trainer):
         }
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """
-        As stock. What was gathered from a sharded model has tied weights twice, of which a folder needs one, and from
-        ZeRO-3 lacks what is frozen in a selector beside adapters, which belongs to its file.
-        """
+        """As stock. A sharded model gives tied weights twice, and ZeRO-3 lacks what PEFT freezes in a selector."""
         if state_dict:
             tied = base_model(self.model).all_tied_weights_keys
             for name, weight in self.model.named_parameters():
