@@ -3,10 +3,10 @@
 import torch
 
 
-def twin_targets(model, inputs, labels, layers=None, query_mask=None, heads=None) -> list[torch.Tensor]:
+def twin_targets(model, inputs, labels, layers=None, heads=None) -> list[torch.Tensor]:
     """
-    As `answer_attention`, from `output_attentions=True`; a row of `labels` supervises one answer. With a `query_mask`
-    `[B, S]` the question looks, not the answer. With `heads`, pairs of a layer and a head, nobody else does.
+    As `answer_attention`, from `output_attentions=True`; a row of `labels` supervises one answer. With `heads`, (layer,
+    head) pairs, nobody else looks.
     """
     language_model = model.model.language_model
     own = language_model.config._attn_implementation
@@ -25,8 +25,6 @@ def twin_targets(model, inputs, labels, layers=None, query_mask=None, heads=None
     said = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
     answers = (said != -100) & (said != model.config.turn_end_token_id)
     looking = answers.roll(-1, 1)
-    if query_mask is not None:
-        looking = query_mask.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0) == 1
     targets = []
     for b, (row, answer, look) in enumerate(zip(ids, answers, looking, strict=True)):
         is_visual = row == model.config.video_token_id

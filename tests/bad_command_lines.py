@@ -346,7 +346,7 @@ def synthesis_lines() -> list[list[str]]:
         ),
         *("http://user:word@x:99999/v1", "http://ü/v1", "file:///etc/passwd", LONG),
     )
-    lines = [["data", "merge", path] for path in ("", "{missing}", "{empty_folder}", "{records}", "\x00", LONG)]
+    lines: list[list[str]] = []
     for name, source in (("vscq1", "{captions}"), ("vscq2", "{choices}"), ("vqa", "{choices}")):
         make = ["data", name, source, "--out", "{out}"]
         both = [*make, *server]
@@ -357,7 +357,6 @@ def synthesis_lines() -> list[list[str]]:
             *each_value(both, "--timeout", ("0", "-1", "nan", "inf", "1e12", *NO_NUMBERS)),
             *each_value(both, "--concurrency", (*NO_COUNTS, "4097", "1000000000000")),
             *each_value(both, "--limit", (*NO_COUNTS, "99999999999999999999")),
-            *each_value(both, "--shard", ("", "1", "0/2", "3/2", "1/0", "a/b", "1/2/3", "-1/2", LONG)),
             *each_value(both, "--extra-body", ("", "3", "[]", "{{", "null", "[" * 5000, '"x"', "NaN")),
             [*make, "--teacher", "m"],
             [*make, "--endpoint", "http://127.0.0.1:9/v1"],
@@ -365,19 +364,10 @@ def synthesis_lines() -> list[list[str]]:
             [*both, "--requests-per-minute", "5"],
         ]
         if name == "vscq1":
-            lines += each_value(both, "--per-caption", ("0", "10", "-1", *NO_NUMBERS))
             continue
-        here = [*make, "--model", "{model}"]
-        local = (["--fps", "2"], ["--device", "cpu"], ["--dtype", "auto"], ["--batch-size", "2"])
         lines += [
-            *([*both, *more] for more in (*local, ["--fps", "-1", "--device", "tpu"])),
-            *([*here, *more] for more in (server[:2], server[2:], ["--timeout", "3"])),
-            *([*here, *more] for more in (["--frames", "3"], ["--concurrency", "3"])),
             *each_value(both, "--frames", (*NO_COUNTS, "1000000000")),
             *each_value(both, "--media-root", ("", " ", "{missing}", "{text}")),
-            *each_value(here, "--fps", NO_RATES),
-            *each_value(here, "--batch-size", (*NO_COUNTS, "1000000000")),
-            *each_value(here, "--device", NO_DEVICES),
         ]
     return lines
 
@@ -553,7 +543,6 @@ training.lora_dropout: -0.1 | 1 | x
 training.lora_alpha: 0 | -1 | x
 training.sft_loss: best | 5 | null | []
 training.muon_scale: 0 | -1 | x | true
-training.budget_probe: 1 | 0 | x | .nan
 training.retention_range: 5 | [] | [0.1] | [0.5, 0.1] | [0, 1] | [a, b] | [0.1, 2] | {{a: 1}} | [0.1, .nan]
 training.freeze_selector: yes | 1 | 'false' | null
 training.accelerator_config: 5 | {{nothing: 1}} | /nonexistent.json

@@ -16,9 +16,9 @@ from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGene
 from qtsplus.configuration_qtsplus import QUERY_STATES
 from qtsplus.hub.convert import convert
 from qtsplus.hub.files import hub_configs
+from qtsplus.hub.initialise import initialise_selector
 from qtsplus.hub.reference import convert_reference_config
 from qtsplus.prompt_qtsplus import find_query_mask
-from qtsplus.training import initialise_selector
 from reference import GOLDEN
 from tiny import IM_END, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
 

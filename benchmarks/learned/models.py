@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from qtsplus.hub.initialise import initialise_selector
 from qtsplus.results import read_json, write_json
 from qtsplus.training.features import fingerprint
 from qtsplus.training.models import load_config, load_model, load_processor
@@ -86,16 +85,13 @@ class Models:
         """The base with a variant's selector drawn from this seed, where training starts."""
         folder = self.folder(seed, name) / "start"
         if not (folder / "processor_config.json").exists():
-            model = self._recipe(name).model
-            config = load_config(None, str(self.base), model.selector)
+            config = load_config(None, str(self.base), self._recipe(name).model.selector)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 drawn: Any = type(self.base_model)(config)
             kept = {key: value for key, value in self.base_model.state_dict().items() if ".qtsplus." not in key}
             drawn.load_state_dict(kept, strict=False)
             drawn.generation_config = self.base_model.generation_config
-            if model.initialise is not None:
-                initialise_selector(drawn, model.initialise)
             drawn.save_pretrained(folder)
             self.processor.save_pretrained(folder)
         return folder

@@ -28,6 +28,10 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
             show it, and in the layer behind of what an answer that says a name pays to that word, where nine tenths
             are enough. Not in steps that leave tokens out.
         looking_layer (`int`, defaults to 2): the layer of the language model that is to look, counted from 0.
+        budget_probe (`float`, *optional*): a factor above 1. In steps whose budget is predicted, the supervised loss of
+            every sample is also measured with so many times more and fewer tokens, without gradients, and its slope is
+            the gradient of a budget head with `budget: rho`. The gate's own hardly tells how many tokens a question
+            needs.
 
     Raises:
         ValueError: a value out of its range, or a loss of a part that is frozen.
@@ -40,6 +44,7 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
     sparing_weight: float = field(default=0.0)
     referring_weight: float = field(default=0.0)
     looking_layer: int = field(default=2)
+    budget_probe: float | None = field(default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +58,8 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
                 "naming_weight teaches the vision tower and the language model: set freeze_vision_model or "
                 "freeze_language_model to false."
             )
+        if self.budget_probe is not None and not (self.budget_probe > 1 and self.sft_loss == "token_mean"):
+            raise ValueError(f"budget_probe={self.budget_probe}: expected a factor above 1, and sft_loss token_mean.")
         if not 0 < self.looking_share <= 1:
             raise ValueError(f"looking_share={self.looking_share!r}: expected a share above 0, up to 1.")
         for name in ("looking_weight", "sparing_weight", "referring_weight"):

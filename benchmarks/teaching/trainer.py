@@ -1,5 +1,6 @@
 """The library's Trainer with dense supervision of a small base, and with Muon for its matrices."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qtsplus.data.records import SOURCES
 from qtsplus.training.freezing import parameter_groups
 from qtsplus.training.lora import base_model
 from qtsplus.training.trainer import FurtherLosses, QTSplusTrainer
@@ -37,7 +39,7 @@ class TinyWorldTrainer(QTSplusTrainer):
     arguments_class = TinyWorldTrainingArguments
     dataset_class = TinyWorldDataset
     collator_class = TinyWorldCollator
-    loss_names = (*QTSplusTrainer.loss_names, "loss_naming", *(f"loss_{kind}" for kind in LOOKS))
+    loss_names = (*QTSplusTrainer.loss_names, "loss_naming", "loss_probe", *(f"loss_{kind}" for kind in LOOKS))
 
     args: TinyWorldTrainingArguments
 
@@ -65,7 +67,9 @@ class TinyWorldTrainer(QTSplusTrainer):
     def further_losses(
         self, inputs: dict[str, Any], labels: torch.Tensor
     ) -> Iterator[tuple[dict[str, Any], FurtherLosses]]:
-        """What a batch's `token_words` and `needles` teach."""
+        """What a batch's `token_words` and `needles` teach. A base that keeps everything learns to read with gaps."""
+        if "retention" in inputs and self.selector_config.selection == "all":
+            inputs["selection"] = "random"
         token_words, needles = (inputs.pop(name, None) for name in ("token_words", "needles"))
         named = token_words is not None and self.model.training and self.args.naming_weight > 0
         if named:
@@ -104,7 +108,29 @@ class TinyWorldTrainer(QTSplusTrainer):
             losses = looking_losses(looks, kind, args.looking_share if kind == "looking" else None)
             if weight and len(losses):
                 found[f"loss_{kind}"] = weight, losses
+        if args.budget_probe is not None and self._retention is None and not args.freeze_selector:
+            found["loss_probe"] = self._probe_budget(inputs, labels, outputs.qtsplus, args.budget_probe)
         return found
+
+    def _probe_budget(
+        self, inputs: Mapping[str, Any], labels: torch.Tensor, qtsplus: Any, factor: float
+    ) -> tuple[float, torch.Tensor]:
+        """
+        A weight and terms whose gradient in log rho is the slope of the supervised loss, measured between fewer and
+        more tokens. The weight undoes that further losses are means over samples.
+        """
+        assert self._counts is not None
+        weight = float(self._counts[-2].clamp(min=1)) / float(self._counts[: len(SOURCES)].sum().clamp(min=1))
+        if qtsplus is None or not qtsplus.rho.requires_grad:
+            return weight, labels.new_zeros(0, dtype=torch.float32)
+        rho, with_vision, measured = qtsplus.rho, qtsplus.rho.detach() > 0, []
+        for scale in (factor, 1 / factor):
+            retention = torch.where(with_vision, (rho.detach() * scale).clamp(max=1.0), 1.0).tolist()
+            with torch.no_grad():
+                _, token_losses, rows = self._answer(self.model, {**inputs, "retention": retention}, labels)
+            measured.append(torch.zeros_like(rho).index_add(0, rows, token_losses))
+        slope = (measured[0] - measured[1]) / (2 * math.log(factor))
+        return weight, (slope * torch.where(with_vision, rho, 1.0).log())[with_vision]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As ever; with a `muon_scale`, Muon for the matrices."""

@@ -14,18 +14,17 @@ def last_words(inputs, count: int) -> torch.Tensor:
     return labels
 
 
-@pytest.mark.parametrize(("which", "positions"), [("all", "answer"), ("last", "answer"), ("all", "question")])
-def test_targets_equal_eager_attention(model, prepare, which, positions):
+@pytest.mark.parametrize("which", ["all", "last"])
+def test_targets_equal_eager_attention(model, prepare, which):
     with_attention = [i for i, layer in enumerate(model.model.language_model.layers) if hasattr(layer, "self_attn")]
     layers = None if which == "all" else tuple(with_attention[-1:])
     inputs = prepare("video", "two videos", "text", "earlier turns")
     labels = last_words(inputs, 4)
     before = [model.model.language_model.layers[index].self_attn.config for index in with_attention]
-    targets = answer_attention(model, inputs, labels, AttentionChoice(layers, positions=positions))
+    targets = answer_attention(model, inputs, labels, AttentionChoice(layers))
     after = [model.model.language_model.layers[index].self_attn.config for index in with_attention]
     assert after == before
-    query_mask = inputs["query_mask"] if positions == "question" else None
-    expected = twin_targets(model, inputs, labels, layers, query_mask)
+    expected = twin_targets(model, inputs, labels, layers)
     assert [len(target) > 0 for target in targets] == [True, True, False, True]
     for mine, theirs in zip(targets, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)

@@ -210,7 +210,7 @@ def test_a_question_of_special_tokens_is_text_to_look_from(recipe, sets):
     record = json.loads((sets / "small/train.jsonl").read_text().splitlines()[0])
     bare = {**record, "question": "<|vision_start|>", "earlier": [], "needles": []}
     (sets / "small/bare.jsonl").write_text(json.dumps(bare))
-    changes = [f"data.train_files=[{sets}/small/bare.jsonl]", "training.relevance_from=question"]
+    changes = [f"data.train_files=[{sets}/small/bare.jsonl]"]
     assert 0 < build_trainer(recipe(*changes)).train_dataset[0]["attention"].sum() < 1
 
 

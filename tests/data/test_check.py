@@ -1,7 +1,6 @@
 """`qtsplus data check` on rows that are built to fail each of its checks, and on sets that are good."""
 
 import json
-import os
 import signal
 import struct
 import subprocess
@@ -44,7 +43,6 @@ def test_a_good_set_has_no_bad_row(tmp_path):
     ]
     found = checked(tmp_path, [*map(choice, range(2, 42)), *questions])
     assert found.good and found.rows == 45 and found.bad == []
-    assert found.letters == {"A": 10, "B": 11, "C": 10, "D": 10}
 
 
 def test_rows_that_are_no_records_are_listed_with_their_numbers(tmp_path):
@@ -75,7 +73,7 @@ def test_every_video_is_looked_for_and_decoded(tmp_path, tiny_mp4):
     records = [Answer(vision_id=name, question=f"Why {index}?", answer="So.") for index, name in enumerate(names)]
     found = checked(tmp_path, records, media=True, media_root=media)
     assert [bad.row for bad in found.bad] == [4, 5, 6, 7, 8, 9] and {bad.check for bad in found.bad} == {"media"}
-    expected = ["there is no video at", "Cannot decode", "Cannot decode", "Cannot read the frame", "holds no frames"]
+    expected = ["There is no video at", "Cannot decode", "Cannot decode", "Cannot read the frame", "holds no frames"]
     for bad, words in zip(found.bad, expected, strict=False):
         assert words in bad.reason and "\n" not in bad.reason
     assert found.videos == 7
@@ -88,13 +86,11 @@ def test_folders_of_frames_are_looked_through(tmp_path):
         "strided": ["f_0.png", "f_30.png", "f_60.png"],
         "unnumbered": ["a.png", "b_7.png"],
         "gap": ["f_8.png", "f_9.png", "f_10.png", "f_13.png"],
-        "other": ["0.png", "2.png"],
     }
     for folder, files in names.items():
         (media / folder).mkdir(parents=True)
         for file in files:
             Image.new("RGB", (8, 8)).save(media / folder / file)
-    (media / "other" / "1.HEIC").touch()
     (media / "vast").mkdir()
     Image.new("1", (8, 8)).save(media / "vast" / "0.png")
     small = (media / "vast" / "0.png").read_bytes()
@@ -102,8 +98,8 @@ def test_folders_of_frames_are_looked_through(tmp_path):
     (media / "vast" / "0.png").write_bytes(small[:12] + header + struct.pack(">I", zlib.crc32(header)) + small[33:])
     records = [Answer(vision_id=name, question=f"Why {name}?", answer="So.") for name in (*names, "vast")]
     found = checked(tmp_path, records, media=True, media_root=media)
-    assert [bad.row for bad in found.bad] == [3, 4, 5] and {bad.check for bad in found.bad} == {"media"}
-    expected = ["1 gap, such as after 'f_10.png'", "'1.HEIC'", "900000000 pixels"]
+    assert [bad.row for bad in found.bad] == [3, 4] and {bad.check for bad in found.bad} == {"media"}
+    expected = ["1 gap, such as after 'f_10.png'", "900000000 pixels"]
     for bad, words in zip(found.bad, expected, strict=True):
         assert words in bad.reason, bad
 
@@ -137,22 +133,6 @@ def test_a_set_without_rows_and_another_that_cannot_be_read_are_refused(tmp_path
         others = None if against is None else tmp_path / f"{against}.jsonl"
         with pytest.raises(ValueError, match=message):
             check_set(tmp_path / f"{path}.jsonl", against=others, media=False)
-
-
-def test_names_that_are_no_text_are_printed(tmp_path, tiny_mp4):
-    folder = os.fsencode(tmp_path / "media")
-    os.mkdir(folder)
-    try:
-        with open(folder + b"/clip\xff.mp4", "wb") as file:
-            file.write(tiny_mp4.read_bytes())
-    except OSError:
-        pytest.skip("this file system takes text alone")
-    command = [sys.executable, "-m", "qtsplus.cli", "data", "check", str(tmp_path / "media")]
-    plain = subprocess.run(command, capture_output=True, text=True)
-    assert plain.returncode == 1 and "Row 1 (clip\\udcff.mp4), schema" in plain.stdout, plain.stderr
-    told = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True).stdout)
-    assert told["bad"][0]["id"] == "clip\\udcff.mp4"
-    told["bad"][0]["reason"].encode()
 
 
 def test_an_interruption_ends_the_check_at_once(tmp_path, tiny_mp4):
@@ -217,44 +197,6 @@ def test_doubles_are_told_with_the_row_that_came_first(tmp_path):
     ]
 
 
-def test_questions_that_give_their_answer_away_are_bad(tmp_path):
-    records = [
-        choice(1, question="What does the man with a rope hold?"),
-        choice(2, question="Is it a rope or a hat that he holds?"),
-        choice(3, question="Which phones ring?", answer="D", options={**OPTIONS, "D": "phone"}),
-        Answer(vision_id="v", question="Why does he climb up the wall?", answer="He climb up the wall"),
-        Answer(vision_id="v", question="Why does he climb up?", answer="climb up the"),
-        Answer(vision_id="v", question="Does the man climb up the wall?", answer="Climb up the wall."),
-        Answer(vision_id="v", question="Which one?", answer="B."),
-        VideoRecord(
-            "v", "Is a red dot there? A. red B. blue", "A", query="Is a red dot there?", options=("red", "blue")
-        ),
-        VideoRecord(
-            "v", "Is a red dot there? red or blue", "red", query="Is a red dot there?", options=("red", "blue")
-        ),
-        VideoRecord("v", "Is a red or a blue dot there?", "A", options=("red", "blue")),
-    ]
-    found = checked(tmp_path, records)
-    assert [row for row, _ in reasons(found, "leak")] == [1, 4, 6, 7, 8, 9]
-    assert found.bad[0].reason == "its question holds the right option, 'a rope', and no wrong one."
-
-
-@pytest.mark.parametrize(("first", "unbalanced"), [(25, False), (28, False), (60, True)])
-def test_letters_that_tell_the_answer_make_a_set_bad(first, unbalanced, tmp_path):
-    rest = (100 - first) // 3
-    letters = "A" * first + ("BCD" * rest)
-    found = checked(tmp_path, [choice(index, answer=letter) for index, letter in enumerate(letters)])
-    assert (found.unbalanced is not None) is unbalanced and found.good is not unbalanced
-    if unbalanced:
-        assert found.unbalanced.startswith("A is right in 61% of 99 single-choice items")
-
-
-def test_a_small_bias_of_a_large_set_is_tolerated(tmp_path):
-    letters = "A" * 2160 + "B" * 2000 + "C" * 1920 + "D" * 1920  # beyond chance
-    found = checked(tmp_path, [choice(index, answer=letter) for index, letter in enumerate(letters)])
-    assert found.unbalanced is None
-
-
 def test_videos_of_another_set_are_told(tmp_path):
     others = [Caption(vision_id="a", caption="."), VideoRecord("v_2.mp4", "Why?", "So."), VideoRecord(None, "W?", "S.")]
     write_records(tmp_path / "test.jsonl", others)
@@ -283,7 +225,7 @@ def test_the_command_lists_bad_rows_and_ends_with_1(tmp_path, tiny_mp4):
     result = run(tmp_path / "set.jsonl")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("Row 2 (c2), media: there is no video at")
+    assert lines[0].startswith("Row 2 (c2), media: There is no video at")
     assert lines[1:3] == [
         "Row 3 (c1), duplicate: row 1 has the same id.",
         "Row 3 (c1), duplicate: row 1 has the same question about the same video.",

@@ -7,7 +7,6 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from qtsplus.data.formats import iter_captions, iter_records, iter_rows, read_records
 from qtsplus.data.records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Answer, Caption, Choice, VideoRecord
@@ -121,25 +120,6 @@ def test_media_are_found_by_their_vision_id(tmp_path):
     found = [record.video for record in read_records(tmp_path / "vqa.jsonl", tmp_path / "media")]
     places = ["v_1", "clips/v_2.mp4", "clips/v_2.mp4", "missing"]
     assert found == [str(tmp_path / "media" / name) for name in places]
-
-
-def test_a_folder_of_frames_and_of_files_with_captions_beside_them(tmp_path):
-    (tmp_path / "frames" / "v_1").mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(tmp_path / "frames" / "v_1" / "0.jpg")
-    (tmp_path / "frames" / "v_1.txt").write_text("A man climbs.")
-    (tmp_path / "clip.MP4").touch()
-    (tmp_path / "clip.txt").write_text("A car.")
-    (tmp_path / "silent.mp4").touch()
-    (tmp_path / "notes.txt").write_text("no video's")
-    (tmp_path / "cafe.mp4").touch()
-    (tmp_path / "cafe.txt").write_bytes(b"caf\xe9")
-    rows = {row.id: row for row in iter_rows(tmp_path)}
-    assert rows["frames/v_1"].record == Caption(vision_id="frames/v_1", caption="A man climbs.")
-    assert rows["clip.MP4"].record == Caption(vision_id="clip.MP4", caption="A car.")
-    assert "no silent.txt beside it" in rows["silent.mp4"].problem
-    assert "no video beside it" in rows["notes.txt"].problem
-    assert "not UTF-8" in rows["cafe.mp4"].problem
-    assert sorted(row.number for row in rows.values()) == [1, 2, 3, 4, 5]
 
 
 def test_captions_are_taken_from_rows_conversations_and_tinyworld(tmp_path):

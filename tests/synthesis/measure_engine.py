@@ -18,19 +18,17 @@ from urllib.parse import urlsplit
 from openai import AsyncOpenAI
 
 from qtsplus.synthesis.engine import Item, run
-from qtsplus.synthesis.questions import SCHEMA, first_messages, wanted_types
+from qtsplus.synthesis.questions import first_messages, wanted_types
 from scripted_server import scripted_server
 from synthesis_run import captions, questions_job
-
-FORM = {"type": "json_schema", "json_schema": {"name": "reply", "schema": SCHEMA, "strict": True}}
 
 
 def requests(count):
     """What the engine sends, as the API takes it."""
     for position, caption in enumerate(captions(count)):
         item = Item(position, caption.id, caption)
-        messages = first_messages(caption.caption, wanted_types(item, 3))
-        asked = {"max_tokens": 2048, "seed": item.seed, "temperature": 0.0, "response_format": FORM}
+        messages = first_messages(caption.caption, wanted_types(item))
+        asked = {"max_tokens": 2048, "seed": item.seed, "temperature": 0.0}
         yield {"model": "teacher", "messages": messages, **asked}
 
 

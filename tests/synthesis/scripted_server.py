@@ -45,9 +45,8 @@ class Server:
         if self.log:
             media = Counter(part["type"] for part in parts(request))
             entry = {"behaviour": behaviour, "authorized": f"Bearer {KEY}" in head, "text": text, "media": media}
-            sent = {"schema": "response_format" in request, "seed": request.get("seed")}
             with self.log.open("a") as log:
-                log.write(json.dumps({**entry, **sent}) + "\n")
+                log.write(json.dumps({**entry, "seed": request.get("seed")}) + "\n")
         if self.script["latency"]:
             await asyncio.sleep(self.script["latency"])
         if behaviour in ("drip", "flood"):
@@ -83,9 +82,7 @@ class Server:
             # A careless server: it tells everyone what key it was given.
             told = next((line for line in head.splitlines() if line.lower().startswith("authorization")), "")
             error = {"error": {"message": f"refused as told: {told}", "code": status}}
-            return int(status), [f"Retry-After: {pause or 0.05}"] if status == "429" else [], error
-        if behaviour == "no schema" and "response_format" in request:
-            return 422, [], {"error": {"message": "Unsupported fields: response_format"}}
+            return int(status), [f"Retry-After: {pause or 0.05}"], error
         content, reason = self.good(request, text), "stop"
         if behaviour == "malformed":
             content = "Sure! Here it is: {questions: [" + content[:40]
@@ -98,7 +95,7 @@ class Server:
         elif behaviour == "elsewhere":
             content = re.sub(r'"evidence": "[^"]*"', '"evidence": "words that stand nowhere"', content)
         elif behaviour == "repeats":
-            content = "the dog runs and " * 40
+            content = "the dog runs and " * 15
         elif behaviour == "prose":
             content = "I cannot tell."
         elif behaviour == "echo":
@@ -115,8 +112,7 @@ class Server:
             return json.dumps({"questions": questions(text)})
         for question, letter in self.script["letters"].items():
             if question in text and "\nA. " in text:
-                seen = any(part["type"] != "text" for part in parts(request))
-                return letter if isinstance(letter, str) else letter["seen" if seen else "unseen"]
+                return letter
         if "\nA. " in text:
             return "A"
         return self.script["answer"] or f"It is number {hashlib.sha256(text.encode()).hexdigest()[:6]}, as one can see."

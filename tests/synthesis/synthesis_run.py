@@ -1,12 +1,13 @@
 """A run of `vscq1` over numbered captions against a scripted server, as a program that can be killed."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from qtsplus.data.records import Caption
-from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings, read_key
+from qtsplus.synthesis.endpoint import Endpoint, read_key
 from qtsplus.synthesis.engine import Job, run
-from qtsplus.synthesis.questions import WriteQuestions
+from qtsplus.synthesis.questions import write_questions
 
 
 def captions(count):
@@ -17,10 +18,8 @@ def captions(count):
 
 
 def questions_job(url, count, **settings):
-    chosen = {"timeout": 60.0, "backoff": 0.05, **settings}
-    endpoint = Endpoint(EndpointSettings(url, "teacher", read_key(), **chosen))
-    step = WriteQuestions(endpoint)
-    return Job("vscq1", lambda: captions(count), step, endpoint, step.settings())
+    endpoint = Endpoint(url, "teacher", read_key(), **{"timeout": 60.0, **settings})
+    return Job("vscq1", lambda: captions(count), partial(write_questions, endpoint), endpoint, endpoint.settings())
 
 
 if __name__ == "__main__":

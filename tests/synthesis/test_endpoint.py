@@ -6,25 +6,21 @@ import random
 
 import pytest
 
-from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings, read_key
+from qtsplus.synthesis.endpoint import Endpoint, read_key
 from qtsplus.synthesis.engine import ItemFailed, Ledger, run
 from scripted_server import KEY, scripted_server
 from synthesis_run import questions_job
 
-SCHEMA = {"type": "object"}
+
+def endpoint(url, **changed):
+    return Endpoint(url, "teacher", KEY, **{"timeout": 1.0, "retries": 3, **changed})
 
 
-def settings(url, **changed):
-    return EndpointSettings(url, "teacher", KEY, **{"timeout": 1.0, "backoff": 0.01, "attempts": 4, **changed})
-
-
-def chat(url, text="Hello", ledger=None, schema=None, times=1, **changed):
+def chat(url, text="Hello", ledger=None, **changed):
     async def talk():
-        ledger_ = ledger if ledger is not None else Ledger()
-        async with Endpoint(settings(url, **changed)) as endpoint:
-            asked = {"max_tokens": 50, "seed": 7, "schema": schema}
+        async with endpoint(url, **changed) as server:
             messages = [{"role": "user", "content": text}]
-            return [await endpoint.chat(messages, ledger_, **asked) for _ in range(times)]
+            return await server.chat(messages, Ledger() if ledger is None else ledger, max_tokens=50, seed=7)
 
     return asyncio.run(talk())
 
@@ -36,7 +32,7 @@ def logged(log):
 def test_a_reply_with_its_costs(tmp_path):
     ledger = Ledger()
     with scripted_server(tmp_path, answer="Hi there.") as (url, log):
-        (reply,) = chat(url, ledger=ledger)
+        reply = chat(url, ledger=ledger)
     assert (reply.text, reply.complete) == ("Hi there.", True)
     assert ledger.costs == {"requests": 1, "prompt_tokens": 1, "completion_tokens": 2} and ledger.reasons == []
     assert [(one["authorized"], one["seed"]) for one in logged(log)] == [(True, 7)]
@@ -45,22 +41,29 @@ def test_a_reply_with_its_costs(tmp_path):
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [
-        ("429", "answered 429"),
-        ("500", "answered 500"),
         ("hang", "No whole reply came within 1 s"),
         ("drip", "No whole reply came within 1 s"),
         ("flood", "longer than 1 MiB"),
         ("html", "no chat completion"),
     ],
 )
-def test_what_passes_is_tried_again_and_written_down(tmp_path, behaviour, said):
+def test_a_reply_that_makes_no_sense_fails_its_item(tmp_path, behaviour, said):
     ledger = Ledger()
-    rules = [{"contains": "Hello", "then": [behaviour, behaviour, "good"]}]
+    with (
+        scripted_server(tmp_path, rules=[{"contains": "Hello", "then": [behaviour]}]) as (url, log),
+        pytest.raises(ItemFailed),
+    ):
+        chat(url, ledger=ledger)
+    assert [said in reason for reason in ledger.reasons] == [True]
+
+
+@pytest.mark.parametrize("status", ["429", "500", "503"])
+def test_what_passes_is_tried_again(tmp_path, status):
+    ledger, rules = Ledger(), [{"contains": "Hello", "then": [status, status, "good"]}]
     with scripted_server(tmp_path, rules=rules, answer="At last.") as (url, log):
-        (reply,) = chat(url, ledger=ledger)
+        reply = chat(url, ledger=ledger, timeout=30.0)
     assert reply.text == "At last."
-    assert ledger.costs["requests"] == 3
-    assert [said in reason for reason in ledger.reasons] == [True, True]
+    assert len(logged(log)) == 3 and ledger.reasons == []
 
 
 def test_patience_ends(tmp_path):
@@ -69,8 +72,9 @@ def test_patience_ends(tmp_path):
         scripted_server(tmp_path, rules=[{"contains": "Hello", "then": ["500"]}]) as (url, log),
         pytest.raises(ItemFailed),
     ):
-        chat(url, ledger=ledger)
-    assert len(logged(log)) == len(ledger.reasons) == 4
+        chat(url, ledger=ledger, timeout=30.0)
+    assert len(logged(log)) == 4
+    assert ledger.reasons[0].startswith("The server answered 500")
 
 
 def test_a_request_that_is_refused_is_not_sent_again(tmp_path):
@@ -96,58 +100,18 @@ def test_a_wrong_key_or_model_ends_the_run(tmp_path, status):
 
 def test_no_server_ends_the_run():
     with pytest.raises(ValueError, match="takes no request"):
-        chat("http://127.0.0.1:9/v1", attempts=2)
-
-
-def test_a_rate_limit_holds_up_every_request(tmp_path):
-    """The second request comes while the first one waits, and is sent only when the pause is over."""
-    rules = [{"contains": "first", "then": ["429 after 0.5", "good"]}]
-
-    async def both(url):
-        async with Endpoint(settings(url)) as endpoint:
-            asked, started = {"max_tokens": 5, "seed": 0}, asyncio.get_running_loop().time()
-            first = asyncio.create_task(endpoint.chat([{"role": "user", "content": "first"}], Ledger(), **asked))
-            while endpoint.not_before == 0:
-                await asyncio.sleep(0)
-            pause = endpoint.not_before
-            assert pause >= started + 0.5
-            await endpoint.chat([{"role": "user", "content": "second"}], Ledger(), **asked)
-            assert asyncio.get_running_loop().time() >= pause
-            await first
-
-    with scripted_server(tmp_path, rules=rules) as (url, log):
-        asyncio.run(both(url))
-
-
-def test_a_schema_is_sent_until_the_server_refuses_it(tmp_path):
-    with scripted_server(tmp_path, rules=[{"contains": "Hello", "then": ["no schema"]}]) as (url, log):
-        chat(url, schema=SCHEMA, times=3)
-    assert [one["schema"] for one in logged(log)] == [True, False, False, False]
-
-
-def test_a_schema_goes_on_where_the_request_itself_is_bad(tmp_path):
-    rules = [{"contains": "Hello", "then": ["400", "400", "good"]}]
-    with scripted_server(tmp_path, rules=rules) as (url, log):
-
-        async def talk():
-            async with Endpoint(settings(url)) as endpoint:
-                asked = {"max_tokens": 5, "seed": 0, "schema": SCHEMA}
-                with pytest.raises(ItemFailed):
-                    await endpoint.chat([{"role": "user", "content": "Hello"}], Ledger(), **asked)
-                await endpoint.chat([{"role": "user", "content": "Hello"}], Ledger(), **asked)
-
-        asyncio.run(talk())
-    assert [one["schema"] for one in logged(log)] == [True, False, True]
+        chat("http://127.0.0.1:9/v1", timeout=30.0, retries=1)
 
 
 def test_a_server_that_tells_the_key_is_not_repeated(tmp_path):
-    ledger = Ledger()
-    rules = [{"contains": "Hello", "then": ["500", "echo"]}]
+    ledger, rules = Ledger(), [{"contains": "Hello", "then": ["400", "echo"]}]
     with scripted_server(tmp_path, rules=rules) as (url, log):
-        (reply,) = chat(url, ledger=ledger)
+        with pytest.raises(ItemFailed):
+            chat(url, ledger=ledger)
+        reply = chat(url, ledger=ledger)
     assert "Bearer [key]" in reply.text
     assert "Bearer [key]" in ledger.reasons[0]
-    assert KEY not in f"{reply} {ledger} {settings(url)}"
+    assert KEY not in f"{reply} {ledger} {endpoint(url)}"
 
 
 def completion(**changed):
@@ -178,14 +142,14 @@ def test_a_reply_of_odd_shape_fails_its_item(tmp_path, body):
     ledger = Ledger()
     rules = [{"contains": "Hello", "then": [f"body {body}"]}]
     with scripted_server(tmp_path, rules=rules) as (url, log), pytest.raises(ItemFailed):
-        chat(url, ledger=ledger, attempts=2)
-    assert ledger.reasons == ["The server's reply is no chat completion."] * 2
+        chat(url, ledger=ledger)
+    assert ledger.reasons == ["The server's reply is no chat completion."]
 
 
 def test_what_a_server_leaves_out_does_no_harm(tmp_path):
     plain = '{"choices": [{"message": {"content": "Hi \\ud83d.", "tool_calls": []}}], "usage": null}'
     with scripted_server(tmp_path, rules=[{"contains": "Hello", "then": [f"body {plain}"]}]) as (url, log):
-        (reply,) = chat(url)
+        reply = chat(url)
     assert (reply.text, reply.complete) == ("Hi ?.", True)
 
 
@@ -194,9 +158,9 @@ def test_special_tokens_reach_no_server(tmp_path):
     parts = [{"type": "text", "text": content}, {"type": "image_url", "image_url": {"url": "data:,"}}]
 
     async def talk(url):
-        async with Endpoint(settings(url)) as endpoint:
+        async with endpoint(url) as server:
             for form in (content, parts):
-                await endpoint.chat([{"role": "user", "content": form}], Ledger(), max_tokens=5, seed=0)
+                await server.chat([{"role": "user", "content": form}], Ledger(), max_tokens=5, seed=0)
 
     with scripted_server(tmp_path) as (url, log):
         asyncio.run(talk(url))
@@ -244,12 +208,12 @@ def test_of_a_hundred_fuzzed_replies_every_item_is_done_or_failed_with_a_reason(
     chance = random.Random(0)
     rules = [{"contains": f"with number {number} ", "then": [fuzzed_behaviour(chance)]} for number in range(100)]
     with scripted_server(tmp_path, rules=rules) as (url, log):
-        run(questions_job(url, 100, attempts=2, backoff=0.001, timeout=5.0), tmp_path / "out", concurrency=50)
+        run(questions_job(url, 100, retries=1, timeout=5.0), tmp_path / "out", concurrency=50)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     failed = [json.loads(line) for line in (tmp_path / "out" / "failed.jsonl").read_text().splitlines()]
     assert summary["finished"] == 100 and 50 < len(failed) < 100
     assert all(row["reasons"] and all(row["reasons"]) for row in failed)
-    assert summary["requests"] == len(logged(log))
+    assert 100 <= summary["requests"] <= len(logged(log))
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):
@@ -277,14 +241,10 @@ def test_no_key(monkeypatch, content):
         ({"url": f"http://user:{KEY}@localhost:99999/v1"}, "no http"),
         ({"url": "http://[::1/v1"}, "no http"),
         ({"url": "http://local host/v1"}, "no http"),
-        ({"timeout": 1e12}, "timeout is 1e\\+12"),
-        ({"model": " "}, "name is empty"),
-        ({"timeout": 0}, "timeout is 0"),
-        ({"temperature": -1}, "temperature is -1"),
         ({"extra_body": {"api_key": KEY}}, "key stands in another setting"),
     ],
 )
 def test_bad_settings(changed, message):
     with pytest.raises(ValueError, match=message) as raised:
-        EndpointSettings(**{"url": "http://localhost/v1", "model": "m", "key": KEY, **changed})
+        Endpoint(**{"url": "http://localhost/v1", "model": "m", "key": KEY, **changed})
     assert KEY not in str(raised.value)

@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+from functools import partial
 
 import pytest
 
 from qtsplus.data.records import Caption, Choice
 from qtsplus.hub.convert import convert
-from qtsplus.synthesis.endpoint import Endpoint, EndpointSettings
-from qtsplus.synthesis.endpoint_teacher import EndpointTeacher
+from qtsplus.synthesis.endpoint import Endpoint
 from qtsplus.synthesis.engine import Item, ItemFailed, Job, Ledger, run
-from qtsplus.synthesis.questions import WriteQuestions
-from qtsplus.synthesis.video_steps import Screen, WriteAnswers
+from qtsplus.synthesis.questions import write_questions
+from qtsplus.synthesis.video_steps import VideoTeacher, screen, write_answers
 from server_process import free_port, running_server
 
 pytestmark = pytest.mark.slow
@@ -42,31 +42,32 @@ def test_every_step_speaks_with_transformers_serve(tmp_path, tiny_published, tin
     model = tmp_path / "stock"
     convert(tiny_published, model)
     with serving(model, tmp_path / "server.log") as url:
-        settings = EndpointSettings(url, str(model), timeout=120.0, attempts=3)
-
-        # It refuses or ignores a JSON schema, as its version is, and a tiny model writes no JSON.
-        endpoint, ledger = Endpoint(settings), Ledger()
+        # A tiny model writes no JSON.
+        endpoint = Endpoint(url, str(model), timeout=120.0, retries=2, extra_body={"max_tokens": 24})
+        ledger = Ledger()
 
         async def write():
             async with endpoint:
                 caption = Caption(vision_id="clip.mp4", caption="A red circle moves to the left.")
                 with pytest.raises(ItemFailed):
-                    await WriteQuestions(endpoint, rounds=2, max_tokens=24)(Item(0, "0", caption), ledger)
+                    await write_questions(endpoint, Item(0, "0", caption), ledger)
 
         asyncio.run(write())
-        assert ledger.costs["requests"] == (2 if endpoint.takes_schema else 3)
+        assert ledger.costs["requests"] == 3
         assert ledger.costs["prompt_tokens"] > 100 and ledger.costs["completion_tokens"] > 0
-        assert sum("holds no JSON object" in reason for reason in ledger.reasons) == 2
+        assert sum("holds no JSON object" in reason for reason in ledger.reasons) == 3
 
-        teacher = EndpointTeacher(Endpoint(settings), frames=2, max_tokens=12)
-        screen = Screen(teacher, lambda name: str(tiny_mp4))
-        job = Job("vscq2", lambda: choices(3), screen, teacher, screen.settings())
-        run(job, tmp_path / "vscq2", concurrency=2)
+        teacher = VideoTeacher(Endpoint(url, str(model), timeout=120.0), frames=2, max_tokens=12)
+
+        def job(name, step):
+            asked = partial(step, teacher, lambda name: str(tiny_mp4))
+            return Job(name, lambda: choices(3), asked, teacher.endpoint, teacher.settings())
+
+        run(job("vscq2", screen), tmp_path / "vscq2", concurrency=2)
         summary = json.loads((tmp_path / "vscq2" / "summary.json").read_text())
         assert (summary["finished"], summary["failed"], summary["kept"] + summary["dropped"]) == (3, 0, 3)
 
-        answers = WriteAnswers(teacher, lambda name: str(tiny_mp4))
-        run(Job("vqa", lambda: choices(3), answers, teacher, answers.settings()), tmp_path / "vqa", concurrency=2)
+        run(job("vqa", write_answers), tmp_path / "vqa", concurrency=2)
         summary = json.loads((tmp_path / "vqa" / "summary.json").read_text())
         assert (summary["finished"], summary["failed"], summary["kept"] + summary["dropped"]) == (3, 0, 3)
         assert summary["prompt_tokens"] > 50

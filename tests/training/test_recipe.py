@@ -116,8 +116,6 @@ def test_a_plan_tells_what_features_take(tmp_path):
     plan = make_plan(recipe)
     assert "50.3 MB of disk for each clip" in plan.lines[-1] and "5.03 GB for 100 clips" in plan.lines[-1]
     assert plan.lines[2].startswith("7 steps of 16 records")
-    with pytest.raises(ValueError, match="free, but the model and its checkpoints take about"):
-        replace(plan, folder=tmp_path, disk=10**18).require_space()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +203,7 @@ def recipe_file(tmp_path_factory, tiny_mp4) -> Path:
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     path = folder / "tiny.yaml"
     path.write_text(f"""
-model: {{variant: qtsplus-tiny, initialise: language_model, selector: {{n_max: 20}}}}
+model: {{variant: qtsplus-tiny, selector: {{n_max: 20}}}}
 data: {{train_files: [{folder}/train.jsonl], processor_kwargs: {{fps: 1}}}}
 training:
   {{output_dir: {folder}/run, max_steps: 2, per_device_train_batch_size: 3, learning_rate: 1e-3, use_cpu: true,

@@ -6,8 +6,6 @@ import json
 import pytest
 import torch
 
-from qtsplus.prompt_qtsplus import find_query_mask
-from qtsplus.training import QTSplusTrainingArguments
 from qtsplus.training.attention import (
     AttentionChoice,
     answer_attention,
@@ -90,7 +88,7 @@ def test_a_chosen_layer_has_to_be_the_teachers(tmp_path):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("positions", ["answer", "question"])
+@pytest.mark.parametrize("positions", ["answer", "prompt"])
 def test_one_group_teaches_as_the_layer_that_reads_all_tokens(inputs, positions):
     model, labels = tiny_model(), inputs.pop("labels")
     labels[2] = -100
@@ -135,8 +133,8 @@ def test_lm_attention_teaches_without_a_pass_over_all_tokens(tmp_path):
     ("change", "message"),
     [
         (lambda config: setattr(config, "video_token_id", 499), "video_token_id=499 and the model 500"),
-        (lambda config: setattr(config.vision_config, "patch_size", 8), "patch_size=8 and the model with 4"),
-        (lambda config: setattr(config.vision_config, "spatial_merge_size", 4), "merge_size=4 and the model with 2"),
+        (lambda config: setattr(config.vision_config, "patch_size", 8), "patch_size=8 and the model 4"),
+        (lambda config: setattr(config.vision_config, "spatial_merge_size", 4), "merge_size=4 and the model 2"),
     ],
 )
 def test_a_teacher_with_other_visual_tokens_is_refused(tmp_path, change, message):
@@ -148,48 +146,6 @@ def test_a_teacher_with_other_visual_tokens_is_refused(tmp_path, change, message
     trainer = make_trainer(tmp_path, relevance_weight=1.0, max_steps=1)
     with pytest.raises(ValueError, match=message):
         QTSplusTrainer(tiny_model(), trainer.args, relevance_teacher=other)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# From the question
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_question_may_look_instead_of_the_answer(inputs):
-    model, labels = tiny_model(), inputs.pop("labels")
-    config = model.config
-    mask = find_query_mask(
-        inputs["input_ids"],
-        inputs["attention_mask"],
-        config.user_turn_token_ids,
-        config.turn_end_token_id,
-        config.special_token_ids,
-    )
-    choice = AttentionChoice(positions="question")
-    found = answer_attention(model, inputs, labels, choice)
-    for given, expected in zip(
-        answer_attention(model, {**inputs, "query_mask": mask}, labels, choice), found, strict=True
-    ):
-        assert torch.equal(given, expected)
-    from_answer = answer_attention(model, inputs, labels)
-    assert [len(target) for target in found] == [len(target) for target in from_answer]
-    assert (found[1] - from_answer[1]).abs().max() > 1e-4
-    # Padding moves no question, and a row without an answer is not taught.
-    wider = {name: value.clone() for name, value in inputs.items()}
-    for name, value in (("input_ids", 0), ("attention_mask", 0)):
-        wider[name] = torch.nn.functional.pad(wider[name], (3, 0), value=value)
-    labels = torch.nn.functional.pad(labels, (3, 0), value=-100)
-    labels[2] = -100
-    for row, (target, expected) in enumerate(zip(answer_attention(model, wider, labels, choice), found, strict=True)):
-        if row == 2:
-            assert not len(target) and len(expected)
-        else:
-            torch.testing.assert_close(target, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_nobody_else_may_look(tmp_path):
-    with pytest.raises(ValueError, match=r"relevance_from='caption': expected one of \('answer', 'question'\)"):
-        QTSplusTrainingArguments(output_dir=str(tmp_path), relevance_from="caption")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -230,7 +186,7 @@ def test_a_recipe_keeps_what_lm_attention_taught(recipe_file, tmp_path, monkeypa
         build_trainer(load_recipe(recipe_file, changed))
 
 
-@pytest.mark.parametrize("settings", [[], ["training.relevance_from=question", "training.relevance_layers=[1, 3]"]])
+@pytest.mark.parametrize("settings", [[], ["training.relevance_layers=[1, 3]"]])
 def test_another_teacher_reads_every_example_once(recipe_file, tmp_path, monkeypatch, settings):
     """Although the language model trains: it is not the teacher. Each has its own vision tower's features."""
     every_time = build_trainer(load_recipe(recipe_file, settings))
@@ -249,9 +205,7 @@ def test_another_teacher_reads_every_example_once(recipe_file, tmp_path, monkeyp
     monkeypatch.setattr("qtsplus.training.targets.answer_attention", None)
     build_trainer(load_recipe(recipe_file, settings))  # all is there
     with pytest.raises(TypeError):  # it would look from elsewhere
-        build_trainer(
-            load_recipe(recipe_file, [*settings, "training.relevance_from=answer", "training.relevance_layers=[0]"])
-        )
+        build_trainer(load_recipe(recipe_file, [*settings, "training.relevance_layers=[0]"]))
 
 
 def test_a_teacher_with_other_videos_or_words_is_refused_by_a_recipe(

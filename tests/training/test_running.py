@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
+from qtsplus.training.plan import Plan
 from qtsplus.training.recipe import load_recipe, load_stages
 from qtsplus.training.running import run, run_stages
 
@@ -98,7 +99,7 @@ def test_a_full_disk_and_a_file_in_the_way_are_found_before_the_model(recipe_fil
 
 
 def test_features_that_the_disk_does_not_hold_are_refused(recipe_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("qtsplus.training.running.make_plan", lambda recipe: type("Plan", (), {"require_space": print}))
+    monkeypatch.setattr("qtsplus.training.running.make_plan", lambda recipe: Plan(0, []))
     usage = type("Usage", (), {"free": 1})
     monkeypatch.setattr("qtsplus.output.shutil.disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match="the features of 1 videos take about"):
@@ -112,7 +113,7 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(recipe_fil
 stages:
   relevance: {training: {relevance_weight: 1.0, retention_share: 1.0}}
   answers:
-    training: {freeze_scores: true, budget_probe: 2.0, retention_share: 0.0, save_strategy: steps, save_steps: 1}
+    training: {freeze_scores: true, retention_share: 0.0, save_strategy: steps, save_steps: 1}
 """
     )
     recipe_file.write_text(staged.replace("reduction: mean}", "reduction: mean, query_states: layer}"))
@@ -134,7 +135,7 @@ stages:
 
 def test_settings_that_nobody_reads_are_refused(recipe_file):
     for setting, message in (
-        ("data.processor_kwargs={nonsense: 1}", "processor_kwargs.nonsense is none of"),
+        ("data.processor_kwargs={nonsense: 1}", "processor_kwargs.nonsense is no setting of"),
         ("model.selector.reencode_layers=1000000", "reencode_layers is 1000000"),
         ("training.output_dir=", "training.output_dir is empty"),
     ):

@@ -15,7 +15,7 @@ from .hub import convert, publish
 from .library import find, index
 from .serve import serve
 from .studies import analysis, needle
-from .synthesis import merge, vqa, vscq1, vscq2
+from .synthesis import vqa, vscq1, vscq2
 from .training import calibrate, train
 from .watch import watch
 
@@ -45,7 +45,7 @@ app.command("app")(page)
 for study in (needle, analysis):
     eval_app.command()(study)
 app.add_typer(eval_app, name="eval")
-for making in (vscq1, vscq2, vqa, merge):
+for making in (vscq1, vscq2, vqa):
     data_app.command()(making)
 app.add_typer(data_app, name="data")
 

@@ -21,7 +21,7 @@ data_app = typer.Typer(help="Make, check and describe training data.", no_args_i
 def check(
     path: Annotated[
         Path,
-        typer.Argument(help="JSONL, JSON or Parquet, or a folder of videos with captions beside them.", metavar="SET"),
+        typer.Argument(help="JSONL, JSON or Parquet.", metavar="SET"),
     ],
     media_root: MediaRoot = None,
     against: Annotated[
@@ -35,9 +35,8 @@ def check(
     """
     Check a set, and list every bad row.
 
-    Looks for rows that are no records, videos that are missing or broken, doubles, questions that give their answer
-    away, special tokens, letters that are right too often, and videos of another set. Ends with 1 where anything is
-    wrong, and with 2 where nothing could be checked.
+    Looks for rows that are no records, videos that are missing or broken, doubles, special tokens, and videos of
+    another set. Ends with 1 where anything is wrong, and with 2 where nothing could be checked.
     """
     if media_root is not None and not media:
         fail("--media-root has no effect with --no-media; leave one of them out")
@@ -62,8 +61,6 @@ def _print_check(checked: "Checked") -> None:
     for bad in checked.bad:
         name = "" if bad.id is None else f" ({bad.id})"
         print(f"Row {bad.row}{name}, {bad.check}: {' '.join(bad.reason.split())}")
-    if checked.unbalanced:
-        print(f"The set: {checked.unbalanced}")
     bad_rows = len({bad.row for bad in checked.bad})
     rows = f"{checked.rows} row{'' if checked.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
     print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")

@@ -92,7 +92,7 @@ def calibrate(
         from ..evaluation import calibration
         from ..output import check_output
         from ..results import write_json
-        from ..synthesis.local_teacher import load_teacher
+        from ..training.models import load_teacher
         from ..training.recipe import load_recipe
 
         check_output(out)
@@ -101,7 +101,6 @@ def calibrate(
         result = calibration.calibrate(
             *load_teacher(model, device, dtype.value),
             questions,
-            positions="answer" if settings is None else settings.training.relevance_from,
             processor_kwargs=None if settings is None else settings.data.processor_kwargs,
         )
         write_json(out, result.as_dict())

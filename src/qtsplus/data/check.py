@@ -1,10 +1,7 @@
 """`qtsplus data check`: what is wrong with a set, row by row."""
 
 import hashlib
-import math
 import os
-import re
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -15,22 +12,15 @@ from typing import Any
 from .formats import Row, iter_records, iter_rows, locate, media_folder, printable
 from .media import media_key, media_problem
 from .records import (
-    LETTERS,
     SPECIAL_TOKEN,
-    Answer,
     Caption,
     Record,
     VideoRecord,
     all_texts,
     media_name,
-    to_video_record,
 )
 
 ROWS_AT_ONCE = 256
-# A letter may stand for the answer this much more or less often than the others, where chance does not explain it.
-TOLERATED_SHARE = 0.05
-UNLIKELY = 16.27  # chi-square of three degrees of freedom, which chance exceeds once in a thousand sets
-LONG_ANSWER = 3  # words of a free answer that no question holds by chance
 
 
 @dataclass(frozen=True)
@@ -39,7 +29,7 @@ class BadRow:
 
     row: int  # its number, see [`Row`]
     id: str | None  # its own, or its video
-    check: str  # "schema", "media", "duplicate", "leak", "special token" or "overlap"
+    check: str  # "schema", "media", "duplicate", "special token" or "overlap"
     reason: str
 
 
@@ -49,14 +39,12 @@ class Checked:
 
     rows: int = 0  # how many it has
     bad: list[BadRow] = field(default_factory=list)  # in order; a row may stand there for several reasons
-    letters: dict[str, int] = field(default_factory=dict)  # how often each is the right answer
-    unbalanced: str | None = None  # why the letters tell something about the answer
     videos: int = 0  # how many were looked at
 
     @property
     def good(self) -> bool:
         """Whether nothing is wrong."""
-        return not self.bad and self.unbalanced is None
+        return not self.bad
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -73,7 +61,7 @@ def check_set(
     Checks a set in any format of [`iter_rows`].
 
     Args:
-        media_root: where its videos are looked for; beside the file, or in the folder, when absent.
+        media_root: where its videos are looked for; beside the file when absent.
         against: another set, with which it should share no video, such as the test set.
         media: look for every video, and decode a frame of it.
 
@@ -85,7 +73,8 @@ def check_set(
     if media and not root.is_dir():
         raise ValueError(f"There is no folder {str(root)!r}; expected the media root, where the videos lie.")
     others = {} if against is None else _videos(against)
-    result, seen, answers = Checked(), _Seen(), Counter[str]()
+    result = Checked()
+    seen: dict[bytes, int] = {}  # the first row with a text, by its digest
     videos: dict[str, str | None] = {}
     if media:
         from .. import video_qtsplus  # noqa: F401, an import in a thread could not be interrupted
@@ -95,7 +84,7 @@ def check_set(
         while batch := list(islice(rows, ROWS_AT_ONCE)):
             places = [locate(row, root) if media else None for row in batch]
             new = [place for place in dict.fromkeys(places) if place is not None and place not in videos]
-            videos.update(zip(new, pool.map(_media_problem, new), strict=True))
+            videos.update(zip(new, pool.map(media_problem, new), strict=True))
             for row, place in zip(batch, places, strict=True):
                 result.rows += 1
                 reasons = [("schema", row.problem)] if row.record is None else list(_reasons(row.record, row, seen))
@@ -104,47 +93,31 @@ def check_set(
                 result.bad += [
                     BadRow(row.number, row.id, check, printable(reason)) for check, reason in reasons if reason
                 ]
-                answers.update(_letter(row.record))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     if not result.rows:
         raise ValueError(f"{path} holds no row; expected one or more to check.")
     result.videos = len(videos)
-    result.letters = {letter: answers[letter] for letter in LETTERS} if answers else {}
-    result.unbalanced = _unbalanced(result.letters)
     return result
 
 
-def _media_problem(place: str) -> str | None:
-    if "://" not in place and not os.path.exists(place):
-        return f"there is no video at {place!r}."
-    return media_problem(place)
-
-
-class _Seen:
-    """The number of the first row with a text, by the text's digest: a large set's texts are not held."""
-
-    def __init__(self) -> None:
-        self.rows: dict[bytes, int] = {}
-
-    def first(self, number: int, *texts: str | None) -> int | None:
-        """The earlier row with the same texts, apart from case and spaces."""
-        normal = "\x00".join(" ".join((text or "").casefold().split()) for text in texts)
-        return earlier if (earlier := self.rows.setdefault(_digest(normal), number)) != number else None
+def _first(seen: dict[bytes, int], number: int, *texts: str | None) -> int | None:
+    """The earlier row with the same texts, apart from case and spaces. Their digests are held, not the texts."""
+    normal = "\x00".join(" ".join((text or "").casefold().split()) for text in texts)
+    return earlier if (earlier := seen.setdefault(_digest(normal), number)) != number else None
 
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=12).digest()
 
 
-def _reasons(record: Record, row: Row, seen: _Seen) -> Iterator[tuple[str, str | None]]:
+def _reasons(record: Record, row: Row, seen: dict[bytes, int]) -> Iterator[tuple[str, str | None]]:
     if record.id is not None:
-        earlier = seen.first(row.number, "id", record.id)
+        earlier = _first(seen, row.number, "id", record.id)
         yield "duplicate", None if earlier is None else f"row {earlier} has the same id."
-    earlier = seen.first(row.number, "text", *_texts(record))
+    earlier = _first(seen, row.number, "text", *_texts(record))
     same = "caption" if isinstance(record, Caption) else "question"
     yield "duplicate", None if earlier is None else f"row {earlier} has the same {same} about the same video."
-    yield "leak", _leak(record)
     if token := SPECIAL_TOKEN.search("\n".join(all_texts(record))):
         yield "special token", f"{token[0]!r} in its text is a special token; it is read as text."
 
@@ -158,59 +131,6 @@ def _texts(record: Record) -> Iterator[str | None]:
     yield record.question
     if isinstance(record, VideoRecord):
         yield from (question for question, _ in record.earlier)
-
-
-def _leak(record: Record) -> str | None:
-    """Why the question gives its answer away; `None` where it does not."""
-    if isinstance(record, Caption):
-        return None
-    item = to_video_record(record)
-    if item.options is not None:
-        place = LETTERS.find(item.answer) if len(item.answer) == 1 else -1
-        right = item.options[place] if 0 <= place < len(item.options) else item.answer
-        question, wrong = item.query or item.question, [text for text in item.options if text != right]
-        # A question may name all that it lets choose from: "Is it red or blue?"
-        if _holds(question, right) and not any(_holds(question, text) for text in wrong):
-            return f"its question holds the right option, {right!r}, and no wrong one."
-        return None
-    if isinstance(record, Answer) and record.answer.strip().rstrip(".") in LETTERS:
-        return f"its answer is the letter {record.answer.strip()}, and it has no options."
-    if len(_words(item.answer)) >= LONG_ANSWER and _holds(item.question, item.answer):
-        return "its question holds its answer."
-    return None
-
-
-def _holds(text: str, part: str) -> bool:
-    words, wanted = _words(text), _words(part)
-    places = range(len(words) - len(wanted) + 1)
-    return bool(wanted) and any(words[place : place + len(wanted)] == wanted for place in places)
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.casefold())
-
-
-def _letter(record: Record | None) -> list[str]:
-    """The letter that is right, of an item with four options."""
-    item = None if record is None or isinstance(record, Caption) else to_video_record(record)
-    if item is None or len(item.options or ()) != len(LETTERS) or item.answer not in tuple(LETTERS):
-        return []
-    return [item.answer]
-
-
-def _unbalanced(letters: dict[str, int]) -> str | None:
-    count = sum(letters.values())
-    if not count:
-        return None
-    expected = count / len(LETTERS)
-    statistic = math.fsum((found - expected) ** 2 / expected for found in letters.values())
-    letter, most = max(letters.items(), key=lambda entry: abs(entry[1] - expected))
-    if statistic <= UNLIKELY or abs(most - expected) / count <= TOLERATED_SHARE:
-        return None
-    return (
-        f"{letter} is right in {most / count:.0%} of {count} single-choice items, where 25% are expected; shuffle the "
-        "options."
-    )
 
 
 def _videos(path: str | os.PathLike) -> dict[bytes, int]:

@@ -1,4 +1,4 @@
-"""Sets on disk: records as JSONL, JSON, Parquet, LLaVA-Video conversations, or captions beside videos.
+"""Sets on disk: records as JSONL, JSON, Parquet, or LLaVA-Video conversations.
 
 Readers stream: what they hold does not grow with the file, except for a JSON array, which is read whole.
 """
@@ -8,11 +8,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from ..settings import show
-from .media import VIDEO_SUFFIXES, find_media, is_frame_folder
+from .media import find_media
 from .records import Caption, Record, VideoRecord, media_name, parse_record, to_video_record
 
 ROWS_AT_ONCE = 1000  # of a table
@@ -24,7 +24,7 @@ _PLACEHOLDER = re.compile(r"^<(?:image|video)>\n?|\n?<(?:image|video)>$|<(?:imag
 class Row:
     """What stands at one place of a file: a record, or a problem."""
 
-    number: int  # from 1: a line of JSONL, an item of a JSON array, a row of a table, a file of a folder
+    number: int  # from 1: a line of JSONL, an item of a JSON array, a row of a table
     content: Any = None  # by key, as the file has it; `None` where that cannot be read
     problem: str | None = None  # why it cannot be read, or is no record
     record: Record | None = None
@@ -48,17 +48,14 @@ def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
     Every row of a set in order, good or bad; blank lines are none.
 
     Args:
-        path: lines (.jsonl) or an array (.json) of records, of the reference's rows or of LLaVA-Video conversations; a
-            table (.parquet); or a folder of videos, or of folders of frames, each with its caption in a .txt beside it.
+        path: lines (.jsonl) or an array (.json) of records, of the reference's rows or of LLaVA-Video conversations; or
+            a table (.parquet).
 
     Raises:
         ValueError: no such file, a table that cannot be read, or a JSON array that is broken.
     """
     path = Path(path)
-    if os.path.isdir(path):
-        yield from _iter_folder(path)
-        return
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         raise ValueError(f"There is no file {str(path)!r}; expected a set of records, such as JSONL or Parquet.")
     items: Iterable[Any] | None = None
     if path.suffix == ".parquet":
@@ -113,8 +110,6 @@ def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None =
     What `qtsplus train` and `qtsplus eval` read of a file, with the places of its videos; the first row that is no
     question with an answer raises a `ValueError`.
     """
-    if os.path.isdir(path):
-        raise ValueError(f"{path} is a folder; expected a file of questions with answers, such as JSONL or Parquet.")
     root = media_folder(path, media_root)
     records = []
     for row in iter_rows(path):
@@ -128,10 +123,8 @@ def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None =
 
 
 def media_folder(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> Path:
-    """Where the videos of a set are looked for: the media root, or else beside the file, or in the folder."""
-    if media_root is not None:
-        return Path(media_root)
-    return Path(path) if os.path.isdir(path) else Path(path).parent
+    """Where the videos of a set are looked for: the media root, or else beside the file."""
+    return Path(path).parent if media_root is None else Path(media_root)
 
 
 def locate(row: Row, root: Path) -> str | None:
@@ -186,37 +179,6 @@ def _without_nulls(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None or name == "video"}
-
-
-def _iter_folder(folder: Path) -> Iterator[Row]:
-    """Videos, or folders of frames, with the captions beside them."""
-    number = 0
-    for where, folders, files in os.walk(folder):
-        names = set(files)
-        videos = [name for name in files if name.lower().endswith(VIDEO_SUFFIXES)]
-        frames = [name for name in folders if f"{name}.txt" in names or is_frame_folder(os.path.join(where, name))]
-        folders[:] = sorted(set(folders) - set(frames))
-        captioned = {f"{Path(name).stem}.txt" for name in videos} | {f"{name}.txt" for name in frames}
-        alone = {name for name in names - captioned if name.endswith(".txt")}
-        for name in sorted([*videos, *frames, *alone]):
-            number += 1
-            vision_id = str(PurePosixPath(Path(where, name).relative_to(folder)))
-            if name in alone:
-                yield Row(number, {"vision_id": vision_id}, "it is a text with no video beside it.")
-                continue
-            beside = Path(where, f"{name if name in frames else Path(name).stem}.txt")
-            yield _caption_beside(number, vision_id, beside)
-
-
-def _caption_beside(number: int, vision_id: str, path: Path) -> Row:
-    content = {"vision_id": vision_id}
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return _parse(number, {**content, "caption": file.read()})
-    except FileNotFoundError:
-        return Row(number, content, f"it has no caption: there is no {path.name} beside it.")
-    except UnicodeDecodeError:
-        return Row(number, content, f"its caption {path.name} is not UTF-8 text.")
 
 
 def _from_llava(row: Mapping[str, Any]) -> VideoRecord:

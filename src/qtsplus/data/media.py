@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 
 UNREADABLE = (ValueError, OSError)  # what reading a bad video raises
-OTHER_IMAGES = (".heic", ".avif", ".jp2")  # which are not read as frames
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
 
 
@@ -30,14 +29,6 @@ def media_key(name: str) -> str:
     return name[: -len(Path(name).suffix)] if name.lower().endswith(VIDEO_SUFFIXES) else name
 
 
-def is_frame_folder(path: str) -> bool:
-    """Whether a folder holds images."""
-    from ..video_qtsplus import IMAGE_SUFFIXES
-
-    with os.scandir(path) as entries:
-        return any(entry.name.lower().endswith(IMAGE_SUFFIXES) for entry in entries)
-
-
 def media_problem(path: str) -> str | None:
     """
     Why a model could not read a file, an address or a folder of frames; `None` for a good one.
@@ -51,14 +42,8 @@ def media_problem(path: str) -> str | None:
         if os.path.isdir(path):
             frames = image_paths(path)
             load_frames([frames[0], frames[-1]])
-            return _other_image(path) or next(iter(find_gaps(frames)), None)
+            return next(iter(find_gaps(frames)), None)
         video = open_video(path, lambda total, fps: np.zeros(1, dtype=np.int64))
     except UNREADABLE as error:
         return " ".join(str(error).split())
     return video.warnings[0] if video.warnings else None
-
-
-def _other_image(folder: str) -> str | None:
-    """An image that is not read."""
-    name = min((name for name in os.listdir(folder) if name.lower().endswith(OTHER_IMAGES)), default=None)
-    return None if name is None else f"{name!r} in {folder!r} is an image of a kind that is not read as a frame."

@@ -1,7 +1,4 @@
-"""The records of a set: captions, single-choice items, free answers, and the questions that a model is trained on.
-
-Every reader, writer and check of `qtsplus data` works on these, and so do `qtsplus train` and `qtsplus eval`.
-"""
+"""The records of a set: captions, single-choice items, free answers, and the questions that a model is trained on."""
 
 import re
 from collections.abc import Mapping
@@ -30,8 +27,6 @@ SOURCES = ("mcq", "vqa", "caption")
 
 Letter = Literal["A", "B", "C", "D"]
 QuestionType = Literal["object", "attribute", "count", "action", "spatial", "temporal", "causal", "scene", "text"]
-"""What a question asks for: which thing, what it is like, how many, what is done, where, in which order, why, in which
-surroundings, and what is written."""
 Difficulty = Literal["easy", "medium", "hard"]
 
 QUESTION_TYPES: tuple[str, ...] = get_args(QuestionType)
@@ -126,10 +121,8 @@ class Answer(VisionRecord):
 @dataclass(frozen=True, config=ConfigDict(extra="ignore"))
 class VideoRecord:
     """
-    One question about one video as the model reads it: what `qtsplus train` and `qtsplus eval` work on.
-
-    Raises:
-        ValueError: a value of another type or out of range, an empty text.
+    One question about one video as the model reads it: what `qtsplus train` and `qtsplus eval` work on. A `ValueError`
+    for a value of another type or out of range, and for an empty text.
     """
 
     video: Text | None  # a file, an address or a folder of frames; `None` for text only
@@ -157,10 +150,8 @@ _ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in ge
 
 def parse_record(row: Mapping[str, Any]) -> Record:
     """
-    A row as the record that its keys name: `caption`, else `options` by letter, else `vision_id` or `video`.
-
-    Raises:
-        ValueError: keys or values that no record has, in one line.
+    A row as the record that its keys name: `caption`, else `options` by letter, else `vision_id` or `video`; a
+    `ValueError` of one line for keys or values that no record has.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from ..output import markdown_table
 from .formats import iter_records, printable
 from .media import media_key
-from .records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Caption, Record, VideoRecord, media_name, to_video_record
+from .records import LETTERS, Caption, Record, VideoRecord, media_name, to_video_record
 
 _KINDS = {"mcq": "single choice", "vqa": "free answer", "caption": "caption"}
 NOT_SAID = "not said"
@@ -20,33 +20,26 @@ NOT_SAID = "not said"
 class Statistics:
     """What a set holds."""
 
-    files: dict[str, int] = field(default_factory=dict)  # records of each
-    kinds: Counter[str] = field(default_factory=Counter)  # captions, single-choice items and free answers
     videos: int = 0
+    files: Counter[str] = field(default_factory=Counter)  # records of each
+    kinds: Counter[str] = field(default_factory=Counter)  # captions, single-choice items and free answers
     types: Counter[str] = field(default_factory=Counter)  # of questions
     difficulties: Counter[str] = field(default_factory=Counter)
     letters: Counter[str] = field(default_factory=Counter)  # how often each is the right answer
-    longest_is_right: int = 0  # single-choice items whose right option is longer than the others; by chance a quarter
-    words: dict[str, Counter[int]] = field(default_factory=dict)  # by kind of text, how many have how many words
+    texts: Counter[str] = field(default_factory=Counter)  # by their kind: captions, questions, options, answers
+    words: Counter[str] = field(default_factory=Counter)  # in all texts of a kind
 
     @property
     def records(self) -> int:
         """How many there are."""
-        return sum(self.files.values())
+        return self.files.total()
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it; of words the mean, the median, the 95th percentile and the most."""
-        return {
-            "records": self.records,
-            "videos": self.videos,
-            "files": self.files,
-            "kinds": dict(self.kinds),
-            "types": _ordered(self.types, QUESTION_TYPES),
-            "difficulties": _ordered(self.difficulties, DIFFICULTIES),
-            "letters": _ordered(self.letters, LETTERS),
-            "longest_is_right": self.longest_is_right,
-            "words": {name: _spread(counts) for name, counts in self.words.items()},
-        }
+        """As JSON has it; of the texts of a kind how many there are, and their mean number of words."""
+        names = ("files", "kinds", "types", "difficulties", "letters")
+        counts = {name: dict(sorted(getattr(self, name).items())) for name in names}
+        texts = {name: {"number": n, "mean words": self.words[name] / n} for name, n in sorted(self.texts.items())}
+        return {"records": self.records, "videos": self.videos, **counts, "texts": texts}
 
     def lines(self) -> list[str]:
         """As Markdown has it."""
@@ -54,20 +47,11 @@ class Statistics:
         lines = [f"{self.records:,} records about {self.videos:,} videos.", ""]
         titles = {"file": "files", "records": "kinds", "type": "types", "difficulty": "difficulties"}
         for title, name in {**titles, "right answer": "letters"}.items():
-            rows = [
-                (key, f"{count:,}", f"{count / sum(figures[name].values()):.1%}")
-                for key, count in figures[name].items()
-            ]
+            total = sum(figures[name].values())
+            rows = [(key, f"{count:,}", f"{count / total:.1%}") for key, count in figures[name].items()]
             lines += [*markdown_table((title, "number", "share"), rows), ""] if rows else []
-        if self.letters:
-            share = self.longest_is_right / self.letters.total()
-            lines += [f"The right option is the longest in {share:.1%} of the items; by chance in 25%.", ""]
-        header = ("text", "number", "mean words", "median", "95th percentile", "most")
-        cells = [
-            (name, f"{row['texts']:,}", f"{row['mean']:.1f}", *(str(row[key]) for key in ("median", "p95", "most")))
-            for name, row in figures["words"].items()
-        ]
-        return [*lines, *markdown_table(header, cells), ""]
+        rows = [(name, f"{row['number']:,}", f"{row['mean words']:.1f}") for name, row in figures["texts"].items()]
+        return [*lines, *markdown_table(("text", "number", "mean words"), rows), ""]
 
 
 def count_set(paths: Iterable[str | os.PathLike]) -> Statistics:
@@ -80,7 +64,7 @@ def count_set(paths: Iterable[str | os.PathLike]) -> Statistics:
     result, videos = Statistics(), set()
     for path in paths:
         file = printable(Path(path).name)
-        result.files.setdefault(file, 0)
+        result.files[file] += 0
         for record in iter_records(path):
             result.files[file] += 1
             _count(result, record)
@@ -103,29 +87,14 @@ def _count(result: Statistics, record: Record) -> None:
     if not isinstance(record, VideoRecord):
         result.difficulties[record.difficulty or NOT_SAID] += 1
     _count_words(result, "question", item.query or item.question)
-    options = item.options or ()
-    place = LETTERS.find(item.answer) if len(item.answer) == 1 else -1
-    if kind == "single choice" and 0 <= place < len(options):
-        result.letters[item.answer] += 1
-        result.longest_is_right += all(len(text) < len(options[place]) for text in options if text != options[place])
-        for text in options:
+    if kind == "single choice":
+        result.letters.update([item.answer] if item.answer in tuple(LETTERS) else [])
+        for text in item.options or ():
             _count_words(result, "option", text)
     else:
-        _count_words(result, kind if kind == "caption" else "answer", item.answer)
+        _count_words(result, "caption" if kind == "caption" else "answer", item.answer)
 
 
 def _count_words(result: Statistics, name: str, text: str) -> None:
-    result.words.setdefault(name, Counter())[len(text.split())] += 1
-
-
-def _spread(counts: Counter[int]) -> dict[str, float]:
-    lengths = sorted(counts.elements())
-    median, p95 = (lengths[max(0, -(-share * len(lengths) // 100) - 1)] for share in (50, 95))
-    mean = sum(lengths) / len(lengths)
-    return {"texts": len(lengths), "mean": mean, "median": median, "p95": p95, "most": lengths[-1]}
-
-
-def _ordered(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, int]:
-    """What is known first and in its order, then the rest."""
-    names = [*(name for name in known if name in counts), *sorted(set(counts) - set(known))]
-    return {name: counts[name] for name in names}
+    result.texts[name] += 1
+    result.words[name] += len(text.split())

@@ -20,10 +20,9 @@ from rich.progress import track
 from ..lm_attention_qtsplus import attention_layer, full_attention_layers
 from ..output import whole_file
 from ..selector_qtsplus import kept_count
-from ..training.attention import AttentionChoice, noting_attention
+from ..training.attention import EVERYTHING, AttentionChoice, evaluating, noting_attention
 from ..training.collator import VideoQACollator
 from ..training.dataset import SkippedRecord, VideoQADataset
-from ..training.distillation import EVERYTHING, evaluating
 from ..training.features import encode_videos
 from .labelled import LabelledQuestion, read_questions, sighting_tokens
 

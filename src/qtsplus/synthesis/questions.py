@@ -3,18 +3,19 @@
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ValidationError, field_validator
 
 from ..data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text, explain
 from .endpoint import Endpoint
 from .engine import Item, ItemFailed, Ledger, Result
 from .video_steps import strip_thoughts
 
-PROMPTS = 1  # raised when the words below change, so that no run mixes two of them
+PROMPTS = 2  # raised when the words below change, so that no run mixes two of them
+PER_CAPTION = 3  # questions
+ROUNDS = 3  # how often a reply may be asked for: the first, and those that mend it
+MAX_TOKENS = 2048  # of a reply
 
 _ASKS_FOR = {
     "object": "which person, animal or thing is seen or used",
@@ -67,14 +68,10 @@ _SPEAKS_OF_TEXT = re.compile(
 _SPEAKS_OF_LETTERS = re.compile(r"\b(options?|choices?|answers?)\s+\(?[A-D]\b|\b[A-D]\)", re.I)
 _ALL_OF_THE_ABOVE = re.compile(r"\b(all|any|none|both) of (the above|these|them|the (options|answers))\b", re.I)
 _FEWEST_WORDS = 3  # of evidence
-_MOST_BROKEN = 1000  # objects that cannot be read, after which no more are looked for
-_DECODER = json.JSONDecoder(strict=False)
 
 
 class Draft(BaseModel):
     """A question as the language model writes it; we put its options in order."""
-
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": False})
 
     type: QuestionType
     question: Text
@@ -90,67 +87,36 @@ class Draft(BaseModel):
         return value.strip().lower() if isinstance(value, str) else value
 
 
-class _Drafts(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    questions: list[Draft]
-
-
-SCHEMA: Mapping[str, Any] = _Drafts.model_json_schema()
-
-
-@dataclass(frozen=True)
-class WriteQuestions:
-    """The step from a [`Caption`] to [`Choice`]s."""
-
-    endpoint: Endpoint  # of the language model
-    per_caption: int = 3
-    rounds: int = 3  # how often a reply may be asked for: the first, and those that mend it
-    max_tokens: int = 2048  # of a reply
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.per_caption <= len(QUESTION_TYPES):
-            raise ValueError(
-                f"per_caption is {self.per_caption}; expected 1 to {len(QUESTION_TYPES)}, one of each type."
-            )
-
-    def settings(self) -> dict[str, Any]:
-        shown = {"per_caption": self.per_caption, "rounds": self.rounds, "prompts": PROMPTS}
-        return {**self.endpoint.settings.shown(), **shown}
-
-    async def __call__(self, item: Item, ledger: Ledger) -> Result:
-        caption: Caption = item.record
-        types = wanted_types(item, self.per_caption)
-        messages = first_messages(caption.caption, types)
-        good: list[Draft] = []
-        bad: list[tuple[dict[str, Any], str]] = []
-        for number in range(self.rounds):
-            seed = (item.seed + number) % 2**31
-            reply = await self.endpoint.chat(messages, ledger, max_tokens=self.max_tokens, seed=seed, schema=SCHEMA)
-            drafts, bad, problems = read_drafts(reply.text, caption.caption, self.per_caption)
-            good = max(good, drafts, key=len)
-            if len(good) >= self.per_caption:
-                break
-            ledger.reasons.append(f"Reply {number + 1} could not be used: {'; '.join(problems)}.")
-            mend = _MEND.format(problems="\n".join(f"- {problem}" for problem in problems), count=len(types))
-            answered = [{"role": "assistant", "content": reply.text}, {"role": "user", "content": mend}]
-            messages = [*first_messages(caption.caption, types), *answered]
-        if not good and not bad:
-            raise ItemFailed
-        first = item.position * self.per_caption
-        chosen = enumerate(good[: self.per_caption])
-        kept = [to_choice(draft, item, number, first + number) for number, draft in chosen]
-        dropped = [] if len(good) >= self.per_caption else bad
-        return Result(
-            [choice.row() for choice in kept],
-            [{"vision_id": caption.vision_id, "reason": reason, "draft": draft} for draft, reason in dropped],
-        )
+async def write_questions(endpoint: Endpoint, item: Item, ledger: Ledger) -> Result:
+    """The step from a [`Caption`] to [`Choice`]s, by a language model behind an endpoint."""
+    caption: Caption = item.record
+    start = first_messages(caption.caption, wanted_types(item))
+    messages = start
+    good: list[Draft] = []
+    bad: list[tuple[dict[str, Any], str]] = []
+    for number in range(ROUNDS):
+        reply = await endpoint.chat(messages, ledger, max_tokens=MAX_TOKENS, seed=(item.seed + number) % 2**31)
+        drafts, bad, problems = read_drafts(reply.text, caption.caption)
+        good = max(good, drafts, key=len)
+        if len(good) >= PER_CAPTION:
+            break
+        ledger.reasons.append(f"Reply {number + 1} could not be used: {'; '.join(problems)}.")
+        mend = _MEND.format(problems="\n".join(f"- {problem}" for problem in problems), count=PER_CAPTION)
+        messages = [*start, {"role": "assistant", "content": reply.text}, {"role": "user", "content": mend}]
+    if not good and not bad:
+        raise ItemFailed
+    kept = [to_choice(draft, item, number) for number, draft in enumerate(good[:PER_CAPTION])]
+    dropped = [] if len(good) >= PER_CAPTION else bad
+    return Result(
+        [choice.row() for choice in kept],
+        [{"vision_id": caption.vision_id, "reason": reason, "draft": draft} for draft, reason in dropped],
+    )
 
 
-def wanted_types(item: Item, count: int) -> list[str]:
-    """Types of question for a caption, `count` different ones; each stands in as many captions as any other."""
-    places = range(item.position * count, (item.position + 1) * count)
-    return [QUESTION_TYPES[place % len(QUESTION_TYPES)] for place in places]
+def wanted_types(item: Item) -> list[str]:
+    """The types of a caption's questions, each another; every type stands in as many captions as any other."""
+    start = item.position * PER_CAPTION
+    return [QUESTION_TYPES[place % len(QUESTION_TYPES)] for place in range(start, start + PER_CAPTION)]
 
 
 def first_messages(caption: str, types: list[str]) -> list[dict[str, Any]]:
@@ -162,14 +128,12 @@ def first_messages(caption: str, types: list[str]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": task}]
 
 
-def read_drafts(
-    text: str, caption: str, wanted: int
-) -> tuple[list[Draft], list[tuple[dict[str, Any], str]], list[str]]:
+def read_drafts(text: str, caption: str) -> tuple[list[Draft], list[tuple[dict[str, Any], str]], list[str]]:
     """
     Of a reply, the questions that can be used; the others, each with why; and all that is wrong, for the language model
     to mend.
     """
-    entries = find_objects(text, "questions")
+    entries = find_questions(text)
     if not entries:
         return [], [], ["the reply holds no JSON object with questions"]
     good: list[Draft] = []
@@ -188,8 +152,8 @@ def read_drafts(
         else:
             bad.append((entry, reason))
     problems = [f"question {entry.get('question')!r}: {reason}" for entry, reason in bad]
-    if len(good) + len(bad) < wanted:
-        problems.append(f"{wanted} questions were asked for, {len(good) + len(bad)} came whole")
+    if len(entries) < PER_CAPTION:
+        problems.append(f"{PER_CAPTION} questions were asked for, {len(entries)} came")
     return good, bad, problems
 
 
@@ -216,16 +180,13 @@ def find_fault(draft: Draft, caption: str) -> str | None:
     return None
 
 
-def to_choice(draft: Draft, item: Item, number: int, place: int) -> Choice:
-    """
-    A draft with its options shuffled: of four questions in a row, each letter is right once. `number` counts the
-    questions of its caption, `place` those of the set.
-    """
+def to_choice(draft: Draft, item: Item, number: int) -> Choice:
+    """A caption's `number`-th draft, its options shuffled: of four questions in a row, each letter is right once."""
     caption: Caption = item.record
+    place = item.position * PER_CAPTION + number
     letters = random.Random(place // len(LETTERS)).sample(LETTERS, len(LETTERS))
     answer = letters[place % len(LETTERS)]
-    wrong = random.Random(f"{item.id} {number}").sample(draft.distractors, len(draft.distractors))
-    others = iter(wrong)
+    others = iter(random.Random(f"{item.id} {number}").sample(draft.distractors, len(draft.distractors)))
     options = {letter: draft.answer if letter == answer else next(others) for letter in LETTERS}
     return Choice.model_validate(
         {
@@ -244,26 +205,12 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-def find_objects(text: str, key: str) -> list[dict[str, Any]]:
-    """
-    The JSON objects in a list that a reply should hold as `{key: [...]}`, as far as they can be read: words and fences
-    around it do no harm, and of a reply that is broken or ends too early, the whole objects are read.
-    """
-    objects: list[Any] = []
-    for entry in _whole_objects(strip_thoughts(text)):
-        inner = entry.get(key, entry)
-        objects += inner if isinstance(inner, list) else [inner]
-    return [entry for entry in objects if isinstance(entry, dict)]
-
-
-def _whole_objects(text: str) -> Iterator[dict[str, Any]]:
-    """The outermost objects that can be read; where one is broken, those inside it."""
-    start = broken = 0
-    while (start := text.find("{", start)) >= 0 and broken < _MOST_BROKEN:
-        try:
-            entry, start = _DECODER.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            start += 1
-            broken += 1
-        else:
-            yield entry
+def find_questions(text: str) -> list[dict[str, Any]]:
+    """The objects in the list that a reply should hold; words and fences around it do no harm. None of a broken one."""
+    text = strip_thoughts(text)
+    try:
+        reply = json.loads(text[text.find("{") : text.rfind("}") + 1], strict=False)
+    except (ValueError, RecursionError):
+        return []
+    questions = reply.get("questions")
+    return [entry for entry in questions if isinstance(entry, dict)] if isinstance(questions, list) else []

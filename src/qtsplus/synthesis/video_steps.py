@@ -1,137 +1,135 @@
 """QTS-VSCQ2 and QTS-VQA: what a video teacher is asked, and which questions and answers are kept."""
 
-import math
+import asyncio
+import base64
+import io
+import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from ..data.records import LETTERS, Answer, Choice
-from .engine import Item, Ledger, Result
+import numpy as np
+from PIL import Image
+
+from ..data.media import UNREADABLE
+from ..data.records import Answer, Choice
+from ..output import first_line
+from ..video_qtsplus import choose_frames, image_paths, load_frames, read_video
+from .endpoint import Endpoint, Reply
+from .engine import Item, ItemFailed, Ledger, Result
 
 FREE_ANSWER = "Answer in one or two short sentences."
+LONGEST_SIDE = 640  # of a frame in pixels; larger ones are made smaller
+RECENT_VIDEOS = 8  # whose frames are held
+MOST_WORDS = 80  # of an answer that is kept
 
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.S)
 _LETTER = re.compile(
     r"^\W*(?:the\s+)?(?:(?:correct|right|best)\s+)?(?:answer|option|choice)?\W*(?:is)?\W*([A-D])(?!\w)", re.I
 )
 _ONLY_LETTER = re.compile(r"(?<!\w)([A-D])(?!\w)")
-# Chinese and Japanese put no spaces between words: there a sign is as good as a word.
-_SIGNS = "\u3040-\u30ff\u3400-\u9fff"
-_WORD = re.compile(rf"[{_SIGNS}]|[^\W{_SIGNS}]+")
 _RUN = 4  # words that stand together
 _LEAST_NEW = 0.6  # of the runs of an answer
 
-
-@dataclass(frozen=True)
-class Question:
-    """What a video teacher is asked."""
-
-    text: str  # with the options where there are any
-    query: str  # without them
-    video: str | None  # a file, a folder of frames or an address; `None` to have it guessed
-    fps: float | None  # of a folder, the rate at which its frames were taken; of a file, frames to look at per second
-    seed: int
+Part = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What a teacher said."""
+@dataclass
+class VideoTeacher:
+    """A model that sees, behind an endpoint, which is sent frames as images."""
 
-    text: str
-    complete: bool  # it ended by itself, not at the most tokens that it may say
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The option that a teacher chose."""
-
-    letter: str | None  # `None` where none can be told
-    shares: Mapping[str, float]  # of the probability, by letter, where log-probabilities were scored
-    said: str = ""  # the reply, where its letter was read
-
-    def row(self) -> dict[str, Any]:
-        """As a line of a file has it."""
-        shares = {letter: round(share, 4) for letter, share in self.shares.items()}
-        return {"letter": self.letter, **({"shares": shares} if shares else {"said": self.said})}
-
-
-class Teacher(AbstractAsyncContextManager[Any], Protocol):
-    """Raises `ItemFailed` where a video cannot be read."""
+    endpoint: Endpoint
+    frames: int = 16  # evenly spread over the video
+    max_tokens: int = 128  # of a reply
+    _recent: dict[str, asyncio.Task[list[Part]]] = field(default_factory=dict, repr=False)
 
     def settings(self) -> dict[str, Any]:
-        """All that decides what it says."""
+        """What decides the replies, as it is written down."""
+        return {**self.endpoint.settings(), "frames": self.frames, "max_tokens": self.max_tokens}
 
-    async def choose(self, question: Question, ledger: Ledger) -> Verdict:
-        """The option that it holds for right."""
+    async def ask(self, video: str, text: str, item: Item, ledger: Ledger) -> Reply:
+        """What it says about a video; [`ItemFailed`] where that cannot be read."""
+        try:
+            parts = await self._parts(video)
+        except UNREADABLE as error:
+            ledger.reasons.append(f"The video cannot be read: {first_line(error)}")
+            raise ItemFailed from None
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+        return await self.endpoint.chat(messages, ledger, max_tokens=self.max_tokens, seed=item.seed)
 
-    async def answer(self, question: Question, ledger: Ledger) -> Reply:
-        """What it answers in words."""
+    async def _parts(self, video: str) -> list[Part]:
+        """What is sent of a video; questions about one video stand together, and share it."""
+        if video not in self._recent:
+            self._recent[video] = asyncio.create_task(asyncio.to_thread(self._read, video))
+            while len(self._recent) > RECENT_VIDEOS:
+                del self._recent[next(iter(self._recent))]
+        return await self._recent[video]
+
+    def _read(self, video: str) -> list[Part]:
+        frames = spread_frames(video, self.frames)
+        title = f"These are {len(frames)} frames of a video in their order, evenly spread over it."
+        urls = [_data_url(frame) for frame in frames]
+        return [{"type": "text", "text": title}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
 
 
-@dataclass(frozen=True)
-class Screen:
+def spread_frames(video: str, count: int) -> np.ndarray:
     """
-    The step from a [`Choice`] to one that the teacher has confirmed.
+    Up to `count` frames of a file, an address or a folder of frames, evenly spread, `[T, H, W, 3]` uint8 RGB.
 
-    What it answers wrong is dropped as "wrong", a reply without a letter as "no letter", and, with `drop_guessable`,
-    what it answers right without the video as "guessable". By luck alone that is one question in four.
+    Raises:
+        ValueError: it cannot be read.
     """
 
-    teacher: Teacher
-    find: Callable[[str], str]  # where a video lies, by its `vision_id`
-    drop_guessable: bool = False  # ask a second time, without the video
+    def choose(total: int, rate: float) -> np.ndarray:
+        return choose_frames(total, rate, num_frames=count, temporal_patch_size=1)
 
-    def settings(self) -> dict[str, Any]:
-        return {**self.teacher.settings(), "drop_guessable": self.drop_guessable}
+    if os.path.isdir(video):
+        paths = image_paths(video)
+        return load_frames([paths[index] for index in choose(len(paths), 1.0)])
+    return read_video(video, choose)[0]
 
-    async def __call__(self, item: Item, ledger: Ledger) -> Result:
-        choice: Choice = item.record
-        video = self.find(choice.vision_id)
-        question = Question(choice.prompt(), choice.question, video, choice.fps, item.seed)
-        seen = await self.teacher.choose(question, ledger)
-        dropped = {**choice.row(), "seen": seen.row()}
-        if seen.letter is None:
-            return Result(dropped=[{**dropped, "reason": "no letter"}])
-        if seen.letter != choice.answer:
-            return Result(dropped=[{**dropped, "reason": f"wrong: {seen.letter} for {choice.answer}"}])
-        if self.drop_guessable:
-            guess = await self.teacher.choose(replace(question, video=None), ledger)
-            if guess.letter == choice.answer:
-                return Result(dropped=[{**dropped, "guessed": guess.row(), "reason": "guessable"}])
+
+def _data_url(frame: np.ndarray) -> str:
+    image = Image.fromarray(frame)
+    image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    data = io.BytesIO()
+    image.save(data, "JPEG", quality=90)
+    return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+async def screen(teacher: VideoTeacher, find: Callable[[str], str], item: Item, ledger: Ledger) -> Result:
+    """
+    The step from a [`Choice`] to one that the teacher has confirmed: what it answers wrong is dropped as "wrong", a
+    reply without a letter as "no letter".
+
+    Args:
+        find: where a video lies, by its `vision_id`.
+    """
+    choice: Choice = item.record
+    reply = await teacher.ask(find(choice.vision_id), choice.prompt(), item, ledger)
+    letter = read_letter(reply.text)
+    if letter == choice.answer:
         return Result(kept=[choice.row()])
+    reason = "no letter" if letter is None else f"wrong: {letter} for {choice.answer}"
+    return Result(dropped=[{**choice.row(), "said": reply.text[:200], "reason": reason}])
 
 
-@dataclass(frozen=True)
-class WriteAnswers:
-    """The step from a [`Choice`] to an [`Answer`]."""
-
-    teacher: Teacher  # is asked without the options
-    find: Callable[[str], str]  # where a video lies, by its `vision_id`
-    most_words: int = 80  # of an answer that is kept
-
-    def settings(self) -> dict[str, Any]:
-        return {**self.teacher.settings(), "most_words": self.most_words}
-
-    async def __call__(self, item: Item, ledger: Ledger) -> Result:
-        choice: Choice = item.record
-        video = self.find(choice.vision_id)
-        question = Question(choice.question, choice.question, video, choice.fps, item.seed)
-        reply = await self.teacher.answer(question, ledger)
-        text = strip_thoughts(reply.text)
-        shared = choice.model_dump(
-            include={"vision_id", "id", "fps", "question", "type", "difficulty"}, exclude_none=True
-        )
-        reason = find_fault(text, self.most_words) if reply.complete else "cut off"
-        if reason is not None:
-            return Result(dropped=[{**shared, "answer": text, "reason": reason}])
-        return Result(kept=[Answer(**shared, answer=text).row()])
+async def write_answers(teacher: VideoTeacher, find: Callable[[str], str], item: Item, ledger: Ledger) -> Result:
+    """The step from a [`Choice`], which the teacher is asked without its options, to an [`Answer`]; see [`screen`]."""
+    choice: Choice = item.record
+    reply = await teacher.ask(find(choice.vision_id), f"{choice.question}\n{FREE_ANSWER}", item, ledger)
+    text = strip_thoughts(reply.text)
+    shared = choice.model_dump(include={"vision_id", "id", "fps", "question", "type", "difficulty"}, exclude_none=True)
+    reason = find_fault(text, MOST_WORDS) if reply.complete else "cut off"
+    if reason is not None:
+        return Result(dropped=[{**shared, "answer": text, "reason": reason}])
+    return Result(kept=[Answer(**shared, answer=text).row()])
 
 
 def find_fault(text: str, most_words: int) -> str | None:
-    """Why an answer is not kept: a kind of fault, a colon, and what is particular. `None` for a good one."""
-    words = _WORD.findall(text.casefold())
+    """Why an answer is not kept: a kind of fault, a colon, and what is particular; `None` for a good one."""
+    words = re.findall(r"\w+", text.casefold())
     if not 1 <= len(words) <= most_words:
         return f"too {'long' if words else 'short'}: {len(words)} words"
     runs = [tuple(words[start : start + _RUN]) for start in range(len(words) - _RUN + 1)]
@@ -155,11 +153,3 @@ def read_letter(text: str) -> str | None:
             return match[1].upper()
     letters = set(_ONLY_LETTER.findall(text)) - ({"A"} if re.search(r"\bA\s+[a-z]", text) else set())
     return letters.pop() if len(letters) == 1 else None
-
-
-def share_out(logprobs: Mapping[str, float]) -> Verdict:
-    """The verdict of log-probabilities by letter."""
-    most = max(logprobs.values())
-    weights = {letter: math.exp(logprobs[letter] - most) for letter in LETTERS}
-    shares = {letter: weight / sum(weights.values()) for letter, weight in weights.items()}
-    return Verdict(max(LETTERS, key=shares.__getitem__), shares)

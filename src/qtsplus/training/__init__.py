@@ -2,7 +2,6 @@
 
 from ..data.formats import read_records
 from ..data.records import VideoRecord
-from ..hub.initialise import initialise_selector
 from .arguments import QTSplusTrainingArguments
 from .collator import VideoQACollator
 from .dataset import VideoQADataset
@@ -14,6 +13,5 @@ __all__ = [
     "VideoQACollator",
     "VideoQADataset",
     "VideoRecord",
-    "initialise_selector",
     "read_records",
 ]

@@ -10,7 +10,6 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from ..settings import STRICT
 
 SFT_LOSSES = ("token_mean", "sum_of_sources")
-RELEVANCE_FROM = ("answer", "question")
 # What Transformers takes without a word, or with an error from deep inside a run.
 _AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 _AT_LEAST_ZERO = (
@@ -23,7 +22,6 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("num_train_epochs", "lora_alpha"), lambda value: value > 0, "more than 0"),
     (("lora_dropout",), lambda value: 0 <= value < 1, "at least 0 and less than 1"),
     (("max_skipped", "retention_share"), lambda value: 0 <= value <= 1, "a share in [0, 1]"),
-    (("budget_probe",), lambda value: value > 1, "a factor above 1"),
     (("seed", "data_seed"), lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
     (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 to go by num_train_epochs"),
 )
@@ -63,12 +61,8 @@ class QTSplusTrainingArguments(TrainingArguments):
 
         retention_range (`list[float]`, *optional*): lowest and highest fraction of the visual tokens. In a share of the
             steps the fraction is drawn from here, evenly on a logarithmic scale, instead of predicted, so that the
-            model also serves whoever asks for a `retention`. With `selection: all` that fraction is kept at random, so
-            that a base learns to read with gaps.
+            model also serves whoever asks for a `retention`.
         retention_share (`float`, defaults to 0.5): that share; the prediction learns in the other steps.
-        budget_probe (`float`, *optional*): a factor above 1. In steps whose budget is predicted, the supervised loss of
-            every sample is also measured with so many times more and fewer tokens, without gradients, and its slope is
-            the budget head's gradient. The gate's own hardly tells how many tokens a question needs.
 
     > Distillation from a teacher's attention
 
@@ -80,8 +74,6 @@ class QTSplusTrainingArguments(TrainingArguments):
             from 0; all if absent.
         relevance_heads (`list[tuple[int, int]]`, *optional*): (layer, head) pairs in place of whole layers;
             `qtsplus calibrate` finds those that look at what an answer rests on.
-        relevance_from (`str`, defaults to `"answer"`): `"answer"` takes the attention at the positions that predict the
-            answer, `"question"` at those of the last question.
 
     > Records that cannot be used
 
@@ -107,11 +99,9 @@ class QTSplusTrainingArguments(TrainingArguments):
     dual_damping: float = field(default=2.0)
     retention_range: list[float] | None = field(default=None)
     retention_share: float = field(default=0.5)
-    budget_probe: float | None = field(default=None)
     relevance_weight: float = field(default=0.0)
     relevance_layers: list[int] | None = field(default=None)
     relevance_heads: list[tuple[int, int]] | None = field(default=None)
-    relevance_from: str = field(default="answer", metadata={"choices": RELEVANCE_FROM})
     max_skipped: float = field(default=0.1)
     # The dataset's items are dictionaries of several records' needs, which only our collator understands.
     remove_unused_columns: bool = field(default=False)
@@ -120,9 +110,8 @@ class QTSplusTrainingArguments(TrainingArguments):
         super().__post_init__()
         self._check_ranges()
         self._check_effects()
-        for name, known in (("sft_loss", SFT_LOSSES), ("relevance_from", RELEVANCE_FROM)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {known}.")
+        if self.sft_loss not in SFT_LOSSES:
+            raise ValueError(f"sft_loss={self.sft_loss!r}: expected one of {SFT_LOSSES}.")
         if self.retention_range is not None:
             bounds = self.retention_range
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= 1:

@@ -2,7 +2,7 @@
 
 The teacher is the model itself, or another one, with all visual tokens and without re-encoding. Its language model runs
 as it always does; in the chosen layers an attention function of our own notes a few rows beside it: those of the
-positions that predict the answer, or of the question's. No layer's full attention matrix is ever held.
+positions that predict the answer. No layer's full attention matrix is ever held.
 """
 
 import copy
@@ -18,15 +18,16 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..encoding_qtsplus import encode_visual
-from ..layout_qtsplus import find_questions, lay_out
+from ..layout_qtsplus import lay_out
 from ..lm_attention_qtsplus import reading_of
 from ..mixin_qtsplus import choose
 from ..prompt_qtsplus import Layout, SelectionInputs, take_inputs
 from .arguments import QTSplusTrainingArguments
 from .dataset import IGNORED
-from .distillation import EVERYTHING, evaluating
 from .lora import base_model
 
+# A model that reads every visual token and re-encodes none.
+EVERYTHING = {"selection": "all", "reencode": False, "retention": None, "max_visual_tokens": None}
 NOTED_ATTENTION = "qtsplus_noted"
 REST = 1e-6  # the least share that is told from none, in float32
 
@@ -37,27 +38,20 @@ class AttentionChoice:
     Which attention of a language model is a target.
 
     Args:
-        layers: whose attention is summed over all heads, counted from 0; all if `None`.
-        heads: (layer, head) pairs, in place of whole layers.
-        positions: `"answer"` looks from the positions that predict the answer, `"question"` from the question's own,
-            `"prompt"` from where `selection="lm_attention"` looks, which knows no answer.
+        positions: `"answer"` looks from the positions that predict the answer, `"prompt"` from where
+            `selection="lm_attention"` looks, which knows no answer.
         grouped: read groups of frames, through the layers up to `attention_layer` of `qtsplus_config`, with its heads;
             for videos of any length.
     """
 
-    layers: tuple[int, ...] | None = None
-    heads: tuple[tuple[int, int], ...] | None = None
+    layers: tuple[int, ...] | None = None  # whose attention is summed over all heads, counted from 0; all if `None`
+    heads: tuple[tuple[int, int], ...] | None = None  # (layer, head) pairs, in place of whole layers
     positions: str = "answer"
     grouped: bool = False
 
     @classmethod
     def of(cls, args: QTSplusTrainingArguments, grouped: bool = False) -> "AttentionChoice":
-        """
-        As a recipe has it.
-
-        Raises:
-            ValueError: layers or heads that groups are not read by.
-        """
+        """As a recipe has it; a `ValueError` for layers or heads that groups are not read by."""
         layers, heads = args.relevance_layers, args.relevance_heads
         if grouped and (layers is not None or heads is not None):
             raise ValueError(
@@ -67,8 +61,7 @@ class AttentionChoice:
         return cls(
             None if layers is None else tuple(layers),
             None if heads is None else tuple((layer, head) for layer, head in heads),
-            args.relevance_from,
-            grouped,
+            grouped=grouped,
         )
 
     @property
@@ -84,6 +77,17 @@ class AttentionChoice:
 EVERY_LAYER = AttentionChoice()
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for as long as it lasts."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 @torch.no_grad()
 def answer_attention(
     model: nn.Module, inputs: Mapping[str, Any], labels: torch.Tensor, choice: AttentionChoice = EVERY_LAYER
@@ -92,7 +96,7 @@ def answer_attention(
     How the model with all visual tokens shares its attention out among them while it answers.
 
     The mean over positions, heads and layers of the softmax over all that a position sees; of it the visual tokens'
-    part, so that it sums to what the text leaves. A row with earlier turns counts only its last answer and question.
+    part, so that it sums to what the text leaves. A row with earlier turns counts only its last answer.
 
     Args:
         model: a QTSplus model, or a `PeftModel` of one; put into evaluation mode for as long.
@@ -121,9 +125,8 @@ def _grouped_attention(model: nn.Module, inputs: Mapping[str, Any], labels: torc
     with evaluating(model):
         features = encode_visual(base, visual, layout.grids)
         _, qtsplus = choose(base, layout, features, whole, sample_gate=False, looking=places)
-    found = qtsplus.log_relevance or [torch.zeros(0, device=ids.device)] * len(ids)
-    taught = [len(seen_from) > 0 for seen_from in looking]
-    return [row[: len(row) * is_taught].exp() for row, is_taught in zip(found, taught, strict=True)]
+    relevance = qtsplus.log_relevance or [torch.zeros(0, device=ids.device)] * len(ids)
+    return [row[: len(row) * bool(len(seen))].exp() for row, seen in zip(relevance, looking, strict=True)]
 
 
 def relevance_divergences(
@@ -169,14 +172,11 @@ def _last_answers(labels: torch.Tensor, turn_end: int) -> torch.Tensor:
 
 def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = None, grouped: bool = False) -> None:
     """Raises `ValueError` for a selector that is never asked, and for layers that a teacher, if any, does not have."""
-    selection = model.config.qtsplus_config.selection
     if not args.relevance_weight:
         return
+    selection = model.config.qtsplus_config.selection
     if selection != "qtsplus":
-        raise ValueError(
-            "relevance_weight teaches the scores of selection='qtsplus', but qtsplus_config has "
-            f"selection={selection!r}."
-        )
+        raise ValueError(f"relevance_weight teaches the scores of selection='qtsplus', and here {selection=}.")
     choice = AttentionChoice.of(args, grouped)
     if teacher is not None and not grouped:
         attention_modules(teacher.model.language_model, choice)
@@ -187,23 +187,14 @@ def check_relevance(model: Any, args: QTSplusTrainingArguments, teacher: Any = N
 
 @dataclass
 class _Row:
-    """
-    One row of the batch, in places among its real tokens.
+    """One row of the batch, in places among its real tokens."""
 
-    Args:
-        places: `[n]`, the tokens that are looked from.
-        visual: `[M]`.
-        columns: `[S_b]`, where the language model has the row's real tokens.
-        attention: `[M]`, summed over heads and layers so far, and how many those are.
-        by_head: per layer `[heads, M]`, where that is asked for.
-    """
-
-    places: torch.Tensor
-    visual: torch.Tensor
-    columns: torch.Tensor | None = None
-    attention: torch.Tensor | None = None
-    heads: int = 0
-    by_head: dict[int, torch.Tensor] | None = None
+    places: torch.Tensor  # [n], the tokens that are looked from
+    visual: torch.Tensor  # [M]
+    columns: torch.Tensor | None = None  # [S_b], where the language model has the row's real tokens
+    attention: torch.Tensor | None = None  # [M], summed over heads and layers so far
+    heads: int = 0  # how many those are
+    by_head: dict[int, torch.Tensor] | None = None  # per layer [heads, M], where that is asked for
 
     @property
     def taught(self) -> bool:
@@ -225,12 +216,12 @@ class _Row:
         if heads is not None:
             share = len(queries) // len(keys)
             queries, keys = queries[heads], keys[[head // share for head in heads]]
-        found = attention_to_tokens(queries[:, columns[places]], keys[:, columns], places, visual, scaling, window)
-        found = found.to(self.visual.device)
-        self.attention = found.sum(0) if self.attention is None else self.attention + found.sum(0)
-        self.heads += len(found)
+        shares = attention_to_tokens(queries[:, columns[places]], keys[:, columns], places, visual, scaling, window)
+        shares = shares.to(self.visual.device)
+        self.attention = shares.sum(0) if self.attention is None else self.attention + shares.sum(0)
+        self.heads += len(shares)
         if self.by_head is not None:
-            self.by_head[layer] = found
+            self.by_head[layer] = shares
 
     def target(self) -> torch.Tensor:
         if self.attention is None:
@@ -250,9 +241,8 @@ def attention_to_tokens(
     Causal attention from some places of a sequence to some of its tokens, `[heads, M]`: the mean over the places.
 
     Args:
-        queries: `[heads, n, head_dim]`, only those of `places`.
-        keys: `[kv_heads, S, head_dim]`, all of them.
-        places: `[n]`, where the queries stand.
+        queries: `[heads, n, head_dim]` of the `places` `[n]`.
+        keys: `[kv_heads, S, head_dim]` of the whole sequence.
         tokens: `[M]`, where the tokens stand.
         scaling: of the scores.
         window: how many tokens a place sees, itself included; all before it if `None`.
@@ -280,10 +270,8 @@ def attention_rows(
 
 def attention_modules(language_model: Any, choice: AttentionChoice = EVERY_LAYER) -> dict[int, Any]:
     """
-    By layer the attention of the chosen layers of a language model, or of all that have one (others are recurrent).
-
-    Raises:
-        ValueError: a layer that is not there or has no attention, or a head that is not there.
+    By layer the attention of the chosen layers of a language model, or of all that have one (others are recurrent); a
+    `ValueError` for a layer that is not there or has no attention, or a head that is not there.
     """
     found = {index: layer.self_attn for index, layer in enumerate(language_model.layers) if hasattr(layer, "self_attn")}
     unknown = [layer for layer in choice.layers or () if layer not in found]
@@ -307,11 +295,8 @@ def _places(
     answers = [answer[row.columns][1:].nonzero()[:, 0] for answer, row in pairs]
     if positions == "answer":
         return answers
-    if positions == "prompt":
-        questions = reading_of(model, layout, SelectionInputs(query_mask)).looking
-    else:
-        questions = [question.nonzero()[:, 0] for question in find_questions(model, layout, query_mask)]
-    return [question[: len(question) * bool(len(answer))] for question, answer in zip(questions, answers, strict=True)]
+    looking = reading_of(model, layout, SelectionInputs(query_mask)).looking
+    return [places[: len(places) * bool(len(answer))] for places, answer in zip(looking, answers, strict=True)]
 
 
 @contextmanager
@@ -322,12 +307,7 @@ def noting_attention(
     choice: AttentionChoice = EVERY_LAYER,
     by_head: bool = False,
 ) -> Iterator[list[_Row]]:
-    """
-    While it lasts, a pass over these inputs with all tokens notes in the rows what [`answer_attention`] needs.
-
-    Args:
-        by_head: keep the attention of every chosen head apart too, as the rows' `by_head`.
-    """
+    """While it lasts, a pass over these inputs with all tokens notes what [`answer_attention`] needs."""
     base = base_model(model).model
     visual, selection = take_inputs(dict(inputs))
     layout = lay_out(base, visual, inputs["input_ids"], inputs.get("attention_mask"))
@@ -342,12 +322,7 @@ def noting_attention(
 
 @contextmanager
 def noting(language_model: Any, rows: Sequence[Any], choice: AttentionChoice = EVERY_LAYER) -> Iterator[None]:
-    """
-    While it lasts, every row of a batch takes notes of each chosen layer's queries and keys.
-
-    Args:
-        rows: each has `taught`, whether it takes any, `columns`, which is set, and `note`, as [`_Row`] has them.
-    """
+    """While it lasts, every row of a batch takes notes of each chosen layer's queries and keys, as [`_Row`] does."""
     modules = attention_modules(language_model, choice)
     configs = {layer: module.config for layer, module in modules.items()}
 

@@ -14,10 +14,8 @@ _PIXELS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 class VideoQACollator:
     """
-    Pads examples of [`VideoQADataset`] on the right.
-
-    Skipped records are left out and listed in the batch. A batch of nothing else becomes one row of text without a
-    label: its loss and its gradient are zero, and the processes of a distributed run stay in step.
+    Pads examples of [`VideoQADataset`] on the right. Skipped records are left out and listed in the batch. A batch of
+    nothing else becomes one row of text without a label, so that the processes of a distributed run stay in step.
     """
 
     def __init__(self, processor: Any):

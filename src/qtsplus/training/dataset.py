@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import Dataset
 
 from ..data.formats import read_records
+from ..data.media import media_problem
 from ..data.records import VideoRecord
 from ..settings import show
-from ..video_qtsplus import choose_frames, load_frames, read_video
 from .features import AttentionTargets, VideoFeatures
 
 IGNORED = -100
@@ -45,9 +45,7 @@ def check_processor_kwargs(processor: Any, processor_kwargs: Mapping[str, Any]) 
     known = {*processor.video_processor.valid_kwargs.__annotations__, "videos_kwargs", "text_kwargs"}
     unknown = sorted(set(processor_kwargs) - known)
     if unknown:
-        raise ValueError(
-            f"processor_kwargs.{unknown[0]} is none of the processor's settings: {', '.join(sorted(known))}."
-        )
+        raise ValueError(f"processor_kwargs.{unknown[0]} is no setting of the processor: {', '.join(sorted(known))}.")
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,6 @@ class VideoQADataset(Dataset):
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
         features: of the videos, see [`encode_videos`]; they take the place of the pixels.
 
-    `targets`, when set, are those of attention distillation; see [`note_targets`].
-
     Raises:
         ValueError: a folder of frames whose rate neither its record nor `processor_kwargs` gives.
     """
@@ -102,7 +98,7 @@ class VideoQADataset(Dataset):
         self.records = list(records)
         self.names = Counter(map(skipped_name, self.records))
         self.features = features
-        self.targets: AttentionTargets | None = None
+        self.targets: AttentionTargets | None = None  # of attention distillation, see [`note_targets`]
         self.processor = processor
         self.model_max_length = model_max_length
         self.processor_kwargs = dict(processor_kwargs or {})
@@ -134,12 +130,12 @@ class VideoQADataset(Dataset):
         check_skipped(len(missing), len(self.records), most, [f"there is no video at {name!r}" for name in missing])
 
     def __getitem__(self, index: int) -> dict[str, Any] | SkippedRecord:
-        """The example of a record, see [`example`](VideoQADataset.example)."""
+        """See [`example`](VideoQADataset.example)."""
         return self.example(self.records[index])
 
     def example(self, record: VideoRecord) -> dict[str, Any] | SkippedRecord:
         """
-        A record as a model's inputs; it need not be one of the dataset's.
+        A record, not necessarily of the dataset, as a model's inputs.
 
         Returns:
             `input_ids`, `labels` and `query_mask` `[S]`; `query_input_ids` `[L]` where the record has a query; its
@@ -150,7 +146,7 @@ class VideoQADataset(Dataset):
         try:
             inputs = self._process(record)
         except (ValueError, OSError) as error:
-            if record.video is None or _is_readable(record.video):
+            if record.video is None or media_problem(record.video) is None:
                 # Not the file's fault: a wrong setting must not turn into an empty dataset.
                 raise ValueError(f"The record of {skipped_name(record)} cannot be used: {error}") from error
             return SkippedRecord(skipped_name(record), str(error))
@@ -214,14 +210,3 @@ class VideoQADataset(Dataset):
         """How many tokens to keep so that at most `limit` of them are text."""
         text_tokens = (~torch.isin(input_ids, self.placeholders)).cumsum(0)
         return int((text_tokens <= limit).sum())
-
-
-def _is_readable(video: str) -> bool:
-    try:
-        if os.path.isdir(video):
-            load_frames(video)
-        else:
-            read_video(video, choose_frames)
-    except (ValueError, OSError):
-        return False
-    return True

@@ -12,12 +12,12 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 from rich.progress import track
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.utils.data import DataLoader, Dataset
 from transformers.utils import logging
 
 from ..data.records import VideoRecord
-from ..output import require_space, size
+from ..output import require_space, size, whole_file
 from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)
@@ -37,11 +37,11 @@ class VideoFeatures:
 
     def file(self, video: str, fps: float | None = None) -> Path:
         """Where a video's features are kept; a file that was changed since, or read at another rate, is another."""
-        name = os.path.abspath(video) if os.path.exists(video) else video
-        state = os.stat(video) if os.path.exists(video) else None
+        there = os.path.exists(video)
+        state = os.stat(video) if there else None
+        name = os.path.abspath(video) if there else video
         identity = f"{name} {state and state.st_size} {state and state.st_mtime_ns}"
-        if fps is not None:
-            identity += f" {float(fps)}"
+        identity += "" if fps is None else f" {float(fps)}"
         return self.folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.safetensors"
 
     def load(self, video: str, fps: float | None = None) -> dict[str, torch.Tensor] | None:
@@ -52,10 +52,7 @@ class VideoFeatures:
 
 @dataclass(frozen=True)
 class AttentionTargets:
-    """
-    A folder with a safetensors file for every question and answer about a video: `attention` `[M]`, the target of
-    attention distillation. The folder's name stands for the language model and the settings that made them.
-    """
+    """The same for every question and answer about a video: `attention` `[M]`, the target of attention distillation."""
 
     folder: Path
     features: VideoFeatures
@@ -168,6 +165,5 @@ def fingerprint(modules: Mapping[str, Any], settings: Any) -> str:
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Writes a safetensors file that is never seen half written."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    save_file(tensors, part)
-    os.replace(part, path)  # a file that stands there is whole
+    with whole_file(path, "wb") as file:
+        file.write(save(tensors))

@@ -46,16 +46,11 @@ def freeze(model: nn.Module, args: QTSplusTrainingArguments) -> None:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """
-    Args:
-        total: parameters of the model; tied ones count once.
-        named_trainable: those of the parts that are not frozen, as the paper counts them.
-        trainable: those among them that a gradient reaches.
-    """
+    """How many parameters a model has; tied ones count once."""
 
     total: int
-    named_trainable: int
-    trainable: int
+    named_trainable: int  # of the parts that are not frozen, as the paper counts them
+    trainable: int  # those among them that a gradient reaches
 
     def describe(self) -> str:
         share, actual = self.named_trainable / self.total, self.trainable / self.total
@@ -70,33 +65,21 @@ def count_parameters(model: nn.Module) -> ParameterCounts:
     # The untrained copy that PEFT keeps of the selector is not a part of the model.
     named = [(name, weight) for name, weight in model.named_parameters() if ".original_module." not in name]
     trainable = sum(weight.numel() for _, weight in named if weight.requires_grad)
-    scores_are_trained = any(weight.requires_grad and ".qtsplus.scoring_layers." in name for name, weight in named)
-    scores_are_trained |= any(weight.requires_grad and ".qtsplus.modules_to_save." in name for name, weight in named)
-    unused = sum(weight.numel() for weight in active_selector(model).unused_parameters()) if scores_are_trained else 0
-    return ParameterCounts(
-        total=sum(weight.numel() for _, weight in named), named_trainable=trainable + unused, trainable=trainable
-    )
+    scoring = (".qtsplus.scoring_layers.", ".qtsplus.modules_to_save.")
+    trains_scores = any(weight.requires_grad and any(part in name for part in scoring) for name, weight in named)
+    unused = sum(weight.numel() for weight in active_selector(model).unused_parameters()) if trains_scores else 0
+    return ParameterCounts(sum(weight.numel() for _, weight in named), trainable + unused, trainable)
 
 
 def parameter_groups(model: nn.Module, args: QTSplusTrainingArguments, decayed: list[str]) -> list[dict[str, Any]]:
-    """
-    The optimizer's groups: each part with its own learning rate, with and without decay.
-
-    Args:
-        decayed: names of the parameters that weight decay applies to.
-    """
-    rates = {
-        "selector": args.learning_rate,
-        "language_model": args.language_model_learning_rate,
-        "vision": args.vision_learning_rate,
-    }
+    """The optimizer's groups: each part with its own learning rate, with decay those whose names are `decayed`."""
+    own = {"language_model": args.language_model_learning_rate, "vision": args.vision_learning_rate}
     with_decay = set(decayed)
-    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups.setdefault((part_of(name), name in with_decay), []).append(parameter)
-    optimizer_groups = []
-    for (part, decay), parameters in groups.items():
-        rate = args.learning_rate if rates[part] is None else rates[part]
-        optimizer_groups.append({"params": parameters, "lr": rate, "weight_decay": args.weight_decay if decay else 0.0})
-    return optimizer_groups
+            part, decay = part_of(name), name in with_decay
+            rate = args.learning_rate if own.get(part) is None else own[part]
+            group: dict[str, Any] = {"params": [], "lr": rate, "weight_decay": args.weight_decay if decay else 0.0}
+            groups.setdefault((part, decay), group)["params"].append(parameter)
+    return list(groups.values())

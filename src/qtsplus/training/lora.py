@@ -26,10 +26,8 @@ def lora_config(rank: int, alpha: float = 32.0, dropout: float = 0.0) -> LoraCon
 
 def add_lora(model: Any, config: LoraConfig) -> PeftModel:
     """
-    Puts adapters on the language model.
-
-    PEFT trains a copy of the selector. Here that copy reads the model's own configuration, so that a change of it
-    counts, and keeps frozen what the selector itself keeps frozen.
+    Puts adapters on the language model. PEFT trains a copy of the selector: here it reads the model's configuration, so
+    that a change of it counts, and keeps frozen what the selector itself keeps frozen.
     """
     frozen = [name for name, weight in model.model.qtsplus.named_parameters() if not weight.requires_grad]
     adapted = get_peft_model(model, config)

@@ -18,15 +18,16 @@ from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
 from ..hub.folder import read_json
 from ..hub.saved import refuse_adapter
+from ..loading import find_device
 from ..output import first_line
 from ..settings import check_types
 
 
 def load_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None) -> Any:
     """
+    The configuration of a variant, a folder of `hub_configs`; without one that of weights, a folder or Hub id.
+
     Args:
-        variant: a folder of `hub_configs`, whose configuration comes first.
-        weights: a folder or Hub id whose configuration is used without a variant.
         selector: fields of `qtsplus_config` to change.
 
     Raises:
@@ -108,6 +109,21 @@ def load_model(
     return model
 
 
+def load_teacher(weights: str, device: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
+    """
+    A stock model or a QTSplus model, in a folder or on the Hub, with its processor. `"auto"` is bfloat16 on a GPU and
+    float32 elsewhere.
+
+    Raises:
+        ValueError: no such model, or one of an unknown backbone.
+    """
+    where = find_device(device)
+    automatic = "bfloat16" if where.startswith("cuda") else "float32"
+    selector = {} if model_type(weights).endswith(OURS) else {"reencode_layers": 0}
+    model = load_model(None, weights, selector, automatic if dtype == "auto" else dtype)
+    return model.to(where).eval(), load_processor(None, weights, model.config)
+
+
 def check_weights(weights: str, expected: str) -> None:
     """Raises `ValueError` for weights of another type of model, of an adapter, or that are cut off."""
     kind = model_type(weights)
@@ -136,12 +152,7 @@ def load_processor(variant: str | None, weights: str | None, config: Any) -> Any
 
 
 def model_type(weights: str) -> str:
-    """
-    The `model_type` in a folder's or Hub repository's config.json.
-
-    Raises:
-        ValueError: there is no such folder or repository, or none with a config.json.
-    """
+    """The `model_type` in a folder's or Hub repository's config.json; a `ValueError` where there is none."""
     folder = Path(weights)
     if folder.is_dir():
         return str(read_json(folder / "config.json").get("model_type", ""))

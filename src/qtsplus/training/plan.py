@@ -1,16 +1,15 @@
 """What a run will take, before any weight is loaded: trained parameters, memory, steps, time and disk."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..backbones import backbone_of
 from ..data.formats import iter_rows
-from ..output import require_space, size
+from ..output import size
 from .arguments import QTSplusTrainingArguments
 from .attention import check_relevance
 from .freezing import PARTS, count_parameters, freeze, part_of
@@ -22,17 +21,11 @@ FLOPS = 400e12  # a second, which an H100 reaches in bfloat16
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a run will take: bytes of `disk` in its `folder`, and all of it as `lines` for a person."""
+class Plan(NamedTuple):
+    """What a run will take: bytes of disk for what it saves, and all of it for a person."""
 
-    folder: Path
     disk: int
-    lines: tuple[str, ...]
-
-    def require_space(self) -> None:
-        """Raises `ValueError` for a disk that cannot hold what the run saves."""
-        require_space(self.folder, self.disk, "the model and its checkpoints")
+    lines: list[str]
 
 
 def make_plan(recipe: Recipe) -> Plan:
@@ -55,7 +48,8 @@ def make_plan(recipe: Recipe) -> Plan:
     held, flops = _step(recipe, config, model, tokens)
     memory = saved + 12 * counts.trainable + training.train_batch_size * computed * held
     samples = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    records = _count_records(recipe)
+    there = all(Path(path).is_file() for path in data.train_files)
+    records = sum(1 for path in data.train_files for _ in iter_rows(path)) if there else None
     steps = training.max_steps if training.max_steps > 0 else None
     if steps is None and records is not None:
         steps = math.ceil(training.num_train_epochs * math.ceil(records / samples))
@@ -73,7 +67,7 @@ def make_plan(recipe: Recipe) -> Plan:
         clip_bytes, clips = tokens * config.text_config.hidden_size * levels * computed, records or 100_000
         total = f"{size(clips * clip_bytes)} for {clips:,} clips"
         lines.append(f"{size(clip_bytes)} of disk for each clip in {data.features}, {total}")
-    return Plan(recipe.output_dir, disk, tuple(lines))
+    return Plan(disk, lines)
 
 
 def _on_meta(recipe: Recipe, config: Any) -> Any:
@@ -88,22 +82,16 @@ def _on_meta(recipe: Recipe, config: Any) -> Any:
     return model
 
 
-def _count_records(recipe: Recipe) -> int | None:
-    if not all(Path(path).is_file() for path in recipe.data.train_files):
-        return None
-    return sum(1 for path in recipe.data.train_files for _ in iter_rows(path))
-
-
 def _checkpoints(training: QTSplusTrainingArguments, steps: int | None) -> int:
     """How many stand beside each other: a new one is written before an old one goes."""
     if training.save_strategy == "no":
         return 0
-    kept = training.save_total_limit + 1 if training.save_total_limit else 2
+    limit = training.save_total_limit
     if training.save_strategy != "steps" or steps is None:
-        return kept
+        return limit + 1 if limit else 2
     every = training.save_steps if training.save_steps >= 1 else training.save_steps * steps
     written = math.ceil(steps / every)
-    return min(written, kept) if training.save_total_limit else written
+    return min(written, limit + 1) if limit else written
 
 
 def _longest_clip(config: Any, kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -140,7 +128,7 @@ def _step(recipe: Recipe, config: Any, model: Any, tokens: int) -> tuple[int, fl
         return 2 * read * (sizes["language_model"] + depth * width * read)
 
     passes = 3 + bool(training.gradient_checkpointing) + (not training.freeze_language_model)
-    probes = training.budget_probe is not None or selector.budget == "loss"  # 1, 2, 4, ... tokens: twice the most
+    probes = selector.budget == "loss"  # with 1, 2, 4, ... tokens: together twice the most
     flops = (passes + 2 * probes) * forward(length)
     if training.relevance_weight:
         held, flops = max(held, (prompt + tokens) * layer), flops + forward(prompt + tokens)

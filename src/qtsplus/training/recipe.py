@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from ..data.records import Text
 from ..hub.files import hub_configs, require_variant
-from ..hub.initialise import INITIALISATIONS
 from ..settings import STRICT, build, parse_yaml, show
 from .arguments import QTSplusTrainingArguments
 from .dataset import check_frame_settings
@@ -21,19 +20,17 @@ class ModelArguments:
     The `model` section.
 
     Args:
-        variant: a folder of `hub_configs`, whose configuration is used; that of `weights` when absent. Its
-            `recipe.yaml` has what a recipe leaves open, such as the weights to start from.
+        variant: a folder of `hub_configs`, whose configuration is used, and whose `recipe.yaml` has what a recipe
+            leaves open; the configuration of `weights` when absent.
         weights: a folder or Hub id with a QTSplus model, or with a stock model that gets a fresh selector; seeded
             random weights when absent.
         selector: fields of `qtsplus_config` to change.
-        initialise: sets a fresh selector's starting point, see [`initialise_selector`].
         dtype: of the weights that are frozen; those that are trained are held in float32, which small learning rates
             need.
         attn_implementation: as for `from_pretrained`.
         relevance_teacher: for `relevance_weight`, a folder or Hub id with a model of the same backbone, tokenizer and
-            visual tokens, with a selector or without; the model itself with all visual tokens when absent. With
-            `lm_attention` the model itself teaches, but reads groups of frames through its first layers only: for
-            videos that are too long to be read whole.
+            visual tokens; the model itself when absent. With `lm_attention` the model itself teaches, but reads groups
+            of frames through its first layers only: for videos that are too long to be read whole.
     """
 
     __pydantic_config__ = STRICT
@@ -41,7 +38,6 @@ class ModelArguments:
     variant: Text | None = None
     weights: Text | None = None
     selector: dict[str, Any] = field(default_factory=dict)
-    initialise: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     attn_implementation: Text | None = None
     relevance_teacher: Text | None = None
@@ -49,8 +45,6 @@ class ModelArguments:
     def __post_init__(self) -> None:
         if self.variant is None and self.weights is None:
             raise ValueError("variant and weights are both missing; expected at least one of them.")
-        if self.initialise is not None and self.initialise not in INITIALISATIONS:
-            raise ValueError(f"initialise is {self.initialise!r}; expected one of {', '.join(INITIALISATIONS)}.")
 
 
 @dataclass
@@ -66,9 +60,8 @@ class DataArguments:
         model_max_length: most text tokens of an example.
         processor_kwargs: for every call of the processor, such as `{fps: 1, max_frames: 64}`.
         features: a folder in which the videos' features are kept, 50 to 400 MB for each clip of a real model. Each
-            video is decoded and encoded once, before training, which the frozen vision tower then never enters; runs of
-            the same tower may share a folder. With a `relevance_weight` and a teacher that does not train (a
-            `relevance_teacher`, or a frozen language model) its attention is kept there too, one pass for each example.
+            video is decoded and encoded once, before training; runs of the same tower may share a folder. The attention
+            of a teacher that does not train (a `relevance_teacher`, or a frozen language model) is kept there too.
     """
 
     __pydantic_config__ = STRICT
@@ -147,7 +140,7 @@ def load_stages(
             _apply(override, merged)
         merged = _merge(_variant_defaults(merged["model"].get("variant")), merged)
         if loaded:
-            merged["model"] |= {"weights": str(loaded[-1].output_dir), "initialise": None}
+            merged["model"]["weights"] = str(loaded[-1].output_dir)
         _name_folders(merged, "" if len(loaded) == len(stages) - 1 else name)
         loaded.append(_build(path, merged, name, trainer_class))
     return loaded
@@ -207,10 +200,9 @@ def _apply(override: str, sections: Sections) -> None:
         raise ValueError(f"{override!r}: expected {expected}.")
     target = sections[section]
     for parent in parents:
-        inner = target.setdefault(parent, {})
-        if not isinstance(inner, dict):
-            raise ValueError(f"{override!r}: {parent} is {show(inner)}, which has no fields.")
-        target = inner
+        target = target.setdefault(parent, {})
+        if not isinstance(target, dict):
+            raise ValueError(f"{override!r}: {parent} is {show(target)}, which has no fields.")
     target[last] = parse_yaml(value, repr(override))
 
 

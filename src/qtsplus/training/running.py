@@ -15,8 +15,7 @@ from transformers.utils import logging
 
 from ..data.records import VideoRecord
 from ..hub.card import card_data
-from ..hub.initialise import initialise_selector
-from ..output import check_folder
+from ..output import check_folder, require_space
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice
 from .collator import VideoQACollator
@@ -35,10 +34,8 @@ logger = logging.get_logger(__name__)
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
     """
-    Runs the stages of a recipe one after the other, as [`run`] does, and gives the folder of the last.
-
-    Args:
-        resume: leave out the stages that are finished, and go on with the one that is not.
+    Runs the stages of a recipe one after the other, as [`run`] does, and gives the folder of the last. With `resume`
+    those that are finished are left out.
     """
     if not resume:
         for stage in stages:
@@ -59,10 +56,7 @@ def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
 
 def run(recipe: Recipe, resume: bool = False) -> Path:
     """
-    Trains, and saves the model to the recipe's `output_dir`.
-
-    Args:
-        resume: go on from the last complete checkpoint in `output_dir`.
+    Trains, and saves the model to the recipe's `output_dir`; or goes on from the last complete checkpoint there.
 
     Raises:
         ValueError: `output_dir` cannot be written, or holds files and `resume` is false; or there is nothing to resume.
@@ -78,7 +72,7 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
             f"There is nothing to resume: {output_dir} holds no complete checkpoint{kept}. Leave out --resume to start "
             "from the first step."
         )
-    make_plan(recipe).require_space()
+    require_space(output_dir, make_plan(recipe).disk, "the model and its checkpoints")
     trainer = build_trainer(recipe)
     if checkpoint is not None:
         check_checkpoint(checkpoint, trainer.accelerator.state)
@@ -90,7 +84,7 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
 
 
 def require_free(output_dir: Path) -> None:
-    """Raises `ValueError` for a folder that holds more than folders of other stages: nothing of it is replaced."""
+    """Raises `ValueError` for a folder that holds more than folders of other stages, for nothing is replaced."""
     if not output_dir.is_dir():
         return
     checkpoint = last_checkpoint(output_dir)
@@ -125,12 +119,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def build_trainer(recipe: Recipe) -> QTSplusTrainer:
-    """
-    The Trainer of a recipe, with its model loaded and its records read.
-
-    Raises:
-        ValueError: weights or records that are not there or cannot be read.
-    """
+    """The Trainer of a recipe; a `ValueError` for weights or records that are not there or cannot be read."""
     args, training, data, trainer_class = recipe.model, recipe.training, recipe.data, recipe.trainer_class
     # What is quickly read is read first.
     train, evaluation = (
@@ -151,8 +140,6 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     dataset(train).require_videos(training.max_skipped)
     loading = args.dtype, args.attn_implementation, training.seed
     model = load_model(args.variant, args.weights, args.selector, *loading)
-    if args.initialise is not None:
-        initialise_selector(model, args.initialise)
     relevance_teacher = _load_relevance_teacher(recipe, model, processor)
     features = None if data.features is None else _encode(recipe, model, processor, train + evaluation)
     train_dataset = dataset(train, features)

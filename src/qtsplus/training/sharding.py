@@ -46,8 +46,7 @@ def check_checkpoint(checkpoint: Path, state: Any) -> None:
 def choose_layers(state: Any, model: Any) -> None:
     """
     Prepares accelerate's state: FSDP wraps the language model's layers, unless its configuration names others, and does
-    not round what the model gives, the relevance and the budget; ZeRO-3 gathers a layer when it is called, since what
-    comes next it would know from the batch before.
+    not round what the model gives; ZeRO-3 gathers a layer when it is called, for the batch before tells nothing.
     """
     fsdp, deepspeed = getattr(state, "fsdp_plugin", None), getattr(state, "deepspeed_plugin", None)
     _check_engines(fsdp, deepspeed)
@@ -77,12 +76,8 @@ def _check_engines(fsdp: Any, deepspeed: Any) -> None:
 
 def keep_gathered(model: nn.Module, layer: type[nn.Module], optimizer: Any) -> None:
     """
-    Has FSDP2 hold what it has gathered outside of the layers until the way back is over, and ZeRO-3 until the step is.
-
-    Args:
-        model: as it was prepared.
-        layer: see [`layer_class`].
-        optimizer: DeepSpeed's own, where there is one.
+    Has FSDP2 hold what it has gathered outside of the layers until the way back is over, and ZeRO-3, with an optimizer
+    of its own, until the step is.
     """
     inside = {part for module in model.modules() if isinstance(module, layer) for part in module.modules()}
     outside = [module for module in model.modules() if module not in inside]
@@ -107,6 +102,3 @@ def _keep_in_zero3(modules: list[nn.Module], weights: list[Any], optimizer: Any)
         weight.ds_persist = True
     optimizer.persistent_parameters.extend(more)  # which are gathered again behind every step
     optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-
-
-__all__ = ["check_checkpoint", "choose_layers", "keep_gathered", "layer_class", "shares_layers"]

@@ -26,14 +26,13 @@ def note_targets(
     autocast_dtype: torch.dtype | None = None,
 ) -> AttentionTargets:
     """
-    [`answer_attention`] of every example that `folder` does not hold yet, for a teacher that training never changes;
-    every process of a distributed run takes its share. The dataset then gives the targets with its examples.
+    [`answer_attention`] of every example that `folder` does not hold yet; every process of a distributed run takes its
+    share. The dataset then gives the targets with its examples.
 
     Args:
         model: the teacher, used where it is.
         dataset: with the teacher's features, whose identity is the videos'.
-        folder: one that may be shared by runs; targets of another model or of another choice are never mistaken.
-        autocast_dtype: as mixed-precision training would.
+        folder, autocast_dtype: as for [`encode_videos`].
     """
     assert dataset.features is not None
     selector = model.config.qtsplus_config
@@ -73,17 +72,12 @@ def note_targets(
 
 def require_same_tokens(teacher: Any, student: Any) -> None:
     """Raises `ValueError` for configurations of a teacher of attention and a student that read other prompts."""
-    for name in ("model_type", "image_token_id", "video_token_id"):
-        other, own = getattr(teacher, name), getattr(student, name)
+    of_videos = ("patch_size", "temporal_patch_size", "spatial_merge_size")
+    for name in ("model_type", "image_token_id", "video_token_id", *of_videos):
+        configs = [config.vision_config if name in of_videos else config for config in (teacher, student)]
+        other, own = (getattr(config, name, None) for config in configs)
         if other != own:
             raise ValueError(
                 f"relevance_teacher has {name}={other!r} and the model {own!r}: expected a teacher of the same "
-                "backbone and tokenizer."
-            )
-    for name in ("patch_size", "temporal_patch_size", "spatial_merge_size"):
-        other, own = (getattr(config.vision_config, name, None) for config in (teacher, student))
-        if other != own:
-            raise ValueError(
-                f"relevance_teacher cuts videos with {name}={other} and the model with {own}: expected a teacher with "
-                "the same visual tokens."
+                "backbone, tokenizer and visual tokens."
             )

@@ -1,7 +1,6 @@
 """The Trainer of Transformers with the paper's objective, its diagnostics and its dual variable."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +20,10 @@ from ..hub.model_card import known_front_matter, model_card
 from ..methods_qtsplus import DOUBLINGS
 from ..results import write_json
 from .arguments import QTSplusTrainingArguments
-from .attention import AttentionChoice, answer_attention, check_relevance, relevance_divergences
+from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
 from .budget import Budget, RunningMeans, loss_differences, most_tokens
 from .collator import VideoQACollator
 from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
-from .distillation import answer_logits, evaluating
 from .freezing import freeze, parameter_groups
 from .lora import active_selector, add_lora, base_model, lora_config
 from .sharding import choose_layers, keep_gathered, layer_class, shares_layers
@@ -40,9 +38,14 @@ _TERMS = ("loss_t", "loss_m", "loss_s", "loss_relevance", "loss_budget")
 _LOSSES = ("loss_lm", *(f"loss_{source}" for source in SOURCES), *_TERMS)
 _BUDGET = ("rho", "n", "n_asked", "n_soft", "kept_fraction", "hard_over_soft", "threshold", "visual_tokens")
 # What a model card tells of a run
-_FREEZING = ("freeze_vision_model", "freeze_language_model", "freeze_selector", "sft_loss", "relevance_weight")
-_COST = ("tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n")
-_SELECTOR = ("gate", "budget", "null_token", "query_states", "reduction", *_COST)
+_TOLD = (
+    *("learning_rate", "lr_scheduler_type", "weight_decay", "seed", "freeze_vision_model", "freeze_language_model"),
+    *("freeze_selector", "sft_loss", "relevance_weight"),
+)
+_SELECTOR = (
+    *("gate", "budget", "null_token", "query_states", "reduction"),
+    *("tau_s", "n_max", "lambda_t", "lambda_m", "lambda_s", "target_n"),
+)
 
 _BESIDE_ADAPTERS = ".modules_to_save."  # what PEFT saves whole
 
@@ -67,11 +70,11 @@ class QTSplusTrainer(Trainer):
               + (alpha + damping) (rho M - target_n) + relevance_weight * KL(attention || softmax(log r))
               + |predicted - measured losses|
 
-    `attention` is the model's own to each visual token, while it answers with all of them ([`answer_attention`]). Every
+    `attention` is the teacher's to each visual token, while it answers with all of them ([`answer_attention`]). Every
     term is a mean over a whole optimizer step, whatever its division into micro-batches and processes: L_SFT over the
     supervised tokens, the others over the samples with visual tokens, the attention's over those that have an answer
-    too. Where `rho_prior` is `None`, rho_bar is the mean of rho over all earlier steps, and the first step has no
-    prior. `rho M` counts up to `n_max`, as the gate does.
+    too. Without a `rho_prior`, rho_bar is the mean of rho over all earlier steps; the first step has no prior. `rho M`
+    counts up to `n_max`, as the gate does.
 
     alpha >= 0 holds the mean count that is asked for, `n = min(ceil(rho M), n_max)`, at `target_n`. After each step,
     with `excess = mean n / target_n - 1` (at most 1), `alpha += dual_learning_rate * excess / target_n`; and
@@ -87,10 +90,8 @@ class QTSplusTrainer(Trainer):
     (rho M), `kept_fraction` (n / M), `threshold`, `hard_over_soft` (n / (rho M)), `visual_tokens` (M), and the current
     `alpha` and `skipped_files`. Evaluation logs the same with the prefix of its metrics; its loss is L_SFT alone.
 
-    A subclass adds losses in [`further_losses`](QTSplusTrainer.further_losses).
-
     Args:
-        model: a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, which is left as it is frozen.
+        model: such as a `Qwen2_5_VLQTSplusForConditionalGeneration`, or a `PeftModel` of one, left as it is frozen.
         args: see [`QTSplusTrainingArguments`]; decides what is frozen, and puts adapters on the model.
         relevance_teacher: for `relevance_weight`, a QTSplus model with the same visual tokens; without one the model
             itself teaches, with all visual tokens. With `"lm_attention"` the model itself teaches too, reading groups
@@ -123,8 +124,8 @@ class QTSplusTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
         self.selector_config = base_model(model).config.qtsplus_config
-        grouped = isinstance(relevance_teacher, str)
-        if grouped and relevance_teacher != "lm_attention":
+        grouped = relevance_teacher == "lm_attention"
+        if isinstance(relevance_teacher, str) and not grouped:
             raise ValueError(f"relevance_teacher={relevance_teacher!r}: expected a model, or 'lm_attention'.")
         other = None if isinstance(relevance_teacher, str) else relevance_teacher
         if other is not None:
@@ -144,7 +145,7 @@ class QTSplusTrainer(Trainer):
         self.add_callback(_StepCallback(self))
 
     def _check_whole_layers(self, grouped: bool) -> None:
-        """Raises `ValueError` where layers are read one by one, whose weights are in parts on several processes."""
+        """Layers that are read one by one must not be in parts on several processes."""
         if shares_layers(self.accelerator.state) and (grouped or self.selector_config.selection == "lm_attention"):
             raise ValueError(
                 "lm_attention reads the first layers by themselves, which FSDP and ZeRO-3 share out: train with "
@@ -174,13 +175,12 @@ class QTSplusTrainer(Trainer):
         labels, sources = inputs.pop("labels"), _sources(inputs)
         inputs.pop("source_ids", None)
         targets = inputs.pop("attention", None)
-        if model.training:
-            inputs |= self._gaps()
+        if model.training and self._retention is not None:
+            inputs["retention"] = self._retention
         with self.further_losses(inputs, labels) as (inputs, losses_of):
             outputs, token_losses, rows = self._answer(model, inputs, labels)
         token_source = sources[rows]
-        weights = self._token_weights(counts[: len(SOURCES)])[token_source]
-        loss = (weights * token_losses).sum()
+        loss = (self._token_weights(counts[: len(SOURCES)])[token_source] * token_losses).sum()
         self._note_tokens(token_losses, token_source)
 
         if self.args.relevance_weight > 0 and model.training:
@@ -193,13 +193,11 @@ class QTSplusTrainer(Trainer):
             loss = loss + weight * losses.sum() / counts[-2].clamp(min=1)
             self.running[True].add(name, losses.sum(), len(losses))
         budget = self.budget.loss(outputs.qtsplus, counts[-2], model.training, asked=self._retention is None)
-        if model.training and self._retention is None and not self.args.freeze_selector:
-            if self.selector_config.budget == "loss":
-                differences = self._predicted_losses(inputs, labels, outputs.qtsplus)
-                loss = loss + differences.sum() / counts[-2].clamp(min=1)
-                self.running[True].add("loss_budget", differences.sum(), len(differences))
-            elif self.args.budget_probe is not None:
-                loss = loss + self._probe_budget(inputs, labels, outputs.qtsplus, weights, self.args.budget_probe)
+        predicts = self.selector_config.budget == "loss" and not self.args.freeze_selector
+        if model.training and self._retention is None and predicts:
+            differences = self._predicted_losses(inputs, labels, outputs.qtsplus)
+            loss = loss + differences.sum() / counts[-2].clamp(min=1)
+            self.running[True].add("loss_budget", differences.sum(), len(differences))
         if model.training:
             # Distributed training averages gradients over the processes, which here are parts of one sum.
             loss = (loss + budget) * self.accelerator.num_processes
@@ -214,22 +212,14 @@ class QTSplusTrainer(Trainer):
         Where a subclass adds losses: a context around the model's pass over a micro-batch.
 
         Args:
-            inputs: of the model, with whatever else the collator gives; a subclass takes that out.
+            inputs: of the model, with whatever else the collator gives.
             labels: `[B, S]`, of the full prompt.
 
         Yields:
-            The inputs that the model gets, and what makes further losses of its outputs: by a name in `loss_names` a
-            weight, and the losses `[k]` of some samples. They count only in training, where they are divided by
-            the step's number of samples with visual tokens.
+            What the model gets, and what makes further losses of its outputs: by a name in `loss_names` a weight, and
+            the losses `[k]` of some samples, which in training are divided by the step's samples with visual tokens.
         """
         yield inputs, lambda outputs: {}
-
-    def _gaps(self) -> dict[str, Any]:
-        """The fraction to keep in this step, where it is drawn; a model that keeps everything drops at random."""
-        if self._retention is None:
-            return {}
-        at_random = {"selection": "random"} if self.selector_config.selection == "all" else {}
-        return {"retention": self._retention, **at_random}
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """As stock; the labels are those of the shortened prompt, column for column beside the logits."""
@@ -250,21 +240,10 @@ class QTSplusTrainer(Trainer):
         """The model's outputs, and of every supervised token its cross-entropy and its row."""
         outputs = model(**inputs, use_cache=False)
         labels = self._compact(labels, inputs["input_ids"], outputs.qtsplus)
-        logits, targets, rows = answer_logits(outputs.logits, labels)
-        return outputs, F.cross_entropy(logits, targets, reduction="none"), rows
-
-    def _probe_budget(self, inputs, labels, qtsplus, weights, factor: float) -> torch.Tensor | float:
-        """A term whose gradient in log rho is the supervised loss's slope, measured between fewer and more tokens."""
-        if qtsplus is None or not (qtsplus.rho.requires_grad or self._others_may_wait(qtsplus)):
-            return 0.0
-        rho, with_vision, measured = qtsplus.rho, qtsplus.rho.detach() > 0, []
-        for scale in (factor, 1 / factor):
-            retention = torch.where(with_vision, (rho.detach() * scale).clamp(max=1.0), 1.0).tolist()
-            with torch.no_grad():
-                _, token_losses, rows = self._answer(self.model, {**inputs, "retention": retention}, labels)
-            measured.append(torch.zeros_like(rho).index_add(0, rows, weights * token_losses))
-        slope = (measured[0] - measured[1]) / (2 * math.log(factor))
-        return (slope * torch.where(with_vision, rho, 1.0).log()).sum()
+        supervised = labels[:, 1:] != IGNORED
+        logits = outputs.logits[:, :-1][supervised].float()
+        losses = F.cross_entropy(logits, labels[:, 1:][supervised], reduction="none")
+        return outputs, losses, supervised.nonzero()[:, 0]
 
     def _predicted_losses(self, inputs, labels, qtsplus) -> torch.Tensor:
         """Of each sample with visual tokens how far off the losses are that the budget head predicts, `[k]`."""
@@ -284,11 +263,6 @@ class QTSplusTrainer(Trainer):
         inputs = {**inputs, "retention": 1.0, "max_visual_tokens": n}
         _, token_losses, rows = self._answer(self.model, inputs, labels)
         return token_losses.new_zeros(len(labels)).index_add(0, rows, token_losses)
-
-    def _others_may_wait(self, qtsplus: Any) -> bool:
-        """Whether a batch is of text alone, while other processes, with parts of the weights, may have videos."""
-        learns = not self.args.freeze_selector and self.selector_config.selection == "qtsplus"
-        return learns and self.accelerator.num_processes > 1 and not qtsplus.num_tokens.any()
 
     def _token_weights(self, tokens: torch.Tensor) -> torch.Tensor:
         """The weight of a token of each source, from the step's number of supervised tokens of each."""
@@ -315,10 +289,7 @@ class QTSplusTrainer(Trainer):
         return relevance_divergences(qtsplus.log_relevance, targets, null_token).to(labels.device)
 
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """
-        Supervised tokens of each source, samples with visual tokens, and those with an answer too:
-        `[len(SOURCES) + 2]` int64.
-        """
+        """`[len(SOURCES) + 2]` int64: supervised tokens by source, samples with vision, those with an answer too."""
         tokens = (batch["labels"][:, 1:] != IGNORED).sum(1)
         counts = torch.zeros(len(SOURCES) + 2, dtype=torch.int64, device=tokens.device)
         counts.index_add_(0, _sources(batch), tokens)
@@ -343,12 +314,7 @@ class QTSplusTrainer(Trainer):
             running.add(f"loss_{source}", chosen.sum(), len(chosen))
 
     def _note_skipped(self, skipped: list[SkippedRecord] | tuple[()]) -> None:
-        """
-        Says the first ones.
-
-        Raises:
-            ValueError: more than `max_skipped` of the records.
-        """
+        """Says the first ones; a `ValueError` for more than `max_skipped` of the records."""
         new = {record.name: record.reason for record in skipped if record.name not in self.skipped}
         for name, reason in list(new.items())[: max(0, SAID - len(self.skipped))]:
             logger.warning(f"Skipped {name}: {reason}")
@@ -414,13 +380,7 @@ class QTSplusTrainer(Trainer):
         return self.optimizer
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """
-        Writes the card of a QTSplus model, as `qtsplus publish` would, with the run's hyperparameters. `about` holds
-        what it tells besides; licence and base model come from the card that the model was loaded with.
-
-        Args:
-            args, kwargs: as for [`Trainer`]; used for an adapter, whose card is the stock one.
-        """
+        """Writes the card of a QTSplus model, as `qtsplus publish` would, with `about`; an adapter's as stock."""
         if not self.is_world_process_zero():
             return
         if isinstance(self.model, PeftModel):
@@ -428,21 +388,31 @@ class QTSplusTrainer(Trainer):
             return
         folder = Path(str(self.args.output_dir))
         repository = self.hub_model_id or self.args.hub_model_id
-        about = {**known_front_matter(self.model), **_hyperparameters(self), **self.about}
+        about = {**known_front_matter(self.model), **self._describe_run(), **self.about}
         card = model_card(self.model, repository or f"org/{folder.resolve().name}", about)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
+    def _describe_run(self) -> dict[str, Any]:
+        args, steps = self.args, self.state.global_step
+        return {
+            "weights": f"The weights were trained with `qtsplus train` for {steps} steps.",
+            "hyperparameters": {
+                "steps": steps,
+                "epochs": round(self.state.epoch or 0, 2),
+                "samples per step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+                **{name: getattr(args, name) for name in _TOLD},
+                **{name: getattr(self.selector_config, name) for name in _SELECTOR},
+            },
+        }
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """
-        As stock. What was gathered from a sharded model has tied weights twice, of which a folder needs one, and from
-        ZeRO-3 lacks what is frozen in a selector beside adapters, which belongs to its file.
-        """
+        """As stock. A sharded model gives tied weights twice, and ZeRO-3 lacks what PEFT freezes in a selector."""
         if state_dict:
             tied = base_model(self.model).all_tied_weights_keys
-            whole = {
-                name: weight.detach() for name, weight in self.model.named_parameters() if _BESIDE_ADAPTERS in name
-            }
-            state_dict = {name: weight for name, weight in {**whole, **state_dict}.items() if name not in tied}
+            for name, weight in self.model.named_parameters():
+                if _BESIDE_ADAPTERS in name:
+                    state_dict.setdefault(name, weight.detach())
+            state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -469,23 +439,6 @@ def _draw_retention(args: QTSplusTrainingArguments, step: int) -> float | None:
     share, place = torch.rand(2, generator=drawn).tolist()
     low, high = args.retention_range
     return low * (high / low) ** place if share < args.retention_share else None
-
-
-def _hyperparameters(trainer: QTSplusTrainer) -> dict[str, Any]:
-    """What a model card tells of a run."""
-    settings, steps = trainer.args, trainer.state.global_step
-    samples = settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size
-    general = ("learning_rate", "lr_scheduler_type", "weight_decay", "seed")
-    return {
-        "weights": f"The weights were trained with `qtsplus train` for {steps} steps.",
-        "hyperparameters": {
-            "steps": steps,
-            "epochs": round(trainer.state.epoch or 0, 2),
-            "samples per step": samples,
-            **{name: getattr(settings, name) for name in (*general, *_FREEZING)},
-            **{name: getattr(trainer.selector_config, name) for name in _SELECTOR},
-        },
-    }
 
 
 def _sources(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qtsplus.training import QTSplusTrainingArguments
-from training_examples import assert_same_training, collate, examples, make_trainer, steps
+from benchmarks.teaching.arguments import TinyWorldTrainingArguments
+from teaching_examples import make_trainer
+from training_examples import assert_same_training, collate, examples, steps
 
 FREE = {"lambda_t": 0.0, "lambda_m": 0.0, "lambda_s": 0.0, "n_max": 1000, "rho_min": 0.2, "rho_max": 0.8}
 
@@ -60,4 +61,4 @@ def test_micro_batches_add_up_to_one_big_batch(tmp_path):
 
 def test_a_probe_that_is_no_factor_is_refused(tmp_path):
     with pytest.raises(ValueError, match="budget_probe=1.0: expected a factor above 1"):
-        QTSplusTrainingArguments(output_dir=str(tmp_path), budget_probe=1.0)
+        TinyWorldTrainingArguments(output_dir=str(tmp_path), budget_probe=1.0)
