@@ -123,13 +123,13 @@ set_command() {
         kernels)
             tests=(tests/kernels/test_triton_relevance.py -m "slow or not slow")
             $dry && tests=(tests/kernels/test_triton_relevance.py -k masks)
-            command=("$PYTHON" benchmarks/run_tests.py "$(result_of "$1")" "${tests[@]}")
+            command=("$PYTHON" -m benchmarks.run_tests "$(result_of "$1")" "${tests[@]}")
             $dry && command=(env TRITON_INTERPRET=1 "${command[@]}")
             ;;
         device)
             tests=(tests/test_device.py tests/test_vision_attention.py)
             $dry && tests=(tests/test_device.py -k attention)
-            command=("$PYTHON" benchmarks/run_tests.py "$(result_of "$1")" "${tests[@]}")
+            command=("$PYTHON" -m benchmarks.run_tests "$(result_of "$1")" "${tests[@]}")
             ;;
         vllm-*)  # the tiny shape has positions that vLLM does not take
             $dry && shape=small

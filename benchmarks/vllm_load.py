@@ -24,8 +24,9 @@ from transformers.video_utils import VideoMetadata
 
 from qtsplus.hub.convert import convert
 from qtsplus.hub.publish import assemble_folder
-from qtsplus.results import environment, write_json
+from qtsplus.results import write_json
 
+from .machine import environment
 from .speed.results import spread
 from .speed.shapes import build, find_shape, make_processor, prompt_text
 

@@ -184,7 +184,7 @@ def eval_lines() -> list[list[str]]:
 
 
 def study_lines() -> list[list[str]]:
-    needle = ["eval", "needle", "--model", "{model}", "--work", "{out}", "--out", "{out}"]
+    needle = ["eval", "needle", "--model", "{model}", "--out", "{out}"]
     hidden, background = ["--needles", "{records}"], ["--background", "{video}"]
     both = [*needle, *hidden, *background]
     return [
@@ -203,7 +203,6 @@ def study_lines() -> list[list[str]]:
         [*both, "--selection", "all", "--retention", "0.5"],
         [*both, "--selection", "all", "--max-visual-tokens", "5"],
         *each_value(both, "--out", ("{records}", "{records}/in")),
-        *each_value(both, "--work", ("{records}",)),
         [*needle, *hidden],
         [*needle, *background],
         *(
