@@ -177,7 +177,7 @@ def eval_lines() -> list[list[str]]:
                 ["--retention", "0.1", "--max-visual-tokens", "9"],
                 ["--num-frames", "4", "--max-frames", "9"],
                 ["--fps", "1", "--num-frames", "4"],
-                ["--min-pixels", "9", "--max-pixels", "4"],
+                ["--max-pixels", "-4"],
             )
         ),
     ]
@@ -256,7 +256,7 @@ def convert_lines() -> list[list[str]]:
             for out in ("{video}", "{frames}", "{stock}", "/dev/null/x", "\x00", LONG)
         ),
         *each_value(convert, "--variant", ("qtsplus-99b", "", " ", "../qtsplus-tiny", "QTSPLUS-TINY")),
-        *each_value(convert, "--init", ("best", "", "language_model", "Identity")),
+        *each_value(convert, "--init", ("best", "", "lm", "Identity")),
         *each_value(convert, "--set", settings),
         *each_value(convert, "--seed", NO_SEEDS),
         *each_value(convert, "--vision-config", ("{missing}", "{video}", "{stock}")),
@@ -275,7 +275,7 @@ def publish_lines() -> list[list[str]]:
     models = tuple(model for model in NO_MODELS if model != "{no_tokenizer}")
     return [
         *(["publish", model, "--to", "{out}"] for model in models),
-        *(["publish", "{model}", f"--repo={repository}", "--dry-run"] for repository in repositories),
+        *(["publish", "{model}", f"--repo={repository}"] for repository in repositories),
         *(
             ["publish", "{model}", "--to", out]
             for out in ("{video}", "{frames}", "{model}", "/dev/null/x", "\x00", LONG)
@@ -283,12 +283,11 @@ def publish_lines() -> list[list[str]]:
         ["publish", "{model}"],
         ["publish"],
         *(["publish", "{empty_folder}", f"--type={name}", "--repo", "a/b"] for name in ("", "space", "Dataset")),
-        ["publish", "{model}", "--dry-run"],
         ["publish", "{model}", "--private", "--to", "{out}"],
         ["publish", "{model}", "--space", "--repo", "a/b"],
         ["publish", "{empty_folder}", "--type", "dataset", "--repo", "a/b", "--space"],
         ["publish", "{model}", "--too", "{out}"],
-        *(["publish", "{model}", *more, "--dry-run", "--repo", "a/b"] for more in (["--overwrite"], ["--to", "{out}"])),
+        ["publish", "{model}", "--overwrite", "--repo", "a/b"],
         *([*command, f"--{name}="] for name in ("to", "out") for command in (["publish", "{model}"], ["demo"])),
         ["demo", "--out", ""],
         ["demo", "--out", "{frames}"],

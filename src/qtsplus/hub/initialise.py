@@ -40,11 +40,9 @@ def initialise_selector(model: Any, method: str) -> None:
 
 
 def _copy_attention(ours: Any, source: Any) -> None:
+    refusal = f"A {type(source).__name__} of the language model has no attention to start the selector from"
     if not hasattr(source, "self_attn"):
-        raise ValueError(
-            f"A {type(source).__name__} of the language model has no attention with keys to start the selector from; "
-            'use "identity".'
-        )
+        raise ValueError(f'{refusal}; use "identity".')
     pairs = [
         (ours.q_norm, source.input_layernorm),
         (ours.kv_norm, source.input_layernorm),
@@ -55,8 +53,5 @@ def _copy_attention(ours: Any, source: Any) -> None:
         source_tensors = origin.state_dict()
         for name, parameter in target.named_parameters():
             if name not in source_tensors or source_tensors[name].shape != parameter.shape:
-                raise ValueError(
-                    f"A {type(origin).__name__} of the language model has no {name} of shape {tuple(parameter.shape)} "
-                    'to start the selector from; use "identity".'
-                )
+                raise ValueError(f'{refusal} ({name} {list(parameter.shape)}); use "identity".')
             parameter.copy_(source_tensors[name])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..backbones import backbone_of, model_types
@@ -43,8 +43,8 @@ def assemble_folder(
     """
     Writes a folder that was saved (by `save_pretrained`, a Trainer, `qtsplus convert`) as a complete Hub repository.
 
-    Nothing is loaded: the weights are checked against the configuration by name and shape, and copied. A README.md of
-    the source stays, apart from the repository that its usage names.
+    The weights are checked by name and shape, and copied. A README.md of the source stays, apart from the repository
+    that its usage names.
 
     Args:
         source: a folder, or the name of a variant of `hub_configs` that comes with weights.
@@ -60,20 +60,17 @@ def assemble_folder(
         FileExistsError: the folder holds other files, or is a file.
     """
     bundled = not Path(source).is_dir() and source in variants()
-    source = hub_configs() / source if bundled else Path(source).resolve()
-    folder = check_folder(folder).resolve()
+    source, folder = hub_configs() / source if bundled else Path(source).resolve(), check_folder(folder).resolve()
     if source == folder:
         raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
     _check_publishable(source)
     config = load_config(source)
-    tensors = read_weights(source, config)
-    model = on_meta(config)
+    tensors, model = read_weights(source, config), on_meta(config)
     repository = repository or f"org/{folder.name}"
     card, about = None, {}
     if (source / "README.md").exists():
         card = (source / "README.md").read_text(encoding="utf-8")
         card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', card)
-        say(f"The card is {source / 'README.md'}.")
     elif bundled:
         about = card_data(source.name)
     else:
@@ -82,12 +79,11 @@ def assemble_folder(
         licence = f"the licence of {known}, which has the same sizes" if about else "no licence, as none is known"
         say(f"{source} has no README.md: the card is a new one, with {licence}.")
     with whole_folder(folder, overwrite) as staging:
-        files = weight_files(source)
-        if files[0].suffix == ".bin" or read_checkpoint(source).keys() != tensors.keys():
+        if read_checkpoint(source).keys() != tensors.keys():
             write_checkpoint(tensors, staging)
-            files = []
-        for path in files:
-            (os.symlink if link_weights else shutil.copyfile)(path, staging / path.name)
+        else:
+            for path in weight_files(source):
+                (os.symlink if link_weights else shutil.copyfile)(path, staging / path.name)
         model.generation_config = load_generation_config(source) or model.generation_config
         model.generation_config.save_pretrained(staging)
         processor = None
@@ -161,15 +157,14 @@ def upload(
     check_repository(repository)
     api = HfApi()
     try:
-        stale: list[str] = []
-        if not _create(api, repository, private):
-            if private and not api.repo_info(repository).private:
-                raise ValueError(f"{repository} exists and is public; make it private first, or leave --private out.")
-            names = {path.name for path in Path(folder).iterdir()}
-            there = api.list_repo_files(repository)
-            stale = [path for path in there if _REPLACED.fullmatch(path) and path not in names]
-            if stale:
-                say(f"Removing what an earlier upload left: {', '.join(stale)}.")
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        if private and not api.repo_info(repository).private:
+            raise ValueError(f"{repository} exists and is public; make it private first, or leave --private out.")
+        names = {path.name for path in Path(folder).iterdir()}
+        there = api.list_repo_files(repository)
+        stale = [path for path in there if _REPLACED.fullmatch(path) and path not in names]
+        if stale:
+            say(f"Removing what an earlier upload left: {', '.join(stale)}.")
         message = "Upload with qtsplus publish"
         return commit_folder(api, folder, repository, message, delete=stale).commit_url
     except (HTTPError, OSError, RuntimeError) as error:
@@ -189,30 +184,14 @@ def check_repository(repository: str) -> None:
     validate_repo_id(repository)
 
 
-def _create(api: HfApi, repository: str, private: bool) -> bool:
-    """Whether the repository is new."""
-    try:
-        api.create_repo(repository, private=private or None, exist_ok=False)
-    except HfHubHTTPError as error:
-        # 409: it exists. 403: so may it, and who may not create may still write.
-        if error.response is None or error.response.status_code not in (403, 409):
-            raise
-        return False
-    return True
-
-
 def _check_publishable(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
     refuse_adapter(folder)
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
     model_type = read_json(folder / "config.json").get("model_type")
     if model_type not in model_types():
         raise ValueError(
             f"{folder} holds a model of type {model_type!r}; expected one of {', '.join(model_types())}. A stock model "
             "or a reference checkpoint becomes one with qtsplus convert."
         )
-    if folder.parent == hub_configs() and not (folder / "model.safetensors").exists():
-        raise ValueError(f"The variant {folder.name!r} comes without weights; give a folder that was saved instead.")
     weight_files(folder)

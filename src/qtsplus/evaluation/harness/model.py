@@ -18,7 +18,7 @@ from ... import session
 from ...loading import find_device
 from ...output import first_line
 from .answers import Answered, AnswerLog
-from .loading import Reading, Selecting, load, read_video
+from .loading import Reading, Selecting, load
 
 
 @dataclass
@@ -35,10 +35,9 @@ class VisualTokenCounts(TokenCounts):
 
 @dataclass(frozen=True)
 class _Request:
-    """One prompt: where it stands in its task, the messages of its chat template, what it shows, how it is answered."""
+    """One prompt: the messages of its chat template, what it shows, how it is answered."""
 
     key: str
-    place: str
     messages: list[dict[str, Any]]
     videos: list[str]
     images: list[Any]
@@ -117,7 +116,7 @@ class QTSplus(lmms):
             asked = [self._request(key, waiting[key]) for key in batch]
             with torch.random.fork_rng(enabled=drawn):
                 if drawn:
-                    torch.manual_seed(zlib.crc32(asked[0].place.encode()))
+                    torch.manual_seed(zlib.crc32(asked[0].key.encode()))
                 self.log.add(self._answer(asked))
         return [
             GenerationResult(answered.text, VisualTokenCounts(output_tokens=answered.output_tokens, answered=answered))
@@ -150,7 +149,7 @@ class QTSplus(lmms):
                 else:
                     raise ValueError(f"{task} {doc_id}: expected text, images and whole videos, got {part!r}.")
             messages.append({"role": message["role"], "content": content})
-        return _Request(key, f"{task}/{split}/{doc_id}", messages, videos, images, query, generation)
+        return _Request(key, messages, videos, images, query, generation)
 
     def _answer(self, batch: Sequence[_Request]) -> dict[str, Answered]:
         """Answers to prompts of one kind of generation; those whose videos cannot be read fail, the others do not."""
@@ -168,7 +167,7 @@ class QTSplus(lmms):
         """A video's features, or why it cannot be read; the last few are kept, as several questions are about one."""
         if video not in self._encoded:
             try:
-                self._encoded[video] = read_video(self.model, self.processor, video, self.selecting)
+                self._encoded[video] = session.encode(self.model, self.processor, video)
             except (ValueError, OSError) as error:
                 self._encoded[video] = first_line(error)
         self._encoded.move_to_end(video)
@@ -185,7 +184,7 @@ class QTSplus(lmms):
             encoded["second_per_grid_ts"] = [second for video in videos for second in video.second_per_grid_ts]
         output = self.model.generate(
             **inputs.to(self.device),
-            **self.selecting.call(),
+            **vars(self.selecting),
             **_generation(asked[0][0].generation),
             **encoded,
             return_dict_in_generate=True,

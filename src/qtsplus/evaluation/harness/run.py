@@ -322,12 +322,3 @@ def failures(tasks: Mapping[str, Any]) -> list[str]:
         f"{task}: {count} question{'s' if count > 1 else ''} about {video} failed and count as wrong: {reason}"
         for (task, video, reason), count in reasons.items()
     ]
-
-
-def guessed(tasks: Mapping[str, Any]) -> list[str]:
-    """The tasks that gave points to a question which has no answer: they guess where they cannot read one."""
-    return [
-        task
-        for task, result in tasks.items()
-        if any(sample["failed"] is not None and any(sample["scores"].values()) for sample in result["samples"])
-    ]
