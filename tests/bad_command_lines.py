@@ -304,7 +304,7 @@ def data_lines() -> list[list[str]]:
             for path in ("{missing}", "/dev/null/x", "\x00", LONG)
         ),
         *(["data", "stats", path] for path in ("{video}", "{garbage}", "{text}", "{empty}", "{empty_folder}")),
-        *(["data", "stats", "{empty_folder}", *more] for more in (["--card"], ["--card=yes"], ["--name", "x"])),
+        ["data", "stats", "{empty_folder}", "--card"],
         *(
             ["data", "check", "{records}", *more]
             for more in (["--media-root", "{missing}"], ["--against", "{missing}"])
