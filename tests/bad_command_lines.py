@@ -161,7 +161,6 @@ def eval_lines() -> list[list[str]]:
         *each_value(run, "--retention", NO_FRACTIONS),
         *each_value(run, "--device", NO_DEVICES),
         *each_value(run, "--selection", SELECTIONS),
-        *each_value(run, "--skip-kind", ("", "nonsense", LONG)),
         [*run, "--selection", "all", "--retention", "0.1"],
         [*run, "--revision", "main"],
         ["eval", "records", "{records}", "--revision", "main"],

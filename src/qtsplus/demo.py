@@ -51,18 +51,13 @@ def cached_tiny() -> Path:
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f"{folder.name}.lock"):
                 if not (folder / "config.json").exists():
-                    publish_tiny(folder)
+                    assemble_folder(TINY, folder)
     except OSError as error:
         raise ValueError(
             f"The bundled model cannot be kept at {cache} ({error}): set XDG_CACHE_HOME to a folder that can be "
             "written, or name a model with --model."
         ) from error
     return folder
-
-
-def publish_tiny(folder: Path) -> Path:
-    """Writes the Hub folder of the tiny variant."""
-    return assemble_folder(TINY, folder)
 
 
 def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, session.Answer]]:
@@ -85,7 +80,7 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
     with whole_folder(out) as staging:
         shutil.copyfile(CLIP, staging / "clip.mp4")
         say(f"Copied {out / 'clip.mp4'}, an 8 s H.264 clip that the model has never seen.")
-        folder = publish_tiny(staging / TINY)
+        folder = assemble_folder(TINY, staging / TINY)
         say(f"Published {TINY} to {out / TINY}.")
 
         model, processor = loading.load(folder)

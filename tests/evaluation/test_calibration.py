@@ -13,8 +13,9 @@ from attention_twin import twin_targets
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
-from qtsplus.evaluation.calibration import Recall, calibrate, measure_heads, read_labelled
+from qtsplus.evaluation.calibration import Recall, calibrate, measure, read_labelled
 from qtsplus.evaluation.labelled import Sighting
+from qtsplus.training.attention import AttentionChoice
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import VideoQADataset
 from qtsplus.training.models import load_model
@@ -62,23 +63,23 @@ def test_evidence_outside_of_the_frame_is_refused(tiny, tiny_processor, question
 
 
 def test_recall_counts_tokens():
-    scores = torch.zeros(3, TOKENS)
-    scores[0, [3, 4]] = scores[1, [3, 7]] = scores[2, [0, 1]] = 1.0
-    found = calibration._recalls(scores, NEEDLES)
-    two_of_three = Recall(pytest.approx(2 / 3), 1.0)
-    assert found == [two_of_three, two_of_three, Recall(0.0, 0.0)]
+    for places, recall in (([3, 4], Recall(pytest.approx(2 / 3), 1.0)), ([0, 1], Recall(0.0, 0.0))):
+        scores = torch.zeros(TOKENS)
+        scores[places] = 1.0
+        assert calibration._recall(scores, NEEDLES) == recall
 
 
 def test_the_mass_is_the_share_of_the_needles_in_all_attention():
-    scores = torch.full((1, TOKENS), 0.5)
-    scores[0, [3, 4]] = 2.0
-    (recall,) = calibration._recalls(scores, NEEDLES)
+    scores = torch.full((TOKENS,), 0.5)
+    scores[[3, 4]] = 2.0
+    recall = calibration._recall(scores, NEEDLES)
     assert recall.mass == pytest.approx(4.5 / (4 + 0.5 * (TOKENS - 2)))
 
 
 def test_layers_that_find_little_are_not_summed_with_one_that_finds_all():
-    layers = {0: Recall(0.1, 0.0), 1: Recall(1.0, 0.9), 2: Recall(0.6, 0.3), 3: Recall(0.4, 0.2)}
-    assert calibration.best_of(layers, 4) == (1, 2)
+    recalls = {0: Recall(0.1, 0.0), 1: Recall(1.0, 0.9), 2: Recall(0.6, 0.3), 3: Recall(0.4, 0.2)}
+    layers = {AttentionChoice(layers=(layer,)): recall for layer, recall in recalls.items()}
+    assert calibration.best_layers(layers).layers == (1, 2)
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, few, tiny, tiny
     monkeypatch.setattr(calibration, "_attention_by_head", planted([(2, 1), (0, 3)]))
     found = calibrate(tiny, tiny_processor, questions, progress=False)
     assert found.best.heads == ((0, 3), (2, 1))
-    for recall in (found.measured.heads[2, 1], found.choices[found.best]):
+    for recall in (found.measured[AttentionChoice(heads=((2, 1),))], found.choices[found.best]):
         assert recall.tokens == pytest.approx(2 / 3) and recall.mass > 0.85
     assert sum(found.questions) == len(questions)
     # All layers find as much, but look elsewhere too.
@@ -145,7 +146,7 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
 def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questions):
     question = questions[0]
     dataset = VideoQADataset([question.record], tiny_processor)
-    measured = measure_heads(tiny, dataset, [question], "answer", progress=False)
+    measured = measure(tiny, dataset, [question], "answer", progress=False)
     batch = VideoQACollator(tiny_processor)([dataset[0]])
     labels = batch.pop("labels")
     inputs = {name: value for name, value in batch.items() if name not in ("skipped", "source_ids")}
@@ -156,7 +157,7 @@ def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questi
         assert len(target) == 72
         kept = set(target.topk(8).indices.tolist())
         wanted = set(np.concatenate(needles).tolist())
-        assert measured.heads[pair].tokens == pytest.approx(len(kept & wanted) / len(wanted))
+        assert measured[AttentionChoice(heads=(pair,))].tokens == pytest.approx(len(kept & wanted) / len(wanted))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -173,8 +174,8 @@ def test_the_command_prints_a_recipes_lines_and_writes_json(records, tiny_publis
     result = CliRunner().invoke(app, [*command, "--device", "cpu"])
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text())
-    assert len(content["layers"]) == 4 and len(content["heads"]) == 16 and len(content["choices"]) == 3
-    assert all(0 <= row["tokens"] <= 1 for row in content["heads"])
+    assert len(content["measured"]) == 4 + 16 and len(content["choices"]) == 3
+    assert all(0 <= row["tokens"] <= 1 for row in content["measured"])
     config = json.loads((folder / "config.json").read_text())
     assert config == {**before, "qtsplus_config": {**before["qtsplus_config"], **content["qtsplus_config"]}}
     assert load_model(None, str(folder)).config.qtsplus_config.attention_layer in range(4)

@@ -39,7 +39,6 @@ def evaluate_tasks(
     processes: Annotated[
         int, typer.Option(help="How many processes share the questions. On GPUs each takes one.", min=1)
     ] = 1,
-    include_path: Annotated[Path | None, typer.Option(help="A folder with tasks of your own for lmms-eval.")] = None,
     out: Annotated[
         Path, typer.Option(help="The folder for answers, logs and results. A run that was stopped goes on there.")
     ] = Path("evaluation"),
@@ -68,15 +67,7 @@ def evaluate_tasks(
         }
         settings = harness.Settings(name_model(model, revision), tasks, options, revision, dtype.value, limit)
         try:
-            result = harness.run(
-                settings,
-                out,
-                processes=processes,
-                batch_size=batch_size,
-                device=device,
-                include_path=include_path,
-                say=note,
-            )
+            result = harness.run(settings, out, processes=processes, batch_size=batch_size, device=device, say=note)
         except harness.HarnessError as error:
             fail_run(str(error))
     if as_json:
@@ -145,9 +136,6 @@ def evaluate_records(
     revision: Revision = None,
     retention: Retention = None,
     selection: Selection = None,
-    skip_kind: Annotated[
-        list[str] | None, typer.Option(help="Leave out the questions of this kind. May be repeated.")
-    ] = None,
     media_root: MediaRoot = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -167,19 +155,14 @@ def evaluate_records(
         from ..training.dataset import require_rates
 
         check_selection(selection)
-        about_videos = [record for record in read_records(records, media_root) if record.video is not None]
-        kinds = {record.kind for record in about_videos}
-        if unknown := sorted(set(skip_kind or ()) - kinds):
-            fail(f"--skip-kind is {unknown[0]!r}; {records} has the kinds {', '.join(sorted(kinds)) or '(none)'}")
-        questions = [record for record in about_videos if record.kind not in (skip_kind or ())]
+        questions = [record for record in read_records(records, media_root) if record.video is not None]
         if not questions:
-            fail(f"{records} holds no question about a video that is not left out")
+            fail(f"{records} holds no question about a video")
         require_rates(questions)
-        loaded, processor = load_model(model, revision, device)
-        outcomes = exact_match(
-            loaded, processor, questions, retention=retention, selection=selection, progress=not as_json
+        loaded = load_model(model, revision, device)
+        summary = summarise(
+            exact_match(*loaded, questions, retention=retention, selection=selection, progress=not as_json)
         )
-        summary = summarise(outcomes)
     unreadable = [
         f"{entry['questions']} question{'s' if entry['questions'] > 1 else ''} counted as wrong, since the video "
         f"{entry['video']} cannot be read: {entry['reason']}"

@@ -7,9 +7,9 @@ While the model answers, for attention distillation; and from where the answer b
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +31,6 @@ SHARE = 0.1  # of the visual tokens that a layer or a head may keep
 EQUAL = 0.01  # recalls that are taken for the same
 LAYERS, HEADS = 4, 20  # so many of the best are summed at most
 
-K = TypeVar("K", int, tuple[int, int])  # a layer, or a layer and a head
-
 
 @dataclass(frozen=True)
 class Recall:
@@ -50,25 +48,17 @@ class Recall:
 
 
 @dataclass(frozen=True)
-class HeadRecalls:
-    """What is found by each layer (the mean over its heads), and by each single (layer, head)."""
-
-    layers: dict[int, Recall]
-    heads: dict[tuple[int, int], Recall]
-
-
-@dataclass(frozen=True)
 class Calibration:
     """
     Args:
-        measured: over the questions about half of the videos, while the model answers.
+        measured: what each layer and each head finds in half of the videos, while the model answers.
         choices: for attention distillation, what the sum over each finds in the other videos.
         readings: for `selection="lm_attention"`, what each finds in the other videos; every one reads a single layer.
             The first is the one that a model reads without calibration.
         questions: how many were measured, and how many checked.
     """
 
-    measured: HeadRecalls
+    measured: dict[AttentionChoice, Recall]
     choices: dict[AttentionChoice, Recall]
     readings: dict[AttentionChoice, Recall]
     questions: tuple[int, int]
@@ -102,13 +92,14 @@ class Calibration:
             "questions": {"measured": measured, "checked": checked},
             "training": self.fields(),
             "qtsplus_config": self.attention_fields(),
-            "choices": [{**asdict(choice), **asdict(recall)} for choice, recall in self.choices.items()],
-            "readings": [{**asdict(choice), **asdict(recall)} for choice, recall in self.readings.items()],
-            "layers": [{"layer": layer, **asdict(recall)} for layer, recall in self.measured.layers.items()],
-            "heads": [
-                {"layer": layer, "head": head, **asdict(recall)}
-                for (layer, head), recall in self.measured.heads.items()
-            ],
+            **{
+                name: [{**asdict(choice), **asdict(recall)} for choice, recall in recalls.items()]
+                for name, recalls in (
+                    ("choices", self.choices),
+                    ("readings", self.readings),
+                    ("measured", self.measured),
+                )
+            },
         }
 
 
@@ -153,27 +144,23 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
         first, second = (
             (VideoQADataset([one.record for one in half], processor, None, None, features), half) for half in halves
         )
-        measured = measure_heads(model, *first, "answer", progress)
-        sums = [
-            AttentionChoice(),
-            AttentionChoice(layers=best_of(measured.layers, LAYERS)),
-            AttentionChoice(heads=best_of(measured.heads, HEADS)),
-        ]
-        choices = measure_choices(model, *second, sums, "answer", progress)
-        single = _readings(measure_heads(model, *first, "prompt", progress), model.config.text_config)
-        readings = measure_choices(model, *second, single, "prompt", progress)
+        measured = measure(model, *first, "answer", progress)
+        sums = [AttentionChoice(), best_layers(measured), best_heads(measured)]
+        choices = measure(model, *second, "answer", progress, sums)
+        single = _readings(measure(model, *first, "prompt", progress), model.config.text_config)
+        readings = measure(model, *second, "prompt", progress, single)
     return Calibration(measured, choices, readings, (len(halves[0]), len(halves[1])))
 
 
-def _readings(measured: HeadRecalls, text_config: Any) -> list[AttentionChoice]:
+def _readings(measured: Mapping[AttentionChoice, Recall], text_config: Any) -> list[AttentionChoice]:
     """The default layer and the best ones, each with all its heads and with its best ones."""
-    default = attention_layer(text_config)
-    best = best_of({layer: measured.layers[layer] for layer in full_attention_layers(text_config)}, LAYERS)
+    full = {
+        choice: recall for choice, recall in measured.items() if _layer(choice) in full_attention_layers(text_config)
+    }
     choices = []
-    for layer in dict.fromkeys((default, *best)):
-        heads = best_of({pair: recall for pair, recall in measured.heads.items() if pair[0] == layer}, HEADS)
-        choices += [AttentionChoice(layers=(layer,), positions="prompt")]
-        choices += [AttentionChoice(heads=heads, positions="prompt")]
+    for layer in dict.fromkeys((attention_layer(text_config), *(best_layers(full).layers or ()))):
+        choices.append(AttentionChoice(layers=(layer,), positions="prompt"))
+        choices.append(best_heads({choice: full[choice] for choice in full if _layer(choice) == layer}))
     return choices
 
 
@@ -189,38 +176,37 @@ def write_attention(folder: Path, calibration: Calibration) -> Path | None:
     return path
 
 
-def measure_heads(
-    model: Any, dataset: VideoQADataset, questions: Sequence[LabelledQuestion], positions: str, progress: bool
-) -> HeadRecalls:
-    """The needle recall of every layer and every head; `dataset` is of the questions' records, in order."""
-    layers: dict[int, list[Recall]] = {}
-    heads: dict[tuple[int, int], list[Recall]] = {}
-    for attention, shown in _attention_by_head(model, dataset, questions, positions, progress):
-        for layer, weights in attention.items():
-            whole, *single = _recalls(torch.cat([weights.mean(0, keepdim=True), weights]), shown)
-            layers.setdefault(layer, []).append(whole)
-            for head, recall in enumerate(single):
-                heads.setdefault((layer, head), []).append(recall)
-    return HeadRecalls(_means(layers), _means(heads))
-
-
-def measure_choices(
+def measure(
     model: Any,
     dataset: VideoQADataset,
     questions: Sequence[LabelledQuestion],
-    choices: Sequence[AttentionChoice],
     positions: str,
     progress: bool,
+    choices: Sequence[AttentionChoice] = (),
 ) -> dict[AttentionChoice, Recall]:
-    """The needle recall of the attention summed over each choice; see [`measure_heads`]."""
+    """
+    The needle recall of the attention summed over each choice; without any, of every single layer and head.
+
+    Args:
+        dataset: of the questions' records, in order.
+    """
     recalls: dict[AttentionChoice, list[Recall]] = {}
     for attention, shown in _attention_by_head(model, dataset, questions, positions, progress):
-        for choice in choices:
+        for choice in choices or _single(attention, positions):
             layers = choice.chosen_layers
             names = attention if layers is None else layers
             parts = [attention[layer][choice.of_layer(layer) or slice(None)] for layer in names]
-            recalls.setdefault(choice, []).extend(_recalls(torch.cat(parts).sum(0, keepdim=True), shown))
-    return _means(recalls)
+            recalls.setdefault(choice, []).append(_recall(torch.cat(parts).sum(0), shown))
+    return {
+        choice: Recall(*(float(np.mean(values)) for values in zip(*map(astuple, row), strict=True)))
+        for choice, row in recalls.items()
+    }
+
+
+def _single(attention: Mapping[int, torch.Tensor], positions: str) -> list[AttentionChoice]:
+    heads = [(layer, head) for layer, weights in attention.items() for head in range(len(weights))]
+    layers = [AttentionChoice(layers=(layer,), positions=positions) for layer in attention]
+    return layers + [AttentionChoice(heads=(pair,), positions=positions) for pair in heads]
 
 
 @torch.no_grad()
@@ -246,32 +232,33 @@ def _attention_by_head(
         yield row.by_head or {}, np.unique(np.concatenate(needles))
 
 
-def _recalls(scores: torch.Tensor, shown: np.ndarray) -> list[Recall]:
-    """What the tokens with the highest `scores` `[K, M]` find of those `[k]` that show the answer, for each row."""
-    num_tokens = scores.shape[1]
-    kept = torch.zeros(scores.shape, dtype=torch.bool)
-    kept.scatter_(1, scores.topk(kept_count(SHARE, num_tokens, num_tokens)).indices.cpu(), True)
-    scores = scores.cpu()
-    tokens = kept[:, shown].float().mean(1).tolist()
-    mass = (scores[:, shown].sum(1) / scores.sum(1).clamp(min=torch.finfo(scores.dtype).tiny)).tolist()
-    return [Recall(*values) for values in zip(tokens, mass, strict=True)]
-
-
-def _means(recalls: Mapping[Any, list[Recall]]) -> dict[Any, Recall]:
-    return {
-        key: Recall(*(float(np.mean(values)) for values in zip(*map(astuple, row), strict=True)))
-        for key, row in recalls.items()
-    }
+def _recall(scores: torch.Tensor, shown: np.ndarray) -> Recall:
+    """What the tokens with the highest `scores` `[M]` find of those `[k]` that show the answer."""
+    kept = scores.topk(kept_count(SHARE, len(scores), len(scores))).indices.cpu().numpy()
+    mass = scores[torch.from_numpy(shown).to(scores.device)].sum() / scores.sum().clamp(min=1e-30)
+    return Recall(float(np.isin(shown, kept).mean()), float(mass))
 
 
 def _layer(choice: AttentionChoice) -> int:
-    """The one layer of a reading."""
+    """The one layer of a choice."""
     (layer,) = choice.chosen_layers or ()
     return layer
 
 
-def best_of(recalls: Mapping[K, Recall], count: int) -> tuple[K, ...]:
-    """Those with the highest recall of tokens, at least half of the best one's; at most half of all; ascending."""
-    order = sorted(recalls, key=lambda key: -recalls[key].tokens)
-    most = [key for key in order if recalls[key].tokens >= recalls[order[0]].tokens / 2]
-    return tuple(sorted(most[: min(count, max(1, len(recalls) // 2))]))
+def best_layers(recalls: Mapping[AttentionChoice, Recall]) -> AttentionChoice:
+    """The sum of the best of the single layers; see [`best_of`]."""
+    best = best_of({choice: recall for choice, recall in recalls.items() if choice.heads is None}, LAYERS)
+    return replace(best[0], layers=tuple(sorted(map(_layer, best))))
+
+
+def best_heads(recalls: Mapping[AttentionChoice, Recall]) -> AttentionChoice:
+    """The sum of the best of the single heads; see [`best_of`]."""
+    best = best_of({choice: recall for choice, recall in recalls.items() if choice.heads is not None}, HEADS)
+    return replace(best[0], heads=tuple(sorted(pair for choice in best for pair in choice.heads or ())))
+
+
+def best_of(recalls: Mapping[AttentionChoice, Recall], count: int) -> list[AttentionChoice]:
+    """Those with the highest recall of tokens, at least half of the best one's; at most half of all."""
+    order = sorted(recalls, key=lambda choice: -recalls[choice].tokens)
+    most = [choice for choice in order if recalls[choice].tokens >= recalls[order[0]].tokens / 2]
+    return most[: min(count, max(1, len(recalls) // 2))]

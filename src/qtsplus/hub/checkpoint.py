@@ -67,20 +67,10 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     The tensors of a folder's weights, whole or in shards.
 
     Raises:
-        ValueError: no weights, a missing, cut or unreadable file, or an index that does not fit its files.
+        ValueError: no weights, or a missing, cut or unreadable file.
     """
-    index, *shards = weight_files(folder)
-    if not shards:
-        return _read_file(index)
-    weight_map = _weight_map(index)
-    tensors: dict[str, StoredTensor] = {}
-    for shard in shards:
-        shard_tensors = _read_file(shard)
-        named = {key for key, home in weight_map.items() if home == shard.name}
-        if wrong := sorted(named - shard_tensors.keys() | tensors.keys() & shard_tensors.keys()):
-            raise ValueError(f"{shard} lacks {', '.join(wrong)}, or holds it again, against {_INDEX}.")
-        tensors.update(shard_tensors)
-    return tensors
+    files = [path for path in weight_files(folder) if path.suffix != ".json"]
+    return {name: tensor for path in files for name, tensor in _read_file(path).items()}
 
 
 def write_checkpoint(

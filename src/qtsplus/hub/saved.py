@@ -8,11 +8,6 @@ from transformers import GenerationConfig
 from ..backbones import backbone_of
 from .folder import read_json, reading
 
-_PROCESSOR_FILES = (
-    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-    *("tokenizer_config.json", "tokenizer.json"),
-)
-
 
 def refuse_adapter(folder: Path) -> None:
     """Raises `ValueError` for the folder of a PEFT adapter, which has the weights of no whole model."""
@@ -46,9 +41,8 @@ def load_processor(folder: str | Path, config: Any) -> Any:
     Raises:
         ValueError: a file of it is broken, or its tokenizer has no words.
     """
-    for path in (Path(folder, name) for name in _PROCESSOR_FILES):
-        if path.exists():
-            read_json(path)
+    for path in [*Path(folder).glob("*processor_config.json"), *Path(folder).glob("tokenizer*.json")]:
+        read_json(path)
     backbone = backbone_of(config.model_type)
     with reading(f"The processor of {folder}"):
         processor = backbone.processor.from_pretrained(folder, config=config)

@@ -20,11 +20,6 @@ def messages(doc: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "video", "url": doc["video"]}, text]}]
 
 
-def question(doc: Mapping[str, Any]) -> str:
-    """What the harness logs as the prompt."""
-    return doc["question"]
-
-
 def matches(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Whether the answer is the record's, letter for letter, as in `qtsplus eval records`."""
     return {"exact_match": float(results[0].strip() == doc["answer"])}
