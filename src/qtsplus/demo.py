@@ -66,13 +66,9 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
 
     Args:
         out: folder for `clip.mp4`, `qtsplus-tiny/` and `kept_tokens.png`, as [`whole_folder`] writes it.
-        say: takes one line per step.
 
     Returns:
         both questions, with the true answers, and what the model answered.
-
-    Raises:
-        FileExistsError: the folder holds files that no earlier demo wrote.
     """
     # Matplotlib wants a folder in the user's home; who only asks the tiny model does without.
     from .picture import draw_kept_tokens
@@ -86,9 +82,7 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
         model, processor = loading.load(folder)
         say(f"Loaded it back as remote code: {type(model).__name__} from {type(model).__module__.split('.')[0]}.")
         encoded = session.encode(model, processor, CLIP)
-        answers = [
-            session.ask(model, processor, encoded, question.question, max_new_tokens=16) for question in QUESTIONS
-        ]
+        answers = [session.ask(model, processor, encoded, one.question, max_new_tokens=16) for one in QUESTIONS]
 
         chunks = processor.video_chunks(CLIP)
         # Two frames make one step in time.

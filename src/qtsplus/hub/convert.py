@@ -73,20 +73,17 @@ def convert(
     """
     Writes a Hub folder made from a checkpoint; which way it goes follows from the checkpoint's `model_type`.
 
-    A stock model (Qwen2.5-VL or another backbone) gets a fresh selector; a reference QTSplus becomes one of ours; one
-    of ours loses its selector and becomes a stock model again.
+    A stock model (Qwen2.5-VL or another backbone) gets a fresh selector, and `variant`, `initialise`, `selector` and
+    `seed` are about that; a reference QTSplus becomes one of ours; one of ours becomes a stock model again.
 
     Args:
-        source: a folder, or a Hub repository's id.
-        out: the folder to write, see [`whole_folder`].
-        variant: for a stock model: a folder of `hub_configs` whose selector hyperparameters are taken.
-        initialise: for a stock model: "identity" (when absent) or "language_model", see [`initialise_selector`].
-        selector: for a stock model: fields of `qtsplus_config` to set.
+        source: a folder, or a Hub repository's id, at a `revision`.
+        out, overwrite: the folder to write, see [`whole_folder`].
+        variant: a folder of `hub_configs` whose selector hyperparameters are taken.
+        initialise: "identity" (when absent) or "language_model", see [`initialise_selector`].
+        selector: fields of `qtsplus_config` to set.
         vision_config: for a reference checkpoint, which lacks it: a JSON file, or a folder with a config.json.
         processor: a folder or Hub id to take the processor from, where the source has none.
-        revision: of the source on the Hub.
-        seed: for a stock model: of the fresh selector, 0 when absent. The global random state is left as it was.
-        overwrite: write also into a folder that holds other files.
         say: takes a line for every choice that was made.
 
     Raises:

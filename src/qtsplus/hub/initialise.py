@@ -15,10 +15,8 @@ def initialise_selector(model: Any, method: str) -> None:
     Args:
         model: a QTSplus model.
         method: `"identity"` zeroes what the re-encoder adds to its tokens, and a layer over the question to its words,
-            so that they are handed on unchanged, as in a fresh model. `"language_model"` is the paper's: each layer
-            takes the attention and the norms of a layer of the language model (the i-th of the scoring, the re-encoding
-            and the question's layers those of the i-th layer), where the shapes match. The feed-forward blocks have
-            other shapes; theirs stay.
+            as in a fresh model. `"language_model"` is the paper's: the i-th of the scoring, the re-encoding and the
+            question's layers takes attention and norms of the i-th of the language model.
 
     Raises:
         ValueError: an unknown method, or a language model of another shape or with too few layers.

@@ -48,12 +48,10 @@ def assemble_folder(
 
     Args:
         source: a folder, or the name of a variant of `hub_configs` that comes with weights.
-        folder: the target, which appears whole or not at all, see [`whole_folder`]. An earlier assembly is replaced.
+        folder, overwrite: the target, see [`whole_folder`].
         repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
-        overwrite: write also into a folder that holds other files.
         link_weights: link to the source's weights instead of copying them, for a folder that is only uploaded.
         space: add the page of `qtsplus app`, see [`write_space`].
-        say: takes a line for every choice that was made.
 
     Raises:
         ValueError: another kind of model, a folder without weights, or weights that do not fit.
@@ -107,9 +105,8 @@ def write_repository(
     Writes all but the weights and the generation configuration.
 
     Args:
-        model: its configuration and sizes; on the meta device it does as well.
-        about: what the card tells, see [`model_card`].
-        card: a card to write as it is.
+        model: on any device, the meta device too.
+        about: what the card tells, see [`model_card`]; or the whole `card`.
     """
     backbone = backbone_of(model.config.model_type)
     for path in code_files(backbone.model, backbone.processor):
@@ -140,8 +137,7 @@ def upload(
     say: Callable[[str], object] = lambda line: None,
 ) -> str:
     """
-    Uploads a folder in one commit: a repository never holds the half of it. What an earlier upload left and this one
-    does not bring (shards of another number, code) is removed by the same commit.
+    Uploads a folder in one commit, which also removes what an earlier upload left (shards of another number, code).
 
     Args:
         repository: "org/name"; created where it does not exist.

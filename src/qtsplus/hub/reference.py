@@ -32,11 +32,8 @@ _SELECTOR_FIELDS = {
 
 def convert_reference_config(config: Mapping[str, Any], vision_config: Mapping[str, Any]) -> Qwen2_5_VLQTSplusConfig:
     """
-    Our configuration for a reference checkpoint: its gate, its sequential positions and its re-encoder without time.
-
-    Args:
-        config: the checkpoint's config.json, a flat text configuration with `qts_plus_*` fields.
-        vision_config: the vision tower's configuration, which such a checkpoint does not carry.
+    Our configuration for a reference checkpoint, with its gate, its sequential positions and its re-encoder without
+    time, of its config.json (a flat text configuration with `qts_plus_*` fields) and its vision tower's configuration.
     """
     # Their qts_plus_n_heads is never read: the selector has the language model's heads, as ours.
     selector = {name: config.get(source, default) for name, (source, default) in _SELECTOR_FIELDS.items()}

@@ -33,16 +33,12 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
 
 def load_processor(folder: str | Path, config: Any) -> Any:
     """
-    Loads a processor with this package's class for a model's configuration.
-
-    The configuration goes along because the tokenizer's loader would otherwise look for one itself, meet the `auto_map`
-    in the folder's config.json, and ask on the terminal whether to trust it.
-
-    Raises:
-        ValueError: a file of it is broken, or its tokenizer has no words.
+    Loads a processor with this package's class for a model's configuration, without which the tokenizer's loader would
+    ask whether to trust the folder's code. A `ValueError` where a file is broken or the tokenizer has no words.
     """
     for path in [*Path(folder).glob("*processor_config.json"), *Path(folder).glob("tokenizer*.json")]:
-        read_json(path)
+        if path.exists():
+            read_json(path)
     backbone = backbone_of(config.model_type)
     with reading(f"The processor of {folder}"):
         processor = backbone.processor.from_pretrained(folder, config=config)

@@ -46,12 +46,7 @@ def on_meta(config: Any) -> Any:
 
 
 def read_weights(folder: Path, config: Any) -> dict[str, StoredTensor]:
-    """
-    The tensors of a folder with one of our models, in the model's order and without a tied head.
-
-    Raises:
-        ValueError: weights are missing, unexpected or of another shape; each is listed.
-    """
+    """The tensors of a folder with one of our models, as [`check_weights`] gives them."""
     return check_weights(read_checkpoint(folder), config, folder)
 
 

@@ -51,10 +51,8 @@ class _Request:
 
 class QTSplus(lmms):
     """
-    A QTSplus model, or a stock one whose backbone we have.
-
-    Prompts are those of the chat template, and `until` is left alone, as in lmms-eval's own chat classes. Frames, their
-    size and their times come from our processor, for stock models too: every model that runs here sees the same.
+    A QTSplus model, or a stock one whose backbone we have. Frames, their size and their times come from our processor
+    for all of them. `until` is left alone, as in lmms-eval's own chat classes.
 
     Args:
         pretrained, revision, dtype: as for `qtsplus.loading.load`.

@@ -90,10 +90,8 @@ def run(
     Args:
         out: a folder; beside the result it holds the answers, the harness's log, and as `samples/TASK.jsonl` what the
             harness logged of every question.
-        processes: that share the questions.
-        batch_size: prompts at a time, in each of them.
-        device: such as `"cuda"`; a GPU per process where there are any when absent.
-        say: takes one line per step.
+        processes: that share the questions, with `batch_size` prompts at a time in each, on a GPU each where there are
+            any and no `device` is named.
 
     Returns:
         What `run.json` holds: `settings`, `versions` and `tasks`, see [`collect`].
@@ -134,12 +132,7 @@ def run(
 
 
 def resolve(tasks: str) -> list[str]:
-    """
-    The tasks of a list with commas, each once; `paper` stands for all of the paper's.
-
-    Raises:
-        ValueError: no name between two commas.
-    """
+    """The tasks of a list with commas, each once; `paper` stands for all of the paper's."""
     names = [name.strip() for name in tasks.split(",")]
     if not all(names):
         raise ValueError(f"--tasks is {tasks!r}; expected names with commas between them, such as videomme,lvbench.")
@@ -174,10 +167,8 @@ def _command(
         "answers": out / "answers",
     }
     for name, value in given.items():
-        if any(sign in str(value) for sign in ",=\"'{}[]"):
-            raise ValueError(
-                f"{name} is {str(value)!r}; lmms-eval takes no comma, equals sign, quote or bracket in it."
-            )
+        if set(str(value)) & set(",=\"'{}[]"):
+            raise ValueError(f"{name} is {str(value)!r}; lmms-eval takes no comma, equals sign, quote or bracket.")
     names = [Path(task).stem if task.endswith(RECORDS) else task for task in tasks]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"Two files of records are named {repeated[0]}; rename one, since its task has that name.")
