@@ -44,7 +44,6 @@ def evaluate_tasks(
     ] = Path("evaluation"),
     device: Device = None,
     dtype: WeightType = Dtype.auto,
-    as_json: AsJson = False,
 ) -> None:
     """
     Measure how well a model answers: on benchmarks through lmms-eval, or with one of the commands below.
@@ -59,22 +58,16 @@ def evaluate_tasks(
     check_model_options(model, revision)
     with one_line_errors():
         from ..evaluation.harness import run as harness
-        from ..evaluation.harness.loading import Reading, Selecting
+        from ..evaluation.harness.loading import Options
 
-        options = {
-            **vars(Selecting(selection, retention, max_visual_tokens, reencode)),
-            **vars(Reading(fps, num_frames, max_frames, max_pixels)),
-        }
-        settings = harness.Settings(name_model(model, revision), tasks, options, revision, dtype.value, limit)
+        options = Options(selection, retention, max_visual_tokens, reencode, fps, num_frames, max_frames, max_pixels)
+        settings = harness.Settings(name_model(model, revision), tasks, vars(options), revision, dtype.value, limit)
         try:
             result = harness.run(settings, out, processes=processes, batch_size=batch_size, device=device, say=note)
         except harness.HarnessError as error:
             fail_run(str(error))
-    if as_json:
-        print(json.dumps(result))
-    else:
-        _print_tasks(result["tasks"])
-        wrote(out / "run.json")
+    _print_tasks(result["tasks"])
+    wrote(out / "run.json")
     if failed := harness.failures(result["tasks"]):
         fail_run(*failed)
 
@@ -168,8 +161,7 @@ def evaluate_records(
         f"{entry['video']} cannot be read: {entry['reason']}"
         for entry in summary["unreadable"]
     ]
-    wrong = sum(entry["questions"] for entry in summary["unreadable"])
-    if wrong == len(questions):
+    if summary["kept"] is None:
         fail_run(*unreadable, f"no video of {records} can be read, so nothing was asked")
     if as_json:
         print(json.dumps(summary))
@@ -177,8 +169,6 @@ def evaluate_records(
         _print_summary(summary)
     for line in unreadable:
         note(line)
-    if wrong:
-        note(f"{wrong} of {len(questions)} questions have no video that can be read, and lower the accuracy.")
 
 
 def _print_summary(summary: dict[str, Any]) -> None:

@@ -11,54 +11,43 @@ from ...training import models
 
 
 @dataclass(frozen=True)
-class Selecting:
+class Options:
     """
-    As for `generate`. A stock model keeps all tokens where no selection is named.
+    How tokens are selected, as for `generate`, and which frames are looked at and how large they are, as the processor
+    has it where it is left out. `max_pixels` is for a backbone that reads frames in their own resolution.
 
     Raises:
-        ValueError: an unknown selection, a retention or a maximum out of its range, both of them, or one of them with a
-            selection that keeps everything.
+        ValueError: an unknown selection, a value out of its range, or values that exclude each other.
     """
 
     selection: str | None = None
     retention: float | None = None
     max_visual_tokens: int | None = None
     reencode: bool = True
-
-    def __post_init__(self) -> None:
-        if self.selection not in (None, *METHODS):
-            raise ValueError(f"selection is {self.selection!r}; expected one of {', '.join(METHODS)}.")
-        if self.retention is not None and not 0 < self.retention <= 1:
-            raise ValueError(f"retention is {self.retention!r}; expected a fraction in (0, 1].")
-        if self.max_visual_tokens is not None and self.max_visual_tokens < 1:
-            raise ValueError(f"max_visual_tokens is {self.max_visual_tokens!r}; expected at least 1.")
-        if self.retention is not None and self.max_visual_tokens is not None:
-            raise ValueError("Got retention and max_visual_tokens; expected one of them.")
-        if self.selection == "all" and (self.retention or self.max_visual_tokens):
-            raise ValueError("selection=all keeps every token; leave out retention and max_visual_tokens.")
-
-
-@dataclass(frozen=True)
-class Reading:
-    """
-    Which frames are looked at, and how large they are; as the processor has it where it is left out. `max_pixels` is
-    for a backbone that reads frames in their own resolution.
-
-    Raises:
-        ValueError: a value that is not above 0, or a rate or a maximum beside a number.
-    """
-
     fps: float | None = None
     num_frames: int | None = None
     max_frames: int | None = None
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        if self.selection not in (None, *METHODS):
+            raise ValueError(f"selection is {self.selection!r}; expected one of {', '.join(METHODS)}.")
+        for name in ("retention", "max_visual_tokens", "fps", "num_frames", "max_frames", "max_pixels"):
+            value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value!r}; expected a finite number above 0.")
+        if self.retention is not None and self.retention > 1:
+            raise ValueError(f"retention is {self.retention!r}; expected a fraction in (0, 1].")
+        if self.retention is not None and self.max_visual_tokens is not None:
+            raise ValueError("Got retention and max_visual_tokens; expected one of them.")
+        if self.selection == "all" and (self.retention or self.max_visual_tokens):
+            raise ValueError("selection=all keeps every token; leave out retention and max_visual_tokens.")
         if self.num_frames is not None and (self.fps is not None or self.max_frames is not None):
             raise ValueError("Got num_frames with fps or max_frames; expected the number or the others.")
+
+    def call(self) -> dict[str, Any]:
+        """What concerns `generate`."""
+        return {name: getattr(self, name) for name in ("selection", "retention", "max_visual_tokens", "reencode")}
 
     def apply(self, processor: Any) -> None:
         """Sets a processor up to read every video like this."""
@@ -74,25 +63,23 @@ class Reading:
             video_processor.size = {**dict(video_processor.size), "longest_edge": self.max_pixels}
 
 
-def load(
-    pretrained: str, revision: str | None, device: str, dtype: str, selecting: Selecting
-) -> tuple[Any, Any, Selecting]:
+def load(pretrained: str, revision: str | None, device: str, dtype: str, options: Options) -> tuple[Any, Any, Options]:
     """
     A model, its processor and how it selects: a QTSplus model as everybody loads it, a stock model in our class, with
-    all tokens unless another selection is asked for, and without a re-encoder.
+    all tokens unless another selection is asked for.
 
     Raises:
         ValueError: a stock model is to select by a selector that it does not have.
     """
     config, _ = PreTrainedConfig.get_config_dict(pretrained, revision=revision)
     if "qtsplus_config" in config:
-        return *loading.load(pretrained, device, dtype, revision=revision), selecting
-    own_budget = selecting.selection is None and (selecting.retention or selecting.max_visual_tokens)
-    if selecting.selection == "qtsplus" or own_budget:
+        return *loading.load(pretrained, device, dtype, revision=revision), options
+    own_budget = options.selection is None and (options.retention or options.max_visual_tokens)
+    if options.selection == "qtsplus" or own_budget:
         raise ValueError(f"{pretrained!r} has no selector: say how it is to choose, such as selection=uniform.")
     if revision is not None:
         raise ValueError(f"{pretrained!r} is a stock model: download the revision, and name its folder.")
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     model = models.load_model(None, pretrained, {"reencode_layers": 0}, str(stored) if dtype == "auto" else dtype)
     processor = models.load_processor(None, pretrained, model.config)
-    return model.to(device).eval(), processor, replace(selecting, selection=selecting.selection or "all")
+    return model.to(device).eval(), processor, replace(options, selection=options.selection or "all")

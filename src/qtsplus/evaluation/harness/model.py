@@ -18,7 +18,7 @@ from ... import session
 from ...loading import find_device
 from ...output import first_line
 from .answers import Answered, AnswerLog
-from .loading import Reading, Selecting, load
+from .loading import Options, load
 
 
 @dataclass
@@ -58,7 +58,7 @@ class QTSplus(lmms):
         pretrained, revision, dtype: as for `qtsplus.loading.load`.
         device: such as `"cuda"`; with several processes on GPUs, each takes the one of its rank.
         answers: a folder that keeps every answer as it is given; what it holds is not asked again.
-        options: the fields of [`Selecting`] and [`Reading`].
+        options: the fields of [`Options`].
 
     Raises:
         ValueError: an unknown option, or a value that is out of its range.
@@ -78,7 +78,9 @@ class QTSplus(lmms):
         **options: Any,
     ):
         super().__init__()
-        self.selecting, self.reading = _take_options(options)
+        if unknown := sorted(set(options) - {field.name for field in fields(Options)}):
+            known = ", ".join(field.name for field in fields(Options))
+            raise ValueError(f"There is no option {', '.join(unknown)}; expected some of {known}.")
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"batch_size is {batch_size!r}; expected a whole number, at least 1.")
         self.batch_size = int(batch_size)
@@ -87,10 +89,10 @@ class QTSplus(lmms):
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         settings = {"pretrained": str(pretrained), "revision": revision, "dtype": dtype, **options}
         self.log = AnswerLog(answers, self._rank, settings)
-        self.model, self.processor, self.selecting = load(
-            str(pretrained), revision, find_device(device), dtype, self.selecting
+        self.model, self.processor, self.options = load(
+            str(pretrained), revision, find_device(device), dtype, Options(**options)
         )
-        self.reading.apply(self.processor)
+        self.options.apply(self.processor)
         self._encoded: OrderedDict[str, session.EncodedVideo | str] = OrderedDict()
 
     @property
@@ -108,7 +110,7 @@ class QTSplus(lmms):
         keys = [self._key(instance) for instance in requests]
         waiting = {key: instance for key, instance in zip(keys, requests, strict=True) if key not in self.log.found}
         # A random choice is drawn for each prompt by itself: the same one in any batch, process and second run.
-        drawn = self.selecting.selection == "random"
+        drawn = self.options.selection == "random"
         batches = _batches(waiting, 1 if drawn else self.batch_size)
         for batch in track(batches, "Asking", console=Console(stderr=True), disable=self._rank != 0):
             asked = [self._request(key, waiting[key]) for key in batch]
@@ -182,7 +184,7 @@ class QTSplus(lmms):
             encoded["second_per_grid_ts"] = [second for video in videos for second in video.second_per_grid_ts]
         output = self.model.generate(
             **inputs.to(self.device),
-            **vars(self.selecting),
+            **self.options.call(),
             **_generation(asked[0][0].generation),
             **encoded,
             return_dict_in_generate=True,
@@ -212,17 +214,6 @@ class QTSplus(lmms):
         if any(request.query for request in requests):
             options["query"] = [request.query or _question(request.messages) for request in requests]
         return self.processor.conversation_inputs([request.messages for request in requests], **options)
-
-
-def _take_options(options: Mapping[str, Any]) -> tuple[Selecting, Reading]:
-    selecting, reading = ({field.name for field in fields(kind)} for kind in (Selecting, Reading))
-    if unknown := sorted(set(options) - selecting - reading):
-        known = ", ".join(sorted(selecting | reading))
-        raise ValueError(f"There is no option {', '.join(unknown)}; expected some of {known}.")
-    return (
-        Selecting(**{name: value for name, value in options.items() if name in selecting}),
-        Reading(**{name: value for name, value in options.items() if name in reading}),
-    )
 
 
 def _batches(waiting: Mapping[str, Instance], size: int) -> list[list[str]]:
