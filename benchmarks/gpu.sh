@@ -92,7 +92,7 @@ import transformers
 
 if dry == "false" and not torch.cuda.is_available():
     sys.exit("gpu.sh: PyTorch finds no GPU; --dry-run runs the steps at toy size on the CPU")
-from qtsplus.results import environment
+from benchmarks.machine import environment
 
 device = "CPU" if dry == "true" else torch.cuda.get_device_name()
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}, {device}")
