@@ -61,7 +61,7 @@ class Load:
             (draw.randrange(VIDEOS), f"What is in the picture number {draw.randrange(QUESTIONS)}?", retention)
             for retention in draw.choices(RETENTIONS, k=REQUESTS)
         ]
-        convert(folder / "published", folder / "stock", progress=False)
+        convert(folder / "published", folder / "stock")
         self.llm = self._start_vllm(folder / "published")
         # As many tokens as the requests keep on average.
         fraction = statistics.mean(retention for _, _, retention in self.requests)

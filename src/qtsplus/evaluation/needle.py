@@ -90,8 +90,8 @@ def run_needle(
             "longer videos, or give shorter clips."
         )
     haystack = encode(model, processor, background, fps=fps, max_frames=_MAX_FRAMES, device="cpu", progress=progress)
-    call = {"retention": retention, "max_visual_tokens": max_visual_tokens}
-    features = [_digest(video.features) for video in (haystack, *clips)]
+    call: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
+    features = [_digest(one) for one in (haystack.features, *(clip.features for clip in clips))]
     made_from = {"model": fingerprint({"model": model}, model.config.to_dict()), "features": features}
     journal = Journal(out / ".needle.jsonl", {**call, **made_from, "needles": [asdict(one) for one in needles]})
     asked, answers = list(product(lengths, enumerate(needles))), []
@@ -107,7 +107,7 @@ def run_needle(
                 journal.add(key, _ask(model, processor, inputs, needle.record, shown, _call(selection, **call)))
             place = {"selection": selection, "length": length, "depth": depth, "needle": number}
             answers.append({**place, **journal.done[key]})
-    document = {
+    document: dict[str, Any] = {
         "settings": {**call, "needles": len(needles), "seconds_per_step": seconds, "tokens_per_step": per_step},
         "cells": _summed(answers, "selection", "length", "depth"),
         "lengths": _summed(answers, "selection", "length"),
