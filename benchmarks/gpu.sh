@@ -92,7 +92,7 @@ import transformers
 
 if dry == "false" and not torch.cuda.is_available():
     sys.exit("gpu.sh: PyTorch finds no GPU; --dry-run runs the steps at toy size on the CPU")
-from qtsplus.results import environment
+from benchmarks.machine import environment
 
 device = "CPU" if dry == "true" else torch.cuda.get_device_name()
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}, {device}")
@@ -123,7 +123,7 @@ set_command() {
         device)
             tests=(tests/test_device.py tests/test_vision_attention.py)
             $dry && tests=(tests/test_device.py -k attention)
-            command=("$PYTHON" benchmarks/run_tests.py "$(result_of "$1")" "${tests[@]}")
+            command=("$PYTHON" -m benchmarks.run_tests "$(result_of "$1")" "${tests[@]}")
             ;;
         vllm-*)  # the tiny shape has positions that vLLM does not take
             $dry && shape=small

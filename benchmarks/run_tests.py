@@ -1,4 +1,4 @@
-"""Runs tests for benchmarks/gpu.sh: `run_tests.py RESULT.json PYTEST_ARGUMENT...`
+"""Runs tests for benchmarks/gpu.sh: `python -m benchmarks.run_tests RESULT.json PYTEST_ARGUMENT...`
 
 Writes how each test ended, if none failed and one at least was not skipped; else the exit code is 1.
 """
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qtsplus.results import environment, write_json
+from qtsplus.results import write_json
+
+from .machine import environment
 
 
 class Outcomes:

@@ -25,9 +25,10 @@ from qtsplus.loading import load
 from qtsplus.methods_qtsplus import Candidates, changes, most_relevant
 from qtsplus.output import check_output, markdown_table
 from qtsplus.ranking import StandingQuestion
-from qtsplus.results import environment, steps, write_json
+from qtsplus.results import write_json
 from qtsplus.stream import Stream
 
+from .machine import environment, steps
 from .world.crowd import MARKS, NAMES, Crowd, CrowdObject, make_crowd, render_crowd
 from .world.haystack import HIDDEN, _needle, _without_hidden
 from .world.scene import CELL, FPS, GRID, sightings

@@ -24,8 +24,9 @@ from transformers.video_utils import VideoMetadata
 
 from qtsplus.hub.convert import convert
 from qtsplus.hub.publish import assemble_folder
-from qtsplus.results import environment, write_json
+from qtsplus.results import write_json
 
+from .machine import environment
 from .speed.results import spread
 from .speed.shapes import build, find_shape, make_processor, prompt_text
 
@@ -60,7 +61,7 @@ class Load:
             (draw.randrange(VIDEOS), f"What is in the picture number {draw.randrange(QUESTIONS)}?", retention)
             for retention in draw.choices(RETENTIONS, k=REQUESTS)
         ]
-        convert(folder / "published", folder / "stock", progress=False)
+        convert(folder / "published", folder / "stock")
         self.llm = self._start_vllm(folder / "published")
         # As many tokens as the requests keep on average.
         fraction = statistics.mean(retention for _, _, retention in self.requests)

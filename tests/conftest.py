@@ -47,9 +47,9 @@ def tiny_mp4(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_published(tmp_path_factory) -> Path:
     """The Hub folder of qtsplus-tiny."""
-    from qtsplus.demo import publish_tiny
+    from qtsplus.hub.publish import assemble_folder
 
-    return publish_tiny(tmp_path_factory.mktemp("hub") / "qtsplus-tiny")
+    return assemble_folder("qtsplus-tiny", tmp_path_factory.mktemp("hub") / "qtsplus-tiny")
 
 
 @pytest.fixture(scope="module")

@@ -320,7 +320,7 @@ def stock_folder(tmp_path_factory):
 
 
 @EACH
-@pytest.mark.parametrize("start", ["identity", "lm"])
+@pytest.mark.parametrize("start", ["identity", "language_model"])
 def test_a_stock_model_is_converted_with_them(kind, start, stock_folder, tmp_path):
     settings = {"query_states": kind, "reencode_layers": 0}
     folder = convert(stock_folder, tmp_path / "ours", initialise=start, selector=settings)
@@ -329,7 +329,7 @@ def test_a_stock_model_is_converted_with_them(kind, start, stock_folder, tmp_pat
     (states,), output = seen(model, batch(prompt(videos=[VIDEO])), query_input_ids=torch.tensor([[40, 41, 42]]))
     assert torch.isfinite(output.logits).all() and len(states) == 3
     for layer in model.model.qtsplus.question_layers:
-        assert layer.o_proj.weight.any() == (start == "lm") and not layer.ffn[-1].weight.any()
+        assert layer.o_proj.weight.any() == (start == "language_model") and not layer.ffn[-1].weight.any()
     back = convert(folder, tmp_path / "back")
     assert "qtsplus_config" not in (back / "config.json").read_text()
 

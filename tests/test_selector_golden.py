@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtsplus.configuration_qtsplus import QTSplusConfig
-from qtsplus.hub.weights import REFERENCE
+from qtsplus.hub.weights import REFERENCE, our_name
 from qtsplus.selector_qtsplus import QTSplusSelector, find_threshold, gumbel_gate
 from reference import load, meta
 
@@ -38,7 +38,7 @@ def golden_selector() -> QTSplusSelector:
 
 
 def ours(key: str) -> str:
-    return REFERENCE.ours(f"model.qts_plus.{key}").removeprefix("model.qtsplus.")
+    return our_name(f"model.qts_plus.{key}", REFERENCE).removeprefix("model.qtsplus.")
 
 
 def select(selector, inputs, query="Qt"):

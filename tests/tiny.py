@@ -100,6 +100,11 @@ def stock_twin(model) -> Qwen2_5_VLForConditionalGeneration:
     return stock.eval()
 
 
+def published_name(name: str) -> str:
+    """What the checkpoints that Qwen published call a weight of ours."""
+    return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+
+
 @dataclass
 class Prompt:
     """One row: its ids and the pixels of its images and videos."""

@@ -9,8 +9,9 @@ import numpy as np
 
 from qtsplus.evaluation.intervals import paired_gain, percent, percent_interval, share_interval
 from qtsplus.output import markdown_table
-from qtsplus.results import environment, write_json
+from qtsplus.results import write_json
 
+from ..machine import environment
 from .models import Checkpoint, Models
 from .plan import Plan, make_plan
 from .policies import ASKED, AXES, DEFAULT, TITLES, Policy, changes_something

@@ -1,11 +1,12 @@
-"""A video as a model reads it whole, and at a lower resolution, which spends fewer visual tokens without a selector."""
+"""A video as a model reads it whole, and two ways to spend fewer visual tokens without a selector."""
 
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
-from qtsplus.evaluation.baselines import Pixels, read_at
+Pixels = dict[str, torch.Tensor]
 
 
 def full_video(processor: Any, video: str) -> Pixels:
@@ -18,7 +19,7 @@ def full_video(processor: Any, video: str) -> Pixels:
 def lower_resolution(processor: Any, video: str, retention: float) -> Pixels:
     """
     All frames, shrunk to the smallest size, of about the same shape, that still gives `retention` of the tokens; see
-    `fewer_frames` of the library.
+    [`fewer_frames`].
 
     Raises:
         ValueError: this backbone makes as many tokens of a frame whatever its size.
@@ -27,7 +28,32 @@ def lower_resolution(processor: Any, video: str, retention: float) -> Pixels:
         raise ValueError(f"{type(processor).__name__} has no lower resolution: its frames are all of one size.")
     merge = processor.video_processor.merge_size
     _, height, width = (processor.video_chunks(video).video_grid_thw[0] // merge).tolist()
-    return read_at(processor, video, [side * merge for side in _smallest_grid(height, width, retention)])
+    return _read_at(processor, video, [side * merge for side in _smallest_grid(height, width, retention)])
+
+
+def fewer_frames(processor: Any, video: str, retention: float) -> Pixels:
+    """
+    A video's pixels for a model that keeps all tokens of them: of the fewest frames, evenly spaced and as large as in
+    the whole video, that still give `retention` of its tokens. So the comparison never favours a selector by a
+    rounding.
+    """
+    steps, *size = processor.video_chunks(video).video_grid_thw[0].tolist()
+    wanted = max(1, math.ceil(retention * steps - 1e-9))
+    return _read_at(processor, video, size, num_frames=wanted * processor.video_processor.temporal_patch_size)
+
+
+def _read_at(processor: Any, video: str, size: list[int], **frames_to_read: Any) -> Pixels:
+    """
+    A video's pixels with frames of `size`, (height, width) as in the grid.
+
+    Args:
+        frames_to_read: which frames, as for the processor's `video_chunks`.
+    """
+    chunks = processor.video_chunks(video, **frames_to_read)
+    frames = np.stack(list(chunks.decode()))
+    pixels, grid = processor.preprocess_frames(frames, torch.tensor([[len(frames), *size]]))
+    seconds = torch.tensor(chunks.second_per_grid_ts)
+    return {"pixel_values_videos": pixels, "video_grid_thw": grid, "second_per_grid_ts": seconds}
 
 
 def _smallest_grid(height: int, width: int, retention: float) -> tuple[int, int]:
@@ -40,6 +66,3 @@ def _smallest_grid(height: int, width: int, retention: float) -> tuple[int, int]
         return rows * columns, abs(math.log(rows * width / (columns * height))), grid
 
     return min(enough, key=tokens_then_shape)
-
-
-__all__ = ["full_video", "lower_resolution"]

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtsplus.results import environment, write_json
+from qtsplus.results import write_json
 
+from ..machine import environment
 from .models import Models
 from .plan import Plan, make_plan
 from .policies import BASE, DEFAULT, FRESH, policies_of

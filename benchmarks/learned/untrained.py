@@ -10,9 +10,10 @@ import torch
 
 from qtsplus.evaluation.exact_match import model_inputs
 from qtsplus.lm_attention_qtsplus import attention_layer
-from qtsplus.results import environment, write_json
+from qtsplus.results import write_json
 from qtsplus.training.models import load_model, load_processor
 
+from ..machine import environment
 from ..speed.clock import busy
 from .policies import ATTENTION, BASE, CONTROLLED, DEFAULT, WRONG_QUESTIONS, Policy, name_of, policies_of, title_of
 from .questions import QuestionSet

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.baselines import fewer_frames
 from qtsplus.evaluation.exact_match import exact_match, model_inputs
 from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.results import Journal
 from qtsplus.selector_qtsplus import kept_count
 from qtsplus.training.models import load_model
 
-from .baselines import full_video, lower_resolution
+from .baselines import fewer_frames, full_video, lower_resolution
 from .models import Checkpoint, Models
 from .policies import DEFAULT, ORACLES, OTHER_VIDEO, TWO_PASSES, Policy
 from .questions import QuestionSet, with_options, with_other_questions, with_questions_of_others

@@ -14,8 +14,9 @@ from qtsplus.library import Library, index
 from qtsplus.methods_qtsplus import Candidates, top_n
 from qtsplus.output import markdown_table
 from qtsplus.ranking import Piece, Scorer
-from qtsplus.results import Journal, environment, steps
+from qtsplus.results import Journal
 
+from ..machine import environment, steps
 from ..world.scene import sightings
 from .world import SECONDS, Hidden, make_library, write_videos
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from qtsplus.output import markdown_table, whole_file
-from qtsplus.results import Journal, environment, steps
+from qtsplus.results import Journal
 
+from ..machine import environment, steps
 from .films import render_films
 from .steps import RECIPES, SCALES, Place, Step, StepError, all_steps
 from .stock import check_wheel

@@ -14,7 +14,7 @@ from qtsplus.hub.checkpoint import read_checkpoint
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.folder import read_json
 from qtsplus.hub.saved import load_config
-from qtsplus.hub.weights import naming_of
+from qtsplus.hub.weights import our_name
 
 from ..speed.cost import least_memory
 from .films import FILM, QUESTION, RECORDS
@@ -230,9 +230,7 @@ def _same_tensors(one: Path, other: Path) -> int:
 
 
 def _named(folder: Path) -> dict[str, Any]:
-    stored = read_checkpoint(folder)
-    naming = naming_of(stored)
-    tensors = {naming.ours(name): tensor for name, tensor in stored.items()}
+    tensors = {our_name(name): tensor for name, tensor in read_checkpoint(folder).items()}
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(_SELECTOR)}
 
 

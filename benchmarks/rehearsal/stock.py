@@ -3,6 +3,7 @@
 import base64
 import functools
 import json
+import re
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from qtsplus.backbones import backbone_of
 from qtsplus.hub.checkpoint import StoredTensor, write_checkpoint
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.folder import read_json
-from qtsplus.hub.weights import PUBLISHED
 
 from ..speed.shapes import TINY, stock_config
 
@@ -62,12 +62,18 @@ def write_stock(variant: str, folder: Path, wheel: Path | None, max_shard_size: 
 def _random_tensors(config: Any, stock_model: Any, seed: int) -> dict[str, StoredTensor]:
     with torch.device("meta"):
         model = stock_model(config)
-    naming = PUBLISHED[config.model_type]
-    shapes = {naming.theirs(name): tuple(weight.shape) for name, weight in model.named_parameters()}
+    shapes = {_published(name, config): tuple(weight.shape) for name, weight in model.named_parameters()}
     return {
         name: StoredTensor(torch.bfloat16, shape, partial(_random_tensor, name, shape, seed + number))
         for number, (name, shape) in enumerate(shapes.items())
     }
+
+
+def _published(name: str, config: Any) -> str:
+    """The name that a weight has in the checkpoint that its makers published."""
+    if config.model_type != "qwen2_5_vl":
+        return name
+    return re.sub(r"^model\.language_model\.", "model.", re.sub(r"^model\.visual\.", "visual.", name))
 
 
 def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -8,8 +8,9 @@ import torch
 
 from benchmarks.speed.naive import naive_log_relevance
 from qtsplus.relevance_qtsplus import log_relevance
-from qtsplus.results import Journal, environment, steps
+from qtsplus.results import Journal
 
+from ..machine import environment, steps
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process
 from .results import label, spread, summarise

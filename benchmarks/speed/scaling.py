@@ -13,9 +13,10 @@ import torch
 from qtsplus import mixin_qtsplus
 from qtsplus.configuration_qtsplus import QTSplusConfig
 from qtsplus.hub.files import hub_configs
-from qtsplus.results import Journal, environment, steps
+from qtsplus.results import Journal
 from qtsplus.selector_qtsplus import QTSplusSelector
 
+from ..machine import environment, steps
 from .clock import busy, now
 from .peak import extra_memory, in_own_process
 from .plots import draw_scaling

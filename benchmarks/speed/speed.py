@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers import BatchFeature
 
-from qtsplus.results import Journal, environment, steps, write_json
+from qtsplus.results import Journal, write_json
 from qtsplus.session import EncodedVideo, encode, prompt_inputs
 from qtsplus.two_passes import SecondPass, TwoPasses, second_pass, second_prompt
 from qtsplus.video_qtsplus import choose_frames, read_video
 
+from ..machine import environment, steps
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from qtsplus.results import Journal, environment, steps
+from qtsplus.results import Journal
 
+from ..machine import environment, steps
 from .clock import now
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process

@@ -51,7 +51,7 @@ def cached_tiny() -> Path:
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f"{folder.name}.lock"):
                 if not (folder / "config.json").exists():
-                    publish_tiny(folder)
+                    assemble_folder(TINY, folder)
     except OSError as error:
         raise ValueError(
             f"The bundled model cannot be kept at {cache} ({error}): set XDG_CACHE_HOME to a folder that can be "
@@ -60,24 +60,15 @@ def cached_tiny() -> Path:
     return folder
 
 
-def publish_tiny(folder: Path) -> Path:
-    """Writes the Hub folder of the tiny variant."""
-    return assemble_folder(TINY, folder)
-
-
 def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, session.Answer]]:
     """
     Publishes the tiny model, loads it back as remote code, asks two questions about a clip, and draws what it kept.
 
     Args:
         out: folder for `clip.mp4`, `qtsplus-tiny/` and `kept_tokens.png`, as [`whole_folder`] writes it.
-        say: takes one line per step.
 
     Returns:
         both questions, with the true answers, and what the model answered.
-
-    Raises:
-        FileExistsError: the folder holds files that no earlier demo wrote.
     """
     # Matplotlib wants a folder in the user's home; who only asks the tiny model does without.
     from .picture import draw_kept_tokens
@@ -85,15 +76,13 @@ def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, sess
     with whole_folder(out) as staging:
         shutil.copyfile(CLIP, staging / "clip.mp4")
         say(f"Copied {out / 'clip.mp4'}, an 8 s H.264 clip that the model has never seen.")
-        folder = publish_tiny(staging / TINY)
+        folder = assemble_folder(TINY, staging / TINY)
         say(f"Published {TINY} to {out / TINY}.")
 
         model, processor = loading.load(folder)
         say(f"Loaded it back as remote code: {type(model).__name__} from {type(model).__module__.split('.')[0]}.")
         encoded = session.encode(model, processor, CLIP)
-        answers = [
-            session.ask(model, processor, encoded, question.question, max_new_tokens=16) for question in QUESTIONS
-        ]
+        answers = [session.ask(model, processor, encoded, one.question, max_new_tokens=16) for one in QUESTIONS]
 
         chunks = processor.video_chunks(CLIP)
         # Two frames make one step in time.

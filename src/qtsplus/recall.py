@@ -56,11 +56,8 @@ def answer_remembered(
     options: Mapping[str, Any],
 ) -> Answer:
     """
-    Answers a question about videos of which some are [`Remembered`]; the answer is as that of [`Stream.ask`].
-
-    Args:
-        turns: what was asked and answered before, in turn.
-        choice, options: for the selection, and for `generate`.
+    Answers a question about videos of which some are [`Remembered`], after `turns` of questions and answers; `choice`
+    is for the selection, `options` are for `generate`.
     """
     encoded = list(videos.values())
     live = [video for video in encoded if isinstance(video, Remembered)]

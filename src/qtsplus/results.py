@@ -3,17 +3,10 @@
 import errno
 import json
 import os
-import platform
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from . import __version__
 from .output import whole_file
 
 Key = str | int
@@ -125,50 +118,3 @@ def write_json(path: Path, document: dict[str, Any] | list[Any]) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A result, or `None` where there is none yet."""
     return json.loads(path.read_text()) if path.exists() else None
-
-
-@contextmanager
-def steps(name: str, total: int, progress: bool = True) -> Iterator[Callable[[str], None]]:
-    """A progress bar on standard error; what it gives is called with a line to print after each step."""
-    console = Console(stderr=True, highlight=False, quiet=not progress)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(name, total=total)
-
-        def step(line: str) -> None:
-            console.print(f"{name}: {line}", soft_wrap=True)
-            bar.advance(task)
-
-        yield step
-
-
-def environment(device: str) -> dict[str, Any]:
-    """The machine and the software, as far as figures depend on them."""
-    import torch
-    import transformers
-
-    facts: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "qtsplus": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "device": device,
-    }
-    if torch.device(device).type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts.update(gpu=properties.name, gpu_gb=round(properties.total_memory / 2**30, 1), cuda=torch.version.cuda)
-    return facts
-
-
-def _processor() -> str:
-    cpu_info = Path("/proc/cpuinfo")
-    for line in cpu_info.read_text().splitlines() if cpu_info.exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -10,13 +10,12 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import app as laboratory
 from benchmarks.learned import policies
-from benchmarks.learned.baselines import full_video, lower_resolution
+from benchmarks.learned.baselines import fewer_frames, full_video, lower_resolution
 from benchmarks.world.scene import FRAME_SIZE
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus import session
 from qtsplus.cli import app
 from qtsplus.data.formats import read_records
-from qtsplus.evaluation.baselines import fewer_frames
 from qtsplus.evaluation.exact_match import exact_match
 from qtsplus.evaluation.labelled import Sighting, sighting_tokens
 from tiny_backbones import BACKBONES, LLAVA_VIDEO

@@ -10,7 +10,6 @@ from transformers import AutoModelForImageTextToText
 
 from qtsplus.backbones import backbone_of
 from qtsplus.hub.convert import convert
-from qtsplus.hub.weights import OUTER
 from qtsplus.training.models import load_model, load_processor
 
 
@@ -40,14 +39,11 @@ def test_a_stock_model_gets_a_selector(backbone, stock, converted, prepare):
 
 
 def test_and_loses_it_again(saved, converted, tmp_path):
-    """What is left are the stock model's weights, named as a stock model names them."""
+    """What is left are the stock model's weights."""
     back = convert(converted, tmp_path / "back")
     model, same = (AutoModelForImageTextToText.from_pretrained(folder) for folder in (back, saved))
     for (name, mine), theirs in zip(model.named_parameters(), same.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
-    type(model)(model.config).save_pretrained(tmp_path / "stock")
-    mine, theirs = (load_file(folder / "model.safetensors").keys() for folder in (back, tmp_path / "stock"))
-    assert mine == theirs
     kept, given = (json.loads((folder / "config.json").read_text()) for folder in (back, saved))
     assert kept["model_type"] == given["model_type"] and "qtsplus_config" not in kept
     stock = backbone_of(kept["model_type"])
@@ -56,12 +52,19 @@ def test_and_loses_it_again(saved, converted, tmp_path):
     assert processor_class == stock.stock_processor.__name__
 
 
+def _older(name):
+    """What InternVL and LLaVA-OneVision called a weight before Transformers 4.52."""
+    for new, old in (("lm_head.", "language_model.lm_head."), ("model.language_model.", "language_model.model.")):
+        name = old + name.removeprefix(new) if name.startswith(new) else name
+    return name.removeprefix("model.")
+
+
 def test_the_names_of_older_checkpoints(backbone, saved, tmp_path):
     if backbone.name not in ("internvl", "llava_onevision"):
         pytest.skip("its checkpoints have other names")
     for path in saved.iterdir():
         if path.suffix == ".safetensors":
-            renamed = {OUTER.theirs(name): tensor for name, tensor in load_file(path).items()}
+            renamed = {_older(name): tensor for name, tensor in load_file(path).items()}
             assert any(name.startswith("language_model.model.") for name in renamed)
             save_file(renamed, tmp_path / path.name, metadata={"format": "pt"})
         else:

@@ -14,7 +14,7 @@ def own_processor():
 
 
 def test_the_selector_takes_no_attention_from_a_layer_without_keys(own_processor):
-    with pytest.raises(ValueError, match='no attention with keys to start the selector from; use "identity"'):
+    with pytest.raises(ValueError, match='no attention to start the selector from; use "identity"'):
         initialise_selector(QWEN3_5.build(own_processor), "language_model")
 
 

@@ -24,6 +24,7 @@ STEPS = [
 STAND_IN = r"""#!/usr/bin/env bash
 [[ $1 == - ]] && exit 0   # what is needed is there
 shift
+[[ $1 == benchmarks.* ]] && shift
 echo "$*" >>"$CALLS"
 case $* in
     *"$FAILS"*) echo "no luck"; exit 1 ;;

@@ -5,8 +5,9 @@ import os
 
 import pytest
 
+from benchmarks.machine import steps
 from benchmarks.speed.results import SUMMARY, spread, summarise
-from qtsplus.results import Journal, read_json, steps, write_json
+from qtsplus.results import Journal, read_json, write_json
 
 SETTINGS = {"shape": "cpu", "repeats": (1, 2)}
 

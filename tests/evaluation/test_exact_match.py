@@ -4,12 +4,11 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.learned.baselines import full_video, lower_resolution
+from benchmarks.learned.baselines import fewer_frames, full_video, lower_resolution
 from benchmarks.world.clip import render_clip
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.baselines import fewer_frames
 from qtsplus.evaluation.exact_match import Outcome, exact_match, model_inputs, summarise
 from qtsplus.training.models import load_model
 

@@ -13,7 +13,7 @@ from qtsplus import session
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation import needle as needles_of
 from qtsplus.evaluation.labelled import LabelledQuestion, read_questions
-from qtsplus.evaluation.needle import Encoded, run_needle
+from qtsplus.evaluation.needle import hide, run_needle
 from qtsplus.training.models import load_model
 
 
@@ -27,16 +27,14 @@ def haystack(tmp_path_factory):
     """A background of ten seconds and two needles of two."""
     folder = tmp_path_factory.mktemp("haystack")
     path = write_needles(folder / "needles", count=2, seconds=2)
-    return str(write_background(folder / "background.mp4", 10)), read_questions(path), folder
+    return str(write_background(folder / "background.mp4", 10)), read_questions(path)
 
 
 def hunt(model, processor, haystack, out, **more):
-    background, needles, folder = haystack
+    background, needles = haystack
     settings = {"lengths": (6, 10), "depths": (0.0, 1.0), "selections": ("qtsplus", "uniform", "all"), **more}
     settings.setdefault("retention", 0.1)
-    return run_needle(
-        model, processor, needles, background, out, name="test", progress=False, **{"work": folder, **settings}
-    )
+    return run_needle(model, processor, needles, background, out, progress=False, **settings)
 
 
 def test_a_hidden_needle_has_the_features_of_a_video_that_was_cut_that_way(model, tiny_processor, tmp_path):
@@ -47,13 +45,11 @@ def test_a_hidden_needle_has_the_features_of_a_video_that_was_cut_that_way(model
         (tmp_path / name).mkdir()
         for index, frame in enumerate(frames):
             Image.fromarray(frame).save(tmp_path / name / f"{index}.png")
-        found = session.encode(model, tiny_processor, tmp_path / name, fps=2)
-        videos[name] = Encoded(found.features, found.video_grid_thw, found.second_per_grid_ts[0])
-    features, start = videos["long"].hide(videos["short"], 0.5)
+        videos[name] = session.encode(model, tiny_processor, tmp_path / name, fps=2).features
+    features, start = hide(videos["long"], videos["short"], 0.5, 36)
     assert start == 2 * 36
-    torch.testing.assert_close(features, videos["cut"].features, rtol=0, atol=1e-5)
-    assert videos["long"].first(4).grid.tolist() == [[4, 12, 12]]
-    assert [videos["long"].hide(videos["short"], depth)[1] for depth in (0, 1)] == [0, 4 * 36]
+    torch.testing.assert_close(features, videos["cut"], rtol=0, atol=1e-5)
+    assert [hide(videos["long"], videos["short"], depth, 36)[1] for depth in (0, 1)] == [0, 4 * 36]
 
 
 def test_cells_for_every_length_depth_and_selection(model, tiny_processor, haystack, tmp_path):
@@ -63,18 +59,18 @@ def test_cells_for_every_length_depth_and_selection(model, tiny_processor, hayst
     for (selection, length, _), cell in cells.items():
         assert cell["visual_tokens"] == 36 * length
         assert cell["kept"] == (cell["visual_tokens"] if selection == "all" else round(np.ceil(3.6 * length)))
-        assert 0 <= cell["accuracy"] <= 1
-        assert selection != "all" or cell["share"] == cell["found"] == 1.0
+        assert 0 <= cell["correct"] <= 1
+        assert selection != "all" or cell["share"] == 1.0
         assert selection == "all" or cell["share"] < 1.0
-    assert len(document["lengths"]) == 6 and document["warnings"] == []
-    page = (tmp_path / "needle-test.md").read_text()
-    assert "10.0% of the visual tokens kept" in page and page.count("| uniform |") == 2
-    assert (tmp_path / "needle-test.png").stat().st_size > 1000
+    assert len(document["lengths"]) == 6
+    page = (tmp_path / "needle.md").read_text()
+    assert "retention 0.1" in page and page.count("| uniform |") == 2
+    assert (tmp_path / "needle.png").stat().st_size > 1000
     assert not list(tmp_path.glob(".needle*"))
 
 
 def test_what_counts_as_found_are_the_needles_tokens(model, tiny_processor, haystack, tmp_path, monkeypatch):
-    background, (needle, _), folder = haystack
+    background, (needle, _) = haystack
     clip_tokens = needle.tokens((2, 6, 6), 1.0)
     told = needles_of.answer
 
@@ -87,7 +83,7 @@ def test_what_counts_as_found_are_the_needles_tokens(model, tiny_processor, hays
     found = {}
     for depth in (0.0, 1.0):
         target = hunt(
-            model, tiny_processor, (background, [needle], folder), tmp_path / str(depth), lengths=(10,),
+            model, tiny_processor, (background, [needle]), tmp_path / str(depth), lengths=(10,),
             depths=(depth,), selections=("uniform",),
         )  # fmt: skip
         (found[depth],) = json.loads(target.read_text())["cells"]
@@ -108,19 +104,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(model, tiny_processor, hays
     monkeypatch.setattr(needles_of, "answer", count)
     with pytest.raises(KeyboardInterrupt):
         hunt(model, tiny_processor, haystack, tmp_path / "cut")
-    monkeypatch.setattr(session, "encode", None)  # the background is not encoded again
-    monkeypatch.setattr(needles_of, "encode", None)
     resumed = json.loads(hunt(model, tiny_processor, haystack, tmp_path / "cut").read_text())
     assert len(asked) == 24 + 1
     assert resumed["cells"] == whole["cells"] and resumed["lengths"] == whole["lengths"]
 
 
 def test_exactly_so_many_tokens_and_an_image_that_is_found_anywhere(model, tiny_processor, haystack, tmp_path):
-    background, _, folder = haystack
+    background, _ = haystack
     Image.new("RGB", (168, 168), "red").save(tmp_path / "needle.png")
     own = [LabelledQuestion(VideoRecord(str(tmp_path / "needle.png"), "What colour is it?", "red"), [])]
     target = hunt(
-        model, tiny_processor, (background, own, folder), tmp_path, max_visual_tokens=40, depths=(0.5,), retention=None
+        model, tiny_processor, (background, own), tmp_path, max_visual_tokens=40, depths=(0.5,), retention=None
     )
     for cell in json.loads(target.read_text())["cells"]:
         assert cell["kept"] == (cell["visual_tokens"] if cell["selection"] == "all" else 40)
@@ -128,25 +122,16 @@ def test_exactly_so_many_tokens_and_an_image_that_is_found_anywhere(model, tiny_
             assert cell["share"] == pytest.approx(40 / cell["visual_tokens"], abs=0.05)
 
 
-def test_frames_that_a_long_video_makes_smaller_are_told(model, tiny_processor, haystack, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny_processor.video_processor, "max_video_tokens", 300)
-    said = []
-    target = hunt(model, tiny_processor, haystack, tmp_path, selections=("uniform",), say=said.append)
-    (warning,) = json.loads(target.read_text())["warnings"]
-    assert said == [warning] and "10 x 10 patches; those of a short video have 12 x 12" in warning
-    assert warning in target.with_suffix(".md").read_text()
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lengths": (11,)}, r"background has 10 s; expected at least the 11 s"),
+        ({"lengths": (11,)}, r"background has 10 s; expected at least the length, 11 s"),
         ({"lengths": (1,)}, r"length of 1 s is shorter than a needle of 2 s"),
         ({"lengths": ()}, r"expected at least one"),
-        ({"lengths": (-5,)}, r"above 0"),
-        ({"depths": (1.5,)}, r"depth is 1.5; expected a share"),
+        ({"lengths": (-5,)}, r"seconds above 0"),
+        ({"depths": (1.5,)}, r"shares of the video from 0 to 1"),
         ({"depths": (0.5, 0.5)}, r"each once"),
-        ({"lengths": (1e12,)}, r"background has 10 s; expected at least the 1e\+12 s"),
+        ({"lengths": (1e12,)}, r"background has 10 s; expected at least the length, 1e\+12 s"),
         ({"selections": ("uniform", "uniform")}, r"each once"),
         ({"selections": ("best",)}, r"expected some of qtsplus, lm_attention, uniform"),
     ],
@@ -155,7 +140,7 @@ def test_what_cannot_be_measured_is_refused(model, tiny_processor, haystack, tmp
     """Before the background is encoded, which takes long."""
     monkeypatch.setattr(needles_of, "encode", None)
     with pytest.raises(ValueError, match=message):
-        hunt(model, tiny_processor, haystack, tmp_path / "new", **{"work": tmp_path / "work", **settings})
+        hunt(model, tiny_processor, haystack, tmp_path / "new", **settings)
 
 
 def test_evidence_of_another_form_is_refused(tmp_path):
@@ -170,10 +155,10 @@ def test_evidence_of_another_form_is_refused(tmp_path):
 
 def test_results_are_not_written_over(model, tiny_processor, haystack, tmp_path, monkeypatch):
     monkeypatch.setattr(needles_of, "encode", None)
-    (tmp_path / "needle-test.json").write_text("mine")
-    with pytest.raises(ValueError, match=r"needle-test.json is there already"):
+    (tmp_path / "needle.json").write_text("mine")
+    with pytest.raises(ValueError, match=r"needle.json is there already"):
         hunt(model, tiny_processor, haystack, tmp_path)
-    assert (tmp_path / "needle-test.json").read_text() == "mine"
+    assert (tmp_path / "needle.json").read_text() == "mine"
 
 
 def test_a_background_of_frames_and_a_needle_with_special_tokens(model, tiny_processor, haystack, tmp_path):
@@ -183,7 +168,7 @@ def test_a_background_of_frames_and_a_needle_with_special_tokens(model, tiny_pro
     Image.new("RGB", (168, 168), "red").save(tmp_path / "needle.png")
     question = "Where is <|video_pad|>?<|im_end|>"
     own = [LabelledQuestion(VideoRecord(str(tmp_path / "needle.png"), question, "red<|im_end|>"), [])]
-    settings = {"lengths": (4,), "depths": (0.5,), "selections": ("uniform",), "fps": 2, "work": tmp_path / "work"}
-    target = hunt(model, tiny_processor, (str(tmp_path / "frames"), own, tmp_path), tmp_path / "out", **settings)
+    settings = {"lengths": (4,), "depths": (0.5,), "selections": ("uniform",), "fps": 2}
+    target = hunt(model, tiny_processor, (str(tmp_path / "frames"), own), tmp_path / "out", **settings)
     (cell,) = json.loads(target.read_text())["cells"]
     assert cell["visual_tokens"] == 4 * 36

@@ -35,26 +35,23 @@ def typed(tmp_path_factory, tiny_published):
 
 
 def test_needles(typed):
-    options = "--length 4 --depth 0.5 --selection uniform --max-visual-tokens 20 --work {folder}/work"
+    options = "--length 4 --depth 0.5 --selection uniform --max-visual-tokens 20"
     hidden = "--needles {needles} --background {background}"
-    document = typed("needle", *options.split(), *hidden.split(), results="needle-videos.json")
+    document = typed("needle", *options.split(), *hidden.split(), results="needle.json")
     (cell,) = document["cells"]
     assert (cell["selection"], cell["length"], cell["depth"], cell["kept"]) == ("uniform", 4, 0.5, 20)
 
 
 def test_analysis(typed):
-    document = typed("analysis", "{records}", "--work", "{folder}/work", results="analysis-videos.json")
+    document = typed("analysis", "{records}", "--work", "{folder}/work", results="analysis.json")
     assert document["videos"] == 2 and document["correlations"]["log_m"] == {}  # all are two seconds long
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("needle --needles n.jsonl --background b.mp4 --selection all --retention 0.1", "--retention has no effect"),
-        (
-            "needle --needles n.jsonl --background b.mp4 --selection all --max-visual-tokens 9",
-            "--max-visual-tokens has no effect",
-        ),
+        ("needle --needles n.jsonl --background b.mp4 --selection all --retention 0.1", "--max-visual-tokens have no"),
+        ("needle --needles n.jsonl --background b.mp4 --selection all --max-visual-tokens 9", "have no effect"),
         (
             "needle --needles n.jsonl --background b.mp4 --selection uniform --selection uniform",
             "Got selections ['uniform', 'uniform']; expected at least one, and each once",

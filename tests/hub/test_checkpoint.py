@@ -22,9 +22,7 @@ def test_any_tensors_survive_any_shards(described, max_shard_size):
     tensors = {name: (torch.rand(shape) * 9).to(dtype) for name, (dtype, shape) in described.items()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        written = []
-        write_checkpoint({name: in_memory(t) for name, t in tensors.items()}, folder, max_shard_size, written.append)
-        assert sum(written) == sum(tensor.nbytes for tensor in tensors.values())
+        write_checkpoint({name: in_memory(t) for name, t in tensors.items()}, folder, max_shard_size)
         theirs = {key: t for file in folder.glob("*.safetensors") for key, t in load_file(file).items()}
         mine = {key: stored.load() for key, stored in read_checkpoint(folder).items()}
         for found in (theirs, mine):

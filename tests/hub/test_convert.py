@@ -20,9 +20,9 @@ from qtsplus.hub.convert import convert
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.initialise import initialise_selector
 from qtsplus.hub.reference import find_vision_config
-from qtsplus.hub.weights import OLD, REFERENCE, SELECTOR, check_weights, on_meta
+from qtsplus.hub.weights import REFERENCE, SELECTOR, check_weights, on_meta, our_name
 from reference import GOLDEN, load, meta
-from tiny import batch, load_bundled, prompt, stock_twin, tiny_model, token_types
+from tiny import batch, load_bundled, prompt, published_name, stock_twin, tiny_model, token_types
 
 REFERENCE_FOLDER = GOLDEN / "case1" / "e2e" / "checkpoint"
 EVERYTHING = {"selection": "all", "reencode_layers": 0}
@@ -106,10 +106,9 @@ def test_there_and_back_gives_the_same_bytes(stock, tmp_path):
     stock_folder = tmp_path / "stock"
     stock.save_pretrained(stock_folder)
     convert(stock_folder, tmp_path / "ours")
-    said = []
-    convert(tmp_path / "ours", tmp_path / "back", say=said.append)
-    assert "selector" in said[0]
-    before, after = weights(stock_folder), weights(tmp_path / "back")
+    convert(tmp_path / "ours", tmp_path / "back")
+    before = {our_name(name): tensor for name, tensor in weights(stock_folder).items()}
+    after = weights(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     again = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "back")
@@ -122,7 +121,7 @@ def test_there_and_back_gives_the_same_bytes(stock, tmp_path):
 def test_the_selector_starts_as_an_identity_or_from_the_language_model(stock_folder, tmp_path):
     plain = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(convert(stock_folder, tmp_path / "identity"))
     copied = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(
-        convert(stock_folder, tmp_path / "lm", initialise="lm")
+        convert(stock_folder, tmp_path / "lm", initialise="language_model")
     )
     for layer in plain.model.qtsplus.reencode_layers:
         assert not layer.o_proj.weight.any() and not layer.ffn[-1].weight.any()
@@ -138,7 +137,7 @@ def test_converting_says_what_it_does_and_nothing_else(tiny_published, tmp_path)
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == f"Wrote {tmp_path / 'ours'}\n"
     first_words = [line.split()[0] for line in result.stderr.splitlines()]
-    assert first_words == ["No", "The", "Frames"], result.stderr
+    assert first_words == ["The"], result.stderr
 
 
 def test_the_selector_depends_on_the_seed_alone(stock_folder, tmp_path):
@@ -236,12 +235,12 @@ def test_published_layouts(variant, changes):
     assert config.text_config.rope_parameters["mrope_section"] == rope["mrope_section"]
     state = on_meta(Qwen2_5_VLQTSplusConfig(**content)).state_dict()
     stored = {
-        OLD.theirs(name): StoredTensor(torch.bfloat16, tuple(tensor.shape), tensor.clone)
+        published_name(name): StoredTensor(torch.bfloat16, tuple(tensor.shape), tensor.clone)
         for name, tensor in state.items()
         if ".qtsplus." not in name and not (content["tie_word_embeddings"] and name == "lm_head.weight")
     }
     assert ("lm_head.weight" in stored) == (variant == "qtsplus-7b") and "model.layers.0.mlp.up_proj.weight" in stored
-    assert len(check_weights(stored, OLD, config, "a folder", without=SELECTOR)) == len(stored)
+    assert len(check_weights(stored, config, "a folder", without=SELECTOR)) == len(stored)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -303,11 +302,6 @@ def test_layers_that_a_reference_does_not_have(change, reference_folder, tmp_pat
     assert (selector.scoring_layers, selector.reencode_layers) == (1, 0 if "qts_plus_reencode" in change else 2)
 
 
-def as_bin(folder, tensors, **saving):
-    (folder / "model.safetensors").unlink()
-    torch.save(tensors, folder / "pytorch_model.bin", **saving)
-
-
 def with_head(folder, tensors):
     rewrite(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
 
@@ -322,26 +316,7 @@ def in_shards(folder, tensors):
     (folder / "model.safetensors").unlink()
 
 
-def as_bin_in_shards(folder, tensors):
-    (folder / "model.safetensors").unlink()
-    torch.save({name: tensor for name, tensor in tensors.items() if "layers" in name}, folder / "one.bin")
-    torch.save({name: tensor for name, tensor in tensors.items() if "layers" not in name}, folder / "two.bin")
-    weight_map = {name: "one.bin" if "layers" in name else "two.bin" for name in tensors}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        with_head,
-        in_shards,
-        as_bin,
-        lambda folder, tensors: as_bin(folder, tensors, _use_new_zipfile_serialization=False),
-        lambda folder, tensors: as_bin(folder, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}),
-        as_bin_in_shards,
-    ],
-    ids=["with a head", "sharded", "bin", "old bin", "bin with a shared head", "bin in shards"],
-)
+@pytest.mark.parametrize("change", [with_head, in_shards])
 def test_a_reference_checkpoint_loads_alike_in_every_form(change, reference_folder, tmp_path):
     convert_reference(reference_folder, tmp_path / "as it was")
     change(reference_folder, load_file(reference_folder / "model.safetensors"))
@@ -354,10 +329,8 @@ def test_the_head_is_tied_where_a_reference_does_not_say_and_has_none(reference_
     config = meta("case1", "e2e", "checkpoint", "config")
     del config["tie_word_embeddings"]
     (reference_folder / "config.json").write_text(json.dumps(config))
-    said = []
-    folder = convert_reference(reference_folder, tmp_path / "ours", say=said.append)
+    folder = convert_reference(reference_folder, tmp_path / "ours")
     assert Qwen2_5_VLQTSplusConfig.from_pretrained(folder).tie_word_embeddings
-    assert any("tied" in line for line in said)
 
 
 def test_the_vision_configuration_is_given_or_known_but_never_guessed(reference_folder, tmp_path):
@@ -367,24 +340,15 @@ def test_the_vision_configuration_is_given_or_known_but_never_guessed(reference_
     # A whole Qwen2.5-VL configuration does as well.
     given.write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": json.loads(given.read_text())}))
     result = run(reference_folder, "--out", tmp_path / "ours", "--vision-config", given)
-    assert result.exit_code == 0 and "as given" in result.stderr
+    assert result.exit_code == 0
     assert_refused(run(reference_folder, "--out", tmp_path / "x", "--vision-config", tmp_path / "no.json"), "no.json")
 
 
-@pytest.mark.parametrize(("variant", "name"), [("qtsplus-3b", "Qwen2.5-VL-3B"), ("qtsplus-7b", "Qwen2.5-VL-7B")])
-def test_a_published_vision_tower_is_known_by_its_shapes(variant, name, tmp_path):
+@pytest.mark.parametrize("variant", ["qtsplus-3b", "qtsplus-7b"])
+def test_the_vision_tower_of_a_published_model_is_known_by_its_width(variant):
     config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / variant)
-    with torch.device("meta"):
-        visual = type(on_meta(config).model.visual)(config.vision_config)
-    stored = {
-        REFERENCE.theirs(f"model.visual.{key}"): StoredTensor(torch.bfloat16, tuple(tensor.shape), tensor.clone)
-        for key, tensor in visual.state_dict().items()
-    }
-    vision, origin = find_vision_config(tmp_path, stored, None)
-    assert vision["out_hidden_size"] == config.text_config.hidden_size and name in origin
-    del stored["model.vision_tower.patch_embed.proj.weight"]
-    with pytest.raises(ValueError, match="--vision-config"):
-        find_vision_config(tmp_path, stored, None)
+    vision = find_vision_config({"hidden_size": config.text_config.hidden_size}, None)
+    assert vision["out_hidden_size"] == config.text_config.hidden_size
 
 
 def test_a_wrong_vision_configuration_is_named_by_what_does_not_fit(reference_folder, tmp_path):
@@ -408,6 +372,7 @@ def test_every_key_that_is_missing_unexpected_or_misshapen_is_listed(reference_f
         "model.vision_tower.merger.ln_q.weight",
         "model.layers.1.self_attn.k_proj.bias",
     ]
+    names = [our_name(name, REFERENCE) for name in lost]
 
     def spoil(tensors):
         for name in lost:
@@ -419,15 +384,15 @@ def test_every_key_that_is_missing_unexpected_or_misshapen_is_listed(reference_f
 
     rewrite(reference_folder, spoil)
     result = run_reference(reference_folder, tmp_path / "ours")
-    assert_refused(result, *lost, "4 missing", "2 unexpected: extra, model.rotary.inv_freq", "2 misshapen")
+    assert_refused(result, *names, "4 missing", "2 unexpected: extra, model.rotary.inv_freq", "2 misshapen")
     assert "model.norm.weight (torch.float32 [3], expected [64])" in result.stderr
     assert "model.layers.0.input_layernorm.weight (torch.int64 [64], expected [64])" in result.stderr
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_stock_checkpoints_keys_are_listed_by_its_own_names(stock_folder, tmp_path):
+def test_a_stock_checkpoints_missing_keys_are_listed(stock_folder, tmp_path):
     rewrite(stock_folder, lambda tensors: {k: t for k, t in tensors.items() if k != "visual.blocks.0.norm1.weight"})
-    assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "1 missing: visual.blocks.0.norm1.weight")
+    assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "1 missing: model.visual.blocks.0.norm1.weight")
 
 
 def test_the_same_weight_under_two_names_is_refused(stock_folder, tmp_path):
@@ -452,17 +417,9 @@ def cut(folder):
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
-class Bomb:
-    def __reduce__(self):
-        return print, ("executed",)
-
-
-def pickled(folder):
-    as_bin(folder, {"model.norm.weight": Bomb()})
-
-
-def nested(folder):
-    as_bin(folder, {"state_dict": {}})
+def as_bin(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
 
 def without_shard(folder):
@@ -482,22 +439,19 @@ def edit_config(**values):
     ("spoil", "words"),
     [
         (cut, ["model.safetensors", "no whole safetensors file"]),
-        (pickled, ["pytorch_model.bin", "cannot be read as plain weights"]),
-        (nested, ["pytorch_model.bin", "state dict"]),
+        (as_bin, ["has no weights", "Load others with Transformers"]),
         (without_shard, ["lacks model-00002-of-00002.safetensors"]),
         (lambda folder: (folder / "model.safetensors").unlink(), ["no weights"]),
         (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
         (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "not JSON"]),
-        (edit_config(enable_qts_plus=False), ["enable_qts_plus"]),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), ["adapter"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else None,
 )
-def test_a_broken_source_is_refused_in_one_line(spoil, words, reference_folder, tmp_path, capfd):
+def test_a_broken_source_is_refused_in_one_line(spoil, words, reference_folder, tmp_path):
     spoil(reference_folder)
     result = run_reference(reference_folder, tmp_path / "ours")
     assert_refused(result, *words)
-    assert "executed" not in capfd.readouterr().out + result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["reference"]
 
 
@@ -510,8 +464,8 @@ def test_a_model_of_another_type_is_refused(reference_folder, tmp_path):
     ("arguments", "words"),
     [
         (["--variant", "qtsplus-3b"], ["--variant", "new selector"]),
-        (["--init", "lm"], ["--init"]),
-        (["--init", "zeros"], ["'zeros'", "identity, lm"]),
+        (["--init", "identity"], ["--init"]),
+        (["--init", "zeros"], ["'zeros'", "identity, language_model"]),
         (["--set", "n_max=3"], ["--set"]),
         (["--set", "n_max"], ["name=value"]),
         (["--seed", "0"], ["--seed", "new selector"]),
@@ -526,7 +480,7 @@ def test_an_argument_without_a_meaning_is_refused(arguments, words, tmp_path):
     ("arguments", "words"),
     [
         (["--variant", "qtsplus-9b"], ["qtsplus-9b", "qtsplus-3b"]),
-        (["--set", "n_mex=3"], ["no field n_mex"]),
+        (["--set", "n_mex=3"], ["n_mex"]),
         (["--set", "rho_min=2"], ["rho_min"]),
         (["--vision-config", "x.json"], ["--vision-config", "reference"]),
     ],
@@ -562,9 +516,7 @@ def test_an_interrupted_run_leaves_nothing(stock_folder, tmp_path, monkeypatch):
 
 
 def test_an_earlier_run_is_replaced_and_other_files_are_not(stock_folder, tmp_path):
-    convert(stock_folder, tmp_path / "ours", max_shard_size="100KB")
     convert(stock_folder, tmp_path / "ours")
-    assert [path.name for path in (tmp_path / "ours").glob("model*.safetensors*")] == ["model.safetensors"]
     for _ in range(2):
         convert(tmp_path / "ours", tmp_path / "again")
     (tmp_path / "ours" / "notes.txt").write_text("mine")

@@ -10,7 +10,8 @@ import torch
 from qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.hub.checkpoint import StoredTensor, read_checkpoint, write_checkpoint
 from qtsplus.hub.files import hub_configs
-from qtsplus.hub.weights import OLD, on_meta
+from qtsplus.hub.weights import on_meta, our_name
+from tiny import published_name
 
 # Reports the peak of the resident memory beyond what imports alone need, in bytes.
 MEASURE = """
@@ -21,7 +22,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 before = peak()
-convert.convert(sys.argv[1], sys.argv[2], variant="qtsplus-3b", initialise="lm")
+convert.convert(sys.argv[1], sys.argv[2], variant="qtsplus-3b", initialise="language_model")
 print(peak() - before)
 """
 
@@ -36,7 +37,7 @@ def test_converting_a_3b_needs_less_than_its_shards(tmp_path):
     tensors = {}
     for name, shape in state.items():
         if ".qtsplus." not in name and name != "lm_head.weight":
-            tensors[OLD.theirs(name)] = StoredTensor(
+            tensors[published_name(name)] = StoredTensor(
                 torch.bfloat16, shape, lambda shape=shape: torch.randn(shape, dtype=torch.bfloat16)
             )
     write_checkpoint(tensors, source)
@@ -56,5 +57,5 @@ def test_converting_a_3b_needs_less_than_its_shards(tmp_path):
 
     written, stored = read_checkpoint(target), read_checkpoint(source)
     for key in ("visual.patch_embed.proj.weight", "model.layers.35.mlp.down_proj.weight", "model.norm.weight"):
-        assert written[OLD.ours(key)].same_as(stored[key]), key
-    assert {name for name in written if ".qtsplus." not in name} == {OLD.ours(key) for key in stored}
+        assert written[our_name(key)].same_as(stored[key]), key
+    assert {name for name in written if ".qtsplus." not in name} == {our_name(key) for key in stored}

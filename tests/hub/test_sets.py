@@ -1,9 +1,8 @@
-"""What a set holds, counted and drawn; and its card."""
+"""What a set holds, counted."""
 
 import json
 
 import pytest
-from huggingface_hub import DatasetCard
 from typer.testing import CliRunner
 
 from qtsplus.cli import app
@@ -56,47 +55,13 @@ def test_the_command_prints_tables_and_json(folder):
         assert words in result.stdout
     told = json.loads(stats(folder / "vscq2-train.jsonl", "--json").stdout)
     assert told["records"] == 2 and told["letters"] == {"B": 1, "C": 1}
-    assert not (folder / "README.md").exists()
-
-
-def test_a_card_says_what_the_set_holds_and_how_the_hub_loads_it(folder):
-    about = ["--card", "--license", "cc-by-4.0", "--name", "QTS set", "--source", "lmms-lab/LLaVA-Video-178K"]
-    result = stats(folder, *about)
-    assert result.exit_code == 0, result.output
-    card = DatasetCard.load(folder / "README.md")
-    assert card.data.license == "cc-by-4.0" and card.data.pretty_name == "QTS set"
-    assert card.data.task_categories == ["video-text-to-text"] and card.data.size_categories == ["n<1K"]
-    assert card.data.source_datasets == ["lmms-lab/LLaVA-Video-178K"]
-    splits = [{"split": split, "path": f"vscq2-{split}.jsonl"} for split in ("test", "train")]
-    assert card.data.configs == [
-        {"config_name": "vqa", "data_files": [{"split": "train", "path": "vqa.json"}]},
-        {"config_name": "vscq2", "data_files": splits},
-    ]
-    assert "# QTS set" in card.text and "4 records about 2 videos" in card.text
-    assert (
-        "| causal | 2 | 50.0% |" in card.text and "| B | 1 | 33.3% |" in card.text and "sk-secret" not in card.content
-    )
-    result = stats(folder, "--card")
-    assert result.exit_code == 2 and "is there already; give --overwrite" in result.stderr
-    assert stats(folder, "--card", "--overwrite").exit_code == 0
-    assert DatasetCard.load(folder / "README.md").data.license is None
-
-
-def test_the_splits_of_a_card_are_those_that_datasets_loads(folder, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    assert stats(folder, "--card").exit_code == 0
-    found = datasets.load_dataset(str(folder), "vscq2", cache_dir=str(tmp_path / "cache"))
-    assert {split: len(rows) for split, rows in found.items()} == {"train": 2, "test": 1}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["{missing}"], "There is no file"),
-        (["{missing}", "--card"], "is not a folder"),
-        (["{empty}"], "holds no set; expected files that end in .jsonl, .json, .parquet"),
-        (["{set}", "--license", "mit"], "give --card too"),
-        (["{set}", "--card", "--name", ""], "--name is empty"),
+        (["{empty}"], "The set holds no record"),
         ([""], "is empty"),
         (["{bad}"], "Row 1 of"),
         (["{nothing}"], "nothing.jsonl holds no record"),

@@ -44,8 +44,7 @@ def publish(folder, *arguments):
 
 def assert_refused(result, *words):
     assert result.exit_code == 2, result.output
-    *notes, error = result.stderr.strip().splitlines()
-    assert all(note.startswith("The card is") for note in notes), result.stderr
+    error = result.stderr.strip().splitlines()[-1]
     for word in ("qtsplus: ", *words):
         assert word in error
 
@@ -76,17 +75,6 @@ def test_publish_uploads_a_repository_in_one_commit(hub, tiny_published):
     for name in files.keys() - {"README.md"}:
         assert_same_file(name, files[name], (tiny_published / name).read_bytes())
     assert f'repository = "{REPOSITORY}"'.encode() in files["README.md"]
-
-
-def test_a_dry_run_prints_files_and_sizes_and_calls_nobody(hub, tiny_published):
-    result = publish(tiny_published, "--dry-run", "--private")
-    assert result.exit_code == 0, result.output
-    assert hub.calls == []
-    listed = dict(reversed(line.split()) for line in result.stdout.splitlines()[:-1])
-    assert listed.keys() == {path.name for path in tiny_published.iterdir()} - {WRITTEN}
-    weights = (tiny_published / "model.safetensors").stat().st_size
-    assert listed["model.safetensors"] == f"{weights:,}"
-    assert REPOSITORY in result.stdout and "private" in result.stdout
 
 
 def test_errors_that_pass_are_survived(hub, tiny_published):
@@ -185,5 +173,5 @@ def test_the_command_as_a_user_runs_it(tiny_published):
             },
         )
         assert result.returncode == 0, result.stderr
-        assert [line.split()[0] for line in result.stderr.splitlines()] == ["The"], "bars are drawn on terminals alone"
+        assert "%" not in result.stderr, "bars are drawn on terminals alone"
         assert hub.repositories[REPOSITORY].keys() == {path.name for path in tiny_published.iterdir()} - {WRITTEN}

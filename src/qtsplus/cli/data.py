@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .console import fail, one_line_errors, wrote
+from .console import fail, one_line_errors
 from .options import AsJson, MediaRoot
 
 if TYPE_CHECKING:
@@ -69,28 +69,14 @@ def _print_check(checked: "Checked") -> None:
 @data_app.command()
 def stats(
     path: Annotated[Path, typer.Argument(help="A set, or a folder with the files of one.", metavar="SET")],
-    card: Annotated[bool, typer.Option("--card", help="Write README.md into the folder, for the Hub.")] = False,
-    name: Annotated[str | None, typer.Option(help="For the card: what the set is called.")] = None,
-    license: Annotated[str | None, typer.Option(help="For the card: the licence, such as cc-by-4.0.")] = None,
-    source: Annotated[
-        list[str] | None, typer.Option(help="For the card: a dataset that it was made of. May be repeated.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a card that is there.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Count what a set holds: kinds, types, difficulty, right answers and lengths."""
-    if not card and (name or license or source or overwrite):
-        fail("--name, --license, --source and --overwrite are about the card: give --card too")
-    if card and not os.path.isdir(path):
-        fail(f"{path} is not a folder; a card stands in the folder of a set's files")
     with one_line_errors():
         from ..data.statistics import count_set
-        from ..hub import dataset_folder
 
-        if card:
-            written, counted = dataset_folder.write_card(path, name, license, sources=source or (), overwrite=overwrite)
-        else:
-            counted = count_set(dataset_folder.set_files(path) if os.path.isdir(path) else [path])
+        files = [path]
+        if os.path.isdir(path):
+            files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".json", ".parquet"))
+        counted = count_set(files)
     print(json.dumps(counted.as_dict()) if as_json else "\n".join(counted.lines()).rstrip())
-    if card and not as_json:
-        wrote(written)

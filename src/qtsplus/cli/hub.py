@@ -27,8 +27,8 @@ def convert(
     init: Annotated[
         str | None,
         typer.Option(
-            help="How a new selector starts. identity (when absent) hands tokens on unchanged; lm copies layers of the "
-            "language model."
+            help="How a new selector starts. identity (when absent) hands tokens on unchanged; language_model copies "
+            "layers of the language model."
         ),
     ] = None,
     settings: Annotated[
@@ -56,7 +56,7 @@ def convert(
     overwrite: Overwrite = False,
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
-    with one_line_errors():
+    with one_line_errors(), notes.status("Converting"):
         from ..hub import convert as conversion
 
         folder = conversion.convert(
@@ -70,7 +70,6 @@ def convert(
             revision=revision,
             seed=seed,
             overwrite=overwrite,
-            progress=True,
             say=note,
         )
     wrote(folder)
@@ -84,9 +83,6 @@ def publish(
     to: Annotated[Path | None, typer.Option(help="A folder to write.", show_default=False)] = None,
     repo: Annotated[str | None, typer.Option(help="The Hub repository to upload to, ORG/NAME.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the files and their sizes. Upload nothing.")
-    ] = False,
     space: Annotated[
         bool, typer.Option("--space", help="Add app.py and what it needs: the folder is a Gradio Space as well.")
     ] = False,
@@ -95,10 +91,8 @@ def publish(
     """Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it."""
     if to is None and repo is None:
         fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
-    if repo is None and (private or dry_run):
-        fail(f"{'--private' if private else '--dry-run'} is about an upload: give --repo ORG/NAME")
-    if dry_run and to is not None:
-        fail("--dry-run writes nothing: leave --to out")
+    if repo is None and private:
+        fail("--private is about an upload: give --repo ORG/NAME")
     if (overwrite or space) and to is None:
         fail(f"--{'overwrite' if overwrite else 'space'} is about a folder: give --to DIR")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
@@ -114,23 +108,9 @@ def publish(
         if keep:
             wrote(folder.resolve())
         if repo is not None:
-            _upload(folder, repo, private, dry_run)
-
-
-def _upload(folder: Path, repo: str, private: bool, dry_run: bool) -> None:
-    """Uploads the files of a folder, or prints them with their sizes."""
-    from ..hub.publish import upload
-
-    if not dry_run:
-        with notes.status(f"Uploading to {repo}"):
-            address = upload(folder, repo, private, say=note)
-        console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
-        return
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("[!.]*"))}
-    for name, size in sizes.items():
-        print(f"{size:>15,}  {name}")
-    target = f"the model {repo} ({'private' if private else 'public, or as the organization has it'})"
-    print(f"{sum(sizes.values()):>15,}  bytes in {len(sizes)} files, for {target}; nothing was uploaded")
+            with notes.status(f"Uploading to {repo}"):
+                address = publishing.upload(folder, repo, private, say=note)
+            console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
 
 
 def _parse_settings(settings: list[str] | None, selection: str | None) -> dict[str, object] | None:

@@ -22,12 +22,7 @@ def check_selection(selection: str | None) -> None:
 
 
 def load_model(model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> tuple[Any, Any]:
-    """
-    The model and its processor; the bundled ones without a name.
-
-    Raises:
-        ValueError, OSError: as `loading.load`; a cache that cannot be written.
-    """
+    """The model and its processor; the bundled ones without a name. Raises as `loading.load`."""
     from .. import loading
 
     name = name_model(model, revision)
@@ -46,7 +41,12 @@ def open_library(folder: Path, model: str | None, revision: str | None, device: 
 
 def name_model(model: str | None, revision: str | None) -> str:
     """The folder or Hub id that a command is to load, whose code it announces; the bundled one's without a name."""
-    _check_code_cache()
+    from transformers.utils import HF_MODULES_CACHE
+
+    try:
+        os.makedirs(HF_MODULES_CACHE, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"A model's code goes to {HF_MODULES_CACHE}, which cannot be written: set HF_HOME.") from error
     if model is not None:
         _announce_code(model, revision)
         return model
@@ -75,18 +75,3 @@ def _announce_code(model: str, revision: str | None) -> None:
     pinned = f" at {revision}" if revision else ""
     hint = "" if revision else " Pin it to a commit that you have read with --revision."
     note(f"The Python code of the Hub repository {model}{pinned} will run (trust_remote_code).{hint}")
-
-
-def _check_code_cache() -> None:
-    from transformers.utils import HF_MODULES_CACHE
-
-    try:
-        os.makedirs(HF_MODULES_CACHE, exist_ok=True)
-        reason = None if os.access(HF_MODULES_CACHE, os.W_OK) else "no permission to write"
-    except OSError as error:
-        reason = str(error.strerror)
-    if reason:
-        raise OSError(
-            f"Transformers copies a model's code to {HF_MODULES_CACHE}, which cannot be written ({reason}). Set "
-            "HF_HOME to a folder that can."
-        )

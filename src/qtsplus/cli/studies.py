@@ -1,19 +1,16 @@
 """`qtsplus eval needle` and `analysis`: what a selection finds, and what it does."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .console import fail, note, one_line_errors, require_fraction, wrote
-from .models import check_model_options, check_selection, load_model
+from .console import fail, one_line_errors, require_fraction, wrote
+from .models import check_model_options, load_model
 from .options import Device, Model, Retention, Revision
 
 _Results = Annotated[Path, typer.Option(help="The folder of the results.")]
 _RESULTS = Path("evaluation")
-_Work = Annotated[Path, typer.Option(help="Where the features of videos are kept.")]
 
 
 def needle(
@@ -50,7 +47,6 @@ def needle(
         float | None, typer.Option(help="How many frames to look at per second; of a folder, how many it has.")
     ] = None,
     out: _Results = _RESULTS,
-    work: _Work = Path("runs/needle"),
     device: Device = None,
 ) -> None:
     """Hide clips at chosen depths in long videos, ask for them, and draw what is found by length and depth."""
@@ -58,25 +54,18 @@ def needle(
     require_fraction(retention)
     if retention is not None and max_visual_tokens is not None:
         fail("--retention and --max-visual-tokens exclude each other")
-    for option, value in (("--retention", retention), ("--max-visual-tokens", max_visual_tokens)):
-        if value is not None and selection == ["all"]:
-            fail(f"{option} has no effect with --selection all, which keeps every token")
-    if fps is not None and not 0 < fps < float("inf"):
-        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
+    if selection == ["all"] and (retention is not None or max_visual_tokens is not None):
+        fail("--retention and --max-visual-tokens have no effect with --selection all, which keeps every token")
     with one_line_errors():
         from ..evaluation.labelled import read_questions
         from ..evaluation.needle import SELECTIONS, check_places, run_needle
 
-        for one in selection or ():
-            check_selection(one)
         lengths, depths = length or (60, 300, 600, 1800, 3600), depth or (0.0, 0.25, 0.5, 0.75, 1.0)
         selections = selection or SELECTIONS
         check_places(lengths, depths, selections)
         hidden = read_questions(needles)
-        loaded, processor = load_model(model, revision, device)
         target = run_needle(
-            loaded,
-            processor,
+            *load_model(model, revision, device),
             hidden,
             background,
             out,
@@ -86,9 +75,6 @@ def needle(
             retention=retention,
             max_visual_tokens=max_visual_tokens,
             fps=fps,
-            work=work,
-            command=_typed(),
-            say=note,
         )
     wrote(target)
 
@@ -100,7 +86,7 @@ def analysis(
     model: Model = None,
     revision: Revision = None,
     out: _Results = _RESULTS,
-    work: _Work = Path("runs/analysis"),
+    work: Annotated[Path, typer.Option(help="Where the features of videos are kept.")] = Path("runs/analysis"),
     device: Device = None,
 ) -> None:
     """Hold the model's own budget against what it is made from."""
@@ -110,10 +96,5 @@ def analysis(
         from ..evaluation.analysis import run_analysis
 
         questions = read_records(records)
-        loaded, processor = load_model(model, revision, device)
-        target = run_analysis(loaded, processor, questions, out, work=work, command=_typed())
+        target = run_analysis(*load_model(model, revision, device), questions, out, work=work)
     wrote(target)
-
-
-def _typed() -> str:
-    return shlex.join(["qtsplus", *sys.argv[1:]])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from .console import console, one_line_errors, wrote
 from .options import Device, Dtype, Overrides, RecipeFile
@@ -74,11 +73,7 @@ def calibrate(
             help="A JSONL file of questions with evidence of their answers. A few dozen will do.", show_default=False
         ),
     ],
-    recipe: Annotated[Path | None, typer.Option(help="Read videos as this recipe does.")] = None,
     out: Annotated[Path, typer.Option(help="The file for all figures.")] = Path("calibration.json"),
-    skip_kind: Annotated[
-        list[str] | None, typer.Option(help="Leave out the questions of this kind. May be repeated.")
-    ] = None,
     device: Device = None,
     dtype: Annotated[
         Dtype, typer.Option(help="The type of the weights. auto is bfloat16 on a GPU and float32 elsewhere.")
@@ -93,16 +88,10 @@ def calibrate(
         from ..output import check_output
         from ..results import write_json
         from ..training.models import load_teacher
-        from ..training.recipe import load_recipe
 
         check_output(out)
-        questions = calibration.read_labelled(records, skip_kind or ())
-        settings = None if recipe is None else load_recipe(recipe, ["training.use_cpu=true"])
-        result = calibration.calibrate(
-            *load_teacher(model, device, dtype.value),
-            questions,
-            processor_kwargs=None if settings is None else settings.data.processor_kwargs,
-        )
+        questions = calibration.read_labelled(records)
+        result = calibration.calibrate(*load_teacher(model, device, dtype.value), questions)
         write_json(out, result.as_dict())
         _print_calibration(result)
         wrote(out)
@@ -112,21 +101,12 @@ def calibrate(
 
 
 def _print_calibration(result: "Calibration") -> None:
-    table = Table("layer", "needle tokens", "needles", "best head", "its needle tokens")
-    heads = result.measured.heads
-    for layer, recall in result.measured.layers.items():
-        best = max((pair for pair in heads if pair[0] == layer), key=lambda pair: heads[pair].tokens)
-        shares = (f"{share:.1%}" for share in (recall.tokens, recall.needles))
-        table.add_row(str(layer), *shares, str(best[1]), f"{heads[best].tokens:.1%}")
-    console.print(table)
-    console.print(f"{result.measured.questions} questions. The choices on {result.checked} about other videos:")
-    for name, recall in result.found.items():
-        tokens, needles = f"{recall.tokens:.1%} of the needle tokens", f"{recall.needles:.1%} of the needles"
-        console.print(f"{name}: {tokens}, {needles}, and {recall.mass:.1%} of the attention is on them")
-    lines = [f"  {name}: {json.dumps(value)}" for name, value in result.fields().items() if value is not None]
-    figures = result.as_dict()["best_reading"]
+    for title, recall in (("best", result.choices[result.best]), ("all layers", next(iter(result.choices.values())))):
+        console.print(f"distillation, {title}: {recall.tokens:.1%} of the needle tokens")
+    recall, (default, *_) = result.readings[result.best_reading], result.readings.values()
     console.print(
-        f"selection=lm_attention: {json.dumps(result.attention_fields())} finds {figures['tokens']:.1%} of the needle "
-        f"tokens; the default, layer {figures['default']['layer']}, {figures['default']['tokens']:.1%}"
+        f"selection=lm_attention: {json.dumps(result.attention_fields())} finds {recall.tokens:.1%} of the needle "
+        f"tokens; the default layer {default.tokens:.1%}"
     )
+    lines = [f"  {name}: {json.dumps(value)}" for name, value in result.fields().items()]
     console.print("\n".join(["training:", *lines] if lines else ["All layers are best: a recipe needs no line."]))

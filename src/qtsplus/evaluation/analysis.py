@@ -2,23 +2,24 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
 
 from ..data.records import VideoRecord
 from ..figures import save_figure
-from ..output import check_folder, check_output, markdown_table
-from ..results import Journal, environment, steps
+from ..output import check_folder, check_output
+from ..results import write_json
 from ..selector_qtsplus import find_threshold
 from ..training.dataset import require_rates
-from ..training.features import encode_videos, fingerprint
+from ..training.features import encode_videos
 from .exact_match import model_inputs
-from .intervals import correlation, percent_interval, share_interval
+from .intervals import correlation, share_interval
 
 # What the budget head sees, and the gate's threshold: what the paper holds against rho.
 QUANTITIES = {
@@ -39,55 +40,34 @@ def run_analysis(
     records: Sequence[VideoRecord],
     out: Path,
     *,
-    name: str = "videos",
     work: Path = Path("runs/analysis"),
-    command: str = "",
     progress: bool = True,
 ) -> Path:
     """
-    Lets the model choose for every question with its own budget: `analysis-NAME.json`, `.md` and `.png`. An
-    interrupted run goes on where it stopped. Questions about videos that cannot be read are left out, and counted.
+    Lets the model choose for every question with its own budget: `analysis.json` and `.png`. Questions about videos
+    that cannot be read are left out, and counted.
 
     Args:
         records: questions about at least two videos; records without a video are left out.
-        work: where the videos' features are kept.
-        command: what was typed, for the record.
+        work: where the videos' features are kept; what an earlier run has encoded is not encoded again.
 
     Raises:
         ValueError: fewer than two videos that can be read, a folder of frames without its rate, or results that are
             there already.
     """
-    target = check_output(out / f"analysis-{name}.json")
+    target = check_output(out / "analysis.json")
     check_folder(work)
     records = [record for record in records if record.video is not None]
     require_rates(records)
     features = encode_videos(model, processor, [(str(record.video), record.fps) for record in records], work)
-
-    @lru_cache(maxsize=1)
-    def load(video: str, fps: float | None) -> dict[str, torch.Tensor] | None:
-        return features.load(video, fps)
-
-    questions = [
-        [features.file(str(record.video), record.fps).name, record.question, record.query] for record in records
-    ]
-    settings = {"model": fingerprint({"model": model}, model.config.to_dict()), "records": questions}
-    journal = Journal(out / f".analysis-{name}.jsonl", settings)
-    with steps("analysis", len(records), progress) as step:
-        for number, record in enumerate(records):
-            if str(number) not in journal.done:
-                video = load(str(record.video), record.fps)
-                journal.add(str(number), None if video is None else measure(model, processor, record, video))
-            if number % 50 == 49 or number + 1 == len(records):
-                step(f"{number + 1} of {len(records)} questions")
-    document = {
-        "command": command,
-        "environment": environment(str(model.device)),
-        "selector": {field: getattr(model.config.qtsplus_config, field) for field in ("gate", "reduction", "tau_s")},
-        **summarise_choices(records, [journal.done[str(number)] for number in range(len(records))]),
-    }
-    target.with_suffix(".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
+    measured: list[dict[str, float] | None] = []
+    for record in track(records, "Asking", console=Console(stderr=True), disable=not progress):
+        video = features.load(str(record.video), record.fps)
+        measured.append(None if video is None else measure(model, processor, record, video))
+    document = summarise_choices(records, measured)
     save_figure(draw(document), target.with_suffix(""))
-    return journal.finish(target, document)
+    write_json(target, document)
+    return target
 
 
 @torch.no_grad()
@@ -136,7 +116,7 @@ def _budget_inputs(model: Any) -> Iterator[list[torch.Tensor]]:
 
 def summarise_choices(records: Sequence[VideoRecord], measured: Sequence[Mapping[str, float] | None]) -> dict[str, Any]:
     """
-    Correlations with rho, and its mean, each with its interval over videos.
+    Correlations with rho beside the published ones, and the mean of rho, each with its interval over videos.
 
     Args:
         measured: per record what [`measure`] says, `None` where its video could not be read.
@@ -145,49 +125,20 @@ def summarise_choices(records: Sequence[VideoRecord], measured: Sequence[Mapping
         ValueError: fewer than two videos could be read.
     """
     read = [(record, one) for record, one in zip(records, measured, strict=True) if one is not None]
-    videos = list(dict.fromkeys(str(record.video) for record, _ in read))
+    names = [str(record.video) for record, _ in read]
+    videos, clusters = np.unique(names, return_inverse=True)
     if len(videos) < 2:
         raise ValueError(f"{len(videos)} of the videos could be read; expected at least two.")
-    clusters = np.array([videos.index(str(record.video)) for record, _ in read])
     columns = {name: np.array([one[name] for _, one in read], dtype=float) for name in (*QUANTITIES, "rho", "n", "m")}
     return {
         "questions": len(read),
         "videos": len(videos),
-        "unreadable": sum(one is None for one in measured),
+        "unreadable": len(measured) - len(read),
         "correlations": {name: correlation(columns[name], columns["rho"], clusters) for name in QUANTITIES},
+        "published": PUBLISHED,
         "rho": {"mean": float(columns["rho"].mean()), **share_interval(columns["rho"], clusters)},
-        "pairs": [
-            {"video": int(video), "kind": record.kind, **{name: float(f"{one[name]:.6g}") for name in columns}}
-            for video, (record, one) in zip(clusters, read, strict=True)
-        ],
+        "pairs": [{"video": name, "kind": record.kind, **one} for name, (record, one) in zip(names, read, strict=True)],
     }
-
-
-# --- The page and the figure ---
-
-
-def _page(document: Mapping[str, Any]) -> list[str]:
-    selector = ", ".join(f"{name} {value}" for name, value in document["selector"].items())
-    left_out = f" {document['unreadable']} questions had no video that could be read." if document["unreadable"] else ""
-    correlations = [
-        [title, _correlation(document["correlations"][name]), str(PUBLISHED.get(name, ""))]
-        for name, title in QUANTITIES.items()
-    ]
-    return [
-        f"{document['questions']} questions about {document['videos']} videos, each with the model's own budget; "
-        f"{selector}.{left_out} The mean of rho is {percent_interval(document['rho']['mean'], document['rho'])}. "
-        "Intervals: 95%, over videos.",
-        "",
-        f"`{document['command']}`",
-        "",
-        "Correlation with rho (Pearson's r), beside what the paper published of its QTSplus-3B on other videos:",
-        "",
-        *markdown_table(["", "r", "published"], correlations),
-    ]
-
-
-def _correlation(figures: Mapping[str, float]) -> str:
-    return "{r:+.2f} ({low:+.2f} to {high:+.2f})".format(**figures) if figures else "one value only"
 
 
 def draw(document: Mapping[str, Any]) -> Figure:
@@ -197,9 +148,10 @@ def draw(document: Mapping[str, Any]) -> Figure:
     for axes, (name, title) in zip(figure.subplots(2, 3).flat, QUANTITIES.items(), strict=True):
         values = np.array([pair[name] for pair in document["pairs"]])
         axes.scatter(values, rho, s=6, alpha=0.4, color="#0b6e99", linewidths=0)
-        if document["correlations"][name]:
+        if figures := document["correlations"][name]:
             ends = np.array([values.min(), values.max()])
             axes.plot(ends, np.polyval(np.polyfit(values, rho, 1), ends), "--", color="#c0392b")
-        axes.set_title(f"{title}: r = {_correlation(document['correlations'][name])}", fontsize=9)
+            title += ": r = {r:+.2f} ({low:+.2f} to {high:+.2f})".format(**figures)
+        axes.set_title(title, fontsize=9)
         axes.set_ylabel("rho")
     return figure

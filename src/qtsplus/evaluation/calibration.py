@@ -7,9 +7,9 @@ While the model answers, for attention distillation; and from where the answer b
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +27,8 @@ from ..training.features import encode_videos
 from .labelled import LabelledQuestion, read_questions, sighting_tokens
 
 SHARE = 0.1  # of the visual tokens that a layer or a head may keep
-
-ALL_LAYERS, BEST_LAYERS, BEST_HEADS = "all layers", "best layers", "best heads"
 EQUAL = 0.01  # recalls that are taken for the same
-
-K = TypeVar("K", int, tuple[int, int])  # a layer, or a layer and a head
+LAYERS, HEADS = 4, 20  # so many of the best are summed at most
 
 
 @dataclass(frozen=True)
@@ -41,45 +38,29 @@ class Recall:
 
     Args:
         tokens: share of a question's needle tokens that are kept.
-        needles: share of its needles of which a token is kept.
         mass: share of the attention to all visual tokens that goes to the needles'. Layers that look everywhere lower
             it, and blur what a selector learns from the sum.
     """
 
     tokens: float
-    needles: float
     mass: float
-
-
-@dataclass(frozen=True)
-class HeadRecalls:
-    """What so many questions find by each layer (the mean over its heads), and by each single (layer, head)."""
-
-    questions: int
-    layers: dict[int, Recall]
-    heads: dict[tuple[int, int], Recall]
 
 
 @dataclass(frozen=True)
 class Calibration:
     """
     Args:
-        measured: over the questions about half of the videos.
-        choices: what they suggest, by name.
-        found: what the sum over each choice finds in the other videos.
-        checked: questions about those.
+        measured: what each layer and each head finds in half of the videos, while the model answers.
+        choices: for attention distillation, what the sum over each finds in the other videos.
         readings: for `selection="lm_attention"`, what each finds in the other videos; every one reads a single layer.
-        default: the one of `readings` that a model reads without calibration.
-        unreadable: videos that could not be read; their questions are left out.
+            The first is the one that a model reads without calibration.
+        questions: how many were measured, and how many checked.
     """
 
-    measured: HeadRecalls
-    choices: dict[str, AttentionChoice]
-    found: dict[str, Recall]
-    checked: int
+    measured: dict[AttentionChoice, Recall]
+    choices: dict[AttentionChoice, Recall]
     readings: dict[AttentionChoice, Recall]
-    default: AttentionChoice
-    unreadable: tuple[str, ...] = ()
+    questions: tuple[int, int]
 
     @property
     def best_reading(self) -> AttentionChoice:
@@ -88,63 +69,47 @@ class Calibration:
         equal = [choice for choice, recall in self.readings.items() if recall.tokens >= most - EQUAL]
         return min(equal, key=lambda choice: (_layer(choice), -self.readings[choice].mass))
 
+    @property
+    def best(self) -> AttentionChoice:
+        """The choice with the highest recall of tokens; of equals (to 1%) the one with the most mass on the needles."""
+        return max(self.choices, key=lambda choice: (round(self.choices[choice].tokens, 2), self.choices[choice].mass))
+
     def attention_fields(self) -> dict[str, int | list[int] | None]:
         """What the best reading is in `qtsplus_config`."""
-        choice = self.best_reading
-        return {"attention_layer": _layer(choice), "attention_heads": choice.of_layer(_layer(choice))}
-
-    @property
-    def best(self) -> str:
-        """The choice with the highest recall of tokens; of equals (to 1%) the one with the most mass on the needles."""
-        return max(self.choices, key=lambda name: (round(self.found[name].tokens, 2), self.found[name].mass))
+        layer = _layer(self.best_reading)
+        return {"attention_layer": layer, "attention_heads": self.best_reading.of_layer(layer)}
 
     def fields(self) -> dict[str, Any]:
-        """What the best choice is in a recipe's `training` section."""
-        choice = self.choices[self.best]
-        return {
-            "relevance_layers": None if choice.layers is None else list(choice.layers),
-            "relevance_heads": None if choice.heads is None else [list(pair) for pair in choice.heads],
-        }
+        """What the best choice is in a recipe's `training` section; nothing where all layers are best."""
+        named = {"relevance_layers": self.best.layers, "relevance_heads": self.best.heads}
+        return {name: np.array(value).tolist() for name, value in named.items() if value is not None}
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
+        measured, checked = self.questions
         return {
-            "share": SHARE,
-            "questions": {"measured": self.measured.questions, "checked": self.checked},
-            "unreadable": self.unreadable,
-            "best": self.best,
-            "choices": [
-                {"choice": name, **asdict(self.choices[name]), **asdict(recall)} for name, recall in self.found.items()
-            ],
-            "layers": [{"layer": layer, **asdict(recall)} for layer, recall in self.measured.layers.items()],
-            "heads": [
-                {"layer": layer, "head": head, **asdict(recall)}
-                for (layer, head), recall in self.measured.heads.items()
-            ],
-            "readings": [
-                {"layer": _layer(choice), "heads": choice.of_layer(_layer(choice)), **asdict(recall)}
-                for choice, recall in self.readings.items()
-            ],
-            "best_reading": {
-                **self.attention_fields(),
-                **asdict(self.readings[self.best_reading]),
-                "default": {"layer": _layer(self.default), **asdict(self.readings[self.default])},
+            "questions": {"measured": measured, "checked": checked},
+            "training": self.fields(),
+            "qtsplus_config": self.attention_fields(),
+            **{
+                name: [{**asdict(choice), **asdict(recall)} for choice, recall in recalls.items()]
+                for name, recalls in (
+                    ("choices", self.choices),
+                    ("readings", self.readings),
+                    ("measured", self.measured),
+                )
             },
         }
 
 
-def read_labelled(path: Path, skip_kinds: Sequence[str] = ()) -> list[LabelledQuestion]:
+def read_labelled(path: Path) -> list[LabelledQuestion]:
     """
-    The questions of a JSONL file that have a video and `evidence`, without those of some kinds; see [`read_questions`].
+    The questions of a JSONL file that have a video and `evidence`; see [`read_questions`].
 
     Raises:
-        ValueError: as [`read_questions`], no such question, or none of a kind that is to be left out.
+        ValueError: as [`read_questions`], or no such question.
     """
-    questions = read_questions(path)
-    kinds = sorted({question.record.kind for question in questions})
-    if unknown := sorted(set(skip_kinds) - set(kinds)):
-        raise ValueError(f"Cannot leave out the kind {unknown[0]!r}; {path} has the kinds {', '.join(kinds)}.")
-    labelled = [question for question in questions if question.needles and question.record.kind not in skip_kinds]
+    labelled = [question for question in read_questions(path) if question.needles]
     if not labelled:
         raise ValueError(
             f"{path} holds no question about a video with evidence; expected records that say as `evidence` when and "
@@ -153,73 +118,49 @@ def read_labelled(path: Path, skip_kinds: Sequence[str] = ()) -> list[LabelledQu
     return labelled
 
 
-def calibrate(
-    model: Any,
-    processor: Any,
-    questions: Sequence[LabelledQuestion],
-    *,
-    positions: str = "answer",
-    layers: int = 4,
-    heads: int = 20,
-    processor_kwargs: Mapping[str, Any] | None = None,
-    progress: bool = True,
-) -> Calibration:
+def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion], progress: bool = True) -> Calibration:
     """
     Measures every layer and head on one half of the videos, and the sums over the best of them on the other half. The
     model reads all visual tokens of a question and its true answer; the tenth that gets most attention counts as kept.
 
     Args:
         model, processor: a QTSplus model; its selector takes no part.
-        positions: as in [`AttentionChoice`].
-        layers, heads: how many of the best are summed.
-        processor_kwargs: for every call of the processor, such as `{"fps": 1}`.
 
     Raises:
         ValueError: fewer than two videos that can be read.
     """
-    text = model.config.text_config
     with tempfile.TemporaryDirectory() as folder:
         named = list(dict.fromkeys((str(one.record.video), one.record.fps) for one in questions))
-        features = encode_videos(model, processor, named, folder, processor_kwargs)
-        unreadable = tuple(dict.fromkeys(video for video, fps in named if not features.file(video, fps).exists()))
+        features = encode_videos(model, processor, named, folder)
+        unreadable = list(dict.fromkeys(video for video, fps in named if not features.file(video, fps).exists()))
+        left_out = f" Left out, for they cannot be read: {', '.join(unreadable)}." if unreadable else ""
         videos = [video for video in dict.fromkeys(video for video, _ in named) if video not in unreadable]
         if len(videos) < 2:
-            raise ValueError(
-                f"{len(videos)} of {len(videos) + len(unreadable)} videos can be read; expected at least two, to "
-                f"measure with and to check with.{' Not readable: ' + ', '.join(unreadable) if unreadable else ''}"
-            )
+            raise ValueError(f"{len(videos)} of the videos can be read; expected two or more, to check with.{left_out}")
         if unreadable:
-            Console(stderr=True).print(f"Left out, for they cannot be read: {', '.join(unreadable)}", markup=False)
+            Console(stderr=True).print(left_out.strip(), markup=False)
         halves = [[one for one in questions if str(one.record.video) in videos[part::2]] for part in (0, 1)]
         first, second = (
-            (VideoQADataset([one.record for one in half], processor, None, processor_kwargs, features), half)
-            for half in halves
+            (VideoQADataset([one.record for one in half], processor, None, None, features), half) for half in halves
         )
-        measured = measure_heads(model, *first, positions, progress)
-        choices = {
-            ALL_LAYERS: AttentionChoice(positions=positions),
-            BEST_LAYERS: AttentionChoice(layers=best_of(measured.layers, layers), positions=positions),
-            BEST_HEADS: AttentionChoice(heads=best_of(measured.heads, heads), positions=positions),
-        }
-        recalls = measure_choices(model, *second, list(choices.values()), positions, progress)
-        default = AttentionChoice(layers=(attention_layer(text),), positions="prompt")
-        readings = _readings(measure_heads(model, *first, "prompt", progress), text, default, layers, heads)
-        found_by_reading = measure_choices(model, *second, readings, "prompt", progress)
-    found = {name: recalls[choice] for name, choice in choices.items()}
-    return Calibration(measured, choices, found, len(halves[1]), found_by_reading, default, unreadable)
+        measured = measure(model, *first, "answer", progress)
+        sums = [AttentionChoice(), best_layers(measured), best_heads(measured)]
+        choices = measure(model, *second, "answer", progress, sums)
+        single = _readings(measure(model, *first, "prompt", progress), model.config.text_config)
+        readings = measure(model, *second, "prompt", progress, single)
+    return Calibration(measured, choices, readings, (len(halves[0]), len(halves[1])))
 
 
-def _readings(
-    measured: HeadRecalls, text_config: Any, default: AttentionChoice, layers: int, heads: int
-) -> list[AttentionChoice]:
+def _readings(measured: Mapping[AttentionChoice, Recall], text_config: Any) -> list[AttentionChoice]:
     """The default layer and the best ones, each with all its heads and with its best ones."""
-    full = {layer: measured.layers[layer] for layer in full_attention_layers(text_config)}
-    choices = [default]
-    for layer in sorted({*(default.layers or ()), *best_of(full, layers)}):
-        best = best_of({pair: recall for pair, recall in measured.heads.items() if pair[0] == layer}, heads)
-        choices += [AttentionChoice(layers=(layer,), positions="prompt")]
-        choices += [AttentionChoice(heads=best, positions="prompt")]
-    return list(dict.fromkeys(choices))
+    full = {
+        choice: recall for choice, recall in measured.items() if _layer(choice) in full_attention_layers(text_config)
+    }
+    choices = []
+    for layer in dict.fromkeys((attention_layer(text_config), *(best_layers(full).layers or ()))):
+        choices.append(AttentionChoice(layers=(layer,), positions="prompt"))
+        choices.append(best_heads({choice: full[choice] for choice in full if _layer(choice) == layer}))
+    return choices
 
 
 def write_attention(folder: Path, calibration: Calibration) -> Path | None:
@@ -234,49 +175,44 @@ def write_attention(folder: Path, calibration: Calibration) -> Path | None:
     return path
 
 
-def measure_heads(
+def measure(
     model: Any,
     dataset: VideoQADataset,
     questions: Sequence[LabelledQuestion],
-    positions: str = "answer",
-    progress: bool = True,
-) -> HeadRecalls:
-    """The needle recall of every layer and every head; `dataset` is of the questions' records, in order."""
-    layers: dict[int, list[Recall]] = {}
-    heads: dict[tuple[int, int], list[Recall]] = {}
-    for attention, needles in _attention_by_head(model, dataset, questions, positions, progress):
-        for layer, weights in attention.items():
-            whole, *single = _recalls(torch.cat([weights.mean(0, keepdim=True), weights]), needles)
-            layers.setdefault(layer, []).append(whole)
-            for head, recall in enumerate(single):
-                heads.setdefault((layer, head), []).append(recall)
-    return HeadRecalls(len(questions), _means(layers), _means(heads))
-
-
-def measure_choices(
-    model: Any,
-    dataset: VideoQADataset,
-    questions: Sequence[LabelledQuestion],
-    choices: Sequence[AttentionChoice],
-    positions: str = "answer",
-    progress: bool = True,
+    positions: str,
+    progress: bool,
+    choices: Sequence[AttentionChoice] = (),
 ) -> dict[AttentionChoice, Recall]:
-    """The needle recall of the attention summed over each choice; see [`measure_heads`]."""
+    """
+    The needle recall of the attention summed over each choice; without any, of every single layer and head.
+
+    Args:
+        dataset: of the questions' records, in order.
+    """
     recalls: dict[AttentionChoice, list[Recall]] = {}
-    for attention, needles in _attention_by_head(model, dataset, questions, positions, progress):
-        for choice in choices:
+    for attention, shown in _attention_by_head(model, dataset, questions, positions, progress):
+        for choice in choices or _single(attention, positions):
             layers = choice.chosen_layers
             names = attention if layers is None else layers
             parts = [attention[layer][choice.of_layer(layer) or slice(None)] for layer in names]
-            recalls.setdefault(choice, []).extend(_recalls(torch.cat(parts).sum(0, keepdim=True), needles))
-    return _means(recalls)
+            recalls.setdefault(choice, []).append(_recall(torch.cat(parts).sum(0), shown))
+    return {
+        choice: Recall(*(float(np.mean(values)) for values in zip(*map(astuple, row), strict=True)))
+        for choice, row in recalls.items()
+    }
+
+
+def _single(attention: Mapping[int, torch.Tensor], positions: str) -> list[AttentionChoice]:
+    heads = [(layer, head) for layer, weights in attention.items() for head in range(len(weights))]
+    layers = [AttentionChoice(layers=(layer,), positions=positions) for layer in attention]
+    return layers + [AttentionChoice(heads=(pair,), positions=positions) for pair in heads]
 
 
 @torch.no_grad()
 def _attention_by_head(
     model: Any, dataset: VideoQADataset, questions: Sequence[LabelledQuestion], positions: str, progress: bool
-) -> Iterator[tuple[dict[int, torch.Tensor], list[np.ndarray]]]:
-    """Of every question the attention `[heads, M]` of each layer, and its needles' tokens."""
+) -> Iterator[tuple[dict[int, torch.Tensor], np.ndarray]]:
+    """Of every question the attention `[heads, M]` of each layer, and its needles' tokens `[k]`."""
     collate, choice = VideoQACollator(dataset.processor), AttentionChoice(positions=positions)
     bar = track(questions, "Reading with all tokens", console=Console(stderr=True), disable=not progress)
     for index, question in enumerate(bar):
@@ -292,38 +228,36 @@ def _attention_by_head(
         labels = inputs.pop("labels")
         with evaluating(model), noting_attention(model, inputs, labels, choice, by_head=True) as (row,):
             model(**{**inputs, **EVERYTHING}, use_cache=False, logits_to_keep=1)
-        yield row.by_head or {}, needles
+        yield row.by_head or {}, np.unique(np.concatenate(needles))
 
 
-def _recalls(scores: torch.Tensor, needles: Sequence[np.ndarray]) -> list[Recall]:
-    """What the tokens with the highest `scores` `[K, M]` find, for each row of them."""
-    num_tokens = scores.shape[1]
-    kept = torch.zeros(scores.shape, dtype=torch.bool)
-    kept.scatter_(1, scores.topk(kept_count(SHARE, num_tokens, num_tokens)).indices.cpu(), True)
-    by_needle = [kept[:, torch.from_numpy(needle)] for needle in needles]
-    shown = torch.from_numpy(np.unique(np.concatenate(list(needles))))
-    wanted, scores = kept[:, shown], scores.cpu()
-    tokens = wanted.float().mean(1).tolist()
-    hit = torch.stack([found.any(1).float() for found in by_needle]).mean(0).tolist()
-    mass = (scores[:, shown].sum(1) / scores.sum(1).clamp(min=torch.finfo(scores.dtype).tiny)).tolist()
-    return [Recall(*values) for values in zip(tokens, hit, mass, strict=True)]
-
-
-def _means(recalls: Mapping[Any, list[Recall]]) -> dict[Any, Recall]:
-    return {
-        key: Recall(*(float(np.mean(values)) for values in zip(*map(astuple, row), strict=True)))
-        for key, row in recalls.items()
-    }
+def _recall(scores: torch.Tensor, shown: np.ndarray) -> Recall:
+    """What the tokens with the highest `scores` `[M]` find of those `[k]` that show the answer."""
+    kept = scores.topk(kept_count(SHARE, len(scores), len(scores))).indices.cpu().numpy()
+    mass = scores[torch.from_numpy(shown).to(scores.device)].sum() / scores.sum().clamp(min=1e-30)
+    return Recall(float(np.isin(shown, kept).mean()), float(mass))
 
 
 def _layer(choice: AttentionChoice) -> int:
-    """The one layer of a reading."""
+    """The one layer of a choice."""
     (layer,) = choice.chosen_layers or ()
     return layer
 
 
-def best_of(recalls: Mapping[K, Recall], count: int) -> tuple[K, ...]:
-    """Those with the highest recall of tokens, at least half of the best one's; at most half of all; ascending."""
-    order = sorted(recalls, key=lambda key: -recalls[key].tokens)
-    most = [key for key in order if recalls[key].tokens >= recalls[order[0]].tokens / 2]
-    return tuple(sorted(most[: min(count, max(1, len(recalls) // 2))]))
+def best_layers(recalls: Mapping[AttentionChoice, Recall]) -> AttentionChoice:
+    """The sum of the best of the single layers; see [`best_of`]."""
+    best = best_of({choice: recall for choice, recall in recalls.items() if choice.heads is None}, LAYERS)
+    return replace(best[0], layers=tuple(sorted(map(_layer, best))))
+
+
+def best_heads(recalls: Mapping[AttentionChoice, Recall]) -> AttentionChoice:
+    """The sum of the best of the single heads; see [`best_of`]."""
+    best = best_of({choice: recall for choice, recall in recalls.items() if choice.heads is not None}, HEADS)
+    return replace(best[0], heads=tuple(sorted(pair for choice in best for pair in choice.heads or ())))
+
+
+def best_of(recalls: Mapping[AttentionChoice, Recall], count: int) -> list[AttentionChoice]:
+    """Those with the highest recall of tokens, at least half of the best one's; at most half of all."""
+    order = sorted(recalls, key=lambda choice: -recalls[choice].tokens)
+    most = [choice for choice in order if recalls[choice].tokens >= recalls[order[0]].tokens / 2]
+    return most[: min(count, max(1, len(recalls) // 2))]

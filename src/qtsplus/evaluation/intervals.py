@@ -75,20 +75,14 @@ def correlation(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> dict[str,
     names, index = np.unique(clusters, return_inverse=True)
     if len(names) < 2 or _is_constant(x) or _is_constant(y):
         return {}
-    x, y = x - x.mean(), y - y.mean()  # or the squares of large numbers drown what varies
-    moments = np.stack([np.ones_like(x), x, y, x * x, y * y, x * y])
-    by_cluster = np.stack([np.bincount(index, weights=row, minlength=len(names)) for row in moments])
-    drawn = np.random.default_rng(0).integers(len(names), size=(2000, len(names)))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        redrawn = _pearson(by_cluster[:, drawn].sum(-1))
-    low, high = np.nanquantile(redrawn, (0.025, 0.975))
-    return {"r": float(_pearson(by_cluster.sum(-1))), "low": float(low), "high": float(high)}
-
-
-def _pearson(sums: np.ndarray) -> np.ndarray:
-    """From sums of 1, x, y, x^2, y^2 and xy."""
-    count, x, y, xx, yy, xy = sums
-    return (xy - x * y / count) / np.sqrt((xx - x * x / count) * (yy - y * y / count))
+    members = [np.flatnonzero(index == number) for number in range(len(names))]
+    generator, redrawn = np.random.default_rng(0), []
+    for _ in range(2000):
+        rows = np.concatenate([members[number] for number in generator.integers(len(members), size=len(members))])
+        if not _is_constant(x[rows]) and not _is_constant(y[rows]):
+            redrawn.append(np.corrcoef(x[rows], y[rows])[0, 1])
+    low, high = np.quantile(redrawn, (0.025, 0.975))
+    return {"r": float(np.corrcoef(x, y)[0, 1]), "low": float(low), "high": float(high)}
 
 
 def _is_constant(values: np.ndarray) -> bool:

@@ -8,13 +8,7 @@ from .folder import read_json
 
 
 def card_data(variant: str | None, *names: str) -> dict[str, Any]:
-    """
-    The content of a variant's `card.json`: licence, base model, and what the card tells of its weights.
-
-    Args:
-        variant: a folder of `hub_configs`; nothing is known of `None`.
-        names: only these, where they are known; everything without.
-    """
+    """What is known of a variant of `hub_configs` (licence, base model, what its card tells), or only some `names`."""
     if variant is None or not (hub_configs() / variant / "card.json").exists():
         return {}
     data = read_json(hub_configs() / variant / "card.json")

@@ -2,25 +2,20 @@
 
 import json
 import math
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import str_to_torch_dtype
 
-from ..output import first_line
 from .folder import read_json
 
 _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # as safetensors names them
-_SINGLE = ("model.safetensors", "pytorch_model.bin")
-WEIGHT_FILES = tuple(name + suffix for name in _SINGLE for suffix in ("", ".index.json"))
-MAX_SHARD_SIZE = "5GB"
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -49,60 +44,41 @@ def in_memory(tensor: torch.Tensor) -> StoredTensor:
 
 def weight_files(folder: Path) -> list[Path]:
     """
-    The one file of a folder's weights, or their index and its shards; safetensors before `.bin` files.
+    The one file of a folder's weights, or their index and its shards.
 
     Raises:
         ValueError: there are none, the index is not one, or a shard that it names is missing.
     """
-    path = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
-    if path is None:
-        raise ValueError(f"{folder} has no weights; expected {', '.join(WEIGHT_FILES[:-1])} or {WEIGHT_FILES[-1]}.")
-    if path.suffix != ".json":
-        return [path]
-    shards = sorted({folder / name for name in _weight_map(path).values()})
+    if (folder / _FILE).is_file():
+        return [folder / _FILE]
+    if not (folder / _INDEX).is_file():
+        raise ValueError(
+            f"{folder} has no weights; expected {_FILE} or {_INDEX}. Load others with Transformers and save them again."
+        )
+    shards = sorted({folder / name for name in _weight_map(folder / _INDEX).values()})
     absent = [shard.name for shard in shards if not shard.is_file()]
     if absent:
-        raise ValueError(f"{folder} lacks {', '.join(absent)}, which its {path.name} names.")
-    return [path, *shards]
+        raise ValueError(f"{folder} lacks {', '.join(absent)}, which its {_INDEX} names.")
+    return [folder / _INDEX, *shards]
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """
-    The tensors of a folder's weights, whole or in shards, as safetensors or, where there are none, as `.bin` files.
-
-    The latter are read with `weights_only=True`: a file that holds more than tensors is refused, not executed.
+    The tensors of a folder's weights, whole or in shards.
 
     Raises:
-        ValueError: no weights, a missing, cut or unreadable file, or an index that does not fit its files.
+        ValueError: no weights, or a missing, cut or unreadable file.
     """
-    index, *shards = weight_files(folder)
-    if not shards:
-        return _read_file(index)
-    weight_map = _weight_map(index)
-    tensors: dict[str, StoredTensor] = {}
-    for shard in shards:
-        shard_tensors = _read_file(shard)
-        twice = sorted(tensors.keys() & shard_tensors.keys())
-        lost = sorted(key for key, home in weight_map.items() if home == shard.name and key not in shard_tensors)
-        if twice or lost:
-            problem = f"holds {', '.join(twice)} again" if twice else f"lacks {', '.join(lost)}"
-            raise ValueError(f"{shard} {problem}, against {index.name}.")
-        tensors.update(shard_tensors)
-    return tensors
+    files = [path for path in weight_files(folder) if path.suffix != ".json"]
+    return {name: tensor for path in files for name, tensor in _read_file(path).items()}
 
 
 def write_checkpoint(
     tensors: Mapping[str, StoredTensor],
     folder: Path,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-    on_bytes: Callable[[int], object] = lambda count: None,
+    max_shard_size: int | str = "5GB",
 ) -> None:
-    """
-    Writes `model.safetensors`, or shards with their index, under the names that Transformers uses.
-
-    Args:
-        on_bytes: called with the number of bytes after every tensor that was written.
-    """
+    """Writes `model.safetensors`, or shards with their index, under the names that Transformers uses."""
     split = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda tensor: tensor.num_bytes,
@@ -112,14 +88,14 @@ def write_checkpoint(
     for file_name, names in split.filename_to_tensors.items():
         # The widest first keeps every tensor aligned.
         ordered = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
-        _write_file({name: tensors[name] for name in ordered}, folder / file_name, on_bytes)
+        _write_file({name: tensors[name] for name in ordered}, folder / file_name)
     if split.is_sharded:
         total = sum(math.prod(tensor.shape) for tensor in tensors.values())
         index = {
             "metadata": {"total_parameters": total, **split.metadata},
             "weight_map": dict(sorted(split.tensor_to_filename.items())),
         }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -138,22 +114,6 @@ def _is_file_name(name: object) -> bool:
 
 
 def _read_file(path: Path) -> dict[str, StoredTensor]:
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    try:
-        # Only the newer of the two formats can be mapped instead of loaded.
-        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as plain weights: {first_line(error)}") from error
-    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise ValueError(f"{path} is no state dict; expected a mapping of names to tensors.")
-    unknown = sorted(name for name, tensor in weights.items() if tensor.dtype not in _DTYPE_NAMES)
-    if unknown:
-        raise ValueError(f"{path} holds tensors of a dtype that safetensors does not know: {', '.join(unknown)}.")
-    return {name: in_memory(tensor) for name, tensor in weights.items()}
-
-
-def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -164,18 +124,18 @@ def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} holds tensors of a dtype that is not supported here: {', '.join(unknown)}.")
     return {
         name: StoredTensor(
-            str_to_torch_dtype[entry.get_dtype()], tuple(entry.get_shape()), partial(_load_safetensor, path, name)
+            str_to_torch_dtype[entry.get_dtype()], tuple(entry.get_shape()), partial(_load_tensor, path, name)
         )
         for name, entry in slices.items()
     }
 
 
-def _load_safetensor(path: Path, name: str) -> torch.Tensor:
+def _load_tensor(path: Path, name: str) -> torch.Tensor:
     with safe_open(path, "pt") as file:
         return file.get_tensor(name)
 
 
-def _write_file(tensors: Mapping[str, StoredTensor], path: Path, on_bytes: Callable[[int], object]) -> None:
+def _write_file(tensors: Mapping[str, StoredTensor], path: Path) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -186,7 +146,7 @@ def _write_file(tensors: Mapping[str, StoredTensor], path: Path, on_bytes: Calla
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors.values():
-            on_bytes(file.write(_bytes(tensor.load()).numpy().data))
+            file.write(_bytes(tensor.load()).numpy().data)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
-from rich.console import Console
-from rich.progress import Progress
 from transformers import GenerationConfig
 
 from ..backbones import OURS, backbone_of, model_types
@@ -22,31 +20,18 @@ from ..lm_attention_qtsplus import attention_layer, check_attention
 from ..output import check_folder, first_line
 from ..settings import check_types
 from .card import card_data, matching_variant
-from .checkpoint import MAX_SHARD_SIZE, StoredTensor, in_memory, read_checkpoint, write_checkpoint
+from .checkpoint import StoredTensor, in_memory, read_checkpoint, write_checkpoint
 from .files import hub_configs, require_variant
 from .folder import read_json, reading, whole_folder
-from .initialise import initialise_selector
+from .initialise import INITIALISATIONS, initialise_selector
 from .publish import write_repository
 from .reference import MODEL_TYPE, convert_reference_config, find_vision_config
 from .saved import load_config, load_generation_config, load_processor, refuse_adapter
-from .weights import (
-    EMBEDDINGS,
-    HEAD,
-    PUBLISHED,
-    REFERENCE,
-    RHO_HISTORY,
-    SELECTOR,
-    check_weights,
-    naming_of,
-    on_meta,
-    read_weights,
-)
-
-_INIT_METHODS = {"identity": "identity", "lm": "language_model"}  # by what --init calls them
+from .weights import EMBEDDINGS, HEAD, REFERENCE, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
 
 _STOCK = [name.removesuffix(OURS) for name in model_types()]
 # What a checkpoint's folder may hold that a conversion reads, as patterns for a download.
-_DOWNLOADED = ("*.json", "*.safetensors", "*.bin", "*.txt", "*.jinja")
+_DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
 _UNTRAINED = """\
 > **Nothing is trained:** {source} that selects by its own attention (`selection="lm_attention"`). Its first layers read
@@ -82,32 +67,23 @@ def convert(
     processor: str | Path | None = None,
     revision: str | None = None,
     seed: int | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
     overwrite: bool = False,
-    progress: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """
     Writes a Hub folder made from a checkpoint; which way it goes follows from the checkpoint's `model_type`.
 
-    A stock model (Qwen2.5-VL or another backbone) gets a fresh selector; a reference QTSplus becomes one of ours; one
-    of ours loses its selector and becomes a stock model again, a Qwen2.5-VL under the names of the published ones.
+    A stock model (Qwen2.5-VL or another backbone) gets a fresh selector, and `variant`, `initialise`, `selector` and
+    `seed` are about that; a reference QTSplus becomes one of ours; one of ours becomes a stock model again.
 
     Args:
-        source: a folder, or a Hub repository's id.
-        out: the folder to write, complete with code, card and, where the source has one, processor. It appears whole or
-            not at all.
-        variant: for a stock model: a folder of `hub_configs` whose selector hyperparameters are taken; the defaults of
-            `QTSplusConfig` when absent.
-        initialise: for a stock model: "identity" (when absent) or "lm", see [`initialise_selector`].
-        selector: for a stock model: fields of `qtsplus_config` to set.
+        source: a folder, or a Hub repository's id, at a `revision`.
+        out, overwrite: the folder to write, see [`whole_folder`].
+        variant: a folder of `hub_configs` whose selector hyperparameters are taken.
+        initialise: "identity" (when absent) or "language_model", see [`initialise_selector`].
+        selector: fields of `qtsplus_config` to set.
         vision_config: for a reference checkpoint, which lacks it: a JSON file, or a folder with a config.json.
         processor: a folder or Hub id to take the processor from, where the source has none.
-        revision: of the source on the Hub.
-        seed: for a stock model: of the fresh selector, 0 when absent. The global random state is left as it was.
-        max_shard_size: as for `save_pretrained`.
-        overwrite: write also into a folder that holds other files.
-        progress: show a bar on standard error.
         say: takes a line for every choice that was made.
 
     Raises:
@@ -115,8 +91,8 @@ def convert(
             argument that has no meaning for this kind; a vision tower that is not known.
         FileExistsError: the folder holds other files.
     """
-    if initialise is not None and initialise not in _INIT_METHODS:
-        raise ValueError(f"init={initialise!r}: expected one of {', '.join(_INIT_METHODS)}.")
+    if initialise not in (None, *INITIALISATIONS):
+        raise ValueError(f"init={initialise!r}: expected one of {', '.join(INITIALISATIONS)}.")
     out = check_folder(out).resolve()
     folder = _source_folder(source, revision)
     if out == folder.resolve():
@@ -132,9 +108,9 @@ def convert(
     if model_type in _STOCK:
         made = _from_base(folder, str(source), variant, initialise or "identity", selector or {}, seed or 0, say)
     elif model_type == MODEL_TYPE:
-        made = _from_reference(folder, None if vision_config is None else Path(vision_config), say)
+        made = _from_reference(folder, None if vision_config is None else Path(vision_config))
     elif model_type in model_types():
-        made = _to_base(folder, say)
+        made = _to_base(folder)
     else:
         stock, ours = (", ".join(map(repr, names)) for names in (_STOCK, model_types()))
         raise ValueError(
@@ -145,8 +121,8 @@ def convert(
     with whole_folder(out, overwrite) as staging:
         loaded = _load_processor(folder if processor is None else processor, made.config, processor is not None, say)
         if loaded is not None and model_type in _STOCK:
-            _take_over(loaded, made, say)
-        _write_weights(made.tensors, staging, max_shard_size, progress)
+            _take_over(loaded, made)
+        write_checkpoint(made.tensors, staging)
         _generation_config(folder, made).save_pretrained(staging)
         if model_type in model_types():
             if loaded is not None:
@@ -173,20 +149,12 @@ def _from_base(
         raise ValueError(
             f"{folder} is quantized; convert the checkpoint that it was made from, and quantize the result."
         )
-    settings: dict[str, Any] = {}
-    layout: dict[str, Any] = {}
-    if variant is None:
-        say("No --variant: the selector gets the default hyperparameters.")
-    else:
-        stated = read_json(require_variant(variant) / "config.json")
-        settings = {name: value for name, value in stated["qtsplus_config"].items() if name != "model_type"}
-        # What a variant says of the prompt's layout is no part of a stock configuration.
-        layout = {name: stated[name] for name in _own_fields(backbone) & stated.keys() - {"qtsplus_config"}}
+    stated = {"qtsplus_config": {}} if variant is None else read_json(require_variant(variant) / "config.json")
+    settings = {name: value for name, value in stated["qtsplus_config"].items() if name != "model_type"}
+    # What a variant says of the prompt's layout is no part of a stock configuration.
+    layout = {name: stated[name] for name in _own_fields(backbone) & stated.keys() - {"qtsplus_config"}}
     if selector.get("selection", settings.get("selection")) == "lm_attention":
         settings["reencode_layers"] = 0  # which are there to be trained
-    unknown = sorted(set(selector) - {name for name in vars(QTSplusConfig()) if hasattr(QTSplusConfig, name)})
-    if unknown:
-        raise ValueError(f"The selector has no field {', '.join(unknown)}.")
     check_types("selector.", QTSplusConfig, selector)
     config: Any = backbone.config(**stock.to_dict(), **layout, qtsplus_config={**settings, **selector})
     by_attention = config.qtsplus_config.selection == "lm_attention"
@@ -196,11 +164,9 @@ def _from_base(
         size = f"{config.text_config.num_hidden_layers} layers of width {config.text_config.hidden_size}"
         say(f"{folder} has {size}, another size than {variant}: only that one's selector hyperparameters are taken.")
 
-    stored = read_checkpoint(folder)
-    naming = naming_of(stored)
-    tensors = check_weights(stored, naming, config, folder, without=SELECTOR)
+    tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
     config.dtype = tensors[EMBEDDINGS].dtype
-    tensors.update(fresh_selector(config, tensors, _INIT_METHODS[initialise], seed))
+    tensors.update(fresh_selector(config, tensors, initialise, seed))
     say(f"The selector is new: start {initialise}, seed {seed}.")
     if by_attention:
         layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
@@ -215,19 +181,12 @@ def _from_base(
     return _Conversion(config, tensors, about, known)
 
 
-def _from_reference(folder: Path, vision_config: Path | None, say: Callable[[str], object]) -> _Conversion:
-    stated = read_json(folder / "config.json")
-    if stated.get("model_type") == MODEL_TYPE and not stated.get("enable_qts_plus", True):
-        raise ValueError(f"{folder} has enable_qts_plus=false: it carries no selector.")
-    stored = read_checkpoint(folder)
-    vision, origin = find_vision_config(folder, stored, vision_config)
-    say(f"Vision configuration: {origin}.")
-    if "tie_word_embeddings" not in stated:
-        stated = {**stated, "tie_word_embeddings": HEAD not in stored}
-        say(f"The head is {'tied' if stated['tie_word_embeddings'] else 'its own'}, as the weights say.")
+def _from_reference(folder: Path, vision_config: Path | None) -> _Conversion:
+    stated, stored = read_json(folder / "config.json"), read_checkpoint(folder)
+    vision = find_vision_config(stated, vision_config)
     with reading(folder / "config.json"):
-        config = convert_reference_config(stated, vision)
-    tensors = check_weights(stored, REFERENCE, config, folder, without=RHO_HISTORY)
+        config = convert_reference_config({"tie_word_embeddings": HEAD not in stored, **stated}, vision)
+    tensors = check_weights(stored, config, folder, REFERENCE, without=RHO_HISTORY)
     config.dtype = tensors[EMBEDDINGS].dtype
     tensors[RHO_HISTORY] = in_memory(torch.zeros(2, dtype=torch.int64))
     known = matching_variant(config)
@@ -235,17 +194,13 @@ def _from_reference(folder: Path, vision_config: Path | None, say: Callable[[str
     return _Conversion(config, tensors, about, known)
 
 
-def _to_base(folder: Path, say: Callable[[str], object]) -> _Conversion:
+def _to_base(folder: Path) -> _Conversion:
     ours = load_config(folder)
     backbone = backbone_of(ours.model_type)
-    tensors = read_weights(folder, ours)
     config = backbone.stock_config(**stock_settings(ours))
     config.architectures = [backbone.stock_model.__name__]
-    theirs = PUBLISHED[config.model_type].theirs
-    kept = {theirs(name): tensor for name, tensor in tensors.items() if not name.startswith(SELECTOR)}
-    left = len(tensors) - len(kept)
-    say(f"Left out: the selector and its re-encoder, {left} tensors. The language model now sees every token.")
-    return _Conversion(config, kept)
+    weights = read_weights(folder, ours).items()
+    return _Conversion(config, {name: tensor for name, tensor in weights if not name.startswith(SELECTOR)})
 
 
 def stock_settings(ours: Any) -> dict[str, Any]:
@@ -282,15 +237,6 @@ def fresh_selector(
     }
 
 
-def _write_weights(
-    tensors: Mapping[str, StoredTensor], folder: Path, max_shard_size: int | str, progress: bool
-) -> None:
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not (progress and console.is_terminal), transient=True) as bar:
-        task = bar.add_task("Writing", total=sum(tensor.num_bytes for tensor in tensors.values()))
-        write_checkpoint(tensors, folder, max_shard_size, lambda count: bar.advance(task, count))
-
-
 def _source_folder(source: str | Path, revision: str | None) -> Path:
     if Path(source).is_dir():
         _refuse(f"is about a repository on the Hub, and {source} is a folder", revision=revision)
@@ -318,7 +264,7 @@ def _load_processor(folder: str | Path, config: Any, asked_for: bool, say: Calla
     return load_processor(folder, config)
 
 
-def _take_over(processor: Any, made: _Conversion, say: Callable[[str], object]) -> None:
+def _take_over(processor: Any, made: _Conversion) -> None:
     """The tokenizer says which ids open and close a question, a variant of this size how to sample frames."""
     for name, value in processor.query_token_ids.items():
         setattr(made.config, name, value)
@@ -326,7 +272,6 @@ def _take_over(processor: Any, made: _Conversion, say: Callable[[str], object]) 
     if made.variant is not None and settings.exists():
         content = read_json(settings)
         processor.video_processor = type(processor.video_processor)(**content["video_processor"])
-        say(f"Frames are sampled and sized as {made.variant} does.")
 
 
 def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:

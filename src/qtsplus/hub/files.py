@@ -21,12 +21,7 @@ def variants() -> list[str]:
 
 
 def require_variant(name: str) -> Path:
-    """
-    The folder of a variant.
-
-    Raises:
-        ValueError: no such variant.
-    """
+    """The folder of a variant; a `ValueError` where there is none."""
     if name not in variants():
         raise ValueError(f"There is no variant {name!r}; expected one of {', '.join(variants())}.")
     return hub_configs() / name

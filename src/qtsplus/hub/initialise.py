@@ -15,10 +15,8 @@ def initialise_selector(model: Any, method: str) -> None:
     Args:
         model: a QTSplus model.
         method: `"identity"` zeroes what the re-encoder adds to its tokens, and a layer over the question to its words,
-            so that they are handed on unchanged, as in a fresh model. `"language_model"` is the paper's: each layer
-            takes the attention and the norms of a layer of the language model (the i-th of the scoring, the re-encoding
-            and the question's layers those of the i-th layer), where the shapes match. The feed-forward blocks have
-            other shapes; theirs stay.
+            as in a fresh model. `"language_model"` is the paper's: the i-th of the scoring, the re-encoding and the
+            question's layers takes attention and norms of the i-th of the language model.
 
     Raises:
         ValueError: an unknown method, or a language model of another shape or with too few layers.
@@ -40,11 +38,9 @@ def initialise_selector(model: Any, method: str) -> None:
 
 
 def _copy_attention(ours: Any, source: Any) -> None:
+    refusal = f"A {type(source).__name__} of the language model has no attention to start the selector from"
     if not hasattr(source, "self_attn"):
-        raise ValueError(
-            f"A {type(source).__name__} of the language model has no attention with keys to start the selector from; "
-            'use "identity".'
-        )
+        raise ValueError(f'{refusal}; use "identity".')
     pairs = [
         (ours.q_norm, source.input_layernorm),
         (ours.kv_norm, source.input_layernorm),
@@ -55,8 +51,5 @@ def _copy_attention(ours: Any, source: Any) -> None:
         source_tensors = origin.state_dict()
         for name, parameter in target.named_parameters():
             if name not in source_tensors or source_tensors[name].shape != parameter.shape:
-                raise ValueError(
-                    f"A {type(origin).__name__} of the language model has no {name} of shape {tuple(parameter.shape)} "
-                    'to start the selector from; use "identity".'
-                )
+                raise ValueError(f'{refusal} ({name} {list(parameter.shape)}); use "identity".')
             parameter.copy_(source_tensors[name])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..backbones import backbone_of, model_types
@@ -44,37 +44,32 @@ def assemble_folder(
     """
     Writes a folder that was saved (by `save_pretrained`, a Trainer, `qtsplus convert`) as a complete Hub repository.
 
-    Nothing is loaded: the weights are checked against the configuration by name and shape, and copied. A README.md of
-    the source stays, apart from the repository that its usage names.
+    The weights are checked by name and shape, and copied. A README.md of the source stays, apart from the repository
+    that its usage names.
 
     Args:
         source: a folder, or the name of a variant of `hub_configs` that comes with weights.
-        folder: the target, which appears whole or not at all, see [`whole_folder`]. An earlier assembly is replaced.
+        folder, overwrite: the target, see [`whole_folder`].
         repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
-        overwrite: write also into a folder that holds other files.
         link_weights: link to the source's weights instead of copying them, for a folder that is only uploaded.
         space: add the page of `qtsplus app`, see [`write_space`].
-        say: takes a line for every choice that was made.
 
     Raises:
         ValueError: another kind of model, a folder without weights, or weights that do not fit.
         FileExistsError: the folder holds other files, or is a file.
     """
     bundled = not Path(source).is_dir() and source in variants()
-    source = hub_configs() / source if bundled else Path(source).resolve()
-    folder = check_folder(folder).resolve()
+    source, folder = hub_configs() / source if bundled else Path(source).resolve(), check_folder(folder).resolve()
     if source == folder:
         raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
     _check_publishable(source)
     config = load_config(source)
-    tensors = read_weights(source, config)
-    model = on_meta(config)
+    tensors, model = read_weights(source, config), on_meta(config)
     repository = repository or f"org/{folder.name}"
     card, about = None, {}
     if (source / "README.md").exists():
         card = (source / "README.md").read_text(encoding="utf-8")
         card = _CARD_REPOSITORY.sub(f'repository = "{repository}"', card)
-        say(f"The card is {source / 'README.md'}.")
     elif bundled:
         about = card_data(source.name)
     else:
@@ -83,12 +78,11 @@ def assemble_folder(
         licence = f"the licence of {known}, which has the same sizes" if about else "no licence, as none is known"
         say(f"{source} has no README.md: the card is a new one, with {licence}.")
     with whole_folder(folder, overwrite) as staging:
-        files = weight_files(source)
-        if files[0].suffix == ".bin" or read_checkpoint(source).keys() != tensors.keys():
+        if read_checkpoint(source).keys() != tensors.keys():
             write_checkpoint(tensors, staging)
-            files = []
-        for path in files:
-            (os.symlink if link_weights else shutil.copyfile)(path, staging / path.name)
+        else:
+            for path in weight_files(source):
+                (os.symlink if link_weights else shutil.copyfile)(path, staging / path.name)
         model.generation_config = load_generation_config(source) or model.generation_config
         model.generation_config.save_pretrained(staging)
         processor = None
@@ -112,9 +106,8 @@ def write_repository(
     Writes all but the weights and the generation configuration.
 
     Args:
-        model: its configuration and sizes; on the meta device it does as well.
-        about: what the card tells, see [`model_card`].
-        card: a card to write as it is.
+        model: on any device, the meta device too.
+        about: what the card tells, see [`model_card`]; or the whole `card`.
     """
     backbone = backbone_of(model.config.model_type)
     for path in code_files(backbone.model, backbone.processor):
@@ -145,8 +138,7 @@ def upload(
     say: Callable[[str], object] = lambda line: None,
 ) -> str:
     """
-    Uploads a folder in one commit: a repository never holds the half of it. What an earlier upload left and this one
-    does not bring (shards of another number, code) is removed by the same commit.
+    Uploads a folder in one commit, which also removes what an earlier upload left (shards of another number, code).
 
     Args:
         repository: "org/name"; created where it does not exist.
@@ -162,15 +154,14 @@ def upload(
     check_repository(repository)
     api = HfApi()
     try:
-        stale: list[str] = []
-        if not _create(api, repository, private):
-            if private and not api.repo_info(repository).private:
-                raise ValueError(f"{repository} exists and is public; make it private first, or leave --private out.")
-            names = {path.name for path in Path(folder).iterdir()}
-            there = api.list_repo_files(repository)
-            stale = [path for path in there if _REPLACED.fullmatch(path) and path not in names]
-            if stale:
-                say(f"Removing what an earlier upload left: {', '.join(stale)}.")
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        if private and not api.repo_info(repository).private:
+            raise ValueError(f"{repository} exists and is public; make it private first, or leave --private out.")
+        names = {path.name for path in Path(folder).iterdir()}
+        there = api.list_repo_files(repository)
+        stale = [path for path in there if _REPLACED.fullmatch(path) and path not in names]
+        if stale:
+            say(f"Removing what an earlier upload left: {', '.join(stale)}.")
         return api.upload_folder(
             repo_id=repository,
             folder_path=folder,
@@ -195,30 +186,14 @@ def check_repository(repository: str) -> None:
     validate_repo_id(repository)
 
 
-def _create(api: HfApi, repository: str, private: bool) -> bool:
-    """Whether the repository is new."""
-    try:
-        api.create_repo(repository, private=private or None, exist_ok=False)
-    except HfHubHTTPError as error:
-        # 409: it exists. 403: so may it, and who may not create may still write.
-        if error.response is None or error.response.status_code not in (403, 409):
-            raise
-        return False
-    return True
-
-
 def _check_publishable(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is neither a folder nor a variant; the variants are {', '.join(variants())}.")
     refuse_adapter(folder)
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
     model_type = read_json(folder / "config.json").get("model_type")
     if model_type not in model_types():
         raise ValueError(
             f"{folder} holds a model of type {model_type!r}; expected one of {', '.join(model_types())}. A stock model "
             "or a reference checkpoint becomes one with qtsplus convert."
         )
-    if folder.parent == hub_configs() and not (folder / "model.safetensors").exists():
-        raise ValueError(f"The variant {folder.name!r} comes without weights; give a folder that was saved instead.")
     weight_files(folder)

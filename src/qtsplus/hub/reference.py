@@ -7,15 +7,13 @@ from typing import Any
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig, Qwen2_5_VLVisionConfig
 
 from ..configuration_qtsplus import Qwen2_5_VLQTSplusConfig
-from .checkpoint import StoredTensor
 from .files import hub_configs
 from .folder import read_json, reading
 
-_TOWER = "model.vision_tower."
 MODEL_TYPE = "qts_plus_qwen2_5_vl_causal_lm"
 
-# The vision towers that a checkpoint without its own configuration may have, by the variant that carries it.
-_KNOWN_VISION = {"Qwen2.5-VL-3B": "qtsplus-3b", "Qwen2.5-VL-7B": "qtsplus-7b"}
+# A checkpoint carries no configuration of its vision tower: by the language model's width, the variant that has it.
+_KNOWN_VISION = {2048: "qtsplus-3b", 3584: "qtsplus-7b"}
 
 # By our name theirs, and what their code takes where a configuration does not say.
 _SELECTOR_FIELDS = {
@@ -34,20 +32,9 @@ _SELECTOR_FIELDS = {
 
 def convert_reference_config(config: Mapping[str, Any], vision_config: Mapping[str, Any]) -> Qwen2_5_VLQTSplusConfig:
     """
-    Our configuration for a reference checkpoint: its gate, its sequential positions and its re-encoder without time.
-
-    Args:
-        config: the checkpoint's config.json, a flat text configuration with `qts_plus_*` fields.
-        vision_config: the vision tower's configuration, which such a checkpoint does not carry.
-
-    Raises:
-        ValueError: not the configuration of a reference checkpoint.
+    Our configuration for a reference checkpoint, with its gate, its sequential positions and its re-encoder without
+    time, of its config.json (a flat text configuration with `qts_plus_*` fields) and its vision tower's configuration.
     """
-    if config.get("model_type") != MODEL_TYPE:
-        raise ValueError(
-            f"model_type={config.get('model_type')!r}: expected a reference QTSplus checkpoint on Qwen2.5-VL, "
-            f"{MODEL_TYPE!r}."
-        )
     # Their qts_plus_n_heads is never read: the selector has the language model's heads, as ours.
     selector = {name: config.get(source, default) for name, (source, default) in _SELECTOR_FIELDS.items()}
     for name in ("scoring_layers", "reencode_layers"):
@@ -73,53 +60,27 @@ _NOT_TEXT = {"model_type", "architectures", "auto_map", "transformers_version", 
 _NOT_VISION = _NOT_TEXT | {"dtype", "torch_dtype"}
 
 
-def find_vision_config(
-    folder: Path, weights: Mapping[str, StoredTensor], given: Path | None
-) -> tuple[dict[str, Any], str]:
+def find_vision_config(config: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
     """
-    The configuration of the vision tower of a reference checkpoint, and where it was taken from.
+    The configuration of the vision tower of a reference checkpoint; whether it fits its weights is checked with them.
 
     Args:
-        folder: the checkpoint's.
-        weights: its tensors, by their own names.
-        given: a vision configuration, a whole Qwen2.5-VL one, or a folder with either; comes first.
+        config: the checkpoint's config.json.
+        path: a vision configuration, a whole Qwen2.5-VL one, or a folder with either.
 
     Raises:
-        ValueError: what was given is neither; or nothing was given, and the tower is not one of those that are known.
+        ValueError: the file is neither; or there is none, and the language model is not one of those that are known.
     """
-    if given is not None:
-        return _read_vision_config(given), f"{given}, as given"
-    return _known_vision_config(folder, weights)
-
-
-def _read_vision_config(path: Path) -> dict[str, Any]:
+    if path is None:
+        variant = _KNOWN_VISION.get(config.get("hidden_size", 0))
+        if variant is None:
+            raise ValueError(
+                f"The checkpoint carries no configuration of its vision tower, and its width is none of "
+                f"{', '.join(map(str, _KNOWN_VISION))}: give one with --vision-config, such as vision/config.json."
+            )
+        path = hub_configs() / variant
     content = read_json(path / "config.json" if path.is_dir() else path)
-    vision = content.get("vision_config", content)
-    if not isinstance(vision, dict) or not {"depth", "out_hidden_size"} <= vision.keys():
-        raise ValueError(
-            f"{path} is no configuration of a Qwen2.5-VL vision tower: expected one with depth, hidden_size, "
-            "out_hidden_size, or a whole config.json with it as vision_config."
-        )
     with reading(path):
+        vision = content.get("vision_config", content)
         Qwen2_5_VLVisionConfig(**{key: value for key, value in vision.items() if key not in _NOT_VISION})
     return vision
-
-
-def _known_vision_config(folder: Path, weights: Mapping[str, StoredTensor]) -> tuple[dict[str, Any], str]:
-    """One of the known towers, if the checkpoint's depth and widths are exactly its."""
-    shapes = {name: tensor.shape for name, tensor in weights.items() if name.startswith(_TOWER)}
-    blocks = {name.split(".")[3] for name in shapes if name.startswith(f"{_TOWER}blocks.")}
-    for name, variant in _KNOWN_VISION.items():
-        vision = Qwen2_5_VLVisionConfig(**read_json(hub_configs() / variant / "config.json")["vision_config"])
-        patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-        expected = {
-            f"{_TOWER}patch_embed.proj.weight": (vision.hidden_size, *patch),
-            f"{_TOWER}blocks.0.mlp.gate_proj.weight": (vision.intermediate_size, vision.hidden_size),
-            f"{_TOWER}merger.mlp.2.weight": (vision.out_hidden_size, vision.hidden_size * vision.spatial_merge_size**2),
-        }
-        if len(blocks) == vision.depth and expected.items() <= shapes.items():
-            return vision.to_dict(), f"the known one of {name}, whose depth and widths are the checkpoint's"
-    raise ValueError(
-        f"{folder} carries no configuration of its vision tower, and its shapes are not those of "
-        f"{' or '.join(_KNOWN_VISION)}: give one with --vision-config, such as vision/config.json."
-    )

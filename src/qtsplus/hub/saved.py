@@ -8,11 +8,6 @@ from transformers import GenerationConfig
 from ..backbones import backbone_of
 from .folder import read_json, reading
 
-_PROCESSOR_FILES = (
-    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-    *("tokenizer_config.json", "tokenizer.json"),
-)
-
 
 def refuse_adapter(folder: Path) -> None:
     """Raises `ValueError` for the folder of a PEFT adapter, which has the weights of no whole model."""
@@ -38,15 +33,10 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
 
 def load_processor(folder: str | Path, config: Any) -> Any:
     """
-    Loads a processor with this package's class for a model's configuration.
-
-    The configuration goes along because the tokenizer's loader would otherwise look for one itself, meet the `auto_map`
-    in the folder's config.json, and ask on the terminal whether to trust it.
-
-    Raises:
-        ValueError: a file of it is broken, or its tokenizer has no words.
+    Loads a processor with this package's class for a model's configuration, without which the tokenizer's loader would
+    ask whether to trust the folder's code. A `ValueError` where a file is broken or the tokenizer has no words.
     """
-    for path in (Path(folder, name) for name in _PROCESSOR_FILES):
+    for path in [*Path(folder).glob("*processor_config.json"), *Path(folder).glob("tokenizer*.json")]:
         if path.exists():
             read_json(path)
     backbone = backbone_of(config.model_type)

@@ -1,8 +1,7 @@
 """A checkpoint's weights under the names of our model: exactly what its configuration needs, or an error."""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,93 +15,25 @@ SELECTOR, RHO_HISTORY = "model.qtsplus.", "model.qtsplus.rho_history"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
 
-@dataclass(frozen=True)
-class Naming:
-    """A checkpoint's way to name weights: regular expressions with their replacements, applied in turn."""
-
-    to_ours: tuple[tuple[str, str], ...] = ()
-    from_ours: tuple[tuple[str, str], ...] = ()
-
-    def ours(self, name: str) -> str:
-        """The name in our model of the weight that is called `name` there."""
-        return _replace(name, self.to_ours)
-
-    def theirs(self, name: str) -> str:
-        """The name there of a weight of our model."""
-        return _replace(name, self.from_ours)
-
-
-# Ours are those of Qwen2.5-VL in Transformers since 4.52.
-NEW = Naming()
-# Those of Qwen2-VL and Qwen2.5-VL before.
-OLD = Naming(
-    to_ours=(
-        (r"^visual\.", "model.visual."),
-        (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),
-    ),
-    from_ours=((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
+# From a checkpoint's names to ours, which are those of Transformers since 4.52: regular expressions with their
+# replacements, applied in turn. Older checkpoints and saved backbones, which have no head, name weights otherwise.
+STOCK = (
+    (r"^language_model\.lm_head\.", "lm_head."),
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^(visual|vision_tower|multi_modal_projector|image_newline|language_model|qtsplus)\b", r"model.\1"),
+    (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),
 )
-# Those of a saved backbone, the model without a head.
-HEADLESS = Naming(
-    to_ours=((r"^(visual|language_model|qtsplus)\.", r"model.\1."),),
-    from_ours=((r"^model\.", ""),),
-)
-REFERENCE = Naming(
-    to_ours=(
-        (r"^model\.qts_plus\.selector\.", "model.qtsplus."),
-        (r"^(model\.qtsplus\.reencode_layers\.\d+)\.core\.", r"\1."),
-        (r"^(model\.qtsplus\..+)\.ffn\.net\.", r"\1.ffn."),
-        (r"^model\.vision_tower\.", "model.visual."),
-        (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),
-    ),
-    from_ours=(
-        (r"^(model\.qtsplus\.reencode_layers\.\d+)\.", r"\1.core."),
-        (r"^(model\.qtsplus\..+)\.ffn\.(\d)", r"\1.ffn.net.\2"),
-        (r"^model\.qtsplus\.", "model.qts_plus.selector."),
-        (r"^model\.visual\.", "model.vision_tower."),
-        (r"^model\.language_model\.", "model."),
-    ),
+REFERENCE = (
+    (r"^model\.qts_plus\.selector\.", "model.qtsplus."),
+    (r"^(model\.qtsplus\.reencode_layers\.\d+)\.core\.", r"\1."),
+    (r"^(model\.qtsplus\..+)\.ffn\.net\.", r"\1.ffn."),
+    (r"^model\.vision_tower\.", "model.visual."),
+    *STOCK,
 )
 
 
-# Those of InternVL and LLaVA-OneVision before 4.52.
-OUTER = Naming(
-    to_ours=(
-        (r"^language_model\.lm_head\.", "lm_head."),
-        (r"^language_model\.model\.", "model.language_model."),
-        (r"^(vision_tower|multi_modal_projector|image_newline)", r"model.\1"),
-    ),
-    from_ours=(
-        (r"^lm_head\.", "language_model.lm_head."),
-        (r"^model\.language_model\.", "language_model.model."),
-        (r"^model\.(vision_tower|multi_modal_projector|image_newline)", r"\1"),
-    ),
-)
-
-
-# By the stock `model_type`: the names of the published checkpoints, which a stock `save_pretrained` writes too.
-PUBLISHED = {
-    "qwen2_5_vl": OLD,
-    "qwen2_vl": OLD,
-    "qwen3_5": NEW,
-    "qwen3_vl": NEW,
-    "internvl": OUTER,
-    "llava_onevision": OUTER,
-}
-
-
-def naming_of(names: Iterable[str]) -> Naming:
-    """Which of the ways to name weights a checkpoint uses."""
-    names = set(names)
-    if any(name.startswith("language_model.model.") for name in names):
-        return OUTER
-    if any(name.startswith("language_model.") for name in names):
-        return HEADLESS
-    old = any(re.match(r"(visual|model\.(embed_tokens|layers|norm))\.", name) for name in names)
-    return OLD if old else NEW
-
-
-def _replace(name: str, rules: tuple[tuple[str, str], ...]) -> str:
+def our_name(name: str, rules: tuple[tuple[str, str], ...] = STOCK) -> str:
+    """The name in our model of the weight that is called `name` in a checkpoint."""
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
     return name
@@ -115,32 +46,27 @@ def on_meta(config: Any) -> Any:
 
 
 def read_weights(folder: Path, config: Any) -> dict[str, StoredTensor]:
-    """
-    The tensors of a folder with one of our models, in the model's order and without a tied head.
-
-    Raises:
-        ValueError: weights are missing, unexpected or of another shape; each is listed.
-    """
-    stored = read_checkpoint(folder)
-    return check_weights(stored, naming_of(stored), config, folder)
+    """The tensors of a folder with one of our models, as [`check_weights`] gives them."""
+    return check_weights(read_checkpoint(folder), config, folder)
 
 
 def check_weights(
     stored: Mapping[str, StoredTensor],
-    naming: Naming,
     config: Any,
     folder: Path,
+    rules: tuple[tuple[str, str], ...] = STOCK,
     without: str | None = None,
 ) -> dict[str, StoredTensor]:
     """
     What was stored, under our names and in the model's order, if it is exactly what the model needs.
 
     Args:
-        stored: by the names of `naming`. A head beside tied embeddings is dropped where the two are equal.
+        stored: a head beside tied embeddings is dropped where the two are equal.
+        rules: from the stored names to ours.
         without: how the names begin, in our model, of weights that are not expected.
 
     Raises:
-        ValueError: weights are missing, unexpected or of another shape; each is listed by its stored name.
+        ValueError: weights are missing, unexpected or of another shape; each is listed.
     """
     with reading(Path(folder, "config.json")):
         model = on_meta(config)
@@ -152,7 +78,7 @@ def check_weights(
     for key, tensor in stored.items():
         if any(re.search(pattern, key) for pattern in ignored):
             continue
-        name = naming.ours(key)
+        name = our_name(key, rules)
         if name in found:
             raise ValueError(f"{folder} holds {name} twice, as {sources[name]} and as {key}.")
         found[name], sources[name] = tensor, key
@@ -165,7 +91,7 @@ def check_weights(
             )
 
     wrong = {
-        "missing": [naming.theirs(name) for name in expected if name not in found],
+        "missing": [name for name in expected if name not in found],
         "unexpected": sorted(sources[name] for name in found if name not in expected),
         "misshapen": [
             f"{sources[name]} ({tensor.dtype} {list(tensor.shape)}, expected {list(expected[name].shape)})"

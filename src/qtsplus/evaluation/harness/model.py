@@ -18,7 +18,7 @@ from ... import session
 from ...loading import find_device
 from ...output import first_line
 from .answers import Answered, AnswerLog
-from .loading import Reading, Selecting, load, read_video
+from .loading import Options, load
 
 
 @dataclass
@@ -35,10 +35,9 @@ class VisualTokenCounts(TokenCounts):
 
 @dataclass(frozen=True)
 class _Request:
-    """One prompt: where it stands in its task, the messages of its chat template, what it shows, how it is answered."""
+    """One prompt: the messages of its chat template, what it shows, how it is answered."""
 
     key: str
-    place: str
     messages: list[dict[str, Any]]
     videos: list[str]
     images: list[Any]
@@ -52,16 +51,14 @@ class _Request:
 
 class QTSplus(lmms):
     """
-    A QTSplus model, or a stock one whose backbone we have.
-
-    Prompts are those of the chat template, and `until` is left alone, as in lmms-eval's own chat classes. Frames, their
-    size and their times come from our processor, for stock models too: every model that runs here sees the same.
+    A QTSplus model, or a stock one whose backbone we have. Frames, their size and their times come from our processor
+    for all of them. `until` is left alone, as in lmms-eval's own chat classes.
 
     Args:
         pretrained, revision, dtype: as for `qtsplus.loading.load`.
         device: such as `"cuda"`; with several processes on GPUs, each takes the one of its rank.
         answers: a folder that keeps every answer as it is given; what it holds is not asked again.
-        options: the fields of [`Selecting`] and [`Reading`].
+        options: the fields of [`Options`].
 
     Raises:
         ValueError: an unknown option, or a value that is out of its range.
@@ -81,7 +78,9 @@ class QTSplus(lmms):
         **options: Any,
     ):
         super().__init__()
-        self.selecting, self.reading = _take_options(options)
+        if unknown := sorted(set(options) - {field.name for field in fields(Options)}):
+            known = ", ".join(field.name for field in fields(Options))
+            raise ValueError(f"There is no option {', '.join(unknown)}; expected some of {known}.")
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"batch_size is {batch_size!r}; expected a whole number, at least 1.")
         self.batch_size = int(batch_size)
@@ -90,10 +89,10 @@ class QTSplus(lmms):
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         settings = {"pretrained": str(pretrained), "revision": revision, "dtype": dtype, **options}
         self.log = AnswerLog(answers, self._rank, settings)
-        self.model, self.processor, self.selecting = load(
-            str(pretrained), revision, find_device(device), dtype, self.selecting
+        self.model, self.processor, self.options = load(
+            str(pretrained), revision, find_device(device), dtype, Options(**options)
         )
-        self.reading.apply(self.processor)
+        self.options.apply(self.processor)
         self._encoded: OrderedDict[str, session.EncodedVideo | str] = OrderedDict()
 
     @property
@@ -111,13 +110,13 @@ class QTSplus(lmms):
         keys = [self._key(instance) for instance in requests]
         waiting = {key: instance for key, instance in zip(keys, requests, strict=True) if key not in self.log.found}
         # A random choice is drawn for each prompt by itself: the same one in any batch, process and second run.
-        drawn = self.selecting.selection == "random"
+        drawn = self.options.selection == "random"
         batches = _batches(waiting, 1 if drawn else self.batch_size)
         for batch in track(batches, "Asking", console=Console(stderr=True), disable=self._rank != 0):
             asked = [self._request(key, waiting[key]) for key in batch]
             with torch.random.fork_rng(enabled=drawn):
                 if drawn:
-                    torch.manual_seed(zlib.crc32(asked[0].place.encode()))
+                    torch.manual_seed(zlib.crc32(asked[0].key.encode()))
                 self.log.add(self._answer(asked))
         return [
             GenerationResult(answered.text, VisualTokenCounts(output_tokens=answered.output_tokens, answered=answered))
@@ -150,7 +149,7 @@ class QTSplus(lmms):
                 else:
                     raise ValueError(f"{task} {doc_id}: expected text, images and whole videos, got {part!r}.")
             messages.append({"role": message["role"], "content": content})
-        return _Request(key, f"{task}/{split}/{doc_id}", messages, videos, images, query, generation)
+        return _Request(key, messages, videos, images, query, generation)
 
     def _answer(self, batch: Sequence[_Request]) -> dict[str, Answered]:
         """Answers to prompts of one kind of generation; those whose videos cannot be read fail, the others do not."""
@@ -168,7 +167,7 @@ class QTSplus(lmms):
         """A video's features, or why it cannot be read; the last few are kept, as several questions are about one."""
         if video not in self._encoded:
             try:
-                self._encoded[video] = read_video(self.model, self.processor, video, self.selecting)
+                self._encoded[video] = session.encode(self.model, self.processor, video)
             except (ValueError, OSError) as error:
                 self._encoded[video] = first_line(error)
         self._encoded.move_to_end(video)
@@ -185,7 +184,7 @@ class QTSplus(lmms):
             encoded["second_per_grid_ts"] = [second for video in videos for second in video.second_per_grid_ts]
         output = self.model.generate(
             **inputs.to(self.device),
-            **self.selecting.call(),
+            **self.options.call(),
             **_generation(asked[0][0].generation),
             **encoded,
             return_dict_in_generate=True,
@@ -215,17 +214,6 @@ class QTSplus(lmms):
         if any(request.query for request in requests):
             options["query"] = [request.query or _question(request.messages) for request in requests]
         return self.processor.conversation_inputs([request.messages for request in requests], **options)
-
-
-def _take_options(options: Mapping[str, Any]) -> tuple[Selecting, Reading]:
-    selecting, reading = ({field.name for field in fields(kind)} for kind in (Selecting, Reading))
-    if unknown := sorted(set(options) - selecting - reading):
-        known = ", ".join(sorted(selecting | reading))
-        raise ValueError(f"There is no option {', '.join(unknown)}; expected some of {known}.")
-    return (
-        Selecting(**{name: value for name, value in options.items() if name in selecting}),
-        Reading(**{name: value for name, value in options.items() if name in reading}),
-    )
 
 
 def _batches(waiting: Mapping[str, Instance], size: int) -> list[list[str]]:

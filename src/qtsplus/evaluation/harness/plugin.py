@@ -6,12 +6,7 @@ _HERE = __name__.rpartition(".")[0]
 
 
 def manifests() -> list[ModelManifest]:
-    """
-    The model `qtsplus`, and a guard in front of the harness's own `qwen2_5_vl`.
-
-    That class would load a QTSplus folder as plain Qwen2.5-VL, leave its selector out without an error, and score
-    another model than the one that was named.
-    """
+    """The model `qtsplus`, and a guard in front of the harness's own, which would leave a selector out in silence."""
     return [
         ModelManifest("qtsplus", chat_class_path=f"{_HERE}.model.QTSplus"),
         ModelManifest(

@@ -20,11 +20,6 @@ def messages(doc: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "video", "url": doc["video"]}, text]}]
 
 
-def question(doc: Mapping[str, Any]) -> str:
-    """What the harness logs as the prompt."""
-    return doc["question"]
-
-
 def matches(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Whether the answer is the record's, letter for letter, as in `qtsplus eval records`."""
     return {"exact_match": float(results[0].strip() == doc["answer"])}
@@ -32,12 +27,8 @@ def matches(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 def write_task(records: str | os.PathLike, folder: Path) -> str:
     """
-    Writes a task for `--include_path`: `<folder>/<name>.yaml`, and its questions beside it.
-
-    Records without a video are left out. The task's name, which is returned, is the file's.
-
-    Raises:
-        ValueError: no such file, a line that is not a record, no record with a video, a video with a rate of its own.
+    Writes a task for `--include_path`: `<folder>/<name>.yaml`, and its questions about videos beside it. Returns its
+    name, the file's. A `ValueError` for a file without such questions, or with a rate of its own.
     """
     chosen = [record for record in read_records(records) if record.video is not None]
     if not chosen:

@@ -82,7 +82,6 @@ def run(
     processes: int = 1,
     batch_size: int = 1,
     device: str | None = None,
-    include_path: Path | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """
@@ -91,11 +90,8 @@ def run(
     Args:
         out: a folder; beside the result it holds the answers, the harness's log, and as `samples/TASK.jsonl` what the
             harness logged of every question.
-        processes: that share the questions.
-        batch_size: prompts at a time, in each of them.
-        device: such as `"cuda"`; a GPU per process where there are any when absent.
-        include_path: a folder of tasks of one's own.
-        say: takes one line per step.
+        processes: that share the questions, with `batch_size` prompts at a time in each, on a GPU each where there are
+            any and no `device` is named.
 
     Returns:
         What `run.json` holds: `settings`, `versions` and `tasks`, see [`collect`].
@@ -110,9 +106,13 @@ def run(
             '`pip install -e ".[eval]"`.'
         )
     tasks, folder = resolve(settings.tasks), out / "tasks"
-    command = _command(settings, tasks, folder, out, processes, batch_size, device)
-    _claim(out, settings, include_path)
-    _write_tasks(tasks, folder, include_path)
+    command = _command(settings, tasks, out, processes, batch_size, device)
+    _claim(out, settings)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for task in tasks:
+        if task.endswith(RECORDS):
+            record_tasks.write_task(task, folder)
     log = out / "harness.log"
     say(f"lmms-eval is running; its log is {log}.")
     shutil.rmtree(out / "harness", ignore_errors=True)  # of an earlier start
@@ -132,12 +132,7 @@ def run(
 
 
 def resolve(tasks: str) -> list[str]:
-    """
-    The tasks of a list with commas, each once; `paper` stands for all of the paper's.
-
-    Raises:
-        ValueError: no name between two commas.
-    """
+    """The tasks of a list with commas, each once; `paper` stands for all of the paper's."""
     names = [name.strip() for name in tasks.split(",")]
     if not all(names):
         raise ValueError(f"--tasks is {tasks!r}; expected names with commas between them, such as videomme,lvbench.")
@@ -149,45 +144,20 @@ def samples_log(out: Path, task: str) -> Path:
     return out / "samples" / f"{task}.jsonl"
 
 
-def _claim(out: Path, settings: Settings, include_path: Path | None) -> None:
+def _claim(out: Path, settings: Settings) -> None:
     """A folder belongs to the settings of its first run: two would mix their answers."""
     check_folder(out)
     path, wanted = out / "settings.json", json.loads(json.dumps(settings.as_dict()))
     if path.exists():
-        held = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(held, dict) or held.keys() != wanted.keys():
-            raise ValueError(f"{path} is not of a run of `qtsplus eval`; choose another folder with --out.")
-        differing = sorted(name for name in wanted if held[name] != wanted[name])
-        if differing:
-            raise ValueError(
-                f"{out} holds a run with another {' and another '.join(differing)}; choose another folder with --out."
-            )
+        if json.loads(path.read_text(encoding="utf-8")) != wanted:
+            raise ValueError(f"{path} is of a run with other settings; choose another folder with --out.")
     elif taken := [name for name in _WRITTEN if (out / name).exists()]:
         raise ValueError(f"{out} holds {taken[0]}, which is not of a run; choose another folder with --out.")
-    if include_path is not None and include_path.resolve().is_relative_to(out.resolve()):
-        raise ValueError(f"--include-path {include_path} lies in the folder of the run; keep your tasks elsewhere.")
     write_json(path, wanted)
 
 
-def _write_tasks(tasks: Sequence[str], folder: Path, include_path: Path | None) -> None:
-    """One folder with all tasks that the harness does not have itself."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if include_path is not None:
-        shutil.copytree(include_path, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for task in tasks:
-        if task.endswith(RECORDS):
-            record_tasks.write_task(task, folder)
-
-
 def _command(
-    settings: Settings,
-    tasks: Sequence[str],
-    folder: Path,
-    out: Path,
-    processes: int,
-    batch_size: int,
-    device: str | None,
+    settings: Settings, tasks: Sequence[str], out: Path, processes: int, batch_size: int, device: str | None
 ) -> list[str]:
     given = {
         "pretrained": settings.model,
@@ -197,21 +167,16 @@ def _command(
         "answers": out / "answers",
     }
     for name, value in given.items():
-        if any(sign in str(value) for sign in ",=\"'{}[]"):
-            raise ValueError(
-                f"{name} is {str(value)!r}; lmms-eval takes no comma, equals sign, quote or bracket in it."
-            )
+        if set(str(value)) & set(",=\"'{}[]"):
+            raise ValueError(f"{name} is {str(value)!r}; lmms-eval takes no comma, equals sign, quote or bracket.")
     names = [Path(task).stem if task.endswith(RECORDS) else task for task in tasks]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"Two files of records are named {repeated[0]}; rename one, since its task has that name.")
-    single_process = [sys.executable, "-m"]
-    many_processes = [*single_process, "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+    many = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
     return [
-        *(single_process if processes == 1 else many_processes),
-        "lmms_eval",
-        *("--model", "qtsplus"),
+        *(sys.executable, "-m", *(many if processes > 1 else []), "lmms_eval", "--model", "qtsplus"),
         *("--model_args", ",".join(f"{name}={value}" for name, value in given.items() if value is not None)),
-        *("--tasks", ",".join(names), "--include_path", str(folder)),
+        *("--tasks", ",".join(names), "--include_path", str(out / "tasks")),
         *("--batch_size", str(batch_size)),
         *("--output_path", str(out / "harness"), "--log_samples"),
         # Else it prints a failure and ends with exit code 0.
@@ -321,13 +286,4 @@ def failures(tasks: Mapping[str, Any]) -> list[str]:
     return [
         f"{task}: {count} question{'s' if count > 1 else ''} about {video} failed and count as wrong: {reason}"
         for (task, video, reason), count in reasons.items()
-    ]
-
-
-def guessed(tasks: Mapping[str, Any]) -> list[str]:
-    """The tasks that gave points to a question which has no answer: they guess where they cannot read one."""
-    return [
-        task
-        for task, result in tasks.items()
-        if any(sample["failed"] is not None and any(sample["scores"].values()) for sample in result["samples"])
     ]
