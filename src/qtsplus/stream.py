@@ -69,7 +69,7 @@ class RowsOnDisk:
     def append(self, rows: torch.Tensor) -> torch.Tensor:
         """All rows so far, `[n, d]`."""
         self._file.seek(0, 2)
-        self._file.write(rows.contiguous().view(torch.uint8).numpy())
+        self._file.write(rows.contiguous().view(torch.uint8).numpy().data)
         self._file.flush()
         mapped = torch.from_numpy(np.memmap(self._file, mode="c"))  # which torch may write to; the file stays
         return mapped.view(rows.dtype).view(-1, rows.shape[1])
