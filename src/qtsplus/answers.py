@@ -12,7 +12,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from .evidence import Interval, evidence_intervals, keep_maps
 from .prompt_qtsplus import pad_rows
-from .selector_qtsplus import QTSplusOutput
 from .two_passes import SecondPass
 from .videos import EncodedVideo
 
@@ -63,12 +62,12 @@ def make_answer(
     processor: Any,
     videos: Mapping[str, EncodedVideo],
     ids: torch.Tensor,
-    chosen: QTSplusOutput,
+    chosen: Any,
     timings: dict[str, float],
     row: int = 0,
     second: SecondPass | None = None,
 ) -> Answer:
-    """An answer from the ids that the model wrote, and the selection of tokens of the videos, or of a second pass."""
+    """An answer from the ids that the model wrote, and a row of the [`QTSplusOutput`] of the videos or a second pass."""
     kept, rho = chosen.kept_indices[row], float(chosen.rho[row])
     relevance = chosen.relevance[row] if chosen.relevance else None  # none if the method computed none
     if second is not None:

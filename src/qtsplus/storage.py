@@ -18,13 +18,10 @@ SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video s
 
 def fingerprint(model: Any, processor: Any) -> str:
     """A hash of what features depend on: the vision tower's weights and settings, and the processor's for pixels."""
+    others = (*SAMPLING, "do_sample_frames")
     settings = {
         "vision": {**model.config.vision_config.to_dict(), "transformers_version": None},
-        "pixels": {
-            name: at
-            for name, at in processor.video_processor.to_dict().items()
-            if name not in (*SAMPLING, "do_sample_frames")
-        },
+        "pixels": {name: at for name, at in processor.video_processor.to_dict().items() if name not in others},
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, weight in model.model.state_dict().items():
