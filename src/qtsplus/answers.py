@@ -67,7 +67,7 @@ def make_answer(
     row: int = 0,
     second: SecondPass | None = None,
 ) -> Answer:
-    """An answer from the ids that the model wrote, and a row of the [`QTSplusOutput`] of the videos or a second pass."""
+    """An answer from the ids that the model wrote, and a row of what was kept of the videos, or of a second pass."""
     kept, rho = chosen.kept_indices[row], float(chosen.rho[row])
     relevance = chosen.relevance[row] if chosen.relevance else None  # none if the method computed none
     if second is not None:
