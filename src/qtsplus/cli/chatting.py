@@ -10,7 +10,7 @@ import typer
 
 from . import options
 from .asking import Talk, check_videos, print_answer
-from .console import console, describe, note, one_line_errors, require_fraction
+from .console import console, describe, note, one_line_errors
 from .models import check_model_options, check_selection
 
 _HELP = "Commands: /evidence [FOLDER], /budget FRACTION, COUNT or auto, /add VIDEO, /quit. Anything else is a question."
@@ -43,7 +43,6 @@ def chat(
     """
     check_model_options(model, revision)
     check_videos(videos, fps)
-    require_fraction(retention)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     choice["max_new_tokens"] = max_new_tokens
     try:
