@@ -65,9 +65,7 @@ def find(
         rows = [{name: value for name, value in asdict(one).items() if name != "video"} for one in moments]
         print(json.dumps({"question": question, "moments": rows}))
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("video", "seconds", "place", "relevance"):
-        table.add_column(title)
+    table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
     for one in moments:
         table.add_row(one.name, f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
     console.print(table)
