@@ -133,14 +133,14 @@ class Visit:
 
 
 def build(model: Any, processor: Any, library: Library | None = None, media_root: Path | None = None) -> gr.Blocks:
-    """The page itself; see [`launch`]."""
+    """The page of [`launch`]."""
     paths = {}
     if library is not None and media_root is not None:
         paths = {name: str(Path(media_root, name).resolve()) for name in library.names}
         gr.set_static_paths(list(paths.values()))
 
     def begin(visit: Visit | None) -> Visit:
-        """Comes before a request waits in line, where Stop may already find it."""
+        """Before a request waits in line, where Stop may already find it."""
         visit = visit or Visit(model, processor, library, paths)
         visit.stopped.clear()
         return visit

@@ -101,11 +101,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 def build_app(name: str, model: Any, processor: Any, door: Door, budget: Mapping[str, Any]) -> FastAPI:
     """
-    The server's app: chat completions, the list of its one model, and its health. Beside an answer that is not streamed
-    stands what it rests on, as `qtsplus`: the counts of kept and of all visual tokens, and the evidence.
-
-    Args:
-        budget: `retention` and `max_visual_tokens` of requests that say neither.
+    The server's app, with a `budget` for requests that state none. Beside an answer that is not streamed stands what it
+    rests on, as `qtsplus`: the counts of kept and of all visual tokens, and the evidence.
     """
     urllib.request.install_opener(urllib.request.build_opener(_NoRedirects))
     prepared = copy.copy(processor)  # for requests whose inputs were made before, beside the event loop

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.video_utils import VideoMetadata
 
+from .output import whole_file
 from .videos import EncodedVideo
 
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video says its own
@@ -32,12 +32,7 @@ def fingerprint(model: Any, processor: Any) -> str:
 
 
 def save_video(encoded: EncodedVideo, path: str | Path, made_by: str) -> None:
-    """
-    Writes an encoded video to one file, which is whole or not there, with the [`fingerprint`] of what encoded it.
-
-    Raises:
-        ValueError: a video for two passes, whose second one has to read the video itself.
-    """
+    """Writes an encoded video to one file, which is whole or not there, with the [`fingerprint`] of what encoded it."""
     if encoded.large is not None:
         raise ValueError(f"{encoded.video!r} was encoded for two passes and cannot be stored; encode it in one.")
     about = {
@@ -46,22 +41,15 @@ def save_video(encoded: EncodedVideo, path: str | Path, made_by: str) -> None:
         "second_per_grid_ts": [float(seconds) for seconds in encoded.second_per_grid_ts],
         "metadata": vars(encoded.metadata),
     }
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     header = {"made_by": made_by, "about": json.dumps(about)}
-    try:
-        save_file({"features": encoded.features.cpu().contiguous()}, part, header)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path, "wb") as part:
+        save_file({"features": encoded.features.cpu().contiguous()}, part.name, header)
 
 
 def load_video(path: str | Path, made_by: str, device: Any = "cpu") -> EncodedVideo:
     """
-    Reads what [`save_video`] wrote, for a device. On the CPU the features stay on disk until they are looked at.
-
-    Raises:
-        ValueError: no such file, one that is broken or no stored video, or one made with another vision tower.
+    Reads what [`save_video`] wrote, for a device; a `ValueError` for what is broken, or made with another vision tower.
+    On the CPU the features stay on disk until they are looked at.
     """
     try:
         with safe_open(path, "pt") as file:

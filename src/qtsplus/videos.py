@@ -59,7 +59,6 @@ def encode(
 ) -> EncodedVideo:
     """
     Reads a video of any length and encodes it, chunk by chunk: one is decoded while the one before it is encoded.
-
     Memory holds three chunks at most, and the features.
 
     Args:
