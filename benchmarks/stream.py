@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from transformers.video_utils import VideoMetadata
 
+from qtsplus import ranking
 from qtsplus.demo import cached_tiny
 from qtsplus.evaluation.intervals import share_interval
 from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.loading import load
 from qtsplus.methods_qtsplus import Candidates, changes, most_relevant
 from qtsplus.output import check_output, markdown_table
-from qtsplus.ranking import StandingQuestion
 from qtsplus.results import write_json
 from qtsplus.stream import Stream
 
@@ -46,7 +46,7 @@ FRAME = (GRID * CELL, GRID * CELL, 3)
 _SCENES, _ROOM = 700_000, 800_000
 
 
-class Chance(StandingQuestion):
+class Chance(ranking.StandingQuestion):
     """Uniform thinning, in the place of a standing question: each token is rated once, by chance."""
 
     def __init__(self) -> None:

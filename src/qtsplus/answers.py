@@ -1,10 +1,10 @@
 """An answer about videos: the prompt of its question, and what it is made of."""
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from math import ceil, floor
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from .evidence import Interval, evidence_intervals, keep_maps
 from .prompt_qtsplus import pad_rows
-from .selector_qtsplus import QTSplusOutput
 from .two_passes import SecondPass
 from .videos import EncodedVideo
 
@@ -48,13 +47,10 @@ class Answer:
     def as_dict(self) -> dict[str, Any]:
         """What `qtsplus ask --json` prints: all fields but the keep maps."""
         fields = {name: value for name, value in vars(self).items() if name != "keep_maps"}
-        evidence = [
-            {
-                **{"video": one.name, "start": one.start, "end": one.end, "weight": one.weight, "box": list(one.box)},
-                "pixels": None if one.pixels is None else list(one.pixels),
-            }
-            for one in self.evidence
-        ]
+        evidence = []
+        for one in self.evidence:
+            place = {"box": list(one.box), "pixels": None if one.pixels is None else list(one.pixels)}
+            evidence.append({"video": one.name, "start": one.start, "end": one.end, "weight": one.weight, **place})
         return {**fields, "evidence": evidence}
 
 
@@ -63,12 +59,12 @@ def make_answer(
     processor: Any,
     videos: Mapping[str, EncodedVideo],
     ids: torch.Tensor,
-    chosen: QTSplusOutput,
+    chosen: Any,
     timings: dict[str, float],
     row: int = 0,
     second: SecondPass | None = None,
 ) -> Answer:
-    """An answer from the ids that the model wrote, and the selection of tokens of the videos, or of a second pass."""
+    """An answer from the ids that the model wrote, and a row of what was kept of the videos, or of a second pass."""
     kept, rho = chosen.kept_indices[row], float(chosen.rho[row])
     relevance = chosen.relevance[row] if chosen.relevance else None  # none if the method computed none
     if second is not None:
@@ -102,8 +98,7 @@ def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
     pixels = None
     if width and height:
         left, top, right, bottom = interval.box
-        low, high = (math.floor(left * width), math.floor(top * height)), (right * width, bottom * height)
-        pixels = (*low, math.ceil(high[0]), math.ceil(high[1]))
+        pixels = floor(left * width), floor(top * height), ceil(right * width), ceil(bottom * height)
     # The last grid step is padded where the frames are odd in number.
     start, end = video.start + interval.start, video.start + min(interval.end, video.length)
     return replace(interval, start=start, end=end, name=name, pixels=pixels)
@@ -151,7 +146,7 @@ def prompt_inputs(
 def _first_step(video: EncodedVideo) -> EncodedVideo:
     """As a prompt sees it."""
     grid, metadata = video.video_grid_thw.clone(), copy(video.metadata)
-    metadata.frames_indices = metadata.frames_indices[: math.ceil(len(metadata.frames_indices) / int(grid[0, 0]))]
+    metadata.frames_indices = metadata.frames_indices[: ceil(len(metadata.frames_indices) / int(grid[0, 0]))]
     grid[0, 0] = 1
     return replace(video, video_grid_thw=grid, metadata=metadata)
 

@@ -61,11 +61,11 @@ class _Stoppable(StoppingCriteria):
 class Visit:
     """What the server holds for one open page, and does for its buttons; all visits share the model and the library."""
 
-    def __init__(self, model: Any, processor: Any, library: Library | None, paths: Mapping[str, str]) -> None:
+    def __init__(self, model: Any, processor: Any, library: Any, paths: Mapping[str, str]) -> None:
         self.stopped, self.path = Event(), ""
         own = _Stoppable(model, self.stopped)
         self.session, self.paths = VideoSession(own, processor), paths
-        self.library: Any = copy(library)
+        self.library = copy(library)
         if library is not None:
             self.library.model = own
 
@@ -119,31 +119,28 @@ class Visit:
 
     def _pane(self, question: str, answer: Answer) -> dict[str, Any]:
         """An answer; the tokens that it kept of a film are counted through all grid steps, row by row."""
-        kept, total, seconds = answer.kept_tokens, answer.visual_tokens, answer.timings
-        facts = f"Kept {kept:,} of {total:,} tokens ({kept / total:.1%}); the first word took "
+        count, total, seconds = answer.kept_tokens, answer.visual_tokens, answer.timings
+        facts = f"Kept {count:,} of {total:,} tokens ({count / total:.1%}); the first word took "
         facts += f"{seconds['first_token']:.2f} s, all of it {seconds['generate']:.2f} s."
         maps = {}
         for name, keep_map in answer.keep_maps.items():
             film = self.session.videos[name] if self.session.names else self.library._video(name)
             times = {"start": film.start, "step": film.second_per_grid_ts[0], "end": film.start + film.length}
-            maps[name] = {
-                "grid": list(keep_map.shape),
-                "kept": keep_map.flatten().nonzero().flatten().tolist(),
-                **times,
-            }
+            kept = keep_map.flatten().nonzero().flatten().tolist()
+            maps[name] = {"grid": list(keep_map.shape), "kept": kept, **times}
         named = not self.session.names  # or else it is the only film
         return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps, "named": named}
 
 
 def build(model: Any, processor: Any, library: Library | None = None, media_root: Path | None = None) -> gr.Blocks:
-    """The page itself; see [`launch`]."""
+    """The page of [`launch`]."""
     paths = {}
     if library is not None and media_root is not None:
         paths = {name: str(Path(media_root, name).resolve()) for name in library.names}
         gr.set_static_paths(list(paths.values()))
 
     def begin(visit: Visit | None) -> Visit:
-        """Comes before a request waits in line, where Stop may already find it."""
+        """Before a request waits in line, where Stop may already find it."""
         visit = visit or Visit(model, processor, library, paths)
         visit.stopped.clear()
         return visit

@@ -61,9 +61,6 @@ class Questions:
     tasks: list[Task]
     problems: dict[int, str]
 
-    def digest(self) -> str:
-        return hashlib.sha256(repr([row.content for row in self.rows]).encode()).hexdigest()[:16]
-
     def videos(self) -> list[list[Task]]:
         """The tasks of each video, read at one rate."""
         videos: dict[tuple[str, float | None], list[Task]] = {}
@@ -242,9 +239,9 @@ def run(
     folder = Path(f"{out}.run")
     check_output(out, overwrite=folder.is_dir())
     folder.mkdir(parents=True, exist_ok=True)
-    settings, lock = {"input": questions.digest(), **asker.settings()}, FileLock(folder / ".lock")
-    with lock:
-        journal = Journal(folder / "journal.jsonl", settings, begin_anew=False)
+    digest = hashlib.sha256(repr([row.content for row in questions.rows]).encode()).hexdigest()[:16]
+    with (lock := FileLock(folder / ".lock")):
+        journal = Journal(folder / "journal.jsonl", {"input": digest, **asker.settings()}, begin_anew=False)
     done = {number for number in journal.done if not (retry_failed and "error" in journal.done[number])}
     mine = questions.videos()[share[0] :: share[1]]
     left = [tasks for video in mine if (tasks := [task for task in video if task.number not in done])]

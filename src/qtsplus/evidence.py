@@ -38,13 +38,7 @@ def token_maps(values: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> l
 
 
 def keep_maps(kept_indices: torch.Tensor, video_grid_thw: torch.Tensor, merge_size: int) -> list[torch.Tensor]:
-    """
-    Which tokens of each frame were kept: one bool `[T, H, W]` per video.
-
-    Args:
-        kept_indices: `[n]`, indices among the sample's video tokens.
-        video_grid_thw, merge_size: as for [`token_grids`].
-    """
+    """One bool `[T, H, W]` per video: which tokens of each frame were kept, `[n]` indices among those of all videos."""
     grids = token_grids(video_grid_thw, merge_size)
     kept = torch.zeros(sum(t * h * w for t, h, w in grids), dtype=torch.bool)
     kept[kept_indices.cpu()] = True
@@ -74,9 +68,6 @@ def evidence_intervals(
 
     Returns:
         intervals, the one with the most relevance first; none if nothing was kept.
-
-    Raises:
-        ValueError: grids that do not fit the relevance.
     """
     if len(kept_indices) == 0:
         return []

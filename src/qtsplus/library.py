@@ -66,7 +66,6 @@ class Index(Journal):
         return self.folder / f"{entry['content'][:32]}.safetensors"
 
     def require(self, made_by: str) -> None:
-        """Raises `ValueError` for a library that another vision tower has made."""
         if self.settings["made_by"] != made_by:
             raise ValueError(
                 f"{self.folder} was made with another vision tower or processor than this model's: name the model that "
@@ -100,8 +99,7 @@ def index(
         say: takes a line: what is to be done, and its size on disk.
 
     Raises:
-        ValueError: no video; a library of another model, of other settings, or of none of these videos; a folder of
-            other files; a full disk.
+        ValueError: no video; a library of another tower, settings or videos; a folder of other files; a full disk.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}.")

@@ -27,13 +27,8 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
 
 def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:
     """
-    The path of a file that is about to be made, before anything is computed for it.
-
-    Args:
-        overwrite: whether a file that stands there may be replaced.
-
-    Raises:
-        ValueError: an empty path, a folder, a file that is there already, or a place that cannot be written.
+    The path of a file that is about to be made, before anything is computed for it; a `ValueError` for an empty one, a
+    folder, a file that is there already and may not be overwritten, or a place that cannot be written.
     """
     target = Path(path)
     if str(path).strip() and target.is_dir():
@@ -45,12 +40,7 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:
 
 
 def check_folder(path: str | os.PathLike) -> Path:
-    """
-    The path of a folder for results, before anything is computed for them; it need not be there yet.
-
-    Raises:
-        ValueError: an empty path, a file, or a place that cannot be written.
-    """
+    """The path of a folder for results, which need not be there yet; a `ValueError` as [`check_output`] raises."""
     if not str(path).strip():
         raise ValueError("The name of the output is empty; expected a file or a folder (. is this one).")
     existing = _existing(Path(path))

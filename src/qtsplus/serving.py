@@ -49,11 +49,7 @@ class _Chat:
 
 @dataclass(frozen=True)
 class Door:
-    """
-    Which videos a request may name: those in it (`data:`), in a folder (`file:///...`), at addresses of some hosts.
-
-    Redirects are not followed: an allowed host could lead to one that is not.
-    """
+    """Which videos a request may name: those in it (`data:`), in a folder (`file:///...`), at addresses of hosts."""
 
     media_root: Path | None = None
     domains: Sequence[str] = ()
@@ -77,8 +73,9 @@ class Door:
         conversation: list[dict[str, Any]] = []
         videos: list[str] = []
         for message in messages:
-            role, content = message.get("role"), message.get("content")
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            role, parts = message.get("role"), message.get("content")
+            if isinstance(parts, str):
+                parts = [{"type": "text", "text": parts}]
             if role not in ("system", "user", "assistant") or not isinstance(parts, list):
                 raise ValueError(f"messages holds {show(message)}; expected a role and a content.")
             conversation.append({"role": role, "content": [_part(part, videos) for part in parts]})
@@ -96,17 +93,16 @@ def _part(part: Any, videos: list[str]) -> dict[str, str]:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """An allowed host could lead to one that is not."""
+
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def build_app(name: str, model: Any, processor: Any, door: Door, budget: Mapping[str, Any]) -> FastAPI:
     """
-    The server's app: chat completions, the list of its one model, and its health. Beside an answer that is not streamed
-    stands what it rests on, as `qtsplus`: the counts of kept and of all visual tokens, and the evidence.
-
-    Args:
-        budget: `retention` and `max_visual_tokens` of requests that say neither.
+    The server's app, with a `budget` for requests that state none. Beside an answer that is not streamed stands what it
+    rests on, as `qtsplus`: the counts of kept and of all visual tokens, and the evidence.
     """
     urllib.request.install_opener(urllib.request.build_opener(_NoRedirects))
     prepared = copy.copy(processor)  # for requests whose inputs were made before, beside the event loop
@@ -114,8 +110,9 @@ def build_app(name: str, model: Any, processor: Any, door: Door, budget: Mapping
     state = GenerationState()
     app = FastAPI(openapi_url=None)
 
+    @app.exception_handler(RecursionError)  # brackets in brackets
     @app.exception_handler(ValueError)
-    async def refuse(_: Request, error: ValueError) -> JSONResponse:
+    async def refuse(_: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"error": {"message": " ".join(str(error).split()), "type": "invalid_request_error"}}, 400)
 
     @app.post("/v1/chat/completions")
@@ -174,10 +171,7 @@ async def _read(request: Request) -> _Chat:
         body += chunk if size <= MAX_BODY else b""
     if size > MAX_BODY:
         raise HTTPException(413, f"The request is larger than {MAX_BODY / 2**20:.0f} MiB.")
-    try:
-        fields = json.loads(body)
-    except RecursionError:
-        fields = None
+    fields = json.loads(body)
     if not isinstance(fields, dict):
         raise ValueError("The request is no JSON object.")
     if "max_completion_tokens" in fields:  # the newer name

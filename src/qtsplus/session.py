@@ -262,13 +262,7 @@ class VideoSession:
         return fingerprint(self.model, self.processor)
 
     def save(self, folder: str | Path) -> None:
-        """
-        Writes the videos' features, and the conversation, to a folder.
-
-        Raises:
-            FileExistsError: the folder holds files that no earlier call wrote.
-            ValueError: a video for two passes; an open stream.
-        """
+        """Writes features and conversation to a folder; `FileExistsError` if it holds files that no `save` wrote."""
         if self.streams:
             raise ValueError(f"The stream {next(iter(self.streams))!r} is open and cannot be saved; remove it first.")
         with whole_folder(folder) as staging:
@@ -280,10 +274,8 @@ class VideoSession:
 
     def load(self, folder: str | Path) -> None:
         """
-        Takes the videos and the conversation that [`VideoSession.save`] wrote, in place of those that it has.
-
-        Raises:
-            ValueError: no such folder, a broken one, or one that was made with another vision tower or processor.
+        Takes the videos and the conversation that [`VideoSession.save`] wrote, in place of those that it has; a
+        `ValueError` for a broken folder, or one that was made with another vision tower or processor.
         """
         saved, device = read_json(Path(folder) / _SAVED), self.model.device
         if not {"videos", "turns"} <= saved.keys():

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.video_utils import VideoMetadata
 
+from .output import whole_file
 from .videos import EncodedVideo
 
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video says its own
@@ -18,13 +18,10 @@ SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video s
 
 def fingerprint(model: Any, processor: Any) -> str:
     """A hash of what features depend on: the vision tower's weights and settings, and the processor's for pixels."""
+    others = (*SAMPLING, "do_sample_frames")
     settings = {
         "vision": {**model.config.vision_config.to_dict(), "transformers_version": None},
-        "pixels": {
-            name: at
-            for name, at in processor.video_processor.to_dict().items()
-            if name not in (*SAMPLING, "do_sample_frames")
-        },
+        "pixels": {name: at for name, at in processor.video_processor.to_dict().items() if name not in others},
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, weight in model.model.state_dict().items():
@@ -35,12 +32,7 @@ def fingerprint(model: Any, processor: Any) -> str:
 
 
 def save_video(encoded: EncodedVideo, path: str | Path, made_by: str) -> None:
-    """
-    Writes an encoded video to one file, which is whole or not there, with the [`fingerprint`] of what encoded it.
-
-    Raises:
-        ValueError: a video for two passes, whose second one has to read the video itself.
-    """
+    """Writes an encoded video to one file, which is whole or not there, with the [`fingerprint`] of what encoded it."""
     if encoded.large is not None:
         raise ValueError(f"{encoded.video!r} was encoded for two passes and cannot be stored; encode it in one.")
     about = {
@@ -49,22 +41,15 @@ def save_video(encoded: EncodedVideo, path: str | Path, made_by: str) -> None:
         "second_per_grid_ts": [float(seconds) for seconds in encoded.second_per_grid_ts],
         "metadata": vars(encoded.metadata),
     }
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     header = {"made_by": made_by, "about": json.dumps(about)}
-    try:
-        save_file({"features": encoded.features.cpu().contiguous()}, part, header)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path, "wb") as part:
+        save_file({"features": encoded.features.cpu().contiguous()}, part.name, header)
 
 
 def load_video(path: str | Path, made_by: str, device: Any = "cpu") -> EncodedVideo:
     """
-    Reads what [`save_video`] wrote, for a device. On the CPU the features stay on disk until they are looked at.
-
-    Raises:
-        ValueError: no such file, one that is broken or no stored video, or one made with another vision tower.
+    Reads what [`save_video`] wrote, for a device; a `ValueError` for what is broken, or made with another vision tower.
+    On the CPU the features stay on disk until they are looked at.
     """
     try:
         with safe_open(path, "pt") as file:

@@ -100,14 +100,10 @@ class Stream:
             what was kept and what is new. By default `"question"` with a standing question, else `"diversity"`.
         question: a standing question, by which the policy `"question"` goes. Any other can be asked too.
         fps: frames per second. A step in time lasts as long as its frames.
-        sized_as: frames are as large as in a video of so many; by default of as many as the processor looks at. It
-            counts with backbones such as Qwen3-VL, which share a number of pixels among the frames of a video.
+        sized_as: frames are as large as in a video of so many, with backbones such as Qwen3-VL that share a number of
+            pixels among the frames of a video; by default of as many as the processor looks at.
         device: where the memory lives, such as `"cpu"`; the model's when absent.
         folder: of a disk on which the memory lives instead, as far as all tokens stay.
-
-    Raises:
-        ValueError: a policy of another name, or one that needs a standing question; no token, or no rate; a policy
-            where all tokens stay, or a folder where they do not.
     """
 
     def __init__(

@@ -59,7 +59,6 @@ def encode(
 ) -> EncodedVideo:
     """
     Reads a video of any length and encodes it, chunk by chunk: one is decoded while the one before it is encoded.
-
     Memory holds three chunks at most, and the features.
 
     Args:
@@ -116,9 +115,7 @@ def _encode_frames(
     """[`encode`] of frames that are in memory, which are one chunk."""
     started = time.perf_counter()
     inputs = processor(videos=frames, fps=fps, return_metadata=True, return_tensors="pt")
-    pixels, grid, (metadata, *others) = (
-        inputs[name] for name in ("pixel_values_videos", "video_grid_thw", "video_metadata")
-    )
+    pixels, grid, (metadata, *others) = map(inputs.get, ("pixel_values_videos", "video_grid_thw", "video_metadata"))
     if others:
         raise ValueError(f"Got {1 + len(others)} videos; expected the frames of one.")
     metadata.height, metadata.width = get_image_size(np.asarray(flatten_videos(frames)[0][0]))
@@ -130,9 +127,8 @@ def _encode_frames(
 def read_ahead(items: Iterable[T]) -> Generator[T, None, None]:
     """The same items; a thread gets the next one, and no more, while the caller works on one. Its errors are raised."""
     source = iter(items)
-    nothing: Any = object()
     with ThreadPoolExecutor(1, thread_name_prefix="qtsplus-read-ahead") as reader:
-        coming = reader.submit(next, source, nothing)
-        while (item := coming.result()) is not nothing:
-            coming = reader.submit(next, source, nothing)
+        coming = reader.submit(next, source, None)
+        while (item := coming.result()) is not None:
+            coming = reader.submit(next, source, None)
             yield item

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from . import options
-from .console import check_text, console, fail, note, notes, one_line_errors, require_fraction, wrote
+from .console import check_text, console, fail, note, notes, one_line_errors, wrote
 from .models import check_model_options, check_selection, load_model, open_library
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ def ask(
     if pieces is not None and not is_library(video):
         fail("--pieces is about a library; leave it out")
     check_text(question)
-    require_fraction(retention)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     choice |= {"selection": selection, "max_new_tokens": max_new_tokens}
     with one_line_errors():
@@ -66,7 +65,7 @@ def ask(
         if not talk.is_library:
             timings["encode"] = talk.add(video, shown_name(video)).seconds
         answer = talk.ask(question, **choice, **({"pieces": pieces} if pieces else {}))
-        answer.timings.update(timings)
+        answer = talk.last = replace(answer, timings={**timings, **answer.timings})
         print_answer(answer, talk.is_library, as_json)
         if evidence is not None:
             talk.draw(evidence)
@@ -143,7 +142,6 @@ def check_videos(videos: list[str], fps: float | None, two_passes: bool = False)
             fail(f"there is no video at {video!r}")
         if os.path.isdir(video) and fps is None and not library:
             fail(f"{video} is a folder of frames: give the rate at which they were taken, such as --fps 2")
-    options.check_rate(fps)
 
 
 def demo(
@@ -187,7 +185,6 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
         table.add_row("seen in" if number == 0 else "", span)
     if answer.seen is not None:
         table.add_row("sure", f"{answer.seen:.0%}, that something in the video shows what was asked for")
-    stages = [name for name in ("load", "encode", "second_pass", "first_token", "generate") if name in answer.timings]
-    timings = ", ".join(f"{stage.replace('_', ' ')} {answer.timings[stage]:.2f} s" for stage in stages)
+    timings = ", ".join(f"{stage.replace('_', ' ')} {seconds:.2f} s" for stage, seconds in answer.timings.items())
     table.add_row("time", timings)
     console.print(table)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .console import fail, note, one_line_errors, require_fraction, resumable, wrote
+from .console import fail, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import check_model_options, check_selection, name_model
 
@@ -54,8 +54,6 @@ def batch(
     its questions. Under `accelerate launch -m qtsplus.cli batch` or `torchrun`, the processes share the videos.
     """
     check_model_options(model, revision)
-    require_fraction(retention)
-    options.check_rate(fps)
     _check_engine(engine, device, ray=ray, workers=workers)
     with one_line_errors(), resumable():
         from ..batch import Asker, answer_here, answer_in_vllm, read_questions, run

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from . import options
 from .asking import Talk, check_videos, print_answer
-from .console import console, describe, note, one_line_errors, require_fraction
+from .console import console, describe, note, one_line_errors
 from .models import check_model_options, check_selection
 
 _HELP = "Commands: /evidence [FOLDER], /budget FRACTION, COUNT or auto, /add VIDEO, /quit. Anything else is a question."
@@ -43,7 +42,6 @@ def chat(
     """
     check_model_options(model, revision)
     check_videos(videos, fps)
-    require_fraction(retention)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     choice["max_new_tokens"] = max_new_tokens
     try:
@@ -62,18 +60,21 @@ def chat(
 
 def _listen(talk: Talk, choice: dict[str, Any], as_json: bool) -> int:
     """Answers line by line until they end; the number of lines that failed."""
-    failed = 0
-    for line in _lines():
+    failed, stdin = 0, sys.stdin
+    stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    while True:
         try:
-            text = line.decode().strip()
+            text = input("> " if stdin.isatty() else "").strip()
+            text.encode()  # or it was no text
             if text == "/quit":
-                break
+                return failed
             if text:
                 _answer(talk, text, choice, as_json)
+        except EOFError:
+            return failed
         except (ValueError, OSError) as error:
             failed += 1
             typer.echo(f"qtsplus: {' '.join(describe(error).split())}", err=True)
-    return failed
 
 
 def _answer(talk: Talk, text: str, choice: dict[str, Any], as_json: bool) -> None:
@@ -123,15 +124,3 @@ def _show_evidence(talk: Talk, folder: str, as_json: bool) -> None:
         line = f"{one['video']}: {one['start']:.1f} to {one['end']:.1f} s, box {one['pixels'] or one['box']}"
         line = json.dumps(one) if as_json else f"{line}, {one['weight']:.0%}"
         console.print(line, soft_wrap=True, markup=False, highlight=False)
-
-
-def _lines() -> Iterator[bytes]:
-    """What is typed, with a prompt in a terminal."""
-    if not sys.stdin.isatty():
-        yield from iter(sys.stdin.buffer.readline, b"")
-        return
-    while True:
-        try:
-            yield input("> ").encode(errors="surrogateescape")
-        except EOFError:
-            return

@@ -12,7 +12,7 @@ from .asking import place
 from .console import console, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import check_model_options, load_model, open_library
-from .options import AsJson, Device, Dtype, Model, Question, Revision, check_rate
+from .options import AsJson, Device, Dtype, Fps, Model, Question, Revision
 
 
 def index(
@@ -20,7 +20,7 @@ def index(
     out: Annotated[Path, typer.Option(help="The library. What is in it already is not encoded again.")],
     model: Model = None,
     revision: Revision = None,
-    fps: Annotated[float | None, typer.Option(help="How many frames to look at per second.")] = None,
+    fps: Fps = None,
     max_frames: Annotated[int | None, typer.Option(min=1, help="The most frames to look at in one video.")] = None,
     dtype: Annotated[
         Dtype, typer.Option(help="The type of what is kept on disk. auto takes that of the model.")
@@ -34,7 +34,6 @@ def index(
     is known again by its content, one that was removed leaves the library.
     """
     check_model_options(model, revision)
-    check_rate(fps)
     with one_line_errors(), resumable():
         from .. import library
 
@@ -66,9 +65,7 @@ def find(
         rows = [{name: value for name, value in asdict(one).items() if name != "video"} for one in moments]
         print(json.dumps({"question": question, "moments": rows}))
         return
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("video", "seconds", "place", "relevance"):
-        table.add_column(title)
+    table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
     for one in moments:
         table.add_row(one.name, f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
     console.print(table)

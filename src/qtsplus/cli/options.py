@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .console import fail
+from .console import fail, require_fraction
 
 
 class Dtype(str, Enum):
@@ -14,6 +14,17 @@ class Dtype(str, Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+def _check_retention(retention: float | None) -> float | None:
+    require_fraction(retention)
+    return retention
+
+
+def _check_rate(fps: float | None) -> float | None:
+    if fps is not None and not 0 < fps < float("inf"):
+        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
+    return fps
 
 
 Question = Annotated[str, typer.Argument(help="What to ask or look for.")]
@@ -25,7 +36,10 @@ Revision = Annotated[
 ]
 Retention = Annotated[
     float | None,
-    typer.Option(help="Keep this fraction of the visual tokens, in (0, 1]. Without it, the model decides."),
+    typer.Option(
+        callback=_check_retention,
+        help="Keep this fraction of the visual tokens, in (0, 1]. Without it, the model decides.",
+    ),
 ]
 Selection = Annotated[
     str | None,
@@ -35,7 +49,8 @@ MaxVisualTokens = Annotated[
     int | None, typer.Option(min=1, help="Keep at most this many visual tokens, also where --retention is more.")
 ]
 Fps = Annotated[
-    float | None, typer.Option(help="How many frames to look at per second; of a folder, how many it has per second.")
+    float | None,
+    typer.Option(callback=_check_rate, help="How many frames to look at per second; of a folder, how many it has."),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")]
 WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]
@@ -52,9 +67,3 @@ Overrides = Annotated[
     typer.Option("--set", help="Change a field of the recipe, such as training.seed=1. May be repeated."),
 ]
 RecipeFile = Annotated[Path, typer.Argument(help="A YAML recipe.", show_default=False)]
-
-
-def check_rate(fps: float | None) -> None:
-    """Ends the command for what is no number of frames per second."""
-    if fps is not None and not 0 < fps < float("inf"):
-        fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")

@@ -7,11 +7,11 @@ import sys
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from .console import fail, note, one_line_errors, require_fraction
+from .console import fail, note, one_line_errors
 from .models import check_model_options, load_model
 from .options import MaxVisualTokens, Retention, Revision
 
@@ -48,7 +48,6 @@ def serve(
     A request may bring its videos as data:, and its own budget as mm_processor_kwargs.
     """
     check_model_options(model, revision)
-    require_fraction(retention)
     if allow_media_root is not None and not os.path.isdir(allow_media_root):  # where a Path may raise
         fail(f"there is no folder {allow_media_root}; expected the one that the videos lie in")
     domains = allow_media_domain or []
@@ -67,7 +66,10 @@ def serve(
             weights = stored_dtype(model, revision)
         options = ["--model", model, "--served-model-name", name, "--host", host, "--port", str(port)]
         options += ["--dtype", weights, *(["--revision", revision] if revision else [])]
-        _become_vllm([*options, *_media(allow_media_root, domains), *(more or [])], budget)
+        options += [] if allow_media_root is None else ["--allowed-local-media-path", str(allow_media_root.resolve())]
+        # vLLM fetches from anywhere unless some host is named; this one cannot exist.
+        options += ["--allowed-media-domains", *(domains or ["none.invalid"]), *(more or [])]
+        _become_vllm(options + (["--mm-processor-kwargs", json.dumps(budget)] if budget else []))
     if more:
         fail(f"{more[0]} is for vLLM's server; leave it out with --engine transformers")
     if missing := [name for name in ("fastapi", "openai", "uvicorn") if find_spec(name) is None]:
@@ -83,19 +85,10 @@ def serve(
         uvicorn.run(app, host=host, port=port, log_level="warning")
 
 
-def _media(root: Path | None, domains: list[str]) -> list[str]:
-    """vLLM fetches from anywhere unless some host is named; this one cannot exist."""
-    local = [] if root is None else ["--allowed-local-media-path", str(root.resolve())]
-    return [*local, "--allowed-media-domains", *(domains or ["none.invalid"])]
-
-
-def _become_vllm(options: list[str], budget: dict[str, Any]) -> NoReturn:
-    if budget:
-        options += ["--mm-processor-kwargs", json.dumps(budget)]
+def _become_vllm(options: list[str]) -> NoReturn:
     # The model's own budget needs the first two, and the third says how many tokens were kept.
     ours = [f"--worker-extension-cls={ROOM}.BudgetWorker", f"--middleware={ROOM}.Connection"]
     ours += ["--enable-prompt-tokens-details", f"--media-io-kwargs={json.dumps({'video': FRAMES})}"]
-    options = [*ours, *options]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--trust-request-mm-kwargs", *options]
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--trust-request-mm-kwargs"]
     # An allowed host could lead to one that is not.
-    os.execve(sys.executable, command, {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", **os.environ})
+    os.execve(sys.executable, [*server, *ours, *options], {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", **os.environ})
