@@ -7,7 +7,7 @@ FlexSelect does (arXiv 2506.00993); here groups are compared by how much attenti
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,26 +82,6 @@ class FrameGroups:
         sizes = stop - first
         before = sizes.cumsum(0) - sizes
         return torch.arange(int(sizes.sum()), device=sizes.device) + (first - before).repeat_interleave(sizes)
-
-    def frames(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Which frame candidates belong to."""
-        return torch.searchsorted(self.bounds, tokens, right=True) - 1
-
-
-def parts_of_groups(row: PromptRow, groups: FrameGroups) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Per group what stays of a row's tokens, `[s]` ascending, as in [`PromptRow.keep`]; and its candidates, `[m]`."""
-    separators, first, stop = row.separators
-    frame = groups.frames(first)
-    one_frame = frame == groups.frames(stop - 1)
-    spread, first, stop = separators[~one_frame], first[~one_frame], stop[~one_frame]
-    bound = torch.zeros_like(row.columns, dtype=torch.bool)
-    bound[row.candidates] = bound[separators] = True
-    always = (~bound).nonzero()[:, 0]
-    for group in range(groups.count):
-        chosen = groups.tokens(group)
-        inner = separators[one_frame & (frame % groups.count == group)]
-        some = spread[torch.searchsorted(chosen, first) < torch.searchsorted(chosen, stop)]
-        yield torch.cat([always, inner, some, row.candidates[chosen]]).sort().values, chosen
 
 
 @dataclass
@@ -254,26 +234,13 @@ def log_attention(
     row, looking = reading.layout.rows[index], reading.looking[index]
     device = row.columns.device
     groups = FrameGroups.deal(grids, model.config.qtsplus_config.attention_group, device)
-    # What stands behind the looking words changes nothing, but visual tokens have to be there for their features.
-    stop = max(1 + int(looking.max()), row.spans[-1].start + row.spans[-1].length)
-    images = [span for span in row.spans if span.modality not in model.candidate_modalities]
     result, log_odds = torch.empty(len(row.candidates), device=device), []
-    for kept, chosen in parts_of_groups(row, groups):
-        kept = kept[kept < stop]
-        part = replace(
-            row,
-            columns=row.columns[kept],
-            types=row.types[kept],
-            spans=images,
-            positions=row.positions[:, kept],
-            language_positions=row.language_positions[:, kept],
-            candidates=torch.searchsorted(kept, row.candidates[chosen]),
-            separators=row.separators[:, :0],
-        )
-        tokens = take_rows(sources, chosen)
-        group = _read_group(model, reading.layout, index, part, tokens, features, torch.searchsorted(kept, looking))
-        result[chosen] = group.log_weights - group.log_weights.logsumexp(0)
-        log_odds.append(group.log_odds)
+    for group in range(groups.count):
+        chosen = groups.tokens(group)
+        tokens, place = take_rows(sources, chosen), row.keep(chosen).cumsum(0) - 1
+        read = _read_group(model, reading.layout, index, row.only(chosen), tokens, features, place[looking])
+        result[chosen] = read.log_weights - read.log_weights.logsumexp(0)
+        log_odds.append(read.log_odds)
     for number, share in enumerate(group_shares(log_odds)):
         result[groups.tokens(number)] += share.log()
     return result

@@ -22,6 +22,7 @@ from .decoding_qtsplus import FrameChoice, Frames, VideoFile, open_video, shown_
 
 logger = logging.get_logger(__name__)
 
+ARRAYS = (np.ndarray, torch.Tensor)
 DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 FRAME_SUFFIXES = (*IMAGE_SUFFIXES, ".gif")  # in a folder; elsewhere a GIF is a video
@@ -211,11 +212,7 @@ def stack_frames(frames: Sequence[Any]) -> Any:
 
 
 def _is_frame(item: Any) -> bool:
-    return hasattr(item, "convert") or (_is_array(item) and item.ndim == 3)
-
-
-def _is_array(item: Any) -> bool:
-    return isinstance(item, (np.ndarray, torch.Tensor))
+    return hasattr(item, "convert") or (isinstance(item, ARRAYS) and item.ndim == 3)
 
 
 def _is_image_path(item: Any) -> bool:
@@ -240,12 +237,12 @@ def _flatten(videos: Any) -> list[Any]:
     if isinstance(videos, (str, os.PathLike)):
         path = os.fspath(videos)
         return [load_frames(path)] if os.path.isdir(path) else [path]
-    if _is_array(videos) and videos.ndim in (3, 4, 5):
+    if isinstance(videos, ARRAYS) and videos.ndim in (3, 4, 5):
         return list(videos) if videos.ndim == 5 else [videos if videos.ndim == 4 else videos[None]]
     if hasattr(videos, "convert"):
         return [stack_frames([videos])]
     if not isinstance(videos, (list, tuple)):
-        given = f"shape {tuple(videos.shape)}" if _is_array(videos) else f"type {type(videos).__name__}"
+        given = f"shape {tuple(videos.shape)}" if isinstance(videos, ARRAYS) else f"type {type(videos).__name__}"
         raise ValueError(
             f"Got a video of {given}; expected a path, or frames as an array or tensor [T, H, W, C] or list of images."
         )
