@@ -164,7 +164,7 @@ class GatedInPlace(Qwen2_5_VLMLP):
         return self.down_proj(gate.mul_(self.up_proj(hidden_state)))
 
 
-class NormInCache(Qwen2_5_VLRMSNorm):
+class RMSNormInCache(Qwen2_5_VLRMSNorm):  # Transformers knows a norm by its name
     """Stock's, which without gradients on a CPU takes a block of rows through all of its steps in the cache."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ IN_CACHE = {
     Qwen2_5_VLVisionAttention: WindowsTogether,
     nn.Linear: BiasWithin,
     Qwen2_5_VLMLP: GatedInPlace,
-    Qwen2_5_VLRMSNorm: NormInCache,
+    Qwen2_5_VLRMSNorm: RMSNormInCache,
 }
 
 

@@ -51,6 +51,13 @@ def test_what_shows_it_is_evidence_though_an_answer_needs_less_of_it():
     assert [(i.start, i.end) for i in more] == [(1.0, 4.0), (5.0, 6.0)]
 
 
+def test_weak_tokens_lengthen_a_stretch_and_make_none():
+    relevance = torch.tensor([0.3, 0.0, 0.3, 1.0, 0.2, 0.0, 0.3]).repeat_interleave(4) / 8.4
+    grid = torch.tensor([[7, 4, 4]])
+    (one,) = evidence_intervals(torch.tensor([12]), relevance, grid, [1.0], MERGE, strong_share=0.2)
+    assert (one.start, one.end) == (2.0, 5.0)
+
+
 def test_the_keep_map_is_laid_out_as_time_height_width():
     (kept,) = keep_maps(torch.tensor([0, 3, 7]), torch.tensor([[2, 4, 4]]), MERGE)
     assert kept.tolist() == [[[True, False], [False, True]], [[False, False], [False, True]]]

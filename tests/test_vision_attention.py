@@ -21,7 +21,7 @@ from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.modeling_qtsplus import (
     BiasWithin,
     GatedInPlace,
-    NormInCache,
+    RMSNormInCache,
     PatchProjection,
     attend_by_length,
     attend_within,
@@ -226,7 +226,7 @@ def test_layers_in_the_cache_are_stock_s(patches, dtype):
     states = 3 * torch.randn(patches, 24).to(dtype)
     for stock, own_class in (
         (Qwen2_5_VLMLP(config, bias=True), GatedInPlace),
-        (Qwen2_5_VLRMSNorm(24), NormInCache),
+        (Qwen2_5_VLRMSNorm(24), RMSNormInCache),
         (torch.nn.Linear(24, 40), BiasWithin),
         (torch.nn.Linear(24, 40, bias=False), BiasWithin),
     ):

@@ -8,6 +8,7 @@ import torch
 
 # Of the highest relevance, what a token needs to count as evidence, where a model's configuration says nothing else.
 STRONG = 0.5
+SURE = 0.4  # what a token of every stretch needs: weaker ones show how long a thing is there, and not that it is
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def evidence_intervals(
     strong_share: float = STRONG,
 ) -> list[Interval]:
     """
-    The stretches of the videos that hold strong tokens. Neighbouring grid steps form one stretch.
+    The stretches of the videos that hold strong tokens, one of them with [`SURE`] of the highest relevance at least.
+    Neighbouring grid steps form one stretch.
 
     What shows a thing may be more than an answer needs: tokens are strong whether or not they were kept.
 
@@ -79,12 +81,15 @@ def evidence_intervals(
         weights[kept_indices.cpu()] = 1.0
     strong = (weights > 0) & (weights >= strong_share * weights.max())
     weights = weights / weights.sum()
+    sure = SURE * weights.max()
 
     intervals = []
     maps = zip(token_maps(strong, grids), token_maps(weights, grids), second_per_grid_ts, strict=False)
     for video, (is_strong, weight, seconds) in enumerate(maps):
         for first, last in _runs(is_strong.any(2).any(1).tolist()):
             steps = slice(first, last + 1)
+            if weight[steps].max() < sure:
+                continue
             box = _bounding_box((weight * is_strong)[steps].sum(0))
             start, end = first * float(seconds), (last + 1) * float(seconds)
             intervals.append(Interval(start, end, float(weight[steps].sum()), video, box))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from cachetools import LRUCache  # type: ignore  # which vLLM needs too
+from cachetools import LRUCache  # which vLLM needs too
 from torch import nn
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
