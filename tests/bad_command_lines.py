@@ -294,13 +294,7 @@ def publish_lines() -> list[list[str]]:
 def data_lines() -> list[list[str]]:
     return [
         ["data", "bigworld"],
-        *(
-            ["data", *command, path]
-            for command in (["check", "--no-media"], ["stats"])
-            for path in ("{missing}", "/dev/null/x", "\x00", LONG)
-        ),
-        *(["data", "stats", path] for path in ("{video}", "{garbage}", "{text}", "{empty}", "{empty_folder}")),
-        ["data", "stats", "{empty_folder}", "--card"],
+        *(["data", "check", "--no-media", path] for path in ("{missing}", "/dev/null/x", "\x00", LONG)),
         *(
             ["data", "check", "{records}", *more]
             for more in (["--media-root", "{missing}"], ["--against", "{missing}"])
@@ -314,7 +308,6 @@ def data_lines() -> list[list[str]]:
         ),
         ["data", "check", "{records}", "--no-media", "--media-root", "{empty_folder}"],
         *(["data", "check", path, "--no-media"] for path in ("{empty}", "{empty_folder}")),
-        *(["data", "stats", path] for path in ("", " ")),
         ["data", "check"],
     ]
 

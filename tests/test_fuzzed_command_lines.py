@@ -31,7 +31,6 @@ GOOD = {
     ],
     "eval analysis": ["{records}", "--model", "{model}", "--work", "{out}", "--out", "{out}"],
     "data check": ["{records}"],
-    "data stats": ["{records}"],
     "data vscq1": ["{records}", "--out", "{out}", "--endpoint", "http://127.0.0.1:9/v1", "--teacher", "x"],
     "data vscq2": ["{records}", "--out", "{out}", "--endpoint", "http://127.0.0.1:9/v1", "--teacher", "x"],
     "data vqa": ["{records}", "--out", "{out}", "--endpoint", "http://127.0.0.1:9/v1", "--teacher", "x"],

@@ -21,8 +21,8 @@ from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.modeling_qtsplus import (
     BiasWithin,
     GatedInPlace,
-    RMSNormInCache,
     PatchProjection,
+    RMSNormInCache,
     attend_by_length,
     attend_within,
     rotate,

@@ -88,8 +88,8 @@ def page(results: Results, paper: Results) -> str:
             "the mean and, in brackets, the lowest and the highest. An interval is the widest of the seeds', each "
             f"95% with videos drawn again. Questions: {questions} (`plain` lasts 8 s), right to the last word.",
             "",
-            "Missed: evidence names the seconds of what is there with an overlap just below 0.85; a tenth of the "
-            "tokens holds 71% of the needle tokens, not 90 (of as many as fit; the answers do not need them); of point "
+            "Missed: a tenth of the tokens holds 71% of the needle tokens, not 90 (of as many as fit; the answers do "
+            "not need them); of point "
             'questions alone diversity is nearer than 20 points, since half of them are "Is there ...?"; ten minutes '
             "take two to four times the tokens of 8 s; questions in other words are lost with all tokens too.",
             "",

@@ -1,7 +1,6 @@
-"""`qtsplus data`: makes sets of questions about videos, checks them, and tells what they hold."""
+"""`qtsplus data`: makes sets of questions about videos and checks them."""
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +13,7 @@ from .options import AsJson, MediaRoot
 if TYPE_CHECKING:
     from ..data.check import Checked
 
-data_app = typer.Typer(help="Make, check and describe training data.", no_args_is_help=True)
+data_app = typer.Typer(help="Make and check training data.", no_args_is_help=True)
 
 
 @data_app.command()
@@ -64,19 +63,3 @@ def _print_check(checked: "Checked") -> None:
     bad_rows = len({bad.row for bad in checked.bad})
     rows = f"{checked.rows} row{'' if checked.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
     print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")
-
-
-@data_app.command()
-def stats(
-    path: Annotated[Path, typer.Argument(help="A set, or a folder with the files of one.", metavar="SET")],
-    as_json: AsJson = False,
-) -> None:
-    """Count what a set holds: kinds, types, difficulty, right answers and lengths."""
-    with one_line_errors():
-        from ..data.statistics import count_set
-
-        files = [path]
-        if os.path.isdir(path):
-            files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".json", ".parquet"))
-        counted = count_set(files)
-    print(json.dumps(counted.as_dict()) if as_json else "\n".join(counted.lines()).rstrip())
