@@ -19,7 +19,6 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from qtsplus import ranking
-from qtsplus.demo import cached_tiny
 from qtsplus.evaluation.intervals import share_interval
 from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.loading import load
@@ -28,6 +27,7 @@ from qtsplus.output import check_output, markdown_table
 from qtsplus.results import write_json
 from qtsplus.stream import Stream
 
+from .bases import CROWD
 from .machine import environment, steps
 from .world.crowd import MARKS, NAMES, Crowd, CrowdObject, make_crowd, render_crowd
 from .world.haystack import HIDDEN, _needle, _without_hidden
@@ -294,7 +294,7 @@ def run_stream(
     """
     out.mkdir(parents=True, exist_ok=True)
     target = check_output(out / "stream.json")
-    model, processor = load(cached_tiny(), "cpu")
+    model, processor = load(CROWD, "cpu")
     answers, costs, drifts = [], [], {}
     with steps("stream", len(KINDS) * films) as step:
         for kind in KINDS:

@@ -16,7 +16,7 @@ from .hub.folder import whole_folder
 from .hub.publish import assemble_folder, code_files
 
 TINY = "qtsplus-tiny"
-CLIP = Path(__file__).with_name("demo.mp4")  # 8 s of marked shapes, which training never saw
+CLIP = Path(__file__).with_name("demo.mp4")  # 8 s of shapes, which training never saw
 
 
 class Question(NamedTuple):
@@ -27,8 +27,8 @@ class Question(NamedTuple):
 
 
 QUESTIONS = (
-    Question("What is in the yellow ring?", "bird"),
-    Question("What colour is the circle with the ball?", "red"),
+    Question("What is in the yellow ring?", "ball"),
+    Question("Which colours does the cross take?", "yellow blue orange"),
 )
 
 
