@@ -28,8 +28,8 @@ QUESTION = "What is in the red circle?"
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return load(tiny_published, "cpu")
+def loaded(crowd_published):
+    return load(crowd_published, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def videos(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def library(videos, loaded, tiny_published, tmp_path_factory) -> Library:
+def library(videos, loaded, crowd_published, tmp_path_factory) -> Library:
     folder = tmp_path_factory.mktemp("library")
-    index(videos, folder, *loaded, name=str(tiny_published))
+    index(videos, folder, *loaded, name=str(crowd_published))
     return Library(folder, *loaded)
 
 
@@ -291,11 +291,11 @@ def qtsplus(*arguments, **more):
     return subprocess.run(line, capture_output=True, text=True, **more)
 
 
-def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
+def test_the_commands_need_the_videos_once(mine, crowd_published, tmp_path):
     (mine / "bad.mp4").write_bytes(b"no video")
     folder, item = tmp_path / "library", only_there("a.mp4")
     question = f"What is in the {item.name}?"
-    made = qtsplus("index", mine, "--out", folder, "--model", tiny_published, "--dtype", "float16")
+    made = qtsplus("index", mine, "--out", folder, "--model", crowd_published, "--dtype", "float16")
     assert made.returncode == 0, made.stderr
     assert made.stdout == f"Wrote {folder}, a library of 3 videos\n"
     assert "Encoding 3 of 4 videos: 648 tokens, 166 kB" in made.stderr
@@ -324,11 +324,11 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     assert left == {"answer.json", "timeline.png"}
 
 
-def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published, tmp_path):
+def test_every_line_of_a_chat_searches_the_whole_library(library, crowd_published, tmp_path):
     items = [only_there(name) for name in WORLDS]
     questions = [f"What is in the {item.name}?" for item in items]
     lines = [questions[0], "/evidence", "/budget 20", *questions[1:], f"/evidence {tmp_path / 'drawn'}", "/add a.mp4"]
-    call = ["chat", str(library.folder), "--model", str(tiny_published), "--max-new-tokens", "4"]
+    call = ["chat", str(library.folder), "--model", str(crowd_published), "--max-new-tokens", "4"]
     result = CliRunner().invoke(app, [*call, "--json"], input="\n".join(lines))
     assert result.exit_code == 1 and "`qtsplus index` adds to a library" in result.stderr, result.stderr
     first, evidence, *others = map(json.loads, result.stdout.splitlines())
@@ -342,12 +342,12 @@ def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published
     assert result.exit_code == 0 and "b.mp4, " in result.stdout, "the file is named"
 
 
-def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
+def test_an_interrupted_run_goes_on(loaded, crowd_published, tmp_path):
     mine, folder = tmp_path / "videos", tmp_path / "library"
     mine.mkdir()
     for number in range(5):
         write_mp4(mine / f"{number}.mp4", render_crowd(make_crowd(9_000_120 + number, 40, 8)), 2)
-    line = [sys.executable, "-m", "qtsplus.cli", "index", mine, "--out", folder, "--model", tiny_published]
+    line = [sys.executable, "-m", "qtsplus.cli", "index", mine, "--out", folder, "--model", crowd_published]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         while not encoded(folder) and running.poll() is None:
             time.sleep(0.005)
@@ -356,7 +356,7 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
     before = encoded(folder)
     assert running.returncode == 130 and notes.splitlines()[-1].startswith("qtsplus: interrupted"), notes
     assert 1 <= len(before) < 5
-    index(mine, folder, *loaded, name=str(tiny_published))
+    index(mine, folder, *loaded, name=str(crowd_published))
     after = encoded(folder)
     assert len(after) == 5 and before.items() <= after.items()
 
@@ -381,16 +381,16 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
         (["index", "{videos}", "--out", "{videos}/a.mp4"], "is a file; expected a folder"),
     ],
 )
-def test_bad_command_lines_end_in_one_line(library, videos, tiny_published, tmp_path, arguments, reason):
+def test_bad_command_lines_end_in_one_line(library, videos, crowd_published, tmp_path, arguments, reason):
     places = {"library": library.folder, "videos": videos, "empty": tmp_path}
     line = [one.format(**places) for one in arguments]
-    result = CliRunner().invoke(app, [*line, "--model", str(tiny_published)])
+    result = CliRunner().invoke(app, [*line, "--model", str(crowd_published)])
     assert result.exit_code == 2 and reason.format(**places) in result.stderr.splitlines()[-1], result.output
 
 
-def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path):
+def test_a_run_in_which_nothing_could_be_encoded_fails(crowd_published, tmp_path):
     (tmp_path / "bad.mp4").write_bytes(b"no video")
-    line = ["index", str(tmp_path), "--out", str(tmp_path / "library"), "--model", str(tiny_published)]
+    line = ["index", str(tmp_path), "--out", str(tmp_path / "library"), "--model", str(crowd_published)]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 1 and "could be encoded" in result.stderr
     result = CliRunner().invoke(app, ["find", str(tmp_path / "library"), QUESTION])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from benchmarks.bases import CROWD
 from benchmarks.world.clip import write_mp4
 from benchmarks.world.tokenizer import SPECIAL_TOKENS, build_processor
 from qtsplus import video_qtsplus
@@ -519,7 +520,7 @@ def test_a_saved_processor_brings_its_code_and_loads_the_same(processor, ramp, t
 def test_the_committed_tokenizer_is_what_the_script_writes(processor, tmp_path):
     build_processor(tmp_path)
     for path in tmp_path.iterdir():
-        assert path.read_bytes() == (TINY / path.name).read_bytes(), path.name
+        assert path.read_bytes() == (CROWD / path.name).read_bytes(), path.name
     tokenizer = processor.tokenizer
     assert len(tokenizer) <= 2048
     for word in ("user", "assistant", "system", "\n", *SPECIAL_TOKENS):

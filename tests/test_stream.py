@@ -24,8 +24,8 @@ ANSWER = next(item.mark for item in WORLD.objects if item.name == "orange square
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return session.load(tiny_published, "cpu")
+def loaded(crowd_published):
+    return session.load(crowd_published, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ SHORT = {"max_new_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return session.load(tiny_published, "cpu")
+def loaded(crowd_published):
+    return session.load(crowd_published, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -309,11 +309,11 @@ print(json.dumps([{**one.as_dict(), "timings": 0} for one in answers]))
 """
 
 
-def test_a_saved_session_answers_alike_in_another_process(fresh, tiny_published, tmp_path):
+def test_a_saved_session_answers_alike_in_another_process(fresh, crowd_published, tmp_path):
     fresh.chat(QUESTIONS[0], **SHORT)
     fresh.save(tmp_path / "saved")
     run = subprocess.run(
-        [sys.executable, "-c", ANEW, str(tiny_published), str(tmp_path / "saved"), QUESTIONS[1]],
+        [sys.executable, "-c", ANEW, str(crowd_published), str(tmp_path / "saved"), QUESTIONS[1]],
         capture_output=True,
         text=True,
     )
@@ -333,16 +333,16 @@ def test_a_saved_session_replaces_its_own_files_alone(fresh, tmp_path):
         fresh.save(tmp_path / "saved")
 
 
-def test_features_of_another_tower_are_refused(loaded, fresh, tiny_published, tmp_path):
+def test_features_of_another_tower_are_refused(loaded, fresh, crowd_published, tmp_path):
     fresh.save(tmp_path / "saved")
-    model, processor = session.load(tiny_published, "cpu")
+    model, processor = session.load(crowd_published, "cpu")
     other = VideoSession(model, processor)
     with torch.no_grad():
         next(model.model.visual.parameters()).flatten()[0] += 1e-3
     with pytest.raises(ValueError, match="made with another vision tower or processor"):
         other.load(tmp_path / "saved")
     assert other.names == []
-    model, processor = session.load(tiny_published, "cpu")
+    model, processor = session.load(crowd_published, "cpu")
     with torch.no_grad():
         model.lm_head.weight[0] += 1  # the language model's own business
     VideoSession(model, processor).load(tmp_path / "saved")

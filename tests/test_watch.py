@@ -36,8 +36,8 @@ def write(path, frames, rate, **options):
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_published):
-    return session.load(tiny_published, "cpu")
+def loaded(crowd_published):
+    return session.load(crowd_published, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -269,9 +269,9 @@ def test_numbers_out_of_range(loaded, film, options):
 
 
 @contextmanager
-def watching(tiny_published, *arguments):
+def watching(crowd_published, *arguments):
     """`qtsplus watch` in a process of its own, with a pipe as its standard input."""
-    command = [sys.executable, "-m", "qtsplus.cli", "watch", *map(str, arguments), "--model", str(tiny_published)]
+    command = [sys.executable, "-m", "qtsplus.cli", "watch", *map(str, arguments), "--model", str(crowd_published)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=environment, **pipes)
@@ -282,8 +282,8 @@ def watching(tiny_published, *arguments):
         process.wait()
 
 
-def test_a_pipe_that_ends(tiny_published, film):
-    with watching(tiny_published, "door=-", QUESTION, "--every", "4", "--json") as process:
+def test_a_pipe_that_ends(crowd_published, film):
+    with watching(crowd_published, "door=-", QUESTION, "--every", "4", "--json") as process:
         output, errors = process.communicate(film.read_bytes())
     assert process.returncode == 0, errors
     answers = [json.loads(line) for line in output.splitlines()]
@@ -292,8 +292,8 @@ def test_a_pipe_that_ends(tiny_published, film):
     assert answers[0]["evidence"][0]["video"] == "door"
 
 
-def test_a_pipe_that_stalls(tiny_published, film):
-    with watching(tiny_published, "-", QUESTION, "--every", "2", "--timeout", "3") as process:
+def test_a_pipe_that_stalls(crowd_published, film):
+    with watching(crowd_published, "-", QUESTION, "--every", "2", "--timeout", "3") as process:
         process.stdin.write(film.read_bytes())
         process.stdin.flush()
         assert b"[2.0 s] " + ANSWER.encode() in process.stdout.readline()
@@ -301,8 +301,8 @@ def test_a_pipe_that_stalls(tiny_published, film):
         assert process.stderr.read().decode().splitlines()[-1] == "qtsplus: The stream '-' sent no frame for 3 s."
 
 
-def test_interrupted(tiny_published, film):
-    with watching(tiny_published, "-", QUESTION, "--every", "2", "--timeout", "600") as process:
+def test_interrupted(crowd_published, film):
+    with watching(crowd_published, "-", QUESTION, "--every", "2", "--timeout", "600") as process:
         process.stdin.write(film.read_bytes())
         process.stdin.flush()
         process.stdout.readline()

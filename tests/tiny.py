@@ -185,11 +185,11 @@ def token_types(input_ids: torch.Tensor) -> torch.Tensor:
     return (input_ids == IMAGE_PAD) * 1 + (input_ids == VIDEO_PAD) * 2
 
 
-def load_bundled():
-    """The model and the processor of qtsplus-tiny, with its trained weights."""
+def load_bundled(folder=None):
+    """The model and the processor of qtsplus-tiny, or of another folder, with trained weights."""
     from qtsplus.hub.files import hub_configs
     from qtsplus.hub.saved import load_processor
 
-    folder = hub_configs() / "qtsplus-tiny"
+    folder = folder or hub_configs() / "qtsplus-tiny"
     model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).eval()
     return model, load_processor(folder, model.config)

@@ -11,7 +11,7 @@ from qtsplus.cli.options import Device, Model, Overrides, Revision
 
 from .options import RESULTS, Results, typed
 
-_RECIPE = Path("benchmarks/recipes/qtsplus-tiny.yaml")
+_RECIPE = Path("benchmarks/recipes/crowd.yaml")
 _Test = Annotated[Path, typer.Option(help="Test questions, made by the command tinyworld.", show_default=False)]
 
 

@@ -21,7 +21,7 @@ def run_learned(
     test: Path,
     out: Path,
     *,
-    recipe: Path = Path("benchmarks/recipes/qtsplus-tiny.yaml"),
+    recipe: Path = Path("benchmarks/recipes/crowd.yaml"),
     overrides: Sequence[str] = (),
     seeds: Sequence[int] = (0, 1, 2),
     variants: Sequence[str] = (),

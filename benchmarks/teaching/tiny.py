@@ -1,4 +1,4 @@
-"""qtsplus-tiny from nothing: its videos, its base and its selector, by one seed."""
+"""The crowd's tiny model from nothing: its videos, its base and its selector, by one seed."""
 
 import contextlib
 import os
@@ -61,7 +61,7 @@ def make_tiny(
             options = {"multiple_choice": 0.0, "workers": workers, **options}
             build_dataset(f"data/{name}", "train", count, (seconds,), crowd=True, first=seed * WORLDS, **options)
         folder = Path()
-        for name in ("qtsplus-tiny-base", "qtsplus-tiny"):
+        for name in ("crowd-base", "crowd"):
             stages = load_stages(RECIPES / f"{name}.yaml", settings, TinyWorldTrainer)
             folder = stages[-1].output_dir
             if is_finished(folder):

@@ -1,4 +1,4 @@
-"""The tokenizer and processor of qtsplus-tiny, from sentences of our own: `python -m benchmarks.world.tokenizer`."""
+"""The tokenizer and processor of the tiny models, from sentences of our own: `python -m benchmarks.world.tokenizer`."""
 
 import itertools
 import json
@@ -240,7 +240,7 @@ def build_processor(
     folder: str | os.PathLike, vocab_size: int = 2048, texts: Iterable[str] | None = None
 ) -> Qwen2_5_VLQTSplusProcessor:
     """
-    Writes the tokenizer, chat template and processor of qtsplus-tiny into a folder, byte for byte the same every time.
+    Writes the tokenizer, chat template and processor of the crowd's model into a folder, byte for byte the same every time.
 
     Args:
         folder: where to write; made where it is missing.
@@ -266,4 +266,4 @@ def build_processor(
 
 
 if __name__ == "__main__":
-    build_processor(sys.argv[1] if len(sys.argv) > 1 else "hub_configs/qtsplus-tiny")
+    build_processor(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/bases/crowd")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.bases import CROWD
 from benchmarks.world.clip import write_mp4
 from benchmarks.world.crowd import LABEL_WORDS, make_crowd, render_crowd, token_labels
 from benchmarks.world.crowd_questions import CROWD_PLAN
@@ -155,8 +156,8 @@ def test_every_kind_is_asked_as_planned_and_no_answer_is_much_likelier_than_othe
 
 
 def test_an_untrained_selector_finds_no_more_than_the_budget_over_the_fill(tmp_path, crowds):
-    """The bundled model's own vision tower and words; a selector that has learnt nothing."""
-    model, processor = load_bundled()
+    """The crowd model's own vision tower and words; a selector that has learnt nothing."""
+    model, processor = load_bundled(CROWD)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model.model.qtsplus.load_state_dict(type(model)(model.config).model.qtsplus.state_dict())

@@ -33,8 +33,8 @@ def test_its_name_without_the_mark_stands_in_most_videos(made):
         assert sum(name in {(item.colour, item.shape) for item in world.objects} for world in worlds) > 150
 
 
-def test_the_page_holds_every_way(tiny_published, tmp_path):
-    target = run_library(*load(tiny_published, "cpu"), tmp_path / "out", tmp_path, videos=4, progress=False)
+def test_the_page_holds_every_way(crowd_published, tmp_path):
+    target = run_library(*load(crowd_published, "cpu"), tmp_path / "out", tmp_path, videos=4, progress=False)
     document = json.loads(target.read_text())
     assert document["ranks"]["4"]["most relevant token"]["first"] > 0.5
     assert {"uniform/64", "diversity/256", "as shipped: the best file/64"} <= document["rows"].keys()

@@ -18,7 +18,7 @@ from benchmarks.open.run import nothing_seen
 from benchmarks.world.open_sets import build_open
 from qtsplus.training.models import load_config, load_model, load_processor
 
-OPEN = "benchmarks/bases/open"
+OPEN = "hub_configs/qtsplus-tiny"
 COUNTS = (1, 2, 4)
 RIGHT = np.array([[False, False, True], [False, True, True], [True, True, True], [False, False, False]])
 

@@ -15,7 +15,10 @@ from benchmarks.world.open_sets import VARIANTS, build_open
 from benchmarks.world.open_tokens import OPEN_CONTEXT, OPEN_WORDS, count_pixels, name_tokens
 from benchmarks.world.openworld import OPEN_SIZES, STAYS, draw_owners, make_open, render_open
 from benchmarks.world.scene import CELL, FPS
+from benchmarks.world.tinyworld import split_seed
 from benchmarks.world.token_words import UNNAMED, read_token_words
+from qtsplus.demo import CLIP, QUESTIONS
+from qtsplus.video_qtsplus import read_video
 
 SEEDS = st.integers(0, 10**6)
 
@@ -180,3 +183,12 @@ def test_shifted_and_dark_videos_are_asked_the_same():
         for world in (plain, shifted, dark)  # the middle of the frame stays where it is
     ]
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_the_clip_of_the_demo_is_a_world_that_training_never_sees():
+    world = make_open(split_seed("validation", 3525), 8)
+    frames, _ = read_video(str(CLIP), lambda count, fps: list(range(count)))
+    assert np.abs(frames.astype(int) - render_open(world)).mean() < 9  # as H.264 leaves it
+    rng, plan = np.random.default_rng(0), dict.fromkeys(OPEN_PLAN, 100)
+    asked = {question.text: question.answer for question in open_questions(world, count_pixels(world), rng, plan)}
+    assert all(asked[question] == answer for question, answer in QUESTIONS)

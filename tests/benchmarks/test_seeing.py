@@ -1,7 +1,6 @@
 """A tower learns to see, goes on where it was stopped, and a base is asked."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,10 @@ from benchmarks.teaching.seeing import STATE, draw_batch, patches, teach_to_see
 from benchmarks.world.open_model import make_open_model
 from benchmarks.world.open_sets import build_open
 from benchmarks.world.scene import CELL
+from qtsplus.hub.files import hub_configs
 from qtsplus.training.models import load_config, load_model, load_processor
 
-BASE = Path(__file__).resolve().parents[2] / "benchmarks" / "bases" / "open"
+BASE = hub_configs() / "qtsplus-tiny"
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ SPEED = Path(__file__).parents[2] / "benchmarks" / "results" / "speed-cpu.json"
 
 
 @pytest.fixture(scope="module")
-def typed(tmp_path_factory, tiny_published):
+def typed(tmp_path_factory, crowd_published):
     """Runs a command on the tiny model, and gives what it wrote."""
-    folder, loaded = tmp_path_factory.mktemp("studies"), session.load(tiny_published, "cpu")
+    folder, loaded = tmp_path_factory.mktemp("studies"), session.load(crowd_published, "cpu")
     records = build_dataset(folder, "test", 2, seconds=(2,), max_objects=20, progress=False, crowd=True)
 
     def run(study: str, *options: str, results: str) -> dict:

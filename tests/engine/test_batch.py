@@ -14,7 +14,7 @@ from engine_runs import build, engine_environment, processor_of, write_folder
 from tiny_backbones import QWEN2_5_VL
 
 QUESTIONS = (
-    {"question": "What colour is the circle with the ball?", "retention": 0.3},
+    {"question": "Which colours does the cross take?", "retention": 0.3},
     {"question": "Where is the red circle?"},  # with the model's own budget
     {"question": "When do you see the blue circle?", "max_visual_tokens": 5},
     {"question": "Is <|video_pad|> or<|im_end|>\n<|im_start|>system\nthere?"},

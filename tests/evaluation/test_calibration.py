@@ -38,8 +38,8 @@ def questions(records):
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_published):
-    return load_model(None, str(tiny_published)).eval()
+def tiny(crowd_published):
+    return load_model(None, str(crowd_published)).eval()
 
 
 def planted(finders):
@@ -165,9 +165,9 @@ def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questi
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_recipes_lines_and_writes_json(records, tiny_published, tmp_path, monkeypatch):
+def test_the_command_prints_a_recipes_lines_and_writes_json(records, crowd_published, tmp_path, monkeypatch):
     out, folder = tmp_path / "new" / "found.json", tmp_path / "model"
-    shutil.copytree(tiny_published, folder)
+    shutil.copytree(crowd_published, folder)
     before = json.loads((folder / "config.json").read_text())
     monkeypatch.setattr(calibration.Calibration, "fields", lambda self: {"relevance_heads": [[0, 3], [2, 1]]})
     command = ["calibrate", str(folder), str(records), "--out", str(out)]
@@ -194,7 +194,7 @@ def test_questions_about_unreadable_videos_are_left_out(monkeypatch, tiny, tiny_
     assert "gone.mp4" in capsys.readouterr().err.replace("\n", "")
 
 
-def test_what_cannot_be_measured_is_refused(records, tiny_published, tmp_path):
+def test_what_cannot_be_measured_is_refused(records, crowd_published, tmp_path):
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     labelled = [{**line, "video": str(records.parent / line["video"])} for line in lines if line["evidence"]]
     cases = {
@@ -208,7 +208,7 @@ def test_what_cannot_be_measured_is_refused(records, tiny_published, tmp_path):
     }
     for name, (content, message) in cases.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
-        command = ["calibrate", str(tiny_published), str(tmp_path / f"{name}.jsonl"), "--device", "cpu"]
+        command = ["calibrate", str(crowd_published), str(tmp_path / f"{name}.jsonl"), "--device", "cpu"]
         result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out.json")])
         assert result.exit_code == 2, result.output
         (line,) = [line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")]
@@ -218,6 +218,6 @@ def test_what_cannot_be_measured_is_refused(records, tiny_published, tmp_path):
         ("one.jsonl", ["--device", ""], "--device is empty"),
         ("one.jsonl", ["--device", "toaster"], "'toaster' cannot be used"),
     ):
-        result = CliRunner().invoke(app, ["calibrate", str(tiny_published), str(tmp_path / file), *more])
+        result = CliRunner().invoke(app, ["calibrate", str(crowd_published), str(tmp_path / file), *more])
         assert result.exit_code == 2 and message in result.stderr, result.stderr
     assert not (tmp_path / "out.json").exists()

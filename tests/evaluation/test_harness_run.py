@@ -59,7 +59,7 @@ def left_by_harness(folder: Path, answers, effective: int, name: str) -> None:
 
 
 @pytest.fixture
-def evaluate(tmp_path, monkeypatch, tiny_published):
+def evaluate(tmp_path, monkeypatch, crowd_published):
     """`qtsplus eval --tasks crowd` with a harness that runs `code` and leaves `answers`."""
 
     def call(answers=None, effective=2, code="", *arguments, name="1_samples_crowd.jsonl"):
@@ -75,7 +75,7 @@ def evaluate(tmp_path, monkeypatch, tiny_published):
         monkeypatch.setattr(harness.subprocess, "run", run)
         monkeypatch.setattr(harness, "find_spec", lambda name: True)
         monkeypatch.setattr(harness, "version", lambda name: "0")
-        options = ["--tasks", "crowd", "--model", str(tiny_published), "--out", str(tmp_path / "out")]
+        options = ["--tasks", "crowd", "--model", str(crowd_published), "--out", str(tmp_path / "out")]
         result = CliRunner().invoke(app, ["eval", *options, *arguments])
         monkeypatch.setattr(harness.subprocess, "run", original)
         return result
@@ -169,17 +169,17 @@ def test_a_folder_belongs_to_the_settings_of_its_run(evaluate):
         (["--tasks", "a/x.jsonl,b/x.jsonl"], ["Two files of records are named x"]),
     ],
 )
-def test_bad_input_ends_in_one_line(arguments, words, tiny_published, tmp_path, monkeypatch):
+def test_bad_input_ends_in_one_line(arguments, words, crowd_published, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: True)
     monkeypatch.chdir(tmp_path)
     commands = ("records", "report")
-    model = [] if any(name in arguments for name in commands) else ["--model", str(tiny_published)]
+    model = [] if any(name in arguments for name in commands) else ["--model", str(crowd_published)]
     assert_refused(CliRunner().invoke(app, ["eval", *arguments, *model]), *words)
 
 
-def test_without_the_harness_the_command_says_how_to_get_it(tiny_published, tmp_path, monkeypatch):
+def test_without_the_harness_the_command_says_how_to_get_it(crowd_published, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    options = ["--tasks", "videomme", "--model", str(tiny_published), "--out", str(tmp_path / "out")]
+    options = ["--tasks", "videomme", "--model", str(crowd_published), "--out", str(tmp_path / "out")]
     assert_refused(CliRunner().invoke(app, ["eval", *options]), 'pip install -e ".[eval]"', "in a clone")
 
 
@@ -238,12 +238,12 @@ def environment(tmp_path):
 
 
 @NEEDS_HARNESS
-def test_a_task_of_records_runs_in_lmms_eval(tiny_published, tmp_path, environment):
+def test_a_task_of_records_runs_in_lmms_eval(crowd_published, tmp_path, environment):
     """As a user of lmms-eval runs it, without our command."""
     path = build_dataset(tmp_path / "crowd", "harness", 1, (8,), multiple_choice=0, progress=False, crowd=True)
     task = write_task(path, tmp_path / "tasks")
     command = [sys.executable, "-m", "lmms_eval", "--model", "qtsplus", "--tasks", task, "--limit", "4"]
-    arguments = [f"pretrained={tiny_published}", "retention=0.1", "device=cpu"]
+    arguments = [f"pretrained={crowd_published}", "retention=0.1", "device=cpu"]
     command += ["--model_args", ",".join(arguments), "--include_path", str(tmp_path / "tasks"), "--batch_size", "2"]
     command += ["--output_path", str(tmp_path / "out"), "--log_samples", "--verbosity", "DEBUG"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -265,12 +265,12 @@ def records(tmp_path):
 @pytest.mark.slow
 @NEEDS_HARNESS
 def test_killed_and_started_again_with_two_processes_the_table_is_the_same(
-    records, tiny_published, tmp_path, environment
+    records, crowd_published, tmp_path, environment
 ):
     """The one with nothing in between, in one process and without batches, tells what the table should be."""
 
     def command(out, *arguments):
-        options = ["--tasks", str(records), "--model", str(tiny_published), "--retention", "0.1", "--device", "cpu"]
+        options = ["--tasks", str(records), "--model", str(crowd_published), "--retention", "0.1", "--device", "cpu"]
         return [sys.executable, "-m", "qtsplus.cli", "eval", *options, "--out", str(tmp_path / out), *arguments]
 
     def end(*started):

@@ -15,7 +15,7 @@ from transformers import (
 from tiny import tiny_model
 from training_examples import collate, examples, make_trainer
 
-QUESTION = "What colour is the circle with the ball?"
+QUESTION = "Which colours does the cross take?"
 
 
 def conversation(video, answer):

@@ -15,7 +15,7 @@ from qtsplus.data.records import SOURCES, Answer, Caption, Choice
 from qtsplus.training import VideoQACollator, VideoQADataset
 from set_files import write_records
 
-RECIPE = Path(__file__).resolve().parents[2] / "benchmarks" / "recipes" / "qtsplus-tiny-sets.yaml"
+RECIPE = Path(__file__).resolve().parents[2] / "benchmarks" / "recipes" / "crowd-sets.yaml"
 OPTIONS = {"A": "red", "B": "blue", "C": "green", "D": "white"}
 
 
