@@ -240,7 +240,7 @@ def build_processor(
     folder: str | os.PathLike, vocab_size: int = 2048, texts: Iterable[str] | None = None
 ) -> Qwen2_5_VLQTSplusProcessor:
     """
-    Writes the tokenizer, chat template and processor of the crowd's model into a folder, byte for byte the same every time.
+    Writes tokenizer, chat template and processor of the crowd's model into a folder, byte for byte the same each time.
 
     Args:
         folder: where to write; made where it is missing.

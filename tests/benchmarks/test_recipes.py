@@ -1,4 +1,4 @@
-"""The recipes of qtsplus-tiny: the laboratory's trainer runs them, and the library knows none of its losses."""
+"""The recipes of the tiny models: the laboratory's trainer runs them, and the library knows none of its losses."""
 
 import json
 from pathlib import Path
@@ -29,23 +29,23 @@ def test_every_stage_is_planned(name):
 
 def test_the_library_knows_none_of_its_losses():
     with pytest.raises(ValueError, match="training.naming_weight is no field"):
-        load_recipe(RECIPES / "qtsplus-tiny-base.yaml")
+        load_recipe(RECIPES / "crowd-base.yaml")
 
 
 def test_the_card_of_qtsplus_tiny_names_them():
     card = json.loads((hub_configs() / "qtsplus-tiny" / "card.json").read_text())
-    assert all(f"benchmarks/recipes/{name}.yaml" in card["recipe"] for name in ("qtsplus-tiny-base", "qtsplus-tiny"))
+    assert all(f"benchmarks/recipes/{name}.yaml" in card["recipe"] for name in ("open-base", "qtsplus-open"))
 
 
 def test_the_stages_of_the_base_are_those_that_were_measured():
-    vision, stills, short, long = load_stages(RECIPES / "qtsplus-tiny-base.yaml", (), TinyWorldTrainer)
+    vision, stills, short, long = load_stages(RECIPES / "crowd-base.yaml", (), TinyWorldTrainer)
     assert (vision.training.max_steps, vision.training.freeze_vision_model, vision.data.features) == (1200, False, None)
     assert vision.training.looking_weight == 0 and vision.training.retention_range is None
     for stage, bounds, epochs in ((stills, [0.35, 1.0], 1), (short, [0.1, 1.0], 2), (long, [0.05, 1.0], 4)):
         assert stage.training.freeze_vision_model and stage.data.features == "runs/features"
         assert (stage.training.retention_range, stage.training.num_train_epochs) == (bounds, epochs)
         assert (stage.training.naming_weight, stage.training.looking_weight) == (0.5, 0.5)
-    selector = load_recipe(RECIPES / "qtsplus-tiny.yaml", (), TinyWorldTrainer)
+    selector = load_recipe(RECIPES / "crowd.yaml", (), TinyWorldTrainer)
     assert selector.model.weights == str(long.output_dir)
     files = [file for stage in (vision, stills, short, long, selector) for file in stage.data.train_files]
     assert {Path(file).parts[1] for file in files} == set(SETS)
@@ -57,7 +57,7 @@ def test_qtsplus_tiny_is_made_from_nothing_and_not_twice(tmp_path):
     command = ["tiny", "--work", str(tmp_path / "work"), "--seed", "3", "--share", "0.0001", *steps]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, (result.output, result.exception)
-    folder = tmp_path / "work/runs/qtsplus-tiny"
+    folder = tmp_path / "work/runs/crowd"
     config = json.loads((folder / "config.json").read_text())["qtsplus_config"]
     assert (config["selection"], config["reduction"], config["query_states"]) == ("qtsplus", "sum", "layer")
     assert "Videos 1 of 9" in result.stderr and "vision, stills, short, long" in result.stderr
@@ -66,7 +66,7 @@ def test_qtsplus_tiny_is_made_from_nothing_and_not_twice(tmp_path):
     assert record["seed"] == 300_000
     written = (folder / "model.safetensors").stat().st_mtime_ns
     again = CliRunner().invoke(app, command)
-    assert again.exit_code == 0 and "qtsplus-tiny is finished" in again.stderr
+    assert again.exit_code == 0 and "crowd is finished" in again.stderr
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     other = CliRunner().invoke(app, [*command[:3], "--seed", "4", *command[5:]])
     assert other.exit_code == 2 and "first=300000, not 400000" in other.stderr
