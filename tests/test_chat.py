@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from qtsplus.cli import app
 from qtsplus.demo import CLIP, QUESTIONS
 
-COLOUR, INSIDE = QUESTIONS[1].question, QUESTIONS[0].question
+(INSIDE, MARK), (COLOURS, TAKEN) = QUESTIONS
 
 
 @pytest.fixture
@@ -26,13 +26,13 @@ def chat(tiny_published, shared_model):
 
 
 def test_questions_and_commands_through_a_pipe(chat, tmp_path):
-    lines = [COLOUR, "/evidence", "/budget 0.1", INSIDE, "/budget 7", INSIDE, "/budget auto", f"/add {CLIP}", INSIDE]
+    lines = [INSIDE, "/evidence", "/budget 0.1", COLOURS, "/budget 3", INSIDE, "/budget auto", f"/add {CLIP}", INSIDE]
     result = chat([*lines, f"/evidence {tmp_path / 'drawn'}", "/quit", "never asked"], "--json")
     assert result.exit_code == 0, result.stderr
-    first, evidence, tenth, seven, both = map(json.loads, result.stdout.splitlines())
-    assert [one["answer"] for one in (first, tenth, seven, both)] == ["red", "bird", "bird", "bird"]
+    first, evidence, tenth, three, both = map(json.loads, result.stdout.splitlines())
+    assert [one["answer"] for one in (first, tenth, three, both)] == [MARK, TAKEN, MARK, MARK]
     assert evidence == first["evidence"][0] and evidence["video"] == "demo.mp4"
-    assert tenth["kept_tokens"] == 29 and seven["kept_tokens"] == 7
+    assert tenth["kept_tokens"] == 29 and three["kept_tokens"] == 3
     assert both["video"] == "demo.mp4, demo.mp4 (2)" and both["visual_tokens"] == 2 * first["visual_tokens"]
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".") == [
         *("answer.json", "frames-1.png", "frames-2.png", "kept-1.mp4", "kept-2.mp4", "timeline.png")
@@ -53,20 +53,20 @@ BAD_LINES = {
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_a_line_that_fails_is_one_line_and_the_next_is_answered(chat, line):
     result = chat([line, INSIDE])
-    assert result.exit_code == 1 and result.stdout.startswith("bird\n"), result.stderr
+    assert result.exit_code == 1 and result.stdout.startswith(f"{MARK}\n"), result.stderr
     (error,) = (one for one in result.stderr.splitlines() if one.startswith("qtsplus: "))
     assert BAD_LINES[line] in error
 
 
 def test_what_is_no_text_is_one_line(chat):
     result = chat(b"\xff\xfe\n" + INSIDE.encode())
-    assert result.exit_code == 1 and result.stdout.startswith("bird\n") and "qtsplus: 'utf-8' codec" in result.stderr
+    assert result.exit_code == 1 and result.stdout.startswith(f"{MARK}\n") and "qtsplus: 'utf-8' codec" in result.stderr
 
 
 def test_a_folder_that_is_the_users_own_is_left_alone(chat, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    result = chat([INSIDE, f"/evidence {tmp_path}", COLOUR])
-    assert result.exit_code == 1 and "mine.txt" in result.stderr and "red" in result.stdout
+    result = chat([INSIDE, f"/evidence {tmp_path}", COLOURS])
+    assert result.exit_code == 1 and "mine.txt" in result.stderr and TAKEN in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(tiny_published):
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(INSIDE + "\n")
     process.stdin.flush()
-    assert process.stdout.readline() == "bird\n"
+    assert process.stdout.readline() == f"{MARK}\n"
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in stderr

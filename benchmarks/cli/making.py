@@ -110,7 +110,7 @@ def tiny(
     workers: Annotated[int, typer.Option(help="How many processes render.", min=1)] = 1,
     overrides: Overrides = None,
 ) -> None:
-    """Make a qtsplus-tiny from nothing: render its videos, train its base, then its selector."""
+    """Make the crowd's tiny model from nothing: render its videos, train its base, then its selector."""
     with one_line_errors(), resumable():
         from ..teaching.tiny import make_tiny
 

@@ -14,7 +14,7 @@ ASKED = 80
 
 def counts_by_length(model: Any, test: OpenTest) -> dict[str, Any]:
     """
-    Counts for questions about a thing of 8 seconds, among other videos that have no such thing.
+    Counts for questions about a thing of 8 seconds, among other videos that have no such thing at any time.
 
     Only the selector reads: the language model has no use for ten minutes here. What crosses the middle is not asked,
     since in every video something does, nor which colours a shape takes, since every video has such a shape.
@@ -25,7 +25,7 @@ def counts_by_length(model: Any, test: OpenTest) -> dict[str, Any]:
         if row["video"] not in features:
             features[row["video"]] = test.features(record)
             things = VARIANTS["plain"](row["seed"], row["seconds"]).things
-            names[row["video"]] = {thing.name for thing in things}
+            names[row["video"]] = {f"{colour} {thing.shape}" for thing in things for colour in thing.colours}
     asked = [row for row in test.rows if row["kind"] not in ("crossing", "colours") and row["needles"][0]]
     fillers = {
         row["id"]: [

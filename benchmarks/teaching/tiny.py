@@ -6,10 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from qtsplus.modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.output import check_folder
+from qtsplus.training.models import load_config, load_processor
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import is_finished, last_checkpoint, run_stages
 
+from ..bases import CROWD
 from ..world.tinyworld import build_dataset
 from .trainer import TinyWorldTrainer
 
@@ -60,6 +65,7 @@ def make_tiny(
             say(f"Videos {number} of {len(SETS)}: {count} of {seconds} s, data/{name}")
             options = {"multiple_choice": 0.0, "workers": workers, **options}
             build_dataset(f"data/{name}", "train", count, (seconds,), crowd=True, first=seed * WORLDS, **options)
+        _draw_weights(Path("runs/crowd-random"), seed)
         folder = Path()
         for name in ("crowd-base", "crowd"):
             stages = load_stages(RECIPES / f"{name}.yaml", settings, TinyWorldTrainer)
@@ -71,6 +77,15 @@ def make_tiny(
             begun = any(is_finished(stage.output_dir) or last_checkpoint(stage.output_dir) for stage in stages)
             run_stages(stages, resume=begun)
     return work / folder
+
+
+def _draw_weights(folder: Path, seed: int) -> None:
+    """A model of the shape of the committed one with random weights, and its processor."""
+    config = load_config(None, str(CROWD))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen2_5_VLQTSplusForConditionalGeneration(config).save_pretrained(folder)
+    load_processor(None, str(CROWD), config).save_pretrained(folder)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The base that learns the world without a grid, with random weights, and its processor.
 
-The widths of qtsplus-tiny, but for a vision tower of four wider layers: what it sees may lie anywhere in its patches.
+The shape of qtsplus-tiny, which it became. Its tower has four layers, since what it sees may lie anywhere in a patch.
 `python -m benchmarks.world.open_model FOLDER [SEED]`.
 """
 
@@ -16,8 +16,6 @@ from qtsplus.modeling_qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusF
 
 from .openworld import STAYS
 from .tokenizer import SPECIAL_TOKENS, build_processor, write_sentences
-
-TOWER = {"depth": 4, "hidden_size": 96, "intermediate_size": 192}
 
 
 def make_open_model(folder: str | Path, seed: int = 0) -> tuple[Any, Any]:
@@ -50,7 +48,6 @@ def make_open_model(folder: str | Path, seed: int = 0) -> tuple[Any, Any]:
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
     }
-    values["vision_config"] |= {**TOWER, "fullatt_block_indexes": list(range(TOWER["depth"]))}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2_5_VLQTSplusForConditionalGeneration(Qwen2_5_VLQTSplusConfig.from_dict(values))
