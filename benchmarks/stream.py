@@ -21,11 +21,11 @@ from transformers.video_utils import VideoMetadata
 from qtsplus import ranking
 from qtsplus.evaluation.intervals import share_interval
 from qtsplus.evaluation.labelled import sighting_tokens
-from qtsplus.loading import load
 from qtsplus.methods_qtsplus import Candidates, changes, most_relevant
 from qtsplus.output import check_output, markdown_table
 from qtsplus.results import write_json
 from qtsplus.stream import Stream
+from qtsplus.training.models import load_model, load_processor
 
 from .bases import CROWD
 from .machine import environment, steps
@@ -294,7 +294,8 @@ def run_stream(
     """
     out.mkdir(parents=True, exist_ok=True)
     target = check_output(out / "stream.json")
-    model, processor = load(CROWD, "cpu")
+    model = load_model(None, str(CROWD)).eval()
+    processor = load_processor(None, str(CROWD), model.config)
     answers, costs, drifts = [], [], {}
     with steps("stream", len(KINDS) * films) as step:
         for kind in KINDS:

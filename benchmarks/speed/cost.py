@@ -276,13 +276,14 @@ def _selector_sizes(text) -> tuple[int, int]:
 
 def _relevance(config, num_tokens: int, question_tokens: int, width: int) -> Cost:
     """
-    Keys of all tokens, then scores: of each word twice, for a sum once, as of one word. Before them a layer over the
-    question, where there is one.
+    Keys of all tokens, with the null token, then scores: of each word twice, for a sum once, as of one word. Before
+    them a layer over the question, where there is one.
     """
     d, key_value = _selector_sizes(config.text_config)
     passes = 1 if config.qtsplus_config.reduction == "sum" else 2 * question_tokens
     projection, scores = d * key_value, d * passes
-    flops: float = 2 * num_tokens * (projection + scores) + 2 * question_tokens * d**2
+    scored = num_tokens + config.qtsplus_config.null_token
+    flops: float = 2 * scored * (projection + scores) + 2 * question_tokens * d**2
     if config.qtsplus_config.query_states == "layer":
         flops += _layers(config, 1, question_tokens, width).flops
     return Cost(flops, width * (num_tokens * d + projection + d**2) + 4 * num_tokens)

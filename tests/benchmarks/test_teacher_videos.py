@@ -97,12 +97,12 @@ def read(monkeypatch) -> list[tuple[int, int, int]]:
     return grids
 
 
-def test_two_processes_share_the_reading_and_train_as_one(recipe, crowd_published, tmp_path):
+def test_two_processes_share_the_reading_and_train_as_one(recipe, tiny_published, tmp_path):
     recipe()  # writes the file
     logs, files = [], []
     for number in (1, 2):
         settings = [
-            f"model.relevance_teacher={crowd_published}",
+            f"model.relevance_teacher={tiny_published}",
             f"data.features={tmp_path}/features{number}",
             f"training.output_dir={tmp_path}/run{number}",
             f"training.per_device_train_batch_size={4 // number}",
@@ -131,8 +131,8 @@ def without_teacher(dataset, index):
 
 
 @pytest.mark.parametrize("teacher", ["itself", "another", "lm_attention"])
-def test_small_records_learn_the_sums_of_what_full_ones_are_attended_to(recipe, read, crowd_published, teacher):
-    named = {"itself": "null", "another": crowd_published, "lm_attention": "lm_attention"}[teacher]
+def test_small_records_learn_the_sums_of_what_full_ones_are_attended_to(recipe, read, tiny_published, teacher):
+    named = {"itself": "null", "another": tiny_published, "lm_attention": "lm_attention"}[teacher]
     trainer = build_trainer(recipe(f"model.relevance_teacher={named}"))
     dataset = trainer.train_dataset
     assert [record.teacher_video is not None for record in dataset.records] == [True, True, False, False]
@@ -214,7 +214,7 @@ def test_a_question_of_special_tokens_is_text_to_look_from(recipe, sets):
     assert 0 < build_trainer(recipe(*changes)).train_dataset[0]["attention"].sum() < 1
 
 
-def test_teachers_videos_are_encoded_once(recipe, tmp_path, crowd_published):
+def test_teachers_videos_are_encoded_once(recipe, tmp_path, tiny_published):
     def encoded():
         towers = (path.parent.name for path in (tmp_path / "features").glob("*/*.safetensors"))
         return [tower for tower in towers if not tower.startswith("attention-")]
@@ -223,7 +223,7 @@ def test_teachers_videos_are_encoded_once(recipe, tmp_path, crowd_published):
     assert len(encoded()) == 2
     build_trainer(recipe(files=["small"]))
     assert len(encoded()) == 4 and len(set(encoded())) == 1
-    build_trainer(recipe(f"model.relevance_teacher={crowd_published}", files=["small"]))
+    build_trainer(recipe(f"model.relevance_teacher={tiny_published}", files=["small"]))
     assert len(encoded()) == 6 and len(set(encoded())) == 2  # with its own tower
 
 

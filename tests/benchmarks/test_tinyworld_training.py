@@ -17,7 +17,7 @@ def test_data_and_train(tmp_path):
     assert {record["source"] for record in records} >= {"caption", "vqa"}
 
     recipe = {
-        "model": {"variant": "qtsplus-tiny"},
+        "model": {"variant": "qtsplus-tiny", "selector": {"budget": "rho"}},
         "data": {"train_files": [str(tmp_path / "data" / "train.jsonl")]},
         "training": {
             "output_dir": str(tmp_path / "run"),

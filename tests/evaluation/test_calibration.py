@@ -56,10 +56,10 @@ def planted(finders):
     return by_head
 
 
-def test_evidence_outside_of_the_frame_is_refused(tiny, tiny_processor, questions):
+def test_evidence_outside_of_the_frame_is_refused(tiny, crowd_processor, questions):
     outside = [[Sighting(0, 1, (500, 500, 600, 600), frame=(168, 168))]]
     with pytest.raises(ValueError, match=r"The evidence of '.+' lies outside of .+\.mp4"):
-        calibrate(tiny, tiny_processor, [replace(question, needles=outside) for question in questions], progress=False)
+        calibrate(tiny, crowd_processor, [replace(question, needles=outside) for question in questions], progress=False)
 
 
 def test_recall_counts_tokens():
@@ -89,9 +89,9 @@ def few(monkeypatch):
     monkeypatch.setattr(calibration, "HEADS", 2)
 
 
-def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, few, tiny, tiny_processor, questions):
+def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, few, tiny, crowd_processor, questions):
     monkeypatch.setattr(calibration, "_attention_by_head", planted([(2, 1), (0, 3)]))
-    found = calibrate(tiny, tiny_processor, questions, progress=False)
+    found = calibrate(tiny, crowd_processor, questions, progress=False)
     assert found.best.heads == ((0, 3), (2, 1))
     for recall in (found.measured[AttentionChoice(heads=((2, 1),))], found.choices[found.best]):
         assert recall.tokens == pytest.approx(2 / 3) and recall.mass > 0.85
@@ -102,7 +102,7 @@ def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, few, tiny, tiny
 
 
 def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
-    monkeypatch, few, tiny, tiny_processor, questions
+    monkeypatch, few, tiny, crowd_processor, questions
 ):
     plant = planted([(2, 1)])
 
@@ -114,7 +114,7 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
 
     monkeypatch.setattr(calibration, "_attention_by_head", with_a_sink)
     monkeypatch.setattr(calibration, "HEADS", 1)
-    found = calibrate(tiny, tiny_processor, questions, progress=False)
+    found = calibrate(tiny, crowd_processor, questions, progress=False)
     assert found.fields() == {"relevance_heads": [[2, 1]]}
     assert found.as_dict()["choices"][2] == {
         **{"layers": None, "heads": ((2, 1),), "positions": "answer", "grouped": False},
@@ -122,7 +122,7 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
     }
 
 
-def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, tiny, tiny_processor, questions):
+def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, tiny, crowd_processor, questions):
     """From where the answer begins, which knows no answer; the heads that look elsewhere are left out."""
     asked = []
 
@@ -133,7 +133,7 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
         )
 
     monkeypatch.setattr(calibration, "_attention_by_head", by_head)
-    found = calibrate(tiny, tiny_processor, questions, progress=False)
+    found = calibrate(tiny, crowd_processor, questions, progress=False)
     assert asked == ["answer", "answer", "prompt", "prompt"]
     fields = found.attention_fields()
     assert (fields["attention_layer"], fields["attention_heads"]) == (1, [2])
@@ -143,11 +143,11 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
     assert found.fields()["relevance_heads"] == [[0, 0]]
 
 
-def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questions):
+def test_measured_heads_are_those_of_the_eager_twin(tiny, crowd_processor, questions):
     question = questions[0]
-    dataset = VideoQADataset([question.record], tiny_processor)
+    dataset = VideoQADataset([question.record], crowd_processor)
     measured = measure(tiny, dataset, [question], "answer", progress=False)
-    batch = VideoQACollator(tiny_processor)([dataset[0]])
+    batch = VideoQACollator(crowd_processor)([dataset[0]])
     labels = batch.pop("labels")
     inputs = {name: value for name, value in batch.items() if name not in ("skipped", "source_ids")}
     (grid,) = tiny.model.merged_grid(inputs["video_grid_thw"])
@@ -186,10 +186,12 @@ def test_the_command_prints_a_recipes_lines_and_writes_json(records, crowd_publi
     assert again.exit_code == 2 and "is there already" in again.stderr
 
 
-def test_questions_about_unreadable_videos_are_left_out(monkeypatch, tiny, tiny_processor, questions, tmp_path, capsys):
+def test_questions_about_unreadable_videos_are_left_out(
+    monkeypatch, tiny, crowd_processor, questions, tmp_path, capsys
+):
     monkeypatch.setattr(calibration, "_attention_by_head", planted([(2, 1)]))
     missing = replace(questions[0], record=replace(questions[0].record, video=str(tmp_path / "gone.mp4")))
-    found = calibrate(tiny, tiny_processor, [missing, *questions], progress=False)
+    found = calibrate(tiny, crowd_processor, [missing, *questions], progress=False)
     assert sum(found.questions) == len(questions)
     assert "gone.mp4" in capsys.readouterr().err.replace("\n", "")
 

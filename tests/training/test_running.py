@@ -94,7 +94,7 @@ def test_a_full_disk_and_a_file_in_the_way_are_found_before_the_model(recipe_fil
     (tmp_path / "run").unlink()
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("qtsplus.output.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 7 MB"):
+    with pytest.raises(ValueError, match="1 kB free, but the model and its checkpoints take about 8.56 MB"):
         run(load_recipe(recipe_file))
 
 

@@ -1,7 +1,7 @@
 """What a selector's budget follows: the analysis of the paper's appendix, of any model on any videos."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..training.features import encode_videos
 from .exact_match import model_inputs
 from .intervals import correlation, share_interval
 
-# What the budget head sees, and the gate's threshold: what the paper holds against rho.
+# What the paper's budget head sees, and the gate's threshold: what the paper holds against rho.
 QUANTITIES = {
     "sq_mean": "mean query embedding s_q",
     "log_m": "log M",
@@ -84,34 +84,22 @@ def measure(model: Any, processor: Any, record: VideoRecord, video: Mapping[str,
     """
     inputs = model_inputs(processor, [record], {str(record.video): video})
     on_device = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
-    with _budget_inputs(model) as seen:
-        chosen = model.model.compress(**on_device, selection="qtsplus").qtsplus
-    features, config = seen[0].float(), model.config.qtsplus_config
-    log_m, r_max, entropy = features[-3:].tolist()
+    chosen, config = model.model.compress(**on_device, selection="qtsplus").qtsplus, model.config.qtsplus_config
+    words = model.get_input_embeddings()(on_device["query_input_ids"][on_device["query_attention_mask"].bool()])
     log_relevance, rho, total = chosen.log_relevance[0].float(), float(chosen.rho[0]), int(chosen.num_tokens[0])
     target = torch.tensor(min(rho * total, config.n_max))
     scores = {"threshold": log_relevance.exp(), "log_threshold": log_relevance}
+    shares = log_relevance.log_softmax(0)
     return {
-        "sq_mean": float(features[:-3].mean()),
-        "log_m": log_m,
-        "r_max": r_max,
-        "entropy": entropy,
+        "sq_mean": float(words.float().mean()),
+        "log_m": math.log(total),
+        "r_max": float(log_relevance.max().exp()),
+        "entropy": -float((shares.exp() * shares).sum()),
         **{name: float(find_threshold(values, target.to(values), config.tau_s)) for name, values in scores.items()},
         "rho": rho,
         "m": total,
         "n": int(chosen.n[0]),
     }
-
-
-@contextmanager
-def _budget_inputs(model: Any) -> Iterator[list[torch.Tensor]]:
-    """What the budget head sees in this context, `[d + 3]` for each question."""
-    seen: list[torch.Tensor] = []
-    hook = model.model.qtsplus.budget.register_forward_pre_hook(lambda head, arguments: seen.append(arguments[0]))
-    try:
-        yield seen
-    finally:
-        hook.remove()
 
 
 def summarise_choices(records: Sequence[VideoRecord], measured: Sequence[Mapping[str, float] | None]) -> dict[str, Any]:
