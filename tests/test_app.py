@@ -18,7 +18,7 @@ from server_process import free_port, running_server  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.app, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
-RING, CIRCLE = QUESTIONS
+RING, CROSS = QUESTIONS
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def test_a_film_is_dropped_once_and_asked_twice(visit, address):
     anna.ask(RING.question)
     anna.sees(".answer", RING.answer)
     first = anna.lit()
-    anna.ask(CIRCLE.question)
-    anna.sees(".answer", CIRCLE.answer)
+    anna.ask(CROSS.question)
+    anna.sees(".answer", CROSS.answer)
     assert anna.lit() != first
     anna.stage.locator(".earlier", has_text=RING.question).click()
     anna.sees(".answer", RING.answer)
@@ -126,8 +126,8 @@ def test_two_questions_stand_beside_each_other_with_the_tokens_that_the_budget_k
     anna.drop(CLIP)
     anna.sees(".small", "288 visual tokens")
     anna.page.fill("#share input[type=number]", "10")
-    anna.ask(RING.question, CIRCLE.question)
-    anna.sees(".pane:nth-child(2) .answer", CIRCLE.answer)
+    anna.ask(RING.question, CROSS.question)
+    anna.sees(".pane:nth-child(2) .answer", CROSS.answer)
     for pane, answer in enumerate(answers):
         anna.stands_at(answer.evidence[0].start, pane)
         anna.sees(f".pane:nth-child({pane + 1}) .small", f"Kept {answer.kept_tokens} of 288 tokens")
@@ -183,8 +183,8 @@ def test_two_people_at_once_do_not_mix(visit, address, tiny_mp4):
         person.ask(RING.question)
     anna.sees(".answer", RING.answer)
     ben.sees(".pane .small", "of 64 tokens")
-    anna.ask(CIRCLE.question)
-    anna.sees(".answer", CIRCLE.answer)
+    anna.ask(CROSS.question)
+    anna.sees(".answer", CROSS.answer)
     anna.sees(".pane .small", "of 288 tokens")
     assert ben.stage.locator(".earlier").count() == 0
 
@@ -244,12 +244,12 @@ def test_stop_ends_an_answer_and_the_next_person_is_served(visit, gated):
         person.sees(".small", "288 visual tokens")
     anna.ask(RING.question)
     assert began.wait(60)
-    ben.ask(CIRCLE.question)
+    ben.ask(CROSS.question)
     anna.page.click("#stop")
     assert stopped.wait(60)
     gate.set()
     anna.sees(".note", "Stopped.")
-    ben.sees(".answer", CIRCLE.answer)
+    ben.sees(".answer", CROSS.answer)
     assert anna.stage.locator(".answer").count() == 0
 
 

@@ -51,7 +51,7 @@ def test_the_stages_of_the_base_are_those_that_were_measured():
     assert {Path(file).parts[1] for file in files} == set(SETS)
 
 
-def test_qtsplus_tiny_is_made_from_nothing_and_not_twice(tmp_path):
+def test_the_crowds_model_is_made_from_nothing_and_not_twice(tmp_path):
     settings = ("training.max_steps=1", "training.per_device_train_batch_size=1", "training.save_strategy=no")
     steps = [part for setting in settings for part in ("--set", setting)]
     command = ["tiny", "--work", str(tmp_path / "work"), "--seed", "3", "--share", "0.0001", *steps]

@@ -91,7 +91,7 @@ def test_options_say_which_frames_are_looked_at(crowd_published, docs, reading, 
 
 @pytest.fixture(scope="module")
 def stock(crowd_published, tmp_path_factory) -> Path:
-    """qtsplus-tiny without its selector: a stock Qwen2.5-VL."""
+    """The crowd's model without its selector: a stock Qwen2.5-VL."""
     return convert(crowd_published, tmp_path_factory.mktemp("stock") / "qwen")
 
 
