@@ -3,7 +3,7 @@
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from qtsplus.training.features import encode_videos
 from qtsplus.training.models import load_config, load_model, load_processor
 
 from ..teaching.dataset import TinyWorldCollator, TinyWorldDataset, read_tinyworld
+from ..world.open_questions import in_words
 from ..world.openworld import OPEN_COLOURS
 
 LADDER = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
@@ -222,19 +223,8 @@ def with_another_word(test: OpenTest) -> list[str]:
 
 
 def otherwise(test: OpenTest) -> dict[str, list[str]]:
-    """Every question in lower case, and in other words."""
-    said: list[tuple[str, str]] = [
-        (r"^What is in the (.*)\?$", r"Which mark does the \1 have?"),
-        (r"^Is there (an? .*)\?$", r"Can \1 be seen?"),
-        (r"^How long is the (.*) there\?$", r"For how long does the \1 stay?"),
-        (r"^Which colours does the (.*) take\?$", r"What colours does the \1 have?"),
-        (r"^What crosses the middle (.*)\?$", r"Which thing is \1 to cross the middle?"),
-    ]
-    rephrase: Callable[[str], str] = lambda text: next(  # noqa: E731
-        re.sub(pattern, words, text) for pattern, words in said if re.match(pattern, text)
-    )
-    questions = [row["question"] for row in test.rows]
+    """Every question in lower case, and in words that it was never asked in."""
     return {
-        "in lower case": [text.lower() for text in questions],
-        "in other words": [rephrase(text) for text in questions],
+        "in lower case": [row["question"].lower() for row in test.rows],
+        "in other words": [in_words(row["kind"], row["question"], -1) for row in test.rows],
     }

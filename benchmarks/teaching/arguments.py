@@ -28,6 +28,9 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
             show it, and in the layer behind of what an answer that says a name pays to that word, where nine tenths
             are enough. Not in steps that leave tokens out.
         looking_layer (`int`, defaults to 2): the layer of the language model that is to look, counted from 0.
+        rivals (`int`, defaults to 0): with a `relevance_weight` and kept attention (`data.features`), for records with
+            `token_words`: so many tokens of other videos that do not show what is asked for, among which a row's own
+            are to be found too.
         budget_probe (`float`, *optional*): a factor above 1. In steps whose budget is predicted, the supervised loss of
             every sample is also measured with so many times more and fewer tokens, without gradients, and its slope is
             the gradient of a budget head with `budget: rho`. The gate's own hardly tells how many tokens a question
@@ -44,11 +47,13 @@ class TinyWorldTrainingArguments(QTSplusTrainingArguments):
     sparing_weight: float = field(default=0.0)
     referring_weight: float = field(default=0.0)
     looking_layer: int = field(default=2)
+    rivals: int = field(default=0)
     budget_probe: float | None = field(default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("naming_weight", "looking_weight", "sparing_weight", "referring_weight", "looking_layer"):
+        weights = ("naming_weight", "looking_weight", "sparing_weight", "referring_weight")
+        for name in (*weights, "looking_layer", "rivals"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected at least 0.")
         if self.muon_scale is not None and self.muon_scale <= 0:

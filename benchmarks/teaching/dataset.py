@@ -17,6 +17,7 @@ from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import SkippedRecord, VideoQADataset
 
 from .naming import load_token_words
+from .rivals import About, names_shown
 
 Index = Annotated[int, Strict(), Field(ge=0)]
 _DENSE = ("token_words", "needles", "looks", "teacher_video")
@@ -86,11 +87,13 @@ class TinyWorldDataset(VideoQADataset):
     As [`VideoQADataset`].
 
     `dense`, when set, gives examples the `token_words` of their record, a [`TokenWords`], and as `needles` the tokens
-    `[k]` of each answer's first words, where it has them. The `attention` of a record with a `teacher_video` is the
+    `[k]` of each answer's first words, where it has them; `about`, when set, an [`About`] where the record has
+    `token_words`. The `attention` of a record with a `teacher_video` is the
     attention to that one, see [`sum_onto`].
     """
 
     dense = False
+    about = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -143,7 +146,11 @@ class TinyWorldDataset(VideoQADataset):
             return example
         if record in self.sums:
             example["attention"] = self.sums[record]
-        if not self.dense or not isinstance(record, TinyWorldRecord):
+        if not isinstance(record, TinyWorldRecord):
+            return example
+        if self.about and record.token_words is not None and record.video is not None:
+            example["about"] = About(record.question, str(record.video), names_shown(record.token_words))
+        if not self.dense:
             return example
         if record.token_words is not None:
             example["token_words"] = load_token_words(record.token_words, self.processor.tokenizer)
@@ -187,7 +194,8 @@ class TinyWorldCollator(VideoQACollator):
         """
         Returns:
             as [`VideoQACollator`]; and a list of the rows' `token_words` if any row has them (`None` for the others),
-            and of their `needles` if any row has some (none for the others).
+            of their `needles` if any row has some (none for the others), and of what each is `about` if any row says it
+            (`None` for the others).
         """
         batch = super().__call__(examples)
         rows = [example for example in examples if not isinstance(example, SkippedRecord)]
@@ -195,6 +203,8 @@ class TinyWorldCollator(VideoQACollator):
             batch["token_words"] = [row.get("token_words") for row in rows]
         if any("needles" in row for row in rows):
             batch["needles"] = [row.get("needles", ()) for row in rows]
+        if any("about" in row for row in rows):
+            batch["about"] = [row.get("about") for row in rows]
         return batch
 
 

@@ -19,6 +19,7 @@ from .dataset import TinyWorldCollator, TinyWorldDataset
 from .looking import LOOKS, NAME_LOOKS, Looks, looking_losses, watching
 from .muon import MuonBeside, matrix_names, split_matrices
 from .naming import TokenWords, naming_losses, with_features
+from .rivals import Rivals, watching_scores
 
 
 class TinyWorldTrainer(QTSplusTrainer):
@@ -28,7 +29,8 @@ class TinyWorldTrainer(QTSplusTrainer):
         naming_weight * naming + looking_weight * looking + sparing_weight * sparing + referring_weight * referring,
 
     dense supervision of a base ([`naming_losses`], [`looking_losses`]): means over the samples with visual tokens. They
-    are logged as `loss_naming`, `loss_looking`, `loss_following`, `loss_referring` and `loss_choosing`.
+    are logged as `loss_naming`, `loss_looking`, `loss_following`, `loss_referring` and `loss_choosing`. With `rivals`
+    the relevance stage has its divergence once more, over the tokens of other videos too (`loss_rivals`).
 
     Args:
         model: as for [`QTSplusTrainer`].
@@ -39,7 +41,8 @@ class TinyWorldTrainer(QTSplusTrainer):
     arguments_class = TinyWorldTrainingArguments
     dataset_class = TinyWorldDataset
     collator_class = TinyWorldCollator
-    loss_names = (*QTSplusTrainer.loss_names, "loss_naming", "loss_probe", *(f"loss_{kind}" for kind in LOOKS))
+    _others = ("loss_naming", "loss_probe", "loss_rivals")
+    loss_names = (*QTSplusTrainer.loss_names, *_others, *(f"loss_{kind}" for kind in LOOKS))
 
     args: TinyWorldTrainingArguments
 
@@ -48,6 +51,7 @@ class TinyWorldTrainer(QTSplusTrainer):
         if isinstance(self.train_dataset, TinyWorldDataset):
             weights = (args.naming_weight, args.looking_weight, args.sparing_weight, args.referring_weight)
             self.train_dataset.dense = max(weights) > 0
+            self.train_dataset.about = args.rivals > 0
             if args.relevance_weight:
                 self._sum_targets(self.train_dataset)
 
@@ -63,6 +67,11 @@ class TinyWorldTrainer(QTSplusTrainer):
                 "freeze_language_model without LoRA), or a relevance_weight of 0."
             )
 
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """As ever; the attention that teaches the scores is kept for rivals."""
+        self._rivals = Rivals(inputs.get("about", ()), inputs.get("attention", ()))
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
     @contextmanager
     def further_losses(
         self, inputs: dict[str, Any], labels: torch.Tensor
@@ -70,11 +79,12 @@ class TinyWorldTrainer(QTSplusTrainer):
         """What a batch's `token_words` and `needles` teach. A base that keeps everything learns to read with gaps."""
         if "retention" in inputs and self.selector_config.selection == "all":
             inputs["selection"] = "random"
-        token_words, needles = (inputs.pop(name, None) for name in ("token_words", "needles"))
+        token_words, needles, _ = (inputs.pop(name, None) for name in ("token_words", "needles", "about"))
         named = token_words is not None and self.model.training and self.args.naming_weight > 0
         if named:
             inputs = with_features(base_model(self.model), inputs)
-        with self._watching(inputs, labels, needles, token_words) as looks:
+        scores = watching_scores(self.selector, self._rivals)
+        with scores, self._watching(inputs, labels, needles, token_words) as looks:
             yield inputs, partial(self._dense_losses, inputs, labels, token_words if named else None, looks)
 
     def _watching(
@@ -108,6 +118,10 @@ class TinyWorldTrainer(QTSplusTrainer):
             losses = looking_losses(looks, kind, args.looking_share if kind == "looking" else None)
             if weight and len(losses):
                 found[f"loss_{kind}"] = weight, losses
+        if args.rivals and args.relevance_weight and self._rivals.about:
+            null_token = self.selector_config.null_token
+            losses = self._rivals.divergences(self.selector, args.rivals, null_token).to(labels.device)
+            found["loss_rivals"] = args.relevance_weight, losses
         if args.budget_probe is not None and self._retention is None and not args.freeze_selector:
             found["loss_probe"] = self._probe_budget(inputs, labels, outputs.qtsplus, args.budget_probe)
         return found

@@ -11,7 +11,47 @@ from .questions import with_article
 from .scene import FPS
 
 # Of each kind how many, as far as a video allows.
-OPEN_PLAN = {"mark": 4, "existence": 4, "stay": 6, "colours": 2, "crossing": 2}
+OPEN_PLAN = {"mark": 4, "existence": 4, "stay": 6, "colours": 2, "crossing": 2, "order": 1}
+# How each kind is asked: in tests the first way, in training any. The last is never trained, but all of its words are.
+WORDINGS = {
+    "mark": (
+        "What is in the {}?",
+        "What mark is in the {}?",
+        "Which mark can be seen in the {}?",
+        "What does the {} have in it?",
+        "Which mark does the {} have?",
+        "What mark does the {} have?",
+    ),
+    "existence": ("Is there {}?", "Is {} there?", "Does {} come?", "Can you see {}?", "Can {} be seen?"),
+    "stay": (
+        "How long is the {} there?",
+        "How long does the {} stay?",
+        "For how long is the {} there?",
+        "How long can the {} be seen?",
+        "For how long does the {} stay?",
+    ),
+    "colours": (
+        "Which colours does the {} take?",
+        "What colours does the {} take?",
+        "Which colours does the {} have?",
+        "Which colours does the {} have in turn?",
+        "What colours does the {} have?",
+    ),
+    "crossing": (
+        "What crosses the middle {}?",
+        "Which thing crosses the middle {}?",
+        "What is {} to cross the middle?",
+        "What comes through the middle {}?",
+        "Which thing is {} to cross the middle?",
+    ),
+    "order": (
+        "Which colours cross the middle, in order?",
+        "What colours cross the middle, in order?",
+        "In which order do colours cross the middle?",
+        "Which colours come through the middle, in turn?",
+        "In which order do colours come through the middle?",
+    ),
+}
 LEAST_SEEN = 300  # pixels of a thing over its whole life, for it to be asked about
 
 
@@ -59,6 +99,19 @@ def open_questions(
             questions = by_answer[answers[number % len(answers)]]
             asked.append(questions.pop(int(rng.integers(len(questions)))))
     return asked
+
+
+def in_words(kind: str, text: str, number: int) -> str:
+    """A question of a kind, asked in the first of [`WORDINGS`], in another one."""
+    before, _, behind = WORDINGS[kind][0].partition("{}")
+    name = text.removeprefix(before).removesuffix(behind)
+    return WORDINGS[kind][number].format(name)
+
+
+def in_any_words(kind: str, text: str, rng: np.random.Generator) -> str:
+    """The same in any wording that is trained, one of eight in lower case."""
+    said = in_words(kind, text, int(rng.integers(len(WORDINGS[kind]) - 1)))
+    return said.lower() if rng.random() < 0.125 else said
 
 
 def _plain(world: OpenWorld, shown: Shown) -> Iterator[tuple[int, Thing]]:
@@ -109,7 +162,8 @@ def _colours(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
             yield OpenQuestion("colours", text, " ".join(thing.colours), tuple(shown.needle(number).tolist()), looks)
 
 
-def _crossings(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
+def _crossers(world: OpenWorld, shown: Shown) -> list[tuple[int, Thing, tuple[int, ...]]]:
+    """What crosses the middle, in order: the second, the thing, and its tokens then."""
     crossings = []
     for number, thing in enumerate(world.things):
         frame = crossing_frame(thing, world)
@@ -117,10 +171,26 @@ def _crossings(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
             steps = slice((frame - 1) // FPS, frame // FPS + 1)
             crossings.append((frame, thing, tuple(shown.needle(number, steps).tolist())))
     crossings.sort(key=lambda crossing: crossing[0])
-    if len(crossings) > 1 and crossings[0][0] // FPS + 1 < crossings[-1][0] // FPS:
-        needles = tuple(sorted({token for *_, tokens in crossings for token in tokens}))
-        for word, (_, thing, tokens) in (("first", crossings[0]), ("last", crossings[-1])):
+    return [(frame // FPS, thing, tokens) for frame, thing, tokens in crossings]
+
+
+def _crossings(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
+    crossers = _crossers(world, shown)
+    if len(crossers) > 1 and crossers[0][0] + 1 < crossers[-1][0]:
+        needles = tuple(sorted({token for *_, tokens in crossers for token in tokens}))
+        for word, (_, thing, tokens) in (("first", crossers[0]), ("last", crossers[-1])):
             yield OpenQuestion("crossing", f"What crosses the middle {word}?", thing.name, needles, (tokens, tokens))
+
+
+def _orders(world: OpenWorld, shown: Shown) -> Iterator[OpenQuestion]:
+    crossers = _crossers(world, shown)
+    seconds = [second for second, *_ in crossers]
+    colours = [thing.colours[0] for _, thing, _ in crossers]
+    apart = all(second + 1 < other for second, other in zip(seconds, seconds[1:], strict=False))
+    if len(crossers) == 3 and len(set(colours)) == 3 and apart:
+        looks = tuple(tokens for *_, tokens in crossers)
+        needles = tuple(sorted({token for tokens in looks for token in tokens}))
+        yield OpenQuestion("order", WORDINGS["order"][0], " ".join(colours), needles, looks)
 
 
 _KINDS: dict[str, Callable[[OpenWorld, Shown], Iterator[OpenQuestion]]] = {
@@ -129,6 +199,7 @@ _KINDS: dict[str, Callable[[OpenWorld, Shown], Iterator[OpenQuestion]]] = {
     "stay": _stays,
     "colours": _colours,
     "crossing": _crossings,
+    "order": _orders,
 }
 
-__all__ = ["OPEN_PLAN", "OpenQuestion", "open_questions"]
+__all__ = ["OPEN_PLAN", "WORDINGS", "OpenQuestion", "in_any_words", "in_words", "open_questions"]

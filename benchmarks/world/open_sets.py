@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .clip import write_mp4
-from .open_questions import OPEN_PLAN, open_questions
+from .open_questions import OPEN_PLAN, in_any_words, open_questions
 from .open_tokens import count_pixels, name_tokens
 from .openworld import SQUARE, OpenWorld, make_open, render_open
 from .scene import FPS
@@ -114,7 +114,7 @@ def _write(
                 "id": f"{split}-{index:06d}-{number:02d}",
                 "video": f"{name}.mp4",
                 "token_words": f"{name}.safetensors",
-                "question": question.text,
+                "question": in_any_words(question.kind, question.text, rng) if split == "train" else question.text,
                 **{key: value for key, value in asdict(question).items() if key in ("kind", "answer")},
                 "needles": [question.needles],
                 "looks": [question.looks or (question.needles,)],

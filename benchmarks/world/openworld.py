@@ -232,7 +232,8 @@ def _plans(rng: np.random.Generator, world: OpenWorld, few: bool) -> list[Thing]
             spare = np.sort(rng.integers(0, life - 3 * SEGMENT + 1, 2))
             changes = tuple(int(start + SEGMENT * (place + 1) + spare[place]) for place in range(2))
             plans.append(Thing((), "", 0, start, start + life, changes))
-    crossings = rng.permutation(3)[:times] if frames >= 10 else ()
+    # Every other video has one more of these, so that their order can be asked.
+    crossings = rng.permutation(3)[: times + (world.seed + 1) % 2] if frames >= 10 else ()
     for third in crossings:  # at times of their own
         middle = int((third + rng.uniform(0.35, 0.65)) * frames / 3)
         reach = int(rng.integers(2, 4))

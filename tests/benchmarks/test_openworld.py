@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.world.open_questions import OPEN_PLAN, open_questions
+from benchmarks.world.open_questions import OPEN_PLAN, WORDINGS, in_any_words, in_words, open_questions
 from benchmarks.world.open_sets import VARIANTS, build_open
 from benchmarks.world.open_tokens import OPEN_CONTEXT, OPEN_WORDS, count_pixels, name_tokens
 from benchmarks.world.openworld import OPEN_SIZES, STAYS, draw_owners, make_open, render_open
@@ -41,13 +41,15 @@ def test_only_its_needle_changes_when_a_thing_is_left_out(seed, seconds, size):
     world = replace(make_open(seed, seconds, size=size), grain=0, light=1.0, contrast=1.0)
     shown, whole = count_pixels(world), render_open(world)
     assert whole.shape == (seconds * FPS, size[1], size[0], 3)
+    found = needles = 0
     for number, thing in enumerate(world.things):
         without = render_open(world, without=thing)
         changed = tokens_of((whole != without).any(-1), world.grid)
         needle = shown.needle(number).tolist()
         assert set(changed) <= set(needle)
-        # A token shows a pixel of it that looks like what is below: at most a rare one.
-        assert len(changed) >= 0.9 * len(needle)
+        found, needles = found + len(changed), needles + len(needle)
+    # What shows a pixel of a thing that looks like what is below, as red on red, is rare.
+    assert found >= 0.9 * needles
 
 
 @settings(max_examples=30, deadline=None)
@@ -77,8 +79,10 @@ def test_answers_follow_from_the_pixels(seed, seconds):
             (thing,) = shapes[question.text.split()[-2]]
             frames = [thing.colour_at(frame) for frame in seen[thing.name]]
             assert list(dict.fromkeys(frames)) == question.answer.split()
-        else:
+        elif question.kind == "crossing":
             assert question.answer == crossing_by_pixels(world, owners)[0 if "first" in question.text else -1]
+        else:
+            assert question.answer.split() == [name.split()[0] for name in crossing_by_pixels(world, owners)]
 
 
 def crossing_by_pixels(world, owners) -> list[str]:
@@ -138,9 +142,22 @@ def test_no_answer_can_be_guessed_and_needles_go_from_one_token_to_a_hundred():
             answers[question.kind][question.answer] += 1
             needles.append(len(question.needles))
     assert set(answers) == set(OPEN_PLAN)
-    for kind, most in (("mark", 0.33), ("existence", 0.5), ("stay", 0.36), ("colours", 0.05), ("crossing", 0.08)):
+    guesses = {"mark": 0.33, "existence": 0.5, "stay": 0.36, "colours": 0.05, "crossing": 0.08, "order": 0.08}
+    for kind, most in guesses.items():
         assert max(answers[kind].values()) / answers[kind].total() <= most, kind
     assert min(size for size in needles if size) == 1 and max(needles) >= 100
+
+
+def test_training_asks_in_every_wording_but_the_last():
+    rng, said = np.random.default_rng(0), defaultdict(set)
+    for question in ask(make_open(4, 8)):
+        for _ in range(400):
+            said[question.kind, question.text].add(in_any_words(question.kind, question.text, rng))
+    assert {kind for kind, _ in said} == set(OPEN_PLAN)
+    for (kind, text), found in said.items():
+        trained = {in_words(kind, text, number) for number in range(len(WORDINGS[kind]) - 1)}
+        assert found == trained | {words.lower() for words in trained} and text in trained
+        assert in_words(kind, text, -1).lower() not in {words.lower() for words in found}
 
 
 def test_a_set_on_disk_holds_what_its_records_say(tmp_path):
