@@ -21,6 +21,7 @@ from torch import nn
 TIE = 1e-4
 DOUBLINGS = 15  # predicted are 1, 2, 4, ... 16,384 tokens, whatever n_max is; more lose nothing
 EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
+NEAR = 0.2  # of the highest relevance
 
 
 @dataclass
@@ -227,7 +228,7 @@ class QTSplusLossHead(nn.Module):
     def __init__(self, hidden_size: int, budget_hidden_size: int):
         super().__init__()
         self.mlp = nn.Sequential(
-            Float32Linear(hidden_size + 8, budget_hidden_size),
+            Float32Linear(hidden_size + 7, budget_hidden_size),
             nn.GELU(),
             Float32Linear(budget_hidden_size, DOUBLINGS),
         )
@@ -243,13 +244,18 @@ class QTSplusLossHead(nn.Module):
 
     @staticmethod
     def _features(query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:
-        """As [`budget_features`], with the tokens' part of all relevance, and how many hold 50, 80 and 95% of it."""
-        shares = log_relevance.exp().sort(descending=True).values
-        seen = shares.sum()
-        kept = (shares.cumsum(0)[:, None] < seen * shares.new_tensor([0.5, 0.8, 0.95])).sum(0) + 1
+        """
+        The query, what the tokens have of all relevance, and how it is spread among those that come [`NEAR`] the most
+        relevant: the thousands of weak ones that a long video adds say nothing about how many an answer needs.
+        """
+        relevance = log_relevance.exp().sort(descending=True).values
+        seen = relevance.sum()
+        near = relevance[relevance >= NEAR * relevance[0]]
+        shares = near / (near.sum() + EPSILON)
+        entropy = -(shares * (shares + EPSILON).log()).sum()
+        held = (shares.cumsum(0)[:, None] < shares.new_tensor([0.5, 0.8, 0.95])).sum(0) + 1
         parts = torch.stack([shares[0], seen, 1 - seen]).clamp(min=1e-4).log()
-        basic = budget_features(query, log_relevance.exp())
-        return torch.cat([basic[:-2], parts, basic[-1:], kept.float().log()])
+        return torch.cat([query.float().mean(0), parts, entropy[None], held.float().log()])
 
 
 def cheapest_count(losses: torch.Tensor, config: Any, least: int, most: int) -> int:

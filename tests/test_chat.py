@@ -26,13 +26,13 @@ def chat(tiny_published, shared_model):
 
 
 def test_questions_and_commands_through_a_pipe(chat, tmp_path):
-    lines = [INSIDE, "/evidence", "/budget 0.1", COLOURS, "/budget 3", INSIDE, "/budget auto", f"/add {CLIP}", INSIDE]
+    lines = [INSIDE, "/evidence", "/budget 0.1", COLOURS, "/budget 1", INSIDE, "/budget auto", f"/add {CLIP}", INSIDE]
     result = chat([*lines, f"/evidence {tmp_path / 'drawn'}", "/quit", "never asked"], "--json")
     assert result.exit_code == 0, result.stderr
-    first, evidence, tenth, three, both = map(json.loads, result.stdout.splitlines())
-    assert [one["answer"] for one in (first, tenth, three, both)] == [MARK, TAKEN, MARK, MARK]
+    first, evidence, tenth, single, both = map(json.loads, result.stdout.splitlines())
+    assert [one["answer"] for one in (first, tenth, single, both)] == [MARK, TAKEN, MARK, MARK]
     assert evidence == first["evidence"][0] and evidence["video"] == "demo.mp4"
-    assert tenth["kept_tokens"] == 29 and three["kept_tokens"] == 3
+    assert tenth["kept_tokens"] == 29 and single["kept_tokens"] == 1
     assert both["video"] == "demo.mp4, demo.mp4 (2)" and both["visual_tokens"] == 2 * first["visual_tokens"]
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".") == [
         *("answer.json", "frames-1.png", "frames-2.png", "kept-1.mp4", "kept-2.mp4", "timeline.png")

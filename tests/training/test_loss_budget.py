@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from qtsplus.methods_qtsplus import DOUBLINGS, QTSplusLossHead, cheapest_count
-from qtsplus.training.budget import LOST, loss_differences
+from qtsplus.training.budget import CHEAPEST, LOST, loss_differences
 from tiny import batch, prompt, tiny_model
 from training_examples import assert_same_training, make_trainer, steps
 
@@ -46,6 +46,14 @@ def test_predicted_losses_fall_with_the_count_whatever_the_head_has_learned():
     with pytest.raises(StopIteration):
         next(p for p in head.bfloat16().parameters() if p.dtype == torch.float32)
     assert head(torch.randn(3, 16).bfloat16(), torch.zeros(1)).dtype == torch.float32
+
+
+def test_weak_tokens_of_a_longer_video_change_nothing():
+    head, query = QTSplusLossHead(16, 8), torch.randn(3, 16)
+    short = torch.tensor([0.4, 0.3, 0.1])
+    long = torch.cat([torch.full((1000,), 0.0004), short / 2])
+    torch.testing.assert_close(head(query, long.log()), head(query, short.log()))
+    assert not torch.allclose(head(query, torch.cat([short / 2, short[:2] * 4 / 7]).log()), head(query, short.log()))
 
 
 def test_the_differences_are_those_of_the_counts_that_a_row_allows():
@@ -119,7 +127,7 @@ def test_the_head_learns_what_answers_lose(tmp_path):
 
 @pytest.mark.parametrize("budget, name", [("loss", "token_price"), ("mass", "relevance_mass")])
 def test_the_price_holds_the_mean_count_and_is_saved(tmp_path, budget, name):
-    selector = {**LOSS, "budget": budget, "target_n": 5.0, "rho_max": 1.0}
+    selector = {**LOSS, "budget": budget, "target_n": 7.0, "rho_max": 1.0}
     trainer = make_trainer(tmp_path, selector=selector, max_steps=20, dual_learning_rate=0.5)
     before = getattr(trainer.selector_config, name)
     trainer.train()
@@ -128,10 +136,17 @@ def test_the_price_holds_the_mean_count_and_is_saved(tmp_path, budget, name):
     lines = steps(trainer)
     assert lines[-1][name] == pytest.approx(after)
     asked = [line["n_asked"] for line in lines]
-    assert abs(sum(asked[-6:]) / 6 - 5) < 1.5 < abs(sum(asked[:3]) / 3 - 5)
+    assert abs(sum(asked[-6:]) / 6 - 7) < 1.5 < abs(sum(asked[:3]) / 3 - 7)
     trainer.save_model(str(tmp_path / "model"))
     saved = type(trainer.model).from_pretrained(tmp_path / "model")
     assert getattr(saved.config.qtsplus_config, name) == pytest.approx(after)
+
+
+@pytest.mark.parametrize("target_n, price", [(0.01, LOST), (1e6, CHEAPEST)])
+def test_a_target_that_the_bounds_forbid_does_not_drive_the_price_away(tmp_path, target_n, price):
+    trainer = make_trainer(tmp_path, selector={**LOSS, "target_n": target_n}, max_steps=20, dual_learning_rate=2.0)
+    trainer.train()
+    assert trainer.selector_config.token_price == price
 
 
 def test_micro_batches_add_up_to_one_big_batch(tmp_path):

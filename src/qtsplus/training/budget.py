@@ -11,6 +11,7 @@ from ..selector_qtsplus import kept_count
 from .arguments import QTSplusTrainingArguments
 
 LOST = 4.0  # nats: an answer that has lost so many is wrong, and may lose any number more
+CHEAPEST = 1e-5  # nats a token: the largest budget costs less than a wrong word
 
 
 class RunningMeans:
@@ -147,7 +148,8 @@ class Budget:
             self.excess = min(float(n / rho[1]) / target - 1, 1.0)
             move = self.args.dual_learning_rate * self.excess
             if config.budget == "loss":
-                config.token_price *= math.exp(move)
+                # Where the bounds forbid the target it would run away; no token is worth more than an answer can lose.
+                config.token_price = min(max(config.token_price * math.exp(move), CHEAPEST), LOST)
             elif config.budget == "mass":
                 odds = config.relevance_mass / (1 - min(config.relevance_mass, 0.9999)) * math.exp(-move)
                 config.relevance_mass = odds / (1 + odds)
