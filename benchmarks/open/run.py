@@ -76,12 +76,25 @@ def budgets(model: Any, tests: dict[str, OpenTest]) -> dict[str, Any]:
     for name, found in asked.items():
         hits, kept = [hit for one in found for hit in one.right], [count for one in found for count in one.kept]
         rows[name] = _row(hits, kept, right, needles, videos)
-    own = np.concatenate([answers.kept for answers in asked["its own"]])
     ladder = {str(count): percent(right[:, place]) for place, count in enumerate(LADDER)}
-    by_kind = {str(kind): round(float(own[kinds == kind].mean()), 1) for kind in np.unique(kinds)}
+    by_kind = {str(kind): _of_kind(asked, kinds == kind) for kind in np.unique(kinds)}
     oracle = _oracle(right)
     rows["oracle: the fewest that are enough"] = _row(*oracle, right, needles, videos)
-    return {"rows": rows, "constant": ladder, "own tokens by kind": by_kind}
+    return {"rows": rows, "constant": ladder, "by kind": by_kind}
+
+
+def _of_kind(asked: dict[str, list[Answers]], chosen: np.ndarray) -> dict[str, float]:
+    """How many questions of a kind there are, their tokens, and how many are answered right."""
+    own, every = (
+        {field: np.concatenate([getattr(one, field) for one in asked[name]])[chosen] for field in ("kept", "right")}
+        for name in ("its own", "all tokens")
+    )
+    return {
+        "questions": int(chosen.sum()),
+        "tokens": round(float(own["kept"].mean()), 1),
+        "right": percent(own["right"]),
+        "right, all tokens": percent(every["right"]),
+    }
 
 
 def _share(found: list[Answers]) -> float:
