@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from .prompt_qtsplus import (
+    CACHE,
     IMAGE,
     MODALITIES,
     TEXT,
@@ -22,6 +23,7 @@ from .prompt_qtsplus import (
     alone_with_ids,
     full_mask,
     pad_rows,
+    take_cache,
     take_inputs,
     text_positions,
 )
@@ -80,8 +82,8 @@ class QTSplusGenerationMixin:
         cache and attentions see. The returned sequences begin with the caller's own `input_ids`.
 
         Args:
-            past_key_values (`Cache`, *optional*): a cache from an earlier `generate` on the same conversation. What it
-                holds is neither encoded nor selected again, and need not be passed again as pixels.
+            cache (`Cache`, *optional*): that of an earlier `generate` on the same conversation; or `past_key_values`.
+                What it holds is neither encoded nor selected again, and need not be passed again as pixels.
             kwargs: as stock, and the fields of [`VisualInputs`] and [`SelectionInputs`], such as `retention`.
 
         Returns:
@@ -89,7 +91,9 @@ class QTSplusGenerationMixin:
         """
         input_ids = kwargs.pop("input_ids", None) if inputs is None else inputs
         visual, selection = take_inputs(kwargs)
-        cache, embeds = kwargs.get("past_key_values"), kwargs.get("inputs_embeds")
+        cache, embeds = take_cache(kwargs), kwargs.get("inputs_embeds")
+        if cache is not None:
+            kwargs[CACHE] = cache
         if input_ids is None or embeds is not None or "mm_encoder_outputs" in kwargs:
             # Nothing to shorten: embeddings, an empty prompt, or a prompt that this method has shortened already.
             if visual.given:
@@ -131,7 +135,7 @@ class QTSplusGenerationMixin:
         copies = len(sequences) // len(source_ids)
         front = source_ids.repeat_interleave(copies, dim=0).to(generated.device)
         sequences = torch.cat([front, generated], dim=1)
-        cache = kwargs.get("past_key_values") if isinstance(result, torch.Tensor) else result.get("past_key_values")
+        cache = kwargs.get(CACHE) if isinstance(result, torch.Tensor) else result.get(CACHE)
         if cache is not None:
             prompt.features = {}
             # A cache with a row for every beam or copy cannot be continued with one row for every prompt.
@@ -155,7 +159,7 @@ class QTSplusGenerationMixin:
         state = getattr(cache, "qtsplus", None)
         if not isinstance(state, CachedPrompt) or len(state.rows) != len(rows):
             raise ValueError(
-                f"past_key_values holds {cache.get_seq_length()} columns that no generate call of this model with one "
+                f"The cache holds {cache.get_seq_length()} columns that no generate call of this model with one "
                 f"sequence for each of the {len(rows)} prompts left there: start with an empty cache, without beams "
                 "and with num_return_sequences=1."
             )
@@ -172,7 +176,7 @@ class QTSplusGenerationMixin:
         attention_mask = torch.cat([old.attention_mask, answer_mask, fresh.attention_mask], dim=1)
         if self.model.recurrent and bool((attention_mask.diff(dim=1) < 0).any()):
             raise ValueError(
-                "past_key_values carries a state from token to token, which cannot leave out tokens in the middle: "
+                "The cache carries a state from token to token, which cannot leave out tokens in the middle: "
                 "pass the answers as they were generated, with new turns of one length, or start with an empty cache."
             )
         answered = old.next_position[:, None] + torch.arange(answer.shape[1], device=answer.device)
@@ -286,7 +290,7 @@ def _behind_the_cache(
     for b, (known, ids) in enumerate(zip(state.rows, rows, strict=True)):
         if len(ids) <= len(known) or not torch.equal(ids[: len(known)].to(known.device), known):
             raise ValueError(
-                f"Row {b} does not begin with the {len(known)} tokens of the prompt that filled past_key_values: pass "
+                f"Row {b} does not begin with the {len(known)} tokens of the prompt that filled the cache: pass "
                 "the whole conversation, with the earlier prompt and its answer."
             )
         # The caller's text decides how much of the cached answer stands; at least one token must be new.

@@ -18,6 +18,7 @@ from .generation_qtsplus import QTSplusGenerationMixin, states_of
 from .layout_qtsplus import Features, QTSplusBackboneMixin, check_grids, lay_out, query_embeds, splice
 from .lm_attention_qtsplus import Reading, check_attention, log_attention, reading_of
 from .prompt_qtsplus import (
+    CACHE,
     MODALITIES,
     NAMES,
     VIDEO,
@@ -225,29 +226,31 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple | QTSplusModelOutputWithPast:
         """As the stock model, over the shortened prompt; [`VisualInputs`] and [`SelectionInputs`] are ours."""
         visual, selection = take_inputs(kwargs)
+        cache = past_key_values if cache is None else cache
         qtsplus: QTSplusOutput | None
         anchors = self._anchors(input_ids) if self.training and torch.is_grad_enabled() else []
         if visual.given:
             if input_ids is None or inputs_embeds is not None or mm_encoder_outputs:
                 raise alone_with_ids()
-            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            if cache is not None and cache.get_seq_length() > 0:
                 raise ValueError("New images or videos after a cache: use generate, which lays them out.")
             inputs, qtsplus = self._shortened_inputs(input_ids, attention_mask, position_ids, visual, selection)
         else:
             prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
-            inputs, qtsplus = self._plain_inputs(*prompt, past_key_values, mm_encoder_outputs)
+            inputs, qtsplus = self._plain_inputs(*prompt, cache, mm_encoder_outputs)
         if anchors:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.stack(anchors).sum() * 0.0
-        outputs = self.language_model(past_key_values=past_key_values, use_cache=use_cache, **inputs, **kwargs)
+        outputs = self.language_model(**{CACHE: cache}, use_cache=use_cache, **inputs, **kwargs)
         return QTSplusModelOutputWithPast(**outputs, qtsplus=qtsplus)
 
     def _anchors(self, input_ids: torch.Tensor | None) -> list[torch.Tensor]:
@@ -277,7 +280,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         }, prompt.qtsplus
 
     def _plain_inputs(
-        self, input_ids, attention_mask, position_ids, inputs_embeds, past_key_values, mm_encoder_outputs
+        self, input_ids, attention_mask, position_ids, inputs_embeds, cache, mm_encoder_outputs
     ) -> tuple[dict[str, Any], QTSplusOutput | None]:
         """The language model's inputs for a prompt with selected features, or for text only."""
         qtsplus = None
@@ -295,7 +298,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             features, qtsplus = self.qtsplus([nothing] * rows, [nothing] * rows, [no_position] * rows)
             inputs = {"inputs_embeds": inputs_embeds + torch.cat(features).sum()}
         if position_ids is None:
-            past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+            past_length = 0 if cache is None else int(cache.get_seq_length())
             if past_length == 0 and not mm_encoder_outputs:
                 self._check_no_placeholders(input_ids)
                 self.rope_deltas = inputs_embeds.new_zeros((len(inputs_embeds), 1), dtype=torch.long)
@@ -363,13 +366,14 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
+        past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple | QTSplusCausalLMOutputWithPast:
         """
@@ -391,7 +395,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=past_key_values if cache is None else cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             mm_encoder_outputs=mm_encoder_outputs,
@@ -418,7 +422,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         return QTSplusCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: outputs.get(CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             qtsplus=qtsplus,

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
 from .methods_qtsplus import Method
 from .selector_qtsplus import QTSplusOutput
@@ -21,6 +22,9 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 MODALITIES = {IMAGE: "image", VIDEO: "video"}
 
 Grid = tuple[int, int, int]  # (time, height, width)
+
+# As Transformers names the key/value cache in calls and outputs: `cache` since 5.24.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 # --- What a call brings beside its text ---
 # Each of these arguments is named here alone: `forward` and `generate` take them as keywords, and hand them on.
@@ -67,6 +71,12 @@ def take_inputs(kwargs: dict[str, Any]) -> tuple[VisualInputs, SelectionInputs]:
     visual = {name: kwargs.pop(name) for name in _VISUAL if name in kwargs}
     selection = {name: kwargs.pop(name) for name in _SELECTION if name in kwargs}
     return VisualInputs(**visual), SelectionInputs(**selection)
+
+
+def take_cache(kwargs: dict[str, Any]) -> Cache | None:
+    """Takes the key/value cache, by its old name or its new one, out of the keywords of a call."""
+    given = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
+    return next((cache for cache in given if cache is not None), None)
 
 
 def names_inputs(forward: T) -> T:

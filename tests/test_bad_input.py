@@ -288,7 +288,7 @@ def test_a_foreign_cache_is_refused_and_left_alone(model):
         cache = model(**turn, use_cache=True).past_key_values
     length = cache.get_seq_length()
     conversation = torch.cat([turn["input_ids"], torch.tensor([[IM_END, IM_START, USER, 10, 40, 41]])], dim=1)
-    with pytest.raises(ValueError, match=f"past_key_values holds {length} columns that no generate call"):
+    with pytest.raises(ValueError, match=f"The cache holds {length} columns that no generate call"):
         model.generate(input_ids=conversation, past_key_values=cache, max_new_tokens=2)
     assert cache.get_seq_length() == length
 

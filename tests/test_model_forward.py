@@ -19,6 +19,7 @@ from model_checks import (
     shared_model,
     with_labels,
 )
+from qtsplus.prompt_qtsplus import CACHE
 from tiny import (
     VIDEO_PAD,
     batch,
@@ -182,8 +183,8 @@ def test_return_dict_false_gives_the_same_values_as_a_tuple(cls):
         named, plain = model(**inputs), model(**inputs, return_dict=False)
     assert isinstance(plain, tuple) and len(plain) == len(named.to_tuple())
     names = list(named)
-    assert names == (["loss", "logits", "past_key_values", "qtsplus"] if cls is FULL else
-                     ["last_hidden_state", "past_key_values", "qtsplus"])  # fmt: skip
+    assert names == (["loss", "logits", CACHE, "qtsplus"] if cls is FULL else
+                     ["last_hidden_state", CACHE, "qtsplus"])  # fmt: skip
     for name, value in zip(names, plain, strict=True):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, named[name])

@@ -16,6 +16,7 @@ from benchmarks.world.clip import write_mp4
 from benchmarks.world.crowd import make_crowd, render_crowd
 from benchmarks.world.crowd_questions import crowd_questions
 from qtsplus import session, storage
+from qtsplus.prompt_qtsplus import CACHE
 from qtsplus.session import VideoSession, encode, prompt_inputs
 
 WORLDS = [make_crowd(9_000_010 + index, max_objects=8) for index in range(2)]
@@ -236,7 +237,7 @@ def test_a_follow_up_from_the_cache_is_the_conversation_read_again(loaded, fresh
     generate = type(loaded[0]).generate
 
     def noted(self, *args, **kwargs):
-        if cache := kwargs.get("past_key_values"):
+        if cache := kwargs.get(CACHE):
             cached.append(cache.get_seq_length())
         return generate(self, *args, **kwargs)
 

@@ -17,6 +17,7 @@ from .decoding_qtsplus import is_address
 from .hub.folder import read_json, whole_folder
 from .loading import load as load
 from .methods_qtsplus import Method
+from .prompt_qtsplus import CACHE
 from .recall import Remembered, answer_remembered
 from .selector_qtsplus import QTSplusOutput
 from .storage import fingerprint, load_video, save_video
@@ -133,10 +134,10 @@ class _Memory:
         (kept,), chosen = prompt.qtsplus.kept_indices, prompt.qtsplus
         known, cache, self.kept, self.cache = self.kept, self.cache, None, None  # what is interrupted leaves no cache
         if known is not None and torch.equal(known, kept) and not model.model.recurrent:
-            output = model.generate(**inputs, **choice, **options, past_key_values=cache)
+            output = model.generate(**inputs, **choice, **options, **{CACHE: cache})
         else:
             output = model.generate_from(prompt, **options)
-        self.cache, self.kept = output.past_key_values, kept
+        self.cache, self.kept = output.get(CACHE), kept
         return output, chosen
 
 
