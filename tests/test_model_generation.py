@@ -57,11 +57,12 @@ def test_no_cache_generates_the_same():
     assert torch.equal(greedy(use_cache=False), greedy())
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_cache_that_the_caller_made_generates_the_same(kind):
+def test_a_cache_that_the_caller_made_generates_the_same(kind, name):
     config = shared_model().config.get_text_config()
     own = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=200)
-    assert torch.equal(greedy(past_key_values=own), greedy())
+    assert torch.equal(greedy(**{name: own}), greedy())
     assert int(own.get_seq_length()) > 0
 
 
