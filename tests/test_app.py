@@ -276,8 +276,9 @@ def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, sho
     books = library.Library(tmp_path / "library", *loaded)
     anna = visit(shown(*loaded, books, films))
     anna.sees(".empty", "Ask about the 2 films of the library")
-    expected = books.ask(RING.question)
+    expected = books.ask(RING.question, retention=0.1)
     best = expected.evidence[0]
+    anna.page.fill("#share input[type=number]", "10")
     anna.ask(RING.question)
     anna.sees(".answer", expected.answer)
     anna.stage.locator(".chip", has_text=best.name).first.click()
