@@ -248,9 +248,9 @@ class QTSplusLossHead(nn.Module):
         The query, what the tokens have of all relevance, and how it is spread among those that come [`NEAR`] the most
         relevant: the thousands of weak ones that a long video adds say nothing about how many an answer needs.
         """
-        relevance = log_relevance.exp().sort(descending=True).values
+        relevance = log_relevance.exp()
         seen = relevance.sum()
-        near = relevance[relevance >= NEAR * relevance[0]]
+        near = relevance[relevance >= NEAR * relevance.max()].sort(descending=True).values
         shares = near / (near.sum() + EPSILON)
         entropy = -(shares * (shares + EPSILON).log()).sum()
         held = (shares.cumsum(0)[:, None] < shares.new_tensor([0.5, 0.8, 0.95])).sum(0) + 1

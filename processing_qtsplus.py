@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import BatchFeature, ProcessorMixin, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
+from transformers import (
+    AddedToken,
+    BatchFeature,
+    ProcessorMixin,
+    Qwen2_5_VLProcessor,
+    Qwen2VLProcessor,
+    Qwen3VLProcessor,
+)
 from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
@@ -160,13 +167,13 @@ class QTSplusProcessorMixin(ProcessorMixin):
             The model's inputs as tensors, padded; no `mm_token_type_ids`.
         """
         texts: list[list[list[int]]] = []  # per conversation the ids of the texts that hold special tokens
-        prompts = []
+        prompts, added = [], list(self.tokenizer.added_tokens_decoder.values())
         for messages in conversations:
             texts.append([])
-            blanked = [self._blank_special_texts(message, texts[-1]) for message in messages]
+            blanked = [self._blank_special_texts(message, added, texts[-1]) for message in messages]
             prompts.append(self.apply_chat_template(blanked, tokenize=False, add_generation_prompt=True))
         # A special token keeps the place of such a text: whatever stands beside it is tokenized apart from it.
-        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        special = [token.content for token in added if token.special]
         blank = next(token for token in [self.tokenizer.pad_token, *special] if token not in "".join(prompts))
         prompts = [prompt.replace(_BLANK, blank) for prompt in prompts]
         inputs = self(text=prompts, padding=True, return_tensors="pt", **kwargs)
@@ -186,10 +193,15 @@ class QTSplusProcessorMixin(ProcessorMixin):
         """The ids of a text, such as an answer, none of which is a special token."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
-    def _blank_special_texts(self, message: dict[str, Any], texts: list[list[int]]) -> dict[str, Any]:
+    def _blank_special_texts(
+        self, message: dict[str, Any], added: list[AddedToken], texts: list[list[int]]
+    ) -> dict[str, Any]:
         """A message with a blank for every text that holds special tokens; the ids of those texts go to `texts`."""
 
         def without(text: str) -> str:
+            # Most hold none, which this says sooner than the tokenizer.
+            if _BLANK not in text and not any(token.normalized or token.content in text for token in added):
+                return text
             ids = self.text_ids(text)
             if _BLANK not in text and ids == self.tokenizer(text, add_special_tokens=False)["input_ids"]:
                 return text

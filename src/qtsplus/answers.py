@@ -158,15 +158,16 @@ def _behind(processor: Any, first: Any, rows: Any) -> Any:
     Making ids of a long video's placeholders takes as long as the rest of a small model's answer: it is done for the
     first row, and what is behind them is taken from the rows as they are with one step of each video.
     """
-    (front,), placeholder, whole = first["input_ids"], processor.placeholder_ids[1], []
-    end = int((front == placeholder).nonzero()[-1]) + 1
-    for ids, mask in zip(rows["input_ids"], rows["attention_mask"].bool(), strict=True):
-        behind = ids[mask]
-        whole.append(torch.cat([front[:end], behind[int((behind == placeholder).nonzero()[-1]) + 1 :]]))
+    (front,), placeholder, whole, query_masks = first["input_ids"], processor.placeholder_ids[1], [], []
+    front = front[: int((front == placeholder).nonzero()[-1]) + 1]
+    for ids, mask, query in zip(rows["input_ids"], rows["attention_mask"].bool(), rows["query_mask"], strict=True):
+        behind = slice(int((ids[mask] == placeholder).nonzero()[-1]) + 1, None)
+        whole.append(torch.cat([front, ids[mask][behind]]))
+        query_masks.append(torch.cat([torch.zeros_like(front), query[mask][behind]]))
     left = processor.tokenizer.padding_side == "left"
     rows["input_ids"] = pad_rows(whole, processor.tokenizer.pad_token_id, left=left)
     rows["attention_mask"] = pad_rows([torch.ones_like(ids) for ids in whole], 0, left=left)
-    rows["query_mask"] = processor._query_mask(rows["input_ids"])
+    rows["query_mask"] = pad_rows(query_masks, 0, left=left)
     rows["video_grid_thw"] = first["video_grid_thw"].repeat(len(whole), 1)
     return rows
 

@@ -102,14 +102,14 @@ def _bounding_box(weights: torch.Tensor) -> tuple[float, float, float, float]:
     that have some. Cells of a group share sides, so that one cell elsewhere does not make the box thrice the object.
     """
     height, width = weights.shape
-    groups, left = [], dict.fromkeys(map(tuple, weights.nonzero().tolist()))
+    groups, left, own = [], dict.fromkeys(map(tuple, weights.nonzero().tolist())), weights.tolist()
     while left:
         group = [left.popitem()[0]]
         for row, column in group:  # which grows meanwhile
             beside = ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1))
             group += [cell for cell in beside if left.pop(cell, 0) is None]
         groups.append(group)
-    rows, columns = zip(*max(groups, key=lambda group: sum(float(weights[cell]) for cell in group)), strict=True)
+    rows, columns = zip(*max(groups, key=lambda group: sum(own[y][x] for y, x in group)), strict=True)
     return min(columns) / width, min(rows) / height, (max(columns) + 1) / width, (max(rows) + 1) / height
 
 
