@@ -158,12 +158,13 @@ def _behind(processor: Any, first: Any, rows: Any) -> Any:
     Making ids of a long video's placeholders takes as long as the rest of a small model's answer: it is done for the
     first row, and what is behind them is taken from the rows as they are with one step of each video.
     """
-    (front,), placeholder, whole, query_masks = first["input_ids"], processor.placeholder_ids[1], [], []
-    front = front[: int((front == placeholder).nonzero()[-1]) + 1]
+    (front,), (query_front,), placeholder = first["input_ids"], first["query_mask"], processor.placeholder_ids[1]
+    before = slice(int((front == placeholder).nonzero()[-1]) + 1)
+    whole, query_masks = [], []
     for ids, mask, query in zip(rows["input_ids"], rows["attention_mask"].bool(), rows["query_mask"], strict=True):
         behind = slice(int((ids[mask] == placeholder).nonzero()[-1]) + 1, None)
-        whole.append(torch.cat([front, ids[mask][behind]]))
-        query_masks.append(torch.cat([torch.zeros_like(front), query[mask][behind]]))
+        whole.append(torch.cat([front[before], ids[mask][behind]]))
+        query_masks.append(torch.cat([query_front[before], query[mask][behind]]))
     left = processor.tokenizer.padding_side == "left"
     rows["input_ids"] = pad_rows(whole, processor.tokenizer.pad_token_id, left=left)
     rows["attention_mask"] = pad_rows([torch.ones_like(ids) for ids in whole], 0, left=left)
