@@ -2,15 +2,19 @@
 language model. Each has only what differs from layout_qtsplus.py.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLMLP,
     Qwen2_5_VLModel,
+    Qwen2_5_VLRMSNorm,
     Qwen2_5_VLVisionAttention,
     apply_rotary_pos_emb_vision,
 )
@@ -41,6 +45,7 @@ except ImportError:
 
 logger = logging.get_logger(__name__)
 
+SILU = type(ACT2FN["silu"])
 ROWS_IN_CACHE = 128  # of queries and keys in float32: about 1 MB
 
 
@@ -83,8 +88,8 @@ class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qw
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
         super().__init__(config)
-        for block in self.visual.blocks:
-            block.attn.__class__ = WindowsTogether
+        for module in self.visual.modules():
+            module.__class__ = IN_CACHE.get(type(module), type(module))
 
     @property
     def tokens_per_second(self) -> float:
@@ -128,6 +133,57 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
         states = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
         query, key = rotate(states[:, :2], *position_embeddings)
         return self.proj(attend_within(query, key, states[:, 2], cu_seqlens).flatten(1))
+
+
+class BiasWithin(nn.Linear):
+    """Stock's, which in bfloat16 on a CPU without gradients adds its bias within the product: 5% less time."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
+        plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not (plain and input.dtype == weight.dtype == torch.bfloat16 and _multiplies_bfloat16()):
+            return super().forward(input)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return super().forward(input)
+        return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether oneDNN is there and has bfloat16 on this processor; then torch multiplies with it, too."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class GatedInPlace(Qwen2_5_VLMLP):
+    """Stock's, which without gradients writes into its activations: fewer of them pass through the cache."""
+
+    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or not isinstance(self.act_fn, SILU):
+            return super().forward(hidden_state)
+        gate = nn.functional.silu(self.gate_proj(hidden_state), inplace=True)
+        return self.down_proj(gate.mul_(self.up_proj(hidden_state)))
+
+
+class RMSNormInCache(Qwen2_5_VLRMSNorm):  # Transformers knows a norm by its name
+    """Stock's, which without gradients on a CPU takes a block of rows through all of its steps in the cache."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or hidden_states.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().forward(hidden_states)
+        normed = torch.empty_like(hidden_states)
+        for block, rows in zip(hidden_states.split(ROWS_IN_CACHE), normed.split(ROWS_IN_CACHE), strict=True):
+            block = block.to(torch.float32, copy=True)
+            block *= torch.rsqrt(block.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            rows.copy_(block).mul_(self.weight)
+        return normed
+
+
+IN_CACHE = {
+    Qwen2_5_VLVisionAttention: WindowsTogether,
+    nn.Linear: BiasWithin,
+    Qwen2_5_VLMLP: GatedInPlace,
+    Qwen2_5_VLRMSNorm: RMSNormInCache,
+}
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:

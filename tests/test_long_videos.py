@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,28 +171,48 @@ def readers():
     return [thread for thread in threading.enumerate() if "qtsplus-read-ahead" in thread.name]
 
 
-def test_an_error_of_the_reader_reaches_the_caller(loaded, wide_mp4, monkeypatch):
-    model, processor = loaded
-    chunks = processor.video_chunks(wide_mp4, fps=10, frames_per_chunk=10)
-    chunks.decode = lambda: (np.zeros((96, 200, 3), np.uint8) if index < 12 else 1 / 0 for index in range(30))
-    monkeypatch.setattr(type(processor), "video_chunks", lambda *_, **__: chunks)
+def test_an_error_of_the_reader_reaches_the_caller():
     with pytest.raises(ZeroDivisionError):
-        session.encode(model, processor, wide_mp4)
+        list(videos.read_ahead(1 // (2 - index) for index in range(4)))
     assert not readers()
 
 
-def test_ctrl_c_ends_the_reader(loaded, wide_mp4, monkeypatch):
+def test_whoever_stops_in_between_ends_the_reader():
+    ahead = videos.read_ahead(range(4))
+    next(ahead)
+    assert readers()
+    ahead.close()
+    assert not readers()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_video_is_read_ahead_where_the_encoder_leaves_the_processor_free(loaded, wide_mp4, device):
+    model, processor = loaded
+    seen = []
+
+    def encode_videos(*args, **kwargs):
+        seen.append(len(readers()))
+        return model.encode_videos(*args, **kwargs)
+
+    somewhere = SimpleNamespace(device=torch.device(device), encode_videos=encode_videos)
+    features = session.encode(somewhere, processor, wide_mp4, fps=10, frames_per_chunk=2).features
+    assert torch.equal(features, session.encode(model, processor, wide_mp4, fps=10, frames_per_chunk=2).features)
+    assert len(seen) > 2 and set(seen) == {0 if device == "cpu" else 1}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_what_ends_the_encoding_leaves_no_reader(loaded, wide_mp4, monkeypatch, error):
     model, processor = loaded
     encode_videos, calls = type(model).encode_videos, []
 
     def interrupted(*args, **kwargs):
         calls.append(1)
         if len(calls) == 2:
-            raise KeyboardInterrupt
+            raise error
         return encode_videos(*args, **kwargs)
 
     monkeypatch.setattr(type(model), "encode_videos", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         session.encode(model, processor, wide_mp4, fps=10, frames_per_chunk=2)
     assert len(calls) == 2 and not readers()
 

@@ -8,12 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from transformers import Qwen2_5_VLModel
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLMLP,
+    Qwen2_5_VLRMSNorm,
+    apply_rotary_pos_emb_vision,
+)
 
 import qtsplus.modeling_qtsplus as attention
 from model_checks import shared_model
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.modeling_qtsplus import PatchProjection, attend_by_length, attend_within, rotate
+from qtsplus.modeling_qtsplus import (
+    BiasWithin,
+    GatedInPlace,
+    PatchProjection,
+    RMSNormInCache,
+    attend_by_length,
+    attend_within,
+    rotate,
+)
 from tiny import PATCH_VALUES, stock_twin, tiny_model
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -202,3 +215,39 @@ def test_rotation_in_place_is_stock_s(patches, dtype):
             assert torch.equal(mine, stock)
     assert torch.equal(states[:, 2], values)
     assert all(torch.equal(states[:, part], stock) for part, stock in enumerate(expected)), "not in its own memory"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("patches", [1, 127, 128, 300])
+def test_layers_in_the_cache_are_stock_s(patches, dtype):
+    """Bit for bit, with the input as it was; with gradients they are stock's own."""
+    torch.manual_seed(0)
+    config = Qwen2_5_VLVisionConfig(hidden_size=24, intermediate_size=52)
+    states = 3 * torch.randn(patches, 24).to(dtype)
+    for stock, own_class in (
+        (Qwen2_5_VLMLP(config, bias=True), GatedInPlace),
+        (Qwen2_5_VLRMSNorm(24), RMSNormInCache),
+        (torch.nn.Linear(24, 40), BiasWithin),
+        (torch.nn.Linear(24, 40, bias=False), BiasWithin),
+    ):
+        for parameter in stock.to(dtype).parameters():
+            torch.nn.init.normal_(parameter)
+        own = copy.deepcopy(stock)
+        own.__class__ = own_class
+        before, leaf, own_leaf = states.clone(), states.clone().requires_grad_(), states.clone().requires_grad_()
+        expected = stock(leaf)
+        with torch.no_grad():
+            assert torch.equal(own(states), expected)
+        assert torch.equal(states, before)
+        for output in (expected, own(own_leaf)):
+            output.square().sum().backward()
+        assert torch.equal(own_leaf.grad, leaf.grad)
+
+
+def test_another_activation_is_stock_s():
+    config = Qwen2_5_VLVisionConfig(hidden_size=24, intermediate_size=52, hidden_act="gelu")
+    stock, states = Qwen2_5_VLMLP(config), torch.randn(5, 24)
+    own = copy.deepcopy(stock)
+    own.__class__ = GatedInPlace
+    with torch.no_grad():
+        assert torch.equal(own(states), stock(states))

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,8 +58,8 @@ def encode(
     progress: bool = False,
 ) -> EncodedVideo:
     """
-    Reads a video of any length and encodes it, chunk by chunk: one is decoded while the one before it is encoded.
-    Memory holds three chunks at most, and the features.
+    Reads a video of any length and encodes it, chunk by chunk. Beside a GPU one is decoded while the one before it is
+    encoded. Memory holds three chunks at most, and the features.
 
     Args:
         video: a video file, an `http(s)` address (as a `str`), or a folder of frames. Or frames as the processor takes
@@ -89,8 +89,9 @@ def encode(
     features, filled = torch.empty(0), 0
     repeats, console = Repeats(frame_tolerance), Console(stderr=True)
     bar: dict[str, Any] = {"console": console, "transient": True, "disable": not (progress and console.is_terminal)}
-    with closing(read_ahead(chunks)) as ahead:
-        for pixels, grid in track(ahead, "Encoding the video", len(chunks), **bar):
+    # A reading thread has OpenMP threads of its own: on a CPU they cost the encoder more than reading ahead saves.
+    with nullcontext(chunks) if model.device.type == "cpu" else closing(read_ahead(chunks)) as pieces:
+        for pixels, grid in track(pieces, "Encoding the video", len(chunks), **bar):
             (encoded,) = model.encode_videos(pixels, grid, device=device, repeats=repeats)
             if not filled:
                 features = encoded.new_empty(tokens, encoded.shape[-1])
