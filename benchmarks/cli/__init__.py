@@ -4,7 +4,7 @@ import typer
 
 from qtsplus.cli.console import FilledArguments
 
-from .comparing import ablation, attention, learned, library
+from .comparing import ablation, attention, evidence, learned, library
 from .making import haystack, tiny, tinyworld, train
 from .measuring import efficiency, memory, rehearsal, scaling, speed, stream, training_step
 
@@ -24,6 +24,7 @@ app.command()(learned)
 app.command()(attention)
 app.command()(ablation)
 app.command()(library)
+app.command()(evidence)
 app.command()(speed)
 app.command()(memory)
 app.command()(scaling)

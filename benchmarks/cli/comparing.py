@@ -164,12 +164,15 @@ def ablation(
     wrote(target)
 
 
+Work = Annotated[Path, typer.Option(help="Where the videos and the library are kept.")]
+
+
 def library(
     model: Model = None,
     revision: Revision = None,
     videos: Annotated[int, typer.Option(help="How many videos the library has.", min=2)] = 200,
     out: Results = RESULTS,
-    work: Annotated[Path, typer.Option(help="Where the videos and the library are kept.")] = Path("runs/library"),
+    work: Work = Path("runs/library"),
     device: Device = None,
 ) -> None:
     """Ask a library of crowds about objects that stand in one of its videos only; other rankings stand beside."""
@@ -179,4 +182,22 @@ def library(
 
         loaded, processor = load_model(model, revision, device)
         target = run_library(loaded, processor, out, work, videos=videos, command=typed())
+    wrote(target)
+
+
+def evidence(
+    model: Model = None,
+    revision: Revision = None,
+    videos: Annotated[int, typer.Option(help="How many crowds are asked about.", min=3)] = 200,
+    out: Results = RESULTS,
+    work: Work = Path("runs/library"),
+    device: Device = None,
+) -> None:
+    """Ask about crowds whether evidence names what was to be seen, and which of two cameras has seen it."""
+    check_model_options(model, revision)
+    with one_line_errors():
+        from ..library import run_evidence
+
+        loaded, processor = load_model(model, revision, device)
+        target = run_evidence(loaded, processor, out, work, videos=videos, command=typed())
     wrote(target)
