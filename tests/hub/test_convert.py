@@ -97,6 +97,15 @@ def test_a_stock_checkpoint_computes_what_it_did(stock, saving, tmp_path):
         assert torch.equal(model(**inputs).logits, theirs)
 
 
+def test_a_stock_configuration_may_say_where_a_question_stands(stock_folder, tmp_path):
+    """As one does that was written from ours; a variant's word counts."""
+    config = json.loads((stock_folder / "config.json").read_text())
+    (stock_folder / "config.json").write_text(json.dumps({**config, "user_turn_token_ids": [1, 2]}))
+    for variant, expected in ((None, [1, 2]), ("qtsplus-3b", [151644, 872])):
+        convert(stock_folder, tmp_path / str(variant), variant=variant)
+        assert json.loads((tmp_path / str(variant) / "config.json").read_text())["user_turn_token_ids"] == expected
+
+
 def test_a_stock_checkpoint_loaded_naively_is_refused_with_the_command(stock_folder):
     with pytest.raises(ValueError, match="qtsplus convert"):
         Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(stock_folder)

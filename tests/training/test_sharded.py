@@ -131,7 +131,8 @@ def assert_same_run(folder: Path, expected: Path, weights: str = "model.safetens
     assert saved.keys() == others.keys()
     for name, weight in others.items():
         assert saved[name].dtype == weight.dtype
-        if not name.endswith("rho_history"):
+        # What is added to all keys changes no attention: its gradient is rounding, which Adam makes steps of.
+        if not name.endswith(("rho_history", "scoring_layers.0.k_proj.bias")):
             torch.testing.assert_close(
                 saved[name], weight, rtol=1e-3, atol=5e-4, msg=lambda text, name=name: name + text
             )

@@ -156,7 +156,7 @@ def _from_base(
     if selector.get("selection", settings.get("selection")) == "lm_attention":
         settings["reencode_layers"] = 0  # which are there to be trained
     check_types("selector.", QTSplusConfig, selector)
-    config: Any = backbone.config(**stock.to_dict(), **layout, qtsplus_config={**settings, **selector})
+    config: Any = backbone.config(**{**stock.to_dict(), **layout, "qtsplus_config": {**settings, **selector}})
     by_attention = config.qtsplus_config.selection == "lm_attention"
     check_attention(config.text_config, config.qtsplus_config)
     known = matching_variant(config, variant)
