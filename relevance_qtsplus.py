@@ -70,6 +70,7 @@ class QTSplusLayer(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
         relevance_reduction: str | None = None,
         keys: Callable[..., torch.Tensor] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """
         Args:
@@ -78,6 +79,8 @@ class QTSplusLayer(nn.Module):
             rotary: tables for self-attention.
             relevance_reduction: return the `[M]` log-relevance of the attention instead of the `[L, d]` output.
             keys: in place of this layer's own function of the context.
+            lengths: of the samples that lie one behind the other in `query`, which is the context too, and of which
+                each attends to itself.
         """
         query_states = self._heads(self.q_proj(self.q_norm(query)))
         key_states = (keys or self.keys)(context)
@@ -86,7 +89,11 @@ class QTSplusLayer(nn.Module):
         value_states = self._heads(in_blocks(lambda rows: self.v_proj(self.kv_norm(rows)), context))
         if rotary is not None:
             query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
-        attention = grouped_attention(query_states, key_states, value_states)
+        if lengths is None:
+            attention = grouped_attention(query_states, key_states, value_states)
+        else:
+            samples = zip(*(x.split(lengths, 1) for x in (query_states, key_states, value_states)), strict=True)
+            attention = torch.cat([grouped_attention(*sample) for sample in samples], 1)
         query = query + self._drop(self.o_proj(attention.transpose(0, 1).flatten(1)))
         return query + self._drop(in_blocks(lambda rows: self.ffn(self.ffn_norm(rows)), query))
 

@@ -272,8 +272,11 @@ class QTSplusSelector(nn.Module):
         rows, keys, nulls = [], lru_cache(1)(last.keys) if shared else None, self.null_states()
         for row, sample in enumerate(zip(visual, query, positions, grids, strict=True)):
             candidates = self._candidates(row, *sample, nulls, keys, None if attention is None else attention[row])
-            rows.append(self._select(candidates, selection, retentions[row], cap, sample_gate, reencode))
+            rows.append(self._select(candidates, selection, retentions[row], cap, sample_gate))
         features, kept_indices, log_relevance, budgets, thresholds = (list(field) for field in zip(*rows, strict=True))
+        if reencode:
+            places = [where[:, kept] for where, kept in zip(positions, kept_indices, strict=True)]
+            features = self._encode(self.reencode_layers, features, places if self.config.reencode_rope else None)
         rhos, losses = [budget.rho for budget in budgets], [budget.losses for budget in budgets]
         if anchor is not None:
             features = [tokens + anchor.to(tokens.dtype) for tokens in features]
@@ -300,6 +303,14 @@ class QTSplusSelector(nn.Module):
         """The null token, `[1, d]`, where there is one."""
         return [token(self.rho_history.new_zeros(1)) for token in self.null_tokens]  # an int64 where the weights are
 
+    def contextualise(self, words: torch.Tensor) -> torch.Tensor:
+        """
+        `[L, d]`: with `query_states="layer"` the words of a question, that have seen each other. Of one row at a time:
+        what decides a choice does not depend on its batch, not even in the last bit.
+        """
+        order = torch.arange(len(words), device=words.device).expand(3, -1)
+        return self._encode(self.question_layers, [words], [order])[0]
+
     def _candidates(self, row, visual, query, positions, grids, nulls, keys, attend) -> Candidates:
         """One sample: lines 1 and 2, for whoever asks for them."""
 
@@ -309,10 +320,6 @@ class QTSplusSelector(nn.Module):
                     f"Row {row} has {sum(map(len, visual))} visual tokens but no question to select them by. Format "
                     "the prompt with the processor's chat template, or pass query_mask= or query_input_ids=."
                 )
-
-        def contextualise(words: torch.Tensor) -> torch.Tensor:
-            order = torch.arange(len(words), device=words.device).expand(3, -1)
-            return self._encode(self.question_layers, words, order) if len(words) else words
 
         def score(states: torch.Tensor) -> torch.Tensor:
             require_question()
@@ -327,7 +334,7 @@ class QTSplusSelector(nn.Module):
             require_question()
             return attend()
 
-        return Candidates(visual, query, positions, grids, score, contextualise, None if attend is None else ask)
+        return Candidates(visual, query, positions, grids, score, self.contextualise, None if attend is None else ask)
 
     def _select(
         self,
@@ -336,7 +343,6 @@ class QTSplusSelector(nn.Module):
         retention: float | None,
         cap: int,
         sample_gate: bool,
-        reencode: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Budget, torch.Tensor]:
         """One sample: (tokens, kept indices, scores, budget, threshold)."""
         zero, method = torch.zeros((), device=candidates.device), find_method(selection)
@@ -352,10 +358,6 @@ class QTSplusSelector(nn.Module):
             check_kept(kept, n, candidates.num_tokens, selection)
             whole = n == candidates.num_tokens == len(candidates.visual[0])
             tokens = candidates.visual[0] if whole else take_rows(candidates.visual, kept)
-        if reencode:
-            tokens = self._encode(
-                self.reencode_layers, tokens, candidates.positions[:, kept] if self.config.reencode_rope else None
-            )
         return tokens, kept, candidates.scores, budget, threshold.detach()
 
     def _fixed(self, rho: torch.Tensor, n: int) -> Budget:
@@ -410,14 +412,23 @@ class QTSplusSelector(nn.Module):
         trained = [p.sum().float() for p in self.parameters() if p.requires_grad]
         return torch.stack(trained).sum() * 0.0 if trained else None
 
-    def _encode(self, layers: nn.ModuleList, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Lines 15 and 16: `[n, d]` tokens that have seen each other, where `[3, n]` says they stand."""
-        rotary = None
-        if positions is not None and len(layers):
-            rotary = rotary_tables(positions, self.head_dim, self.rope_theta, self.mrope_section)
+    def _encode(
+        self, layers: nn.ModuleList, rows: Sequence[torch.Tensor], positions: Sequence[torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """
+        Lines 15 and 16, of all rows in one pass: per row `[n, d]` tokens that have seen each other, where `[3, n]` says
+        they stand.
+        """
+        lengths = [len(row) for row in rows if len(row)]
+        if not len(layers) or not lengths:
+            return list(rows)
+        rotary, tokens = None, torch.cat(list(rows))
+        if positions is not None:
+            rotary = rotary_tables(torch.cat(list(positions), 1), self.head_dim, self.rope_theta, self.mrope_section)
         for layer in layers:
-            tokens = layer(tokens, tokens, rotary)
-        return tokens
+            tokens = layer(tokens, tokens, rotary, lengths=lengths)
+        encoded = iter(tokens.split(lengths))
+        return [next(encoded) if len(row) else row for row in rows]
 
     def _penalties(self, rho: torch.Tensor, num_tokens: torch.Tensor, cap: int, training: bool):
         """Equation 5 without the supervised term: means over the rows that have visual tokens, times their lambdas."""

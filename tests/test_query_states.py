@@ -84,8 +84,7 @@ def test_the_budget_goes_by_the_same_states():
         model.model.qtsplus.budget.register_forward_pre_hook(lambda _, args, noted=noted: noted.append(args[0]))
         (states,), _ = seen(model, inputs)
         if kind == "layer":
-            order = torch.arange(len(states)).expand(3, -1)
-            states = model.model.qtsplus._encode(model.model.qtsplus.question_layers, states, order)
+            states = model.model.qtsplus.contextualise(states)
         torch.testing.assert_close(noted[0][:64], states.mean(0))
 
 

@@ -480,9 +480,39 @@ def test_samples_never_see_each_other(counts, seed):
         together, chosen = selector(visual, query, positions)
         for b in range(len(counts)):
             alone, single = selector(visual[b : b + 1], query[b : b + 1], positions[b : b + 1])
-            assert torch.equal(together[b], alone[0])
+            torch.testing.assert_close(together[b], alone[0], atol=1e-4, rtol=1e-4)  # re-encoded in one pass
             assert torch.equal(chosen.kept_indices[b], single.kept_indices[0])
             assert torch.equal(chosen.rho[b], single.rho[0])
+
+
+def test_rows_are_re_encoded_together_as_each_alone():
+    """Tokens and gradients, where a row has none, one or many, with and without their places."""
+    torch.manual_seed(0)
+    selector = QTSplusSelector(QTSplusConfig(), 64, 4, 2, mrope_section=(2, 3, 3)).double()
+    rows = [torch.randn(count, 64, dtype=torch.float64, requires_grad=True) for count in (5, 0, 1, 33)]
+    positions = [torch.randint(0, 9, (3, len(row))) for row in rows]
+    weights = [torch.randn_like(row) for row in rows]
+
+    def run(chosen, places):
+        encoded = selector._encode(
+            selector.reencode_layers,
+            [rows[row] for row in chosen],
+            [positions[row] for row in chosen] if places else None,
+        )
+        loss = sum((tokens * weights[row]).sum() for tokens, row in zip(encoded, chosen, strict=True))
+        wanted = [*(rows[row] for row in chosen if len(rows[row])), *selector.reencode_layers.parameters()]
+        return encoded, torch.autograd.grad(loss, wanted)
+
+    for places in (True, False):
+        together, gradients = run([0, 1, 2, 3], places)
+        assert together[1].shape == (0, 64)
+        single = [run([row], places) for row in (0, 2, 3)]
+        for encoded, ((alone,), _) in zip((together[0], *together[2:]), single, strict=True):
+            torch.testing.assert_close(encoded, alone)
+        torch.testing.assert_close(gradients[:3], tuple(grads[0] for _, grads in single))
+        of_weights = zip(*(grads[1:] for _, grads in single), strict=True)
+        for gradient, parts in zip(gradients[3:], of_weights, strict=True):
+            torch.testing.assert_close(gradient, sum(parts), atol=1e-5, rtol=1e-5)  # norms are in float32
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

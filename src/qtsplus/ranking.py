@@ -53,8 +53,7 @@ def question_states(model: Any, processor: Any, question: str) -> torch.Tensor:
     """`[L, d]`, the words of a question as the selector's scoring layers see them."""
     check_question(model, processor, question)
     ids, selector = torch.tensor(processor.text_ids(question), device=model.device), model.model.qtsplus
-    order = torch.arange(len(ids), device=ids.device).expand(3, -1)
-    return selector._encode(selector.question_layers, model.get_input_embeddings()(ids), order)
+    return selector.contextualise(model.get_input_embeddings()(ids))
 
 
 class Scores:
