@@ -41,7 +41,8 @@ def run_evidence(
     worlds, hidden = make_library(videos)
     folder = work / f"videos-{videos}"
     write_videos(folder, worlds)
-    session, rows = VideoSession(model, processor), []
+    session = VideoSession(model, processor)
+    rows: list[dict[str, Any]] = []
     with steps("evidence", videos, progress) as step:
         for number, world in enumerate(worlds):
             session.add(folder / f"{number:03d}.mp4", str(number))
