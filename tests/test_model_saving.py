@@ -264,7 +264,8 @@ def test_a_fresh_re_encoder_is_the_identity():
     torch.manual_seed(0)
     model = BACKBONE(tiny_config()).eval()
     tokens, selector = torch.randn(9, 64), model.qtsplus
-    assert torch.equal(selector._encode(selector.reencode_layers, tokens, torch.arange(9).expand(3, -1)), tokens)
+    (encoded,) = selector._encode(selector.reencode_layers, [tokens], [torch.arange(9).expand(3, -1)])
+    assert torch.equal(encoded, tokens)
 
 
 def test_a_fresh_re_encoder_still_learns():
