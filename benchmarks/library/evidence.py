@@ -25,10 +25,11 @@ MEASURES = {
     "place": "its box holds the object's middle",
     "place overlap": "its box overlaps the object's (IoU, mean)",
 }
+_WAYS = ("own", "of another question")
 
 
 def run_evidence(
-    model: Any, processor: Any, out: Path, work: Path, *, videos: int = 40, command: str = "", progress: bool = True
+    model: Any, processor: Any, out: Path, work: Path, *, videos: int = 200, command: str = "", progress: bool = True
 ) -> Path:
     """
     Writes `evidence-crowd.json` and its page.
@@ -52,9 +53,9 @@ def run_evidence(
             tops = [answer.evidence[0] for answer in answers]
             for place, (question, answer) in enumerate(zip(asked, answers, strict=True)):
                 right = answer.answer.rstrip(".") == question.answer
-                judged = {"own": tops[place], "of another question": tops[place - 1]}
-                judged_by = {name: judge(top, question.evidence[0]) for name, top in judged.items()}
-                rows.append({"video": number, "kind": question.kind, "right": right, **judged_by})
+                pairs = zip(_WAYS, (tops[place], tops[place - 1]), strict=True)
+                judged = {way: judge(top, question.evidence[0]) for way, top in pairs}
+                rows.append({"video": number, "right": right, **judged})
             step(f"video {number + 1}: {len(asked)} questions")
     cameras = [_which_camera(session, hidden, place, videos) for place in range(len(hidden))]
     document = {
@@ -107,7 +108,6 @@ def _which_camera(session: VideoSession, hidden: Sequence[Hidden], place: int, v
         "video": one.video,
         "named": answer.evidence[0].name == right,
         "control": of_other.evidence[0].name == right,
-        "right": answer.answer.rstrip(".") == one.answer,
     }
 
 
@@ -119,9 +119,6 @@ def _share(values: Sequence[float], videos: Sequence[int]) -> dict[str, float]:
 def _summed(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     videos = [row["video"] for row in rows]
     return {way: {name: _share([row[way][name] for row in rows], videos) for name in MEASURES} for way in _WAYS}
-
-
-_WAYS = ("own", "of another question")
 
 
 def _page(document: dict[str, Any]) -> list[str]:
