@@ -120,24 +120,23 @@ def prompt_inputs(
     seen: list[dict[str, Any]] = []
     for name in videos:
         seen += [{"type": "text", "text": f"{name}: "}] * (len(videos) > 1) + [{"type": "video"}]
-    rows = []
-    for question in questions:
-        texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
-        texts[0] = seen + texts[0]
-        rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
     encoded = list(videos.values())
 
-    def inputs_of(count: int, videos: Sequence[EncodedVideo]) -> Any:
-        grids = torch.cat([video.video_grid_thw for video in videos]).repeat(count, 1)
-        metadata = [video.metadata for video in videos] * count
+    def inputs_of(questions: Sequence[str], seen: list[dict[str, Any]], shown: list[EncodedVideo]) -> Any:
+        rows, shown = [], shown * len(questions)
+        for question in questions:
+            texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
+            texts[0] = seen + texts[0]
+            rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
+        grids, metadata = torch.cat([video.video_grid_thw for video in shown]), [video.metadata for video in shown]
         # Where nothing else stands in the last turn, it is the question.
-        query = {"query": list(questions[:count])} if len(videos) > 1 and not turns else {}
-        return processor.conversation_inputs(rows[:count], video_grid_thw=grids, video_metadata=metadata, **query)
+        query = {"query": list(questions)} if len(videos) > 1 and not turns else {}
+        return processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **query)
 
-    inputs = inputs_of(1, encoded)
-    if len(rows) > 1:
-        inputs = _behind(processor, inputs, inputs_of(len(rows), list(map(_first_step, encoded))))
-    encoded = encoded * len(rows)
+    inputs = inputs_of(questions[:1], seen, encoded)
+    if len(questions) > 1:
+        inputs = _behind(processor, inputs, inputs_of(questions, seen[-1:], [_first_step(encoded[-1])]))
+    encoded = encoded * len(questions)
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
     more = {"video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
     return {**inputs.to(device), **more}
@@ -156,7 +155,7 @@ def _behind(processor: Any, first: Any, rows: Any) -> Any:
     The inputs of rows about the same videos, all of which stand in front.
 
     Making ids of a long video's placeholders takes as long as the rest of a small model's answer: it is done for the
-    first row, and what is behind them is taken from the rows as they are with one step of each video.
+    first row, and what is behind them is taken from the rows as they are with one step of the last video.
     """
     (front,), (query_front,), placeholder = first["input_ids"], first["query_mask"], processor.placeholder_ids[1]
     before = slice(int((front == placeholder).nonzero()[-1]) + 1)
