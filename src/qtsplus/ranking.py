@@ -61,8 +61,8 @@ class Scores:
     The scores of any tokens for one question, whose words have `states` `[L, d]`, in the last scoring layer: a row for
     each head and word, or with the reduction `"sum"` one for all.
 
-    A score is the product of a query and a key, and a key is a token's norm and a matrix, which is taken into the
-    query: that leaves a fraction of the work for each token.
+    A score is the product of a query and a key, and a key is a token's norm and a matrix. Fewer rows than a key has
+    numbers take the matrix into the queries: that leaves a fraction of the work for each token.
     """
 
     def __init__(self, layer: QTSplusLayer, states: torch.Tensor, reduction: str):
@@ -71,14 +71,17 @@ class Scores:
             queries = queries.sum(1, keepdim=True)
         keys = layer.k_proj.weight.float() * layer.kv_norm.weight.float(), layer.k_proj.bias.float()[:, None]
         queries = queries.reshape(len(keys[0]) // layer.head_dim, -1, layer.head_dim)
-        self.weights, self.shift = ((queries @ part.unflatten(0, (len(queries), -1))).flatten(0, 1) for part in keys)
+        few = queries[..., 0].numel() < len(keys[0])
+        self.queries = None if few else queries
+        self.weights, self.shift = (_products(queries, part) for part in keys) if few else keys
         self.eps, self.reduction = layer.kv_norm.eps, reduction
 
     def of(self, features: torch.Tensor) -> torch.Tensor:
         """`[rows, k]` float32 on the CPU, of tokens `[k, token_width]`."""
         tokens = features[:, : self.weights.shape[1]].to(self.weights.device, torch.float32)
         scale = torch.rsqrt(tokens.square().mean(1) + self.eps)
-        scores = ((self.weights @ tokens.T) * scale + self.shift).cpu()
+        scores = (self.weights @ tokens.T) * scale + self.shift
+        scores = (scores if self.queries is None else _products(self.queries, scores)).cpu()
         return scores.logsumexp(0, keepdim=True) if self.reduction == "sum" else scores
 
     def log_relevance(self, scores: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
@@ -87,6 +90,11 @@ class Scores:
         if self.reduction == "mean":
             return log_attention.logsumexp(0) - math.log(len(scores))
         return log_attention.amax(0)
+
+
+def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`[rows, k]` of `[kv_heads, rows / kv_heads, head_dim]` and `[kv_heads * head_dim, k]`."""
+    return (queries @ keys.unflatten(0, (len(queries), -1))).flatten(0, 1)
 
 
 class Scorer:
