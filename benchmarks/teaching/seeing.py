@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from qtsplus.modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor
+from qtsplus.video_qtsplus import read_video
 
 from ..world.clip import write_mp4
 from ..world.open_tokens import OPEN_ASPECTS, OPEN_WORDS, count_pixels, name_tokens
@@ -56,8 +56,7 @@ def compressed(frames: np.ndarray) -> np.ndarray:
     """Frames `[T, H, W, 3]` as an mp4 file gives them back."""
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
         write_mp4(file.name, frames, FPS)
-        with av.open(file.name) as container:
-            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+        return read_video(file.name, lambda count, fps: np.arange(count))[0]
 
 
 def draw_batch(first: int, count: int, few: bool = False) -> tuple[np.ndarray, np.ndarray]:
