@@ -114,16 +114,26 @@ def served(handle):
         server.server_close()
 
 
-def test_a_server_that_sends_as_it_goes(loaded, film):
-    def send(handler):
-        handler.send_header("Transfer-Encoding", "chunked")  # the film is still being made: nobody knows its length
-        handler.end_headers()
-        for first in range(0, len(film.read_bytes()), 20_000):
-            piece = film.read_bytes()[first : first + 20_000]
-            handler.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-        handler.wfile.write(b"0\r\n\r\n")
+def send_in_chunks(handler, content):
+    handler.send_header("Transfer-Encoding", "chunked")  # the film is still being made: nobody knows its length
+    handler.end_headers()
+    for first in range(0, len(content), 20_000):
+        piece = content[first : first + 20_000]
+        handler.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    handler.wfile.write(b"0\r\n\r\n")
 
-    with served(send) as address:
+
+def send_until_it_closes(handler, content):
+    handler.send_header("Connection", "close")
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+@pytest.mark.parametrize("send", [send_in_chunks, send_until_it_closes])
+def test_a_server_that_sends_as_it_goes(loaded, film, send):
+    content = film.read_bytes()
+    with served(lambda handler: send(handler, content)) as address:
+        assert read(address, 5.0, 100.0) == read(film, 0.2, 100.0), "to the last frame"
         answers = list(watch(*loaded, {"film": address}, QUESTION, every=100))
     assert times_of(answers) == [8] and answers[0].answer == ANSWER
 

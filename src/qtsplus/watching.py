@@ -1,5 +1,6 @@
 """Questions to video that is still coming: files that grow, pipes, addresses and cameras."""
 
+import errno
 import heapq
 import io
 import os
@@ -125,7 +126,7 @@ class Source:
                 raise ValueError("it has no video")
             begin = (container.start_time or 0) / av.time_base if container.format.flags & _ARBITRARY_CLOCK else 0.0
             step = -1
-            for frame in container.decode(video=0):
+            for frame in self._frames(container):
                 if frame.time is None:
                     raise ValueError("its frames have no times")
                 if self.is_camera and step < 0:
@@ -134,6 +135,17 @@ class Source:
                 if int(seconds * self.fps + 1e-3) > step:
                     step = int(seconds * self.fps + 1e-3)
                     yield seconds, _upright(frame, reformatter)
+
+    def _frames(self, container: Any) -> Iterator[Any]:
+        video = container.streams.video[0]
+        try:
+            yield from container.decode(video)
+        except OSError as error:
+            # Where a server states no length, FFmpeg takes the end of what it sends for a fault.
+            unstated = self.address.lower().startswith("http") and (container.size or 0) <= 0
+            if error.errno != errno.EIO or not unstated:
+                raise
+            yield from video.decode()  # what the decoder still holds
 
 
 def watch(
