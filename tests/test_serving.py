@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Thread, get_ident
 
 import pytest
 
@@ -111,6 +111,32 @@ def test_answers_are_those_of_ask(shut, opened, tiny_mp4, tiny_published):
             }
     stream = ask(shut[0], inline(tiny_mp4), stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream).strip() == alone[None].answer
+
+
+def test_a_request_is_read_in_the_thread_that_generates(tiny_published, tiny_mp4, monkeypatch):
+    """With a second one that computes, both would take twice as long on a CPU."""
+    from fastapi.testclient import TestClient
+
+    from qtsplus.serving import Door, build_app
+
+    model, processor = session.load(tiny_published, "cpu")
+    threads = []
+
+    def noting(work):
+        def noted(*args, **more):
+            threads.append(get_ident())
+            return work(*args, **more)
+
+        return noted
+
+    monkeypatch.setattr(Door, "inputs", noting(Door.inputs))
+    monkeypatch.setattr(type(model), "generate", noting(type(model).generate))
+    content = [{"type": "video_url", "video_url": {"url": inline(tiny_mp4)}}, {"type": "text", "text": QUESTION}]
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    with TestClient(build_app("tiny", model, processor, Door(), {})) as client:
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+    first, second = threads
+    assert first == second != get_ident()
 
 
 @pytest.mark.slow
