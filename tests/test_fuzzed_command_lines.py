@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import shutil
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -11,13 +12,18 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from qtsplus import loading
 from qtsplus.cli import app
+from qtsplus.library import index
 from refusals import fill
 
 LINES = 300
 # A line that every command takes; options are put behind, changed or taken away.
 GOOD = {
     "ask": ["{video}", "What moves?", "--model", "{model}", "--max-new-tokens", "2"],
+    "index": ["{videos}", "--out", "{out}", "--model", "{model}"],
+    "find": ["{library}", "What moves?"],
+    "watch": ["{video}", "What moves?", "--model", "{model}", "--timeout", "1", "--max-new-tokens", "2"],
     "batch": ["{records}", "--out", "{out}.jsonl", "--model", "{model}", "--max-new-tokens", "2"],
     "demo": ["--out", "{out}"],
     "convert": ["{stock}", "--out", "{out}", "--variant", "qtsplus-tiny"],
@@ -137,9 +143,14 @@ def test_any_command_line_ends_in_a_line_and_changes_nothing_that_was_there(
     (home / "notes.txt").write_text("mine")
     monkeypatch.chdir(home)
     corpus_folder = Path(corpus["empty"]).parent
+    videos, library = tmp_path / "videos", tmp_path / "library"
+    videos.mkdir()
+    shutil.copy(corpus["video"], videos)
+    index(videos, library, *loading.load(corpus["model"], "cpu"), name=corpus["model"])
+    corpus = {**corpus, "videos": str(videos), "library": str(library)}
     before, wrong = digest(corpus_folder), []
-    for index in range(LINES):
-        places = {**corpus, "out": str(tmp_path / f"out{index}")}
+    for number in range(LINES):
+        places = {**corpus, "out": str(tmp_path / f"out{number}")}
         line = [fill(argument, places) for argument in draw(rng)]
         result = CliRunner().invoke(app, line)
         said = [text for text in result.stderr.splitlines() if text.startswith("qtsplus: ")]
