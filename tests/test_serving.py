@@ -114,7 +114,7 @@ def test_answers_are_those_of_ask(shut, opened, tiny_mp4, tiny_published):
 
 
 def test_a_request_is_read_in_the_thread_that_generates(tiny_published, tiny_mp4, monkeypatch):
-    """With a second one that computes, both would take twice as long on a CPU."""
+    """On a CPU a second one that computes would slow down both."""
     from fastapi.testclient import TestClient
 
     from qtsplus.serving import Door, build_app

@@ -117,7 +117,7 @@ def build_app(name: str, model: Any, processor: Any, door: Door, budget: Mapping
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
         asked = await _read(request)
-        # In the thread that generates: on a CPU a second one that computes would halve the speed of both.
+        # In the thread that generates: on a CPU a second one that computes would slow down both.
         generating: Any = state.get_manager(name)
         inputs = await generating.async_submit(door.inputs, processor, asked.messages)
         body = asdict(asked)
