@@ -61,8 +61,8 @@ class Scores:
     The scores of any tokens for one question, whose words have `states` `[L, d]`, in the last scoring layer: a row for
     each head and word, or with the reduction `"sum"` one for all.
 
-    A score is the product of a query and a key, and a key is a token's norm and a matrix. Fewer rows than a key has
-    numbers take the matrix into the queries: that leaves a fraction of the work for each token.
+    A score is the product of a query and a key, and a key is a token's norm and a matrix. Where there are fewer rows
+    than a key has numbers, the matrix is taken into the queries: that leaves a fraction of the work for each token.
     """
 
     def __init__(self, layer: QTSplusLayer, states: torch.Tensor, reduction: str):
