@@ -406,14 +406,18 @@ def _row_features(
     model: QTSplusBackboneMixin, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor, features: Features
 ) -> dict[str, torch.Tensor]:
     """What stands in place of a row's image and video placeholders, `[k, token_width]` each."""
-    row_features = {}
-    tokens, types = _with_line_ends(model, row, keep, tokens)
+    row_features, types = {}, None
+    competing = {span.modality for span in row.spans}.intersection(model.candidate_modalities)
+    if len(competing) > 1 or any(span.line for span in row.spans):
+        tokens, types = _with_line_ends(model, row, keep, tokens)
     for modality, name in MODALITIES.items():
         if modality not in model.candidate_modalities:
             untouched = [features[modality][span.index] for span in row.spans if span.modality == modality]
             row_features[name] = join(untouched, model.no_features(row.columns.device))
+        elif types is None:
+            row_features[name] = tokens if modality in competing else tokens[:0]
         else:
-            row_features[name] = tokens if len(model.candidate_modalities) == 1 else tokens[types == modality]
+            row_features[name] = tokens[types == modality]
     return row_features
 
 

@@ -35,13 +35,13 @@ class Candidates:
     # part is there has several in turn.
     grids: Sequence[tuple[int, int, int]]
     score: Callable[[torch.Tensor], torch.Tensor]  # from the states of the question's words to `log_relevance`
-    contextualise: Callable[[torch.Tensor], torch.Tensor] = lambda query: query  # from `query` to those states
+    contextualise: Callable[[], torch.Tensor] | None = None  # computes those states; `query` itself if `None`
     attend: Callable[[], torch.Tensor] | None = None  # computes `log_attention`
 
     @cached_property
     def query_states(self) -> torch.Tensor:
         """`[L, d]`, the question's words as the selector scores by them: with `query_states="layer"` in context."""
-        return self.contextualise(self.query)
+        return self.query if self.contextualise is None else self.contextualise()
 
     @cached_property
     def log_relevance(self) -> torch.Tensor:
@@ -252,8 +252,8 @@ class QTSplusLossHead(nn.Module):
         seen = relevance.sum()
         near = relevance[relevance >= NEAR * relevance.max()].sort(descending=True).values
         shares = near / (near.sum() + EPSILON)
-        entropy = -(shares * (shares + EPSILON).log()).sum()
-        held = (shares.cumsum(0)[:, None] < shares.new_tensor([0.5, 0.8, 0.95])).sum(0) + 1
+        entropy = torch.special.entr(shares).sum()
+        held = torch.searchsorted(shares.cumsum(0), shares.new_tensor([0.5, 0.8, 0.95])) + 1
         parts = torch.stack([shares[0], seen, 1 - seen]).clamp(min=1e-4).log()
         return torch.cat([query.float().mean(0), parts, entropy[None], held.float().log()])
 
@@ -263,14 +263,18 @@ def cheapest_count(losses: torch.Tensor, config: Any, least: int, most: int) -> 
     The count, `least` to `most`, at which what [`QTSplusLossHead`] predicts and the price of the tokens are least
     together: Equation 5 of one question. Between the predictions a line is drawn over the logarithm.
     """
-    doublings = torch.arange(0, math.log2(most) + 0.25, 0.25, device=losses.device).clamp(max=math.log2(most))
-    counts = (2**doublings).round().clamp(min=least, max=most)
-    below = counts.log2().floor().long().clamp(max=len(losses) - 1)
-    above = (below + 1).clamp(max=len(losses) - 1)
-    answer = torch.lerp(losses[below], losses[above], counts.log2() - below)
-    share = counts / config.n_max
-    price = config.token_price * counts + config.lambda_m * share + config.lambda_t * share.square()
-    return int(counts[(answer + price).argmin()])
+    predicted, steps = losses.tolist(), math.ceil(4 * math.log2(most))
+    n_max, price, lambda_m, lambda_t = config.n_max, config.token_price, config.lambda_m, config.lambda_t
+    counts = [max(least, round(2 ** min(step / 4, math.log2(most)))) for step in range(steps + 1)]
+
+    def cost(count: int) -> float:
+        doubling, share = math.log2(count), count / n_max
+        below = min(int(doubling), len(predicted) - 1)
+        above = min(below + 1, len(predicted) - 1)
+        answer = predicted[below] + (predicted[above] - predicted[below]) * (doubling - below)
+        return answer + price * count + lambda_m * share + lambda_t * share**2
+
+    return min(counts, key=cost)
 
 
 def share_of_mass(log_shares: torch.Tensor, mass: float) -> float:

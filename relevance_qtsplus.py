@@ -17,6 +17,7 @@ yellow ring" is neither any ring nor anything yellow.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,7 @@ class QTSplusLayer(nn.Module):
         relevance_reduction: str | None = None,
         keys: Callable[..., torch.Tensor] | None = None,
         lengths: Sequence[int] | None = None,
+        apart: bool = False,
     ) -> torch.Tensor:
         """
         Args:
@@ -81,12 +83,15 @@ class QTSplusLayer(nn.Module):
             keys: in place of this layer's own function of the context.
             lengths: of the samples that lie one behind the other in `query`, which is the context too, and of which
                 each attends to itself.
+            apart: compute the products of each of those by itself, so that a sample does not depend on the others, not
+                even in the last bit.
         """
-        query_states = self._heads(self.q_proj(self.q_norm(query)))
-        key_states = (keys or self.keys)(context)
+        compute: Callable[..., torch.Tensor] = partial(in_turn, lengths=lengths) if apart and lengths else in_blocks
+        query_states = self._heads(compute(self.q_proj, self.q_norm(query)))
+        key_states = self.keys(context, compute) if keys is None else keys(context)
         if relevance_reduction is not None:
             return log_relevance(query_states, key_states, reduction=relevance_reduction)
-        value_states = self._heads(in_blocks(lambda rows: self.v_proj(self.kv_norm(rows)), context))
+        value_states = self._heads(compute(lambda rows: self.v_proj(self.kv_norm(rows)), context))
         if rotary is not None:
             query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
         if lengths is None:
@@ -94,12 +99,14 @@ class QTSplusLayer(nn.Module):
         else:
             samples = zip(*(x.split(lengths, 1) for x in (query_states, key_states, value_states)), strict=True)
             attention = torch.cat([grouped_attention(*sample) for sample in samples], 1)
-        query = query + self._drop(self.o_proj(attention.transpose(0, 1).flatten(1)))
-        return query + self._drop(in_blocks(lambda rows: self.ffn(self.ffn_norm(rows)), query))
+        query = query + self._drop(compute(self.o_proj, attention.transpose(0, 1).flatten(1)))
+        return query + self._drop(compute(lambda rows: self.ffn(self.ffn_norm(rows)), query))
 
-    def keys(self, context: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    def keys(
+        self, context: torch.Tensor | Sequence[torch.Tensor], compute: Callable[..., torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """`[kv_heads, M, head_dim]`."""
-        return self._heads(in_blocks(lambda rows: self.k_proj(self.kv_norm(rows)), context))
+        return self._heads((compute or in_blocks)(lambda rows: self.k_proj(self.kv_norm(rows)), context))
 
     def _drop(self, states: torch.Tensor) -> torch.Tensor:
         return F.dropout(states, self.dropout, self.training)
@@ -163,6 +170,11 @@ def in_blocks(
     return result
 
 
+def in_turn(function: Callable, states: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """A function of each of the samples that lie one behind the other in `[n, d]`."""
+    return torch.cat([function(sample) for sample in states.split(lengths)])
+
+
 def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
     """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
     if len(parts) == 1:
@@ -205,18 +217,24 @@ def log_relevance(
     rows = kv_heads * queries.shape[1]
     block_size = block_size or max(1, 2**21 // rows)
     if reduction == "sum":
-        return _InBlocks.apply(_sum_over_rows, block_size, key_states, queries).flatten()[:num_tokens].log_softmax(0)
-    totals = _InBlocks.apply(_sum_over_tokens, block_size, key_states, queries).logsumexp(0)
+        return _of_blocks(_sum_over_rows, block_size, key_states, queries).flatten()[:num_tokens].log_softmax(0)
+    totals = _of_blocks(_sum_over_tokens, block_size, key_states, queries).logsumexp(0)
     reduce = _largest_of_rows if reduction == "max" else _sum_over_rows
-    reduced = _InBlocks.apply(reduce, block_size, key_states, queries, totals).flatten()[:num_tokens]
+    reduced = _of_blocks(reduce, block_size, key_states, queries, totals).flatten()[:num_tokens]
     return reduced if reduction == "max" else reduced - math.log(rows)
+
+
+def _of_blocks(function: Callable, block_size: int, keys: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """A function of each block of keys and of other tensors: `[blocks, ...]`, where the last may end early."""
+    if keys.shape[1] <= block_size and not torch.is_grad_enabled():
+        return function(keys, *others)[None]
+    return _InBlocks.apply(function, block_size, keys, *others)
 
 
 class _InBlocks(torch.autograd.Function):
     """
-    A function of each block of keys and of other tensors: `[blocks, ...]`, where the last may end early. Gradients keep
-    what it is given and compute the rest again. (`checkpoint` would leave the small results among freed large ones,
-    which the C library then cannot use again.)
+    [`_of_blocks`], whose gradients keep what it is given and compute the rest again. (`checkpoint` would leave the
+    small results among freed large ones, which the C library then cannot use again.)
     """
 
     @staticmethod

@@ -270,8 +270,10 @@ class QTSplusSelector(nn.Module):
         shared = len(set(map(hash, visual))) < len(visual)
         last: Any = self.scoring_layers[-1]
         rows, keys, nulls = [], lru_cache(1)(last.keys) if shared else None, self.null_states()
+        words = lru_cache(1)(lambda: self.contextualise(query))  # of all rows, for the first that asks
         for row, sample in enumerate(zip(visual, query, positions, grids, strict=True)):
-            candidates = self._candidates(row, *sample, nulls, keys, None if attention is None else attention[row])
+            attend = None if attention is None else attention[row]
+            candidates = self._candidates(row, *sample, nulls, keys, words, attend)
             rows.append(self._select(candidates, selection, retentions[row], cap, sample_gate))
         features, kept_indices, log_relevance, budgets, thresholds = (list(field) for field in zip(*rows, strict=True))
         if reencode:
@@ -303,15 +305,15 @@ class QTSplusSelector(nn.Module):
         """The null token, `[1, d]`, where there is one."""
         return [token(self.rho_history.new_zeros(1)) for token in self.null_tokens]  # an int64 where the weights are
 
-    def contextualise(self, words: torch.Tensor) -> torch.Tensor:
+    def contextualise(self, questions: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """
-        `[L, d]`: with `query_states="layer"` the words of a question, that have seen each other. Of one row at a time:
-        what decides a choice does not depend on its batch, not even in the last bit.
+        Per question `[L, d]`: with `query_states="layer"` its words, that have seen each other. What decides a choice
+        does not depend on its batch, not even in the last bit.
         """
-        order = torch.arange(len(words), device=words.device).expand(3, -1)
-        return self._encode(self.question_layers, [words], [order])[0]
+        orders = [torch.arange(len(words), device=words.device).expand(3, -1) for words in questions]
+        return self._encode(self.question_layers, questions, orders, apart=True)
 
-    def _candidates(self, row, visual, query, positions, grids, nulls, keys, attend) -> Candidates:
+    def _candidates(self, row, visual, query, positions, grids, nulls, keys, words, attend) -> Candidates:
         """One sample: lines 1 and 2, for whoever asks for them."""
 
         def require_question() -> None:
@@ -334,7 +336,7 @@ class QTSplusSelector(nn.Module):
             require_question()
             return attend()
 
-        return Candidates(visual, query, positions, grids, score, self.contextualise, None if attend is None else ask)
+        return Candidates(visual, query, positions, grids, score, lambda: words()[row], None if attend is None else ask)
 
     def _select(
         self,
@@ -413,11 +415,15 @@ class QTSplusSelector(nn.Module):
         return torch.stack(trained).sum() * 0.0 if trained else None
 
     def _encode(
-        self, layers: nn.ModuleList, rows: Sequence[torch.Tensor], positions: Sequence[torch.Tensor] | None
+        self,
+        layers: nn.ModuleList,
+        rows: Sequence[torch.Tensor],
+        positions: Sequence[torch.Tensor] | None,
+        apart: bool = False,
     ) -> list[torch.Tensor]:
         """
         Lines 15 and 16, of all rows in one pass: per row `[n, d]` tokens that have seen each other, where `[3, n]` says
-        they stand.
+        they stand. `apart` is as in the layers.
         """
         lengths = [len(row) for row in rows if len(row)]
         if not len(layers) or not lengths:
@@ -426,7 +432,7 @@ class QTSplusSelector(nn.Module):
         if positions is not None:
             rotary = rotary_tables(torch.cat(list(positions), 1), self.head_dim, self.rope_theta, self.mrope_section)
         for layer in layers:
-            tokens = layer(tokens, tokens, rotary, lengths=lengths)
+            tokens = layer(tokens, tokens, rotary, lengths=lengths, apart=apart)
         encoded = iter(tokens.split(lengths))
         return [next(encoded) if len(row) else row for row in rows]
 

@@ -135,18 +135,20 @@ def prompt_inputs(
 
     inputs = inputs_of(questions[:1], seen, encoded)
     if len(questions) > 1:
-        inputs = _behind(processor, inputs, inputs_of(questions, seen[-1:], [_first_step(encoded[-1])]))
+        inputs = _behind(processor, inputs, inputs_of(questions, seen[-1:], [_first_step(processor, encoded[-1])]))
     encoded = encoded * len(questions)
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
     more = {"video_features": [video.features for video in encoded], "second_per_grid_ts": seconds}
     return {**inputs.to(device), **more}
 
 
-def _first_step(video: EncodedVideo) -> EncodedVideo:
-    """As a prompt sees it."""
+def _first_step(processor: Any, video: EncodedVideo) -> EncodedVideo:
+    """As a prompt sees it, of one token where frames may have any size."""
     grid, metadata = video.video_grid_thw.clone(), copy(video.metadata)
     metadata.frames_indices = metadata.frames_indices[: ceil(len(metadata.frames_indices) / int(grid[0, 0]))]
     grid[0, 0] = 1
+    if processor.native_resolution:
+        grid[0, 1:] = processor.video_processor.merge_size
     return replace(video, video_grid_thw=grid, metadata=metadata)
 
 
@@ -175,8 +177,10 @@ def _behind(processor: Any, first: Any, rows: Any) -> Any:
 def check_question(model: Any, processor: Any, question: str) -> None:
     if not question.strip():
         raise ValueError("The question is empty; expected some text.")
-    tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
     most = model.config.get_text_config().max_position_embeddings
+    if len(question.encode()) < most:  # no token is less than a byte
+        return
+    tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
     if tokens >= most:
         raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
 
