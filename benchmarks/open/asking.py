@@ -22,6 +22,7 @@ from qtsplus.training.models import load_config, load_model, load_processor
 from ..teaching.dataset import TinyWorldCollator, TinyWorldDataset, read_tinyworld
 from ..world.open_questions import in_words
 from ..world.openworld import OPEN_COLOURS
+from ..world.token_words import read_token_words
 
 LADDER = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
 BATCH = 32
@@ -36,11 +37,13 @@ class Answers:
         right: whether the answer is right to its last word.
         kept: the visual tokens that the language model read.
         share: of as many tokens that hold the answer as could be kept, the part that was; NaN where there are none.
+        named: the same of the tokens from which the thing that is asked for can be named.
     """
 
     right: list[bool] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     share: list[float] = field(default_factory=list)
+    named: list[float] = field(default_factory=list)
 
 
 class OpenTest:
@@ -79,6 +82,23 @@ class OpenTest:
     def needles(self) -> list[list[int]]:
         """Per question, the visual tokens that hold its answer."""
         return [row["needles"][0] for row in self.rows]
+
+    @cached_property
+    def named(self) -> list[list[int]]:
+        """
+        Of the needles of a question about one thing, those that show enough of it to name it, as training has it: a
+        needle may show one pixel.
+        """
+        found: list[list[int]] = []
+        for record, kind, needles in zip(self.records, self.kinds, self.needles, strict=True):
+            things: Any = read_token_words(record.token_words).things
+            things = things.ravel()
+            shown = set(things[needles].tolist()) - {-1} if kind not in ("crossing", "order") else ()
+            named = [np.flatnonzero(things == thing) for thing in shown]
+            # What is asked for is named by needles alone, another thing beside it elsewhere too.
+            own = [tokens.tolist() for tokens in named if np.isin(tokens, needles).all()]
+            found.append(max(own, key=len, default=[]))
+        return found
 
     @cached_property
     def totals(self) -> np.ndarray:
@@ -141,9 +161,9 @@ class OpenTest:
             right = ((output.logits[:, :-1].argmax(-1) == said) | (said == IGNORED)).all(1)
             answers.right += right.tolist()
             answers.kept += output.qtsplus.n.tolist()
-            for kept, needles in zip(output.qtsplus.kept_indices, self.needles[rows], strict=True):
-                held = np.isin(needles, kept.numpy()).sum() / max(1, min(len(needles), len(kept)))
-                answers.share.append(float(held) if needles else float("nan"))
+            for shares, tokens in ((answers.share, self.needles), (answers.named, self.named)):
+                pairs = zip(output.qtsplus.kept_indices, tokens[rows], strict=True)
+                shares += [_part_of(wanted, kept.numpy()) for kept, wanted in pairs]
         return answers
 
     @torch.no_grad()
@@ -173,6 +193,11 @@ class OpenTest:
                 spans = evidence_intervals(kept, row, grids[index : index + 1], step, 2, share)
                 seconds.append({second for span in spans for second in range(round(span.start), round(span.end))})
         return relevance, seen, seconds
+
+
+def _part_of(wanted: list[int], kept: np.ndarray) -> float:
+    """Of as many as could be kept; NaN of none."""
+    return float(np.isin(wanted, kept).sum() / min(len(wanted), len(kept))) if wanted else float("nan")
 
 
 def _ask_otherwise(record: Any, text: str) -> Any:

@@ -38,6 +38,7 @@ def measure(folder: str, data: Path, out: Path, limit: int) -> None:
         "length": lambda: counts_by_length(model, short),
         "nothing seen": lambda: nothing_seen(model, short),
         "points": lambda: points(folder, model, short),
+        "fewer": lambda: fewer(model, short),
         "shown otherwise": lambda: shown_otherwise(folder, model, data, limit),
     }
     result = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
@@ -169,6 +170,24 @@ def points(folder: str, model: Any, test: OpenTest) -> dict[str, Any]:
         }
         for name, found in ways.items()
     }
+
+
+def fewer(model: Any, test: OpenTest) -> dict[str, Any]:
+    """By its own question and by diversity, down to an eightieth of the tokens."""
+    figures, pointed = {}, np.isin(test.kinds, POINTS)
+    for retention in (TENTH, 0.05, 0.025, 0.0125):
+        own, other = test.ask(model, retention=retention), test.ask(model, retention=retention, selection="diversity")
+        lead = np.array(own.right, dtype=float) - np.array(other.right)
+        low, high = interval(lead[pointed], test.videos[pointed])
+        figures[f"{retention:.2%}"] = {
+            "right, points": percent(np.array(own.right)[pointed]),
+            "diversity, points": percent(np.array(other.right)[pointed]),
+            "lead": [percent(lead[pointed]), round(100 * low, 1), round(100 * high, 1)],
+            "tokens that name it": percent(_known(np.array(own.named))),
+            "of points": percent(_known(np.array(own.named)[pointed])),
+            "of diversity": percent(_known(np.array(other.named))),
+        }
+    return figures
 
 
 def _known(values: np.ndarray) -> np.ndarray:

@@ -76,7 +76,8 @@ def test_a_model_can_be_asked_in_every_way(asked):
     assert np.mean(own.kept) < 0.2 * np.mean(test.totals)
     other = test.ask(model, queries=of_other_videos(test), retention=0.05)
     mine = test.ask(model, retention=0.05)
-    assert np.nanmean(other.share) < np.nanmean(mine.share)
+    assert np.nanmean(other.share) < np.nanmean(mine.share) < np.nanmean(mine.named)
+    assert all(set(named) <= set(needles) for named, needles in zip(test.named, test.needles, strict=True))
 
 
 def test_changed_questions_differ_in_a_word_or_in_their_words(asked):
