@@ -155,7 +155,7 @@ class OpenTest:
         for rows, inputs, labels in self.batches(queries, texts):
             if caps is not None:
                 totals = self.totals[rows]
-                choice = {"retention": [cap / total for cap, total in zip(caps[rows], totals, strict=True)]}
+                choice["retention"] = [cap / total for cap, total in zip(caps[rows], totals, strict=True)]
             output = model(**inputs, use_cache=False, **choice)
             said = model.compact_labels(labels, inputs["input_ids"], output.qtsplus.columns)[:, 1:]
             right = ((output.logits[:, :-1].argmax(-1) == said) | (said == IGNORED)).all(1)
