@@ -178,7 +178,7 @@ def check_question(model: Any, processor: Any, question: str) -> None:
     if not question.strip():
         raise ValueError("The question is empty; expected some text.")
     most = model.config.get_text_config().max_position_embeddings
-    if len(question.encode()) < most:  # no token is less than a byte
+    if 4 * len(question.encode()) < most:  # no token is less than a byte, of which normalising makes three at most
         return
     tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
     if tokens >= most:
