@@ -37,7 +37,7 @@ class Repeats:
             raise ValueError(f"tolerance={tolerance!r}: expected 0 or more, or None to encode every step.")
         self.tolerance = tolerance
         self._size: list[int] = []
-        self._pixels: torch.Tensor | None = None
+        self.pixels: torch.Tensor | None = None
         self._features = torch.empty(0)
 
     def sources(self, steps: torch.Tensor, size: list[int]) -> list[int]:
@@ -52,14 +52,14 @@ class Repeats:
         if tolerance is None:
             return list(range(len(steps)))
         if size != self._size:
-            self._size, self._pixels = size, None
+            self._size, self.pixels = size, None
         sources: list[int] = []
         for index, step in enumerate(steps):
-            if self._pixels is not None and _same(step, self._pixels, tolerance):
+            if self.pixels is not None and _same(step, self.pixels, tolerance):
                 sources.append(sources[-1] if sources else -1)
             else:
                 sources.append(index)
-                self._pixels = step
+                self.pixels = step
         return sources
 
     def fill(self, features: torch.Tensor | None, sources: list[int]) -> torch.Tensor:
@@ -86,8 +86,8 @@ class Repeats:
 
     def let_go(self) -> None:
         """Holds no more than one step of what it was given."""
-        if self._pixels is not None:
-            self._pixels, self._features = self._pixels.clone(), self._features.clone()
+        if self.pixels is not None:
+            self.pixels, self._features = self.pixels.clone(), self._features.clone()
 
 
 def _same(step: torch.Tensor, encoded: torch.Tensor, tolerance: float) -> bool:
@@ -122,7 +122,9 @@ def encode(
     grids, patches = grid_thw.tolist(), model.pixel_rows(grid_thw)
     steps = [rows.unflatten(0, (t, -1)) for rows, (t, _, _) in zip(pixels.split(patches), grids, strict=True)]
     sources = [repeats.sources(video, size) for video, (_, *size) in zip(steps, grids, strict=True)]
+    last, repeats.pixels = repeats.pixels, None  # if encoding fails, they have no features
     features = _encode_sources(model, modality, grid_thw, steps, sources, frames_per_chunk, device)
+    repeats.pixels = last
     filled = [repeats.fill(features.get(index), video) for index, video in enumerate(sources)]
     repeats.let_go()
     return filled

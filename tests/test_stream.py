@@ -288,7 +288,7 @@ def test_what_is_no_stream(loaded, options, words):
         ({"frames": [FRAMES[0], FRAMES[1, :100]]}, "as the first"),
         ({"frames": FRAMES[:2], "times": [1.0]}, "do not ascend"),
         ({"frames": FRAMES[:2], "times": [1.0, 1.0]}, "do not ascend"),
-        ({"frames": FRAMES[:2], "name": ""}, "name of a camera is empty"),
+        ({"frames": FRAMES[:2], "name": ""}, "name is empty"),
     ],
 )
 def test_what_is_no_piece(loaded, call, words):

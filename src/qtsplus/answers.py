@@ -175,7 +175,7 @@ def _behind(processor: Any, first: Any, rows: Any) -> Any:
 
 
 def check_question(model: Any, processor: Any, question: str) -> None:
-    if not question.strip():
+    if not check_text("question", question).strip():
         raise ValueError("The question is empty; expected some text.")
     most = model.config.get_text_config().max_position_embeddings
     if 4 * len(question.encode()) < most:  # no token is less than a byte, of which normalising makes three at most
@@ -183,6 +183,33 @@ def check_question(model: Any, processor: Any, question: str) -> None:
     tokens = len(processor.tokenizer(question, add_special_tokens=False)["input_ids"])
     if tokens >= most:
         raise ValueError(f"The question has {tokens} tokens; expected fewer than the model's {most} positions.")
+
+
+def check_name(name: str) -> str:
+    """What a video or a camera may be called, since it may stand in the prompt."""
+    if not check_text("name", name).strip():
+        raise ValueError("The name is empty; expected some text.")
+    return name
+
+
+def check_text(what: str, text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"The {what} is {text!r}; expected a text.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"The {what} {text!r} holds half a character (a lone surrogate); expected Unicode.") from error
+    return text
+
+
+def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `generate` for one answer to each question; a `ValueError` for several, and for beams."""
+    for name in ("num_return_sequences", "num_beams"):
+        if options.get(name, 1) != 1:
+            raise ValueError(
+                f"{name}={options[name]!r}: a question has one answer, written in one go; call `generate`."
+            )
+    return {**options, "return_dict_in_generate": True}
 
 
 class Clock(BaseStreamer):

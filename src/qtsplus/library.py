@@ -222,6 +222,11 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def _check_count(name: str, count: int) -> None:
+    if count < 1:
+        raise ValueError(f"{name}={count!r}: expected a number, at least 1.")
+
+
 class Library:
     """Videos that [`index`] has encoded. Questions read their features from disk and never the videos."""
 
@@ -247,6 +252,7 @@ class Library:
         The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
         Their `weight` is the relevance of the best token among all tokens of the library.
         """
+        _check_count("top", top)
         scorer, ranking = self._rank(question)
         moments = [moment for piece in ranking.pieces[:top] for moment in self._moments(scorer, piece, ranking.total)]
         return sorted(moments, key=lambda moment: -moment.weight)[:top]
@@ -260,6 +266,7 @@ class Library:
                 of one video, and from more it answers worse.
             generation: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
+        _check_count("pieces", pieces)
         _, ranking = self._rank(question)
         return self.ask_pieces(question, ranking.pieces[:pieces], **generation)
 

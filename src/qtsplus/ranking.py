@@ -14,7 +14,7 @@ from .answers import check_question
 from .relevance_qtsplus import QTSplusLayer
 from .videos import EncodedVideo
 
-CHUNK = 1024  # tokens that are scored at a time, few enough for a processor's cache
+CHUNK = 512  # tokens that are scored at a time, few enough for a processor's cache
 PIECE = 16384  # tokens; a longer video competes in pieces of so many
 
 

@@ -41,8 +41,9 @@ class Remembered(EncodedVideo):
     def shown(self, interval: Interval) -> Interval:
         """A stretch of the grid on the stream's clock."""
         seconds = self.clock.seconds_per_step
-        first, last = round(interval.start / seconds), round(interval.end / seconds) - 1
-        return replace(interval, start=self.rows[first] * seconds, end=(self.rows[last] + 1) * seconds)
+        first, last = round(interval.start / seconds), math.ceil(interval.end / seconds - 1e-3) - 1
+        end = min((self.rows[last] + 1) * seconds, self.length)
+        return replace(interval, start=self.rows[first] * seconds, end=end)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from .answers import Answer, Clock, check_question, make_answer, prompt_inputs
+from .answers import Answer, Clock, check_name, check_question, generation_options, make_answer, prompt_inputs
 from .decoding_qtsplus import is_address
 from .hub.folder import read_json, whole_folder
 from .loading import load as load
@@ -100,7 +100,7 @@ def answer_questions(
     if not videos:
         raise ValueError("There is no video to ask about; add one.")
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    options = {**generation, "max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
+    options = {**generation_options(generation), "max_new_tokens": max_new_tokens}
     if any(video.large for video in videos.values()):
         return [_answer_twice(model, processor, videos, questions, turns, choice, options)]
     if any(isinstance(video, Remembered) for video in videos.values()):
@@ -197,8 +197,8 @@ class VideoSession:
             ValueError: a name that is empty or taken; options for what was encoded before; a stream of another model;
                 as [`encode`].
         """
-        if name is not None and (not name.strip() or name in self.names):
-            raise ValueError(f"The name {name!r} is {'taken' if name.strip() else 'empty'}; name the video otherwise.")
+        if name is not None and check_name(name) in self.names:
+            raise ValueError(f"The name {name!r} is taken; name the video otherwise.")
         if options and isinstance(video, (EncodedVideo, Stream)):
             raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
         self._memory = _Memory()
@@ -234,7 +234,11 @@ class VideoSession:
         self, questions: Sequence[str], videos: Sequence[str] | None = None, *, batch_size: int = 16, **generation: Any
     ) -> list[Answer]:
         """As [`VideoSession.ask`] for each question, `batch_size` of them in one batch."""
-        chosen, answers = self._chosen(videos), []
+        if isinstance(questions, str):
+            raise ValueError(f"Got the text {questions!r}; expected a list of questions.")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: expected a number of questions, at least 1.")
+        chosen, questions, answers = self._chosen(videos), list(questions), []
         for first in range(0, len(questions), batch_size):
             batch = questions[first : first + batch_size]
             answers += answer_questions(self.model, self.processor, chosen, batch, **generation)
@@ -279,12 +283,13 @@ class VideoSession:
         `ValueError` for a broken folder, or one that was made with another vision tower or processor.
         """
         saved, device = read_json(Path(folder) / _SAVED), self.model.device
-        if not {"videos", "turns"} <= saved.keys():
+        files: Any = saved.get("videos")
+        turns: Any = saved.get("turns")
+        whole = isinstance(files, dict) and isinstance(turns, list) and len(turns) % 2 == 0
+        if not (whole and all(isinstance(text, str) for text in (*files, *files.values(), *turns))):
             raise ValueError(f"{folder} holds no session; expected a folder that `save` wrote.")
-        self.videos = {
-            name: load_video(Path(folder, file), self.fingerprint, device) for name, file in saved["videos"].items()
-        }
-        self.streams, self.turns, self._memory = {}, saved["turns"], _Memory()
+        self.videos = {name: load_video(Path(folder, file), self.fingerprint, device) for name, file in files.items()}
+        self.streams, self.turns, self._memory = {}, turns, _Memory()
 
     def _chosen(self, names: Sequence[str] | None) -> dict[str, EncodedVideo]:
         """The videos of these names, in their order, and of a stream what its cameras remember by now."""

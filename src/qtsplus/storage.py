@@ -63,6 +63,9 @@ def load_video(path: str | Path, made_by: str, device: Any = "cpu") -> EncodedVi
         raise ValueError(
             f"{str(path)!r} was made with another vision tower or processor than this model's; encode the video again."
         )
-    about = json.loads(header["about"])
-    grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
-    return EncodedVideo(features=features.to(device), video_grid_thw=grid, metadata=metadata, **about)
+    try:
+        about = json.loads(header["about"])
+        grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
+        return EncodedVideo(features=features.to(device), video_grid_thw=grid, metadata=metadata, **about)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"The stored video {str(path)!r} is broken; encode the video again.") from error

@@ -4,10 +4,11 @@ A policy says what stays when the memory is full. Appending looks at the memory 
 gone, so that its price is flat. What stays keeps its time and its place in the frame.
 """
 
+import math
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from transformers.video_utils import VideoMetadata
 
-from .answers import Answer, check_question
+from .answers import Answer, check_name, check_question, generation_options
 from .encoding_qtsplus import Repeats
 from .methods_qtsplus import METHODS, Candidates, Method, check_kept, most_relevant
 from .ranking import StandingQuestion
@@ -35,6 +36,7 @@ POLICIES: dict[str, Method] = {
     "oldest_first": newest,
 }
 STEPS_AT_A_TIME = 8  # that are encoded together
+EARLY = 0.1  # the part of the time between two frames by which one may come too early
 _TICKS = 1000  # of a second: the rate at which a prompt's metadata state the times of frames
 
 
@@ -85,9 +87,11 @@ class Camera:
     repeats: Repeats
     tokens: Tokens
     disk: RowsOnDisk | None
-    waiting: list[tuple[np.ndarray, float]] = field(default_factory=list)  # frames and times that are no whole step yet
+    waiting: list[tuple[int, np.ndarray]] = field(default_factory=list)  # numbered frames that are no whole step yet
     newest: int = -1  # the number of the newest step
-    last_time: float | None = None  # of the newest frame, in seconds
+    missing: int = 0  # frames that it lacks, as at the end of a video
+    frame: int = -1  # the number of the newest frame, where there are `fps` a second
+    last_time: float = -math.inf  # of the newest frame that came, in seconds
 
 
 class Stream:
@@ -99,7 +103,7 @@ class Stream:
         policy: which ones: a name of [`POLICIES`], or a function like those of `methods_qtsplus.py`, which is given
             what was kept and what is new. By default `"question"` with a standing question, else `"diversity"`.
         question: a standing question, by which the policy `"question"` goes. Any other can be asked too.
-        fps: frames per second. A step in time lasts as long as its frames.
+        fps: frames per second, also where more come. A step in time lasts as long as its frames.
         sized_as: frames are as large as in a video of so many, with backbones such as Qwen3-VL that share a number of
             pixels among the frames of a video; by default of as many as the processor looks at.
         device: where the memory lives, such as `"cpu"`; the model's when absent.
@@ -133,6 +137,10 @@ class Stream:
             raise ValueError(f"memory_tokens={memory_tokens!r}: expected a whole number of tokens, at least 1.")
         if not 1e-3 <= fps <= 1e3:
             raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(f"There is no folder {str(folder)!r}; expected one for the memory.")
+        if sized_as is not None and sized_as < 1:
+            raise ValueError(f"sized_as={sized_as!r}: expected a number of frames, at least 1.")
         self.model, self.processor, self.memory_tokens = model, processor, memory_tokens
         self.policy, self._method = policy, POLICIES[policy] if isinstance(policy, str) else policy
         self.question = None if question is None else StandingQuestion(model, processor, question)
@@ -141,6 +149,7 @@ class Stream:
         self.sized_as = sized_as or int(getattr(processor.video_processor, "max_frames", None) or 768)
         self.folder, self.device = folder, torch.device("cpu" if folder else device or model.device)
         self.cameras: dict[str, Camera] = {}
+        self._changing = threading.Lock()  # the memory, of which another thread may ask
         self._width = model.get_input_embeddings().embedding_dim  # a backbone may put more behind a token
 
     @property
@@ -150,7 +159,10 @@ class Stream:
 
     def append(self, frames: Sequence[np.ndarray], times: Sequence[float] | None = None, name: str = "video") -> None:
         """
-        Encodes frames and remembers what the policy says. A frame that is no whole step waits for the next one.
+        Encodes frames and remembers what the policy says. A frame that is no whole step waits for the next one, unless
+        that comes two steps later. Of frames that come faster than `fps`, those between are left out.
+
+        If it fails, the same frames can be appended again with their times: those that were encoded are known.
 
         Args:
             frames: `[H, W, 3]` uint8 each, all of a camera of one size.
@@ -160,36 +172,61 @@ class Stream:
         """
         if not len(frames):
             return
+        times = self._check(frames, times, name)
         camera = self.camera(name, np.shape(frames[0]))
-        if times is None:
-            begin = 0.0 if camera.last_time is None else camera.last_time + 1 / self.fps
-            times = [begin + index / self.fps for index in range(len(frames))]
-        before = [] if camera.last_time is None else [camera.last_time]
-        if len(times) != len(frames) or any(later <= time for time, later in pairwise([*before, *times])):
-            raise ValueError(f"Got times that do not ascend, or not one for each of {len(frames)} frames of {name!r}.")
-        size = (*camera.size, 3)
-        if others := [np.shape(frame) for frame in frames if np.shape(frame) != size]:
-            raise ValueError(f"Got a frame of shape {others[0]} of {name!r}; expected {size}, as the first.")
-        camera.last_time = times[-1]
-        camera.waiting += zip(frames, times, strict=True)
-        whole = len(camera.waiting) // self.frames_per_step * self.frames_per_step
-        ready, camera.waiting = camera.waiting[:whole], camera.waiting[whole:]
-        self._add(camera, ready)
+        steps, waiting, newest = [], list(camera.waiting), camera.frame
+        for frame, time in zip(frames, times, strict=True):
+            number = math.floor(time * self.fps + EARLY)
+            if number <= newest:
+                continue
+            newest = number
+            if waiting and number - waiting[0][0] >= 2 * self.frames_per_step:
+                steps.append(self._filled(waiting))
+                waiting = []
+            waiting.append((number, frame))
+            if len(waiting) == self.frames_per_step:
+                steps.append(waiting)
+                waiting = []
+        for first in range(0, len(steps), STEPS_AT_A_TIME):
+            self._add(camera, steps[first : first + STEPS_AT_A_TIME])
+        camera.waiting, camera.frame, camera.last_time = waiting, newest, times[-1]
+
+    def _check(self, frames: Sequence[np.ndarray], times: Sequence[float] | None, name: str) -> list[float]:
+        """The frames' times; a `ValueError` for what cannot follow what came before."""
+        known = self.cameras.get(name)
+        size = np.shape(frames[0]) if known is None else (*known.size, 3)
+        for frame in frames:
+            if np.shape(frame) != size or np.asarray(frame).dtype != np.uint8:
+                given = f"{np.asarray(frame).dtype} of shape {np.shape(frame)}"
+                raise ValueError(f"Got a frame of {given} of {name!r}; expected uint8 of {size}, as the first.")
+        first = -1 if known is None else known.frame
+        clock = [(first + number) / self.fps for number in range(1, len(frames) + 1)] if times is None else times
+        taken = np.asarray(clock, dtype=np.float64)
+        before = -math.inf if known is None else known.last_time
+        ascending = taken.shape == (len(frames),) and bool((np.diff(taken, prepend=before) > 0).all())
+        if not (ascending and taken[0] >= 0 and taken[-1] < math.inf):
+            raise ValueError(
+                f"Got times that do not ascend, or not one for each of {len(frames)} frames of {name!r}; expected "
+                "seconds from the beginning of the stream."
+            )
+        return taken.tolist()
 
     def finish(self) -> None:
         """Encodes the frames that wait, each step filled up with its last one, as at the end of a video."""
         for camera in self.cameras.values():
             if camera.waiting:
                 missing = self.frames_per_step - len(camera.waiting)
-                ready, camera.waiting = camera.waiting + camera.waiting[-1:] * missing, []
-                self._add(camera, ready)
+                self._add(camera, [self._filled(camera.waiting)])
+                camera.missing, camera.frame = missing, (camera.newest + 1) * self.frames_per_step - 1
+
+    def _filled(self, frames: list[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
+        return frames + frames[-1:] * (self.frames_per_step - len(frames))
 
     def camera(self, name: str, shape: tuple[int, ...]) -> Camera:
         """The camera of a name, which is added if there is none; its frames have this shape, `(H, W, 3)`."""
         if name not in self.cameras:
-            if not name.strip():
-                raise ValueError("The name of a camera is empty; expected some text.")
-            if len(shape) != 3 or shape[2] != 3:
+            check_name(name)
+            if len(shape) != 3 or shape[2] != 3 or 0 in shape:
                 raise ValueError(f"Got a frame of shape {shape}; expected (height, width, 3).")
             grid = self.processor.grid_of(self.sized_as, *shape[:2])
             ((_, height, width),) = self.model.model.merged_grid(grid)
@@ -199,30 +236,28 @@ class Stream:
             self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), Repeats(), tokens, disk)
         return self.cameras[name]
 
-    def _add(self, camera: Camera, frames: Sequence[tuple[np.ndarray, float]]) -> None:
-        """Encodes whole steps, a few at a time, and thins the memory."""
-        for first in range(0, len(frames), STEPS_AT_A_TIME * self.frames_per_step):
-            chunk = frames[first : first + STEPS_AT_A_TIME * self.frames_per_step]
-            grid = torch.cat([torch.ones(1, 1, dtype=torch.long), camera.patches], dim=1)
-            pixels, grid = self.processor.preprocess_frames(stack_frames([frame for frame, _ in chunk]), grid)
-            (features,) = self.model.encode_videos(pixels, grid, device=self.device, repeats=camera.repeats)
-            self.remember(camera, features, [time for _, time in chunk[:: self.frames_per_step]])
+    def _add(self, camera: Camera, steps: Sequence[list[tuple[int, np.ndarray]]]) -> None:
+        """Encodes steps of numbered frames and thins the memory; if encoding fails, the camera is as before."""
+        grid = torch.cat([torch.ones(1, 1, dtype=torch.long), camera.patches], dim=1)
+        pixels, grid = self.processor.preprocess_frames(
+            stack_frames([frame for step in steps for _, frame in step]), grid
+        )
+        (features,) = self.model.encode_videos(pixels, grid, device=self.device, repeats=camera.repeats)
+        camera.waiting, camera.missing, (camera.frame, _) = [], 0, steps[-1][-1]
+        self.remember(camera, features, [step[0][0] // self.frames_per_step for step in steps])
 
     @torch.no_grad()
-    def remember(self, camera: Camera, features: torch.Tensor, times: Sequence[float]) -> None:
-        """Adds steps `[t * h * w, token_width]`, each with its begin in seconds, and forgets what the policy drops."""
-        steps = []
-        for time in times:
-            camera.newest = max(round(time / self.seconds_per_step), camera.newest + 1)
-            steps.append(camera.newest)
+    def remember(self, camera: Camera, features: torch.Tensor, steps: Sequence[int]) -> None:
+        """Adds steps `[t * h * w, token_width]` by their numbers in time, and forgets what the policy drops."""
         cells = len(features) // len(steps)
         own = features[:, : self._width]
         scores = torch.empty(len(own), 0) if self.question is None else self.question.add(own)
-        places = torch.tensor(steps).repeat_interleave(cells), torch.arange(cells).repeat(len(steps))
+        places = torch.tensor([*steps]).repeat_interleave(cells), torch.arange(cells).repeat(len(steps))
         new = Tokens(features, *places, scores)
-        camera.tokens = camera.tokens.join(new, camera.disk)
-        if self.memory_tokens is not None and self.num_tokens > self.memory_tokens:
-            self._forget(self.memory_tokens)
+        with self._changing:
+            camera.tokens, camera.newest = camera.tokens.join(new, camera.disk), int(steps[-1])
+            if self.memory_tokens is not None and self.num_tokens > self.memory_tokens:
+                self._forget(self.memory_tokens)
 
     def _forget(self, count: int) -> None:
         cameras = [camera for camera in self.cameras.values() if len(camera.tokens)]
@@ -250,25 +285,36 @@ class Stream:
         return Candidates(visual, visual[0][:0], positions, [(1, 1, len(one)) for one in tokens], score)
 
     @torch.no_grad()
-    def ask(self, question: str, *, max_new_tokens: int = 128, **choice: Any) -> Answer:
+    def ask(
+        self,
+        question: str,
+        *,
+        retention: float | None = None,
+        max_visual_tokens: int | None = None,
+        selection: str | Method | None = None,
+        max_new_tokens: int = 128,
+        **generation: Any,
+    ) -> Answer:
         """
-        Answers a question about what is in memory; `choice` is `retention`, `max_visual_tokens` and `selection`.
+        Answers a question about what is in memory; the options are those of `answer_questions`.
 
         The evidence has the seconds of the stream and the names of the cameras. The keep maps have a row for each step
         of which something is in memory, and one that is empty where others are missing.
         """
         check_question(self.model, self.processor, question)
-        options = {"max_new_tokens": max_new_tokens, "return_dict_in_generate": True}
+        choice = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
+        options = {**generation_options(generation), "max_new_tokens": max_new_tokens}
         return answer_remembered(self.model, self.processor, self.videos(), question, (), choice, options)
 
     def videos(self, only: str | None = None) -> dict[str, EncodedVideo]:
         """What is in memory now, by camera, where there is only one by the name `only`; `ValueError` if nothing is."""
-        cameras = {name: camera for name, camera in self.cameras.items() if len(camera.tokens)}
-        if not cameras:
-            raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
-        if only and len(self.cameras) == 1:
-            return {only: self._video(only, *cameras.values())}
-        return {name: self._video(name, camera) for name, camera in cameras.items()}
+        with self._changing:
+            cameras = {name: camera for name, camera in self.cameras.items() if len(camera.tokens)}
+            if not cameras:
+                raise ValueError("The stream has no step in time yet: append frames, or finish it, before asking.")
+            if only and len(self.cameras) == 1:
+                return {only: self._video(only, *cameras.values())}
+            return {name: self._video(name, camera) for name, camera in cameras.items()}
 
     def _video(self, name: str, camera: Camera) -> Remembered:
         """What is left of a camera; its frames have their true times."""
@@ -277,7 +323,7 @@ class Stream:
         starts = [row * self.seconds_per_step for row in rows]
         times = [start + frame / self.fps for start in starts for frame in range(self.frames_per_step)]
         metadata = VideoMetadata(
-            total_num_frames=round((camera.newest + 1) * self.seconds_per_step * _TICKS),
+            total_num_frames=round(((camera.newest + 1) * self.frames_per_step - camera.missing) / self.fps * _TICKS),
             fps=_TICKS,
             frames_indices=[round(time * _TICKS) for time in times],
             height=camera.size[0],

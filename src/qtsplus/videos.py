@@ -80,6 +80,8 @@ def encode(
         if two_passes is not None:
             raise ValueError("Two passes read a video twice; expected a file, an address or a folder, and got frames.")
         return _encode_frames(model, processor, video, fps, device, frame_tolerance)
+    if max_frames is not None and max_frames < 1:
+        raise ValueError(f"max_frames={max_frames!r}: expected a number of frames, at least 1.")
     started = time.perf_counter()
     chunks = processor.video_chunks(video, fps=fps, max_frames=max_frames, frames_per_chunk=frames_per_chunk)
     large = None

@@ -180,6 +180,8 @@ def watch(
         ValueError: no source, one that cannot be read or breaks off, a question or a number out of its range.
     """
     require_positive("every", every)
+    if not sources:
+        raise ValueError("There is nothing to watch; name a file, an address or a device.")
     if not 0 < timeout <= 1e6:
         raise ValueError(f"timeout={timeout!r}: expected seconds above 0, at most a million.")
     standing = question if policy == "question" else None
