@@ -181,8 +181,12 @@ def _container(source: str | io.BytesIO) -> Any:
 
 
 def _upright(frame: Any, reformatter: Any) -> np.ndarray:
-    """`[H, W, 3]` uint8: phones store a portrait video lying down, with an angle to turn it by, counterclockwise."""
+    """`[H, W, 3]` uint8 as shown: phones store a portrait video lying down, and some front cameras a mirrored one."""
     pixels = reformatter.reformat(frame, format="rgb24").to_ndarray()
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is not None:
+        (a, b, _, c, d), _ = np.split(np.frombuffer(matrix, np.int32) / 2**16, [5])
+        pixels = pixels[::-1] if a * d < b * c else pixels
     return np.rot90(pixels, k=round(frame.rotation / 90))
 
 

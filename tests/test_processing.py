@@ -2,6 +2,7 @@
 
 import json
 import logging
+import struct
 from fractions import Fraction
 from pathlib import Path
 
@@ -210,20 +211,26 @@ def test_a_variable_frame_rate_is_read_by_time(tmp_path):
     assert read_shades(frames).count(10) == pytest.approx(21 * 3 / 5, abs=1)
 
 
-def test_a_phone_video_is_turned_upright(tmp_path):
+@pytest.mark.parametrize("turn", [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)])
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_phone_video_is_shown_upright(tmp_path, turn, mirrored):
+    """A file states where a point (x, y) of its frames is shown: at (ax + cy, bx + dy)."""
+    a, b, c, d = turn if not mirrored else (-turn[0], -turn[1], *turn[2:])
     frames = np.zeros((4, 32, 64, 3), np.uint8)
-    frames[:, :, :32] = 200  # the left half is bright
+    corners = {(-1, -1): 40, (1, -1): 90, (-1, 1): 150, (1, 1): 210}
+    for (x, y), shade in corners.items():
+        frames[:, 16 * (y > 0) :, 32 * (x > 0) :] = shade
     write_mp4(tmp_path / "phone.mp4", frames, 8)
-    data = (tmp_path / "phone.mp4").read_bytes()
-    one, full = (1 << 16).to_bytes(4, "big"), (1 << 30).to_bytes(4, "big")
-    zero, minus_one = bytes(4), (-(1 << 16)).to_bytes(4, "big", signed=True)
-    upright = one + zero * 3 + one + zero * 3 + full
-    clockwise = zero + one + zero + minus_one + zero * 4 + full  # shown turned by 90 degrees clockwise
-    track = data.index(upright, data.index(b"tkhd"))
-    (tmp_path / "phone.mp4").write_bytes(data[:track] + clockwise + data[track + len(upright) :])
-    turned, metadata = read_video(str(tmp_path / "phone.mp4"), lambda total, fps: np.arange(total))
-    assert turned.shape == (4, 64, 32, 3) and (metadata.height, metadata.width) == (64, 32)
-    assert turned[:, :32].mean() > 150 and turned[:, 32:].mean() < 50
+    data = bytearray((tmp_path / "phone.mp4").read_bytes())
+    place = data.index(b"tkhd") + 44
+    data[place : place + 36] = struct.pack(">9i", *(int(one * 2**16) for one in (a, b, 0, c, d, 0, 0, 0)), 1 << 30)
+    (tmp_path / "phone.mp4").write_bytes(data)
+    shown, metadata = read_video(str(tmp_path / "phone.mp4"), lambda total, fps: np.arange(total))
+    size = (32, 64) if a else (64, 32)
+    assert shown.shape == (4, *size, 3) and (metadata.height, metadata.width) == size
+    for (x, y), shade in corners.items():
+        row, column = (size[0] * (2 + b * x + d * y)) // 4, (size[1] * (2 + a * x + c * y)) // 4
+        assert shown[:, row, column].mean() == pytest.approx(shade, abs=12)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """A stream remembers so many tokens; appended in pieces it is the whole, and a standing question drifts nowhere."""
 
 import os
+import sys
+import threading
 from itertools import product
 
 import numpy as np
@@ -96,6 +98,110 @@ def test_the_last_odd_frame_is_a_step_when_the_stream_is_finished(loaded):
     assert torch.allclose(tokens_of(one).features, expected.features, atol=1e-5)
     one.finish()
     assert one.num_tokens == 4 * 36, "nothing waits any more"
+
+
+def test_the_end_of_an_odd_frame_is_that_of_the_video(loaded):
+    one, shown = Stream(*loaded), FRAMES[:7]
+    one.append(shown)
+    one.finish()
+    compare(one.ask(QUESTION, retention=1.0), session.ask(*loaded, shown, QUESTION, fps=2, retention=1.0))
+
+
+@settings(max_examples=10)
+@given(rate=st.floats(2.1, 60), cuts=st.lists(st.integers(0, 400), max_size=6), late=st.floats(0, 1e5))
+def test_frames_that_come_faster_are_thinned_and_keep_their_times(loaded, rate, cuts, late):
+    """The clock of a stream is that of its frames, however many come."""
+    one, times = Stream(*loaded), late + np.arange(8 * rate) / rate
+    frames = FRAMES[((times - late) * 2).astype(int)]
+    for piece, when in zip(np.split(frames, sorted(cuts)), np.split(times, sorted(cuts)), strict=True):
+        one.append(piece, when)
+    one.finish()
+    steps = tokens_of(one).steps.unique()
+    assert len(steps) in (7, 8, 9) and abs(float(steps[-1]) + 1 - times[-1]) < 1.6
+    expected = session.ask(*loaded, FRAMES, QUESTION, fps=2)
+    answer = one.ask(QUESTION)
+    assert answer.answer == expected.answer == ANSWER
+    span, true = answer.evidence[0], expected.evidence[0]
+    assert abs(span.start - late - true.start) < 1.6 and abs(span.end - late - true.end) < 1.6
+
+
+def test_frames_that_come_a_little_early_stay(loaded):
+    one = Stream(*loaded)
+    one.append(FRAMES, np.maximum(np.arange(16) / 2 + np.random.default_rng(0).uniform(-0.04, 0.04, 16), 0))
+    assert tokens_of(one).steps.unique().tolist() == list(range(8))
+
+
+def test_a_frame_before_a_gap_is_a_step_of_its_own(loaded):
+    one = Stream(*loaded)
+    one.append(FRAMES[:5], [0, 0.5, 1, 1.5, 2])
+    one.append(FRAMES[5:8], [100, 100.5, 101])
+    assert tokens_of(one).steps.unique().tolist() == [0, 1, 2, 100]
+
+
+def test_finishing_again_and_again_does_not_hurry_the_clock(loaded):
+    one = Stream(*loaded)
+    for number in range(16):
+        one.append(FRAMES[number : number + 1], [number / 2])
+        one.finish()
+    assert tokens_of(one).steps.unique().tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_what_fails_can_be_appended_again(loaded, whole, monkeypatch, fails_at):
+    """Also the frame that waited is there still; and what was encoded before is not encoded twice."""
+    one, model, calls = Stream(*loaded), loaded[0].model, []
+    encode_pixels, times = model.encode_pixels, np.arange(16) / 2
+    monkeypatch.setattr("qtsplus.stream.STEPS_AT_A_TIME", 4)
+    one.append(FRAMES[:1], times[:1])
+
+    def fail(*inputs):
+        calls.append(inputs)
+        if len(calls) == fails_at + 1:
+            raise torch.OutOfMemoryError
+        return encode_pixels(*inputs)
+
+    monkeypatch.setattr(model, "encode_pixels", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        one.append(FRAMES[1:], times[1:])
+    one.append(FRAMES[1:], times[1:])
+    assert torch.allclose(tokens_of(one).features, whole.features, atol=1e-5) and len(calls) == 3
+
+
+def test_a_step_that_failed_is_not_taken_for_the_one_before(loaded, monkeypatch):
+    one, model = Stream(*loaded), loaded[0].model
+    one.append(FRAMES[:2], [0, 0.5])
+    encode_pixels = model.encode_pixels
+    monkeypatch.setattr(model, "encode_pixels", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        one.append(FRAMES[8:10], [1, 1.5])
+    monkeypatch.setattr(model, "encode_pixels", encode_pixels)
+    one.append(FRAMES[8:10], [1, 1.5])
+    expected = session.encode(*loaded, FRAMES[[0, 1, 8, 9]], fps=2)
+    assert torch.allclose(tokens_of(one).features, expected.features, atol=1e-5)
+
+
+def test_a_question_while_frames_come(loaded):
+    """Asked in another thread, of what was in memory at one moment."""
+    one, errors, going = Stream(*loaded, memory_tokens=60), [], threading.Event()
+    one.append(FRAMES[:4])
+
+    def look():
+        while not going.is_set():
+            try:
+                for video in one.videos().values():
+                    assert len(video.features) == len(video.places)
+            except Exception as error:
+                errors.append(error)
+
+    thread, switching = threading.Thread(target=look), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    for number in range(60):
+        one.append(FRAMES[number % 16 : number % 16 + 1])
+    going.set()
+    thread.join()
+    sys.setswitchinterval(switching)
+    assert not errors
 
 
 def test_frames_are_encoded_once(loaded, monkeypatch):
@@ -271,6 +377,8 @@ def test_a_camera_that_was_forgotten_is_not_in_the_prompt(loaded):
         ({"memory_tokens": None, "policy": "diversity"}, "expected a policy where"),
         ({"folder": "."}, "a folder where all of them do"),
         ({"memory_tokens": 1.5}, "memory_tokens=1.5"),
+        ({"memory_tokens": None, "folder": "nowhere"}, "no folder 'nowhere'"),
+        ({"sized_as": 0}, "sized_as=0"),
         ({"fps": 0}, "from 0.001 to 1000"),
         ({"fps": float("nan")}, "from 0.001 to 1000"),
     ],
@@ -288,12 +396,21 @@ def test_what_is_no_stream(loaded, options, words):
         ({"frames": [FRAMES[0], FRAMES[1, :100]]}, "as the first"),
         ({"frames": FRAMES[:2], "times": [1.0]}, "do not ascend"),
         ({"frames": FRAMES[:2], "times": [1.0, 1.0]}, "do not ascend"),
+        ({"frames": FRAMES[:2], "times": [1.0, float("nan")]}, "do not ascend"),
+        ({"frames": FRAMES[:2], "times": [1.0, float("inf")]}, "do not ascend"),
+        ({"frames": FRAMES[:2], "times": [-1.0, 0.0]}, "from the beginning"),
+        ({"frames": FRAMES[:2], "times": 1.0}, "not one for each"),
+        ({"frames": FRAMES[:2] / 255}, "float64 of shape"),
+        ({"frames": FRAMES[:2, :0]}, r"expected \(height, width, 3\)"),
         ({"frames": FRAMES[:2], "name": ""}, "name is empty"),
+        ({"frames": FRAMES[:2], "name": 3}, "name is 3; expected a text"),
     ],
 )
 def test_what_is_no_piece(loaded, call, words):
+    one = Stream(*loaded)
     with pytest.raises(ValueError, match=words):
-        Stream(*loaded).append(**call)
+        one.append(**call)
+    assert not one.cameras
 
 
 def test_nothing_to_ask_about(loaded):
@@ -305,6 +422,8 @@ def test_nothing_to_ask_about(loaded):
     one.append(FRAMES[1:2])
     with pytest.raises(ValueError, match="question is empty"):
         one.ask(" ")
+    with pytest.raises(ValueError, match="retenton"):
+        one.ask(QUESTION, retenton=0.5)
 
 
 def test_several_scoring_layers_have_no_standing_question(loaded, monkeypatch):

@@ -22,7 +22,7 @@ class Interval:
     # (left, top, right, bottom) of the region in the frame with the most of it, as fractions of its width and height
     box: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
     name: str = ""  # in an answer, the video's name
-    pixels: tuple[int, int, int, int] | None = None  # in an answer, the box in pixels of the frames as they are shown
+    pixels: tuple[int, int, int, int] | None = None  # in an answer, the box in pixels of the upright frames
 
 
 def token_grids(video_grid_thw: torch.Tensor, merge_size: int) -> list[tuple[int, int, int]]:

@@ -17,6 +17,7 @@ from .decoding_qtsplus import VideoFile, open_video
 from .evidence import Interval
 from .figures import save_figure
 from .hub.folder import whole_folder
+from .recall import Remembered
 from .session import Answer
 from .video_qtsplus import open_folder
 from .videos import IN_MEMORY, EncodedVideo
@@ -64,22 +65,30 @@ def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: st
 
     The folder gets `answer.json`, with the kept tokens; `timeline.png`; and per video `frames.png`, the middle of each
     stretch of evidence with its box, if it has some, and `kept.mp4`, the video itself as H.264, on its own clock, with
-    the tokens lit that were kept. Those of several videos are numbered. A video that was given as frames has neither.
+    the tokens lit that were kept. Those of several videos are numbered. A video that was given as frames has neither,
+    and a stream too.
 
     Args:
-        videos: those that were asked about, by name.
+        videos: those that were asked about, by name; of a stream, its `videos()`.
         folder: as for [`whole_folder`].
 
     Raises:
         FileExistsError: the folder holds files that no earlier call wrote.
-        ValueError: a video that cannot be read any more.
+        ValueError: a video that cannot be read any more, or is not among these; a stream that has gone on since.
     """
+    for name, kept in answer.keep_maps.items():
+        if name not in videos:
+            raise ValueError(
+                f"The answer is about {name!r}; expected it among the videos (of a stream, its `videos()`)."
+            )
+        if len(_rows(videos[name], kept)) != len(kept):
+            raise ValueError(f"{name!r} is not as it was asked about: draw the answer before a stream goes on.")
     with whole_folder(folder) as staging:
         about = []
         for number, (name, kept) in enumerate(answer.keep_maps.items(), 1):
             video, end = videos[name], f"-{number}" if len(answer.keep_maps) > 1 else ""
             files, spans = {}, [one for one in answer.evidence if one.name == name]
-            if video.video != IN_MEMORY:
+            if video.video != IN_MEMORY and not isinstance(video, Remembered):
                 files = {"kept_tokens": f"kept{end}.mp4"}
                 draw_kept_video(video, kept, staging / files["kept_tokens"])
                 if spans:
@@ -96,10 +105,11 @@ def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: st
 def draw_timeline(answer: Answer, videos: Mapping[str, EncodedVideo], path: str | Path) -> None:
     """Per video the share of the tokens that was kept of every step, and the stretches of evidence; seconds below."""
     figure = Figure(figsize=(8, 1 + 1.2 * len(answer.keep_maps)), layout="constrained")
-    rows = figure.subplots(len(answer.keep_maps), squeeze=False)[:, 0]
-    for axes, (name, kept) in zip(rows, answer.keep_maps.items(), strict=True):
+    plots = figure.subplots(len(answer.keep_maps), squeeze=False)[:, 0]
+    for axes, (name, kept) in zip(plots, answer.keep_maps.items(), strict=True):
         video = videos[name]
-        edges = video.start + float(video.second_per_grid_ts[0]) * np.arange(len(kept) + 1)
+        rows = _rows(video, kept)
+        edges = video.start + float(video.second_per_grid_ts[0]) * np.array([*rows, rows[-1] + 1])
         axes.stairs(100 * kept.float().mean((1, 2)).numpy(), np.minimum(edges, video.start + video.length), fill=True)
         for one in answer.evidence:
             if one.name == name:
@@ -107,7 +117,7 @@ def draw_timeline(answer: Answer, videos: Mapping[str, EncodedVideo], path: str 
         axes.set_xlim(video.start, video.start + video.length)
         axes.set_ylabel("% kept")
         axes.set_title(_plain(name), fontsize=9, loc="left")
-    rows[-1].set_xlabel("seconds; orange is evidence")
+    plots[-1].set_xlabel("seconds; orange is evidence")
     save_figure(figure, Path(path).with_suffix(""))
 
 
@@ -180,6 +190,11 @@ def _pick(folder: VideoFile, indices: Sequence[int]) -> Iterator[np.ndarray]:
 def _step(video: EncodedVideo, seconds: float, kept: torch.Tensor) -> int:
     """The step of the grid of tokens that shows a time from the first frame on."""
     return min(int(seconds / float(video.second_per_grid_ts[0]) + 1e-6), len(kept) - 1)
+
+
+def _rows(video: EncodedVideo, kept: torch.Tensor) -> Sequence[int]:
+    """The step in time of each row of a keep map."""
+    return video.rows if isinstance(video, Remembered) else range(len(kept))
 
 
 def _plain(name: str) -> str:
