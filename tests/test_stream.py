@@ -108,21 +108,19 @@ def test_the_end_of_an_odd_frame_is_that_of_the_video(loaded):
 
 
 @settings(max_examples=10)
-@given(rate=st.floats(2.1, 60), cuts=st.lists(st.integers(0, 400), max_size=6), late=st.floats(0, 1e5))
-def test_frames_that_come_faster_are_thinned_and_keep_their_times(loaded, rate, cuts, late):
-    """The clock of a stream is that of its frames, however many come."""
+@given(rate=st.floats(1, 60), cuts=st.lists(st.integers(0, 400), max_size=6), late=st.integers(0, 10**5))
+def test_the_clock_is_that_of_the_frames(loaded, rate, cuts, late):
+    """However many come in a second, one or more, and in whatever pieces."""
     one, times = Stream(*loaded), late + np.arange(8 * rate) / rate
     frames = FRAMES[((times - late) * 2).astype(int)]
     for piece, when in zip(np.split(frames, sorted(cuts)), np.split(times, sorted(cuts)), strict=True):
         one.append(piece, when)
     one.finish()
-    steps = tokens_of(one).steps.unique()
-    assert len(steps) in (7, 8, 9) and abs(float(steps[-1]) + 1 - times[-1]) < 1.6
-    expected = session.ask(*loaded, FRAMES, QUESTION, fps=2)
-    answer = one.ask(QUESTION)
+    assert (tokens_of(one).steps.unique() - late).tolist() in (list(range(8)), list(range(9)))  # the last may be early
+    answer, expected = one.ask(QUESTION), session.ask(*loaded, FRAMES, QUESTION, fps=2)
     assert answer.answer == expected.answer == ANSWER
     span, true = answer.evidence[0], expected.evidence[0]
-    assert abs(span.start - late - true.start) < 1.6 and abs(span.end - late - true.end) < 1.6
+    assert abs(span.start - late - true.start) <= 1 and abs(span.end - late - true.end) <= 1
 
 
 def test_frames_that_come_a_little_early_stay(loaded):
@@ -134,8 +132,10 @@ def test_frames_that_come_a_little_early_stay(loaded):
 def test_a_frame_before_a_gap_is_a_step_of_its_own(loaded):
     one = Stream(*loaded)
     one.append(FRAMES[:5], [0, 0.5, 1, 1.5, 2])
-    one.append(FRAMES[5:8], [100, 100.5, 101])
-    assert tokens_of(one).steps.unique().tolist() == [0, 1, 2, 100]
+    one.append(FRAMES[5:8], [99.5, 100.5, 101])
+    assert tokens_of(one).steps.unique().tolist() == [0, 1, 2, 99, 100]
+    expected = session.encode(*loaded, FRAMES[[0, 1, 2, 3, 4, 4, 5, 5, 6, 6]], fps=2)
+    assert torch.allclose(tokens_of(one).features, expected.features, atol=1e-5)
 
 
 def test_finishing_again_and_again_does_not_hurry_the_clock(loaded):

@@ -87,7 +87,9 @@ class Camera:
     repeats: Repeats
     tokens: Tokens
     disk: RowsOnDisk | None
-    waiting: list[tuple[int, np.ndarray]] = field(default_factory=list)  # numbered frames that are no whole step yet
+    waiting: list[tuple[int, np.ndarray]] = field(
+        default_factory=list
+    )  # frames of a step that may go on, and its number
     newest: int = -1  # the number of the newest step
     missing: int = 0  # frames that it lacks, as at the end of a video
     frame: int = -1  # the number of the newest frame, where there are `fps` a second
@@ -159,8 +161,8 @@ class Stream:
 
     def append(self, frames: Sequence[np.ndarray], times: Sequence[float] | None = None, name: str = "video") -> None:
         """
-        Encodes frames and remembers what the policy says. A frame that is no whole step waits for the next one, unless
-        that comes two steps later. Of frames that come faster than `fps`, those between are left out.
+        Encodes frames and remembers what the policy says. A frame waits until its step in time is full or over; then it
+        stands for those that did not come. Of frames that come faster than `fps`, those between are left out.
 
         If it fails, the same frames can be appended again with their times: those that were encoded are known.
 
@@ -179,12 +181,12 @@ class Stream:
             number = math.floor(time * self.fps + EARLY)
             if number <= newest:
                 continue
-            newest = number
-            if waiting and number - waiting[0][0] >= 2 * self.frames_per_step:
-                steps.append(self._filled(waiting))
+            newest, step = number, number // self.frames_per_step
+            if waiting and step > waiting[0][0]:
+                steps.append(waiting)
                 waiting = []
-            waiting.append((number, frame))
-            if len(waiting) == self.frames_per_step:
+            waiting.append((step, frame))
+            if number % self.frames_per_step == self.frames_per_step - 1:
                 steps.append(waiting)
                 waiting = []
         for first in range(0, len(steps), STEPS_AT_A_TIME):
@@ -215,12 +217,9 @@ class Stream:
         """Encodes the frames that wait, each step filled up with its last one, as at the end of a video."""
         for camera in self.cameras.values():
             if camera.waiting:
-                missing = self.frames_per_step - len(camera.waiting)
-                self._add(camera, [self._filled(camera.waiting)])
-                camera.missing, camera.frame = missing, (camera.newest + 1) * self.frames_per_step - 1
-
-    def _filled(self, frames: list[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
-        return frames + frames[-1:] * (self.frames_per_step - len(frames))
+                missing = (camera.waiting[0][0] + 1) * self.frames_per_step - 1 - camera.frame
+                self._add(camera, [camera.waiting])
+                camera.missing = missing
 
     def camera(self, name: str, shape: tuple[int, ...]) -> Camera:
         """The camera of a name, which is added if there is none; its frames have this shape, `(H, W, 3)`."""
@@ -237,14 +236,15 @@ class Stream:
         return self.cameras[name]
 
     def _add(self, camera: Camera, steps: Sequence[list[tuple[int, np.ndarray]]]) -> None:
-        """Encodes steps of numbered frames and thins the memory; if encoding fails, the camera is as before."""
+        """Encodes steps, each of frames with its number, and thins the memory; if encoding fails, all is as it was."""
+        filled = [step + step[-1:] * (self.frames_per_step - len(step)) for step in steps]
         grid = torch.cat([torch.ones(1, 1, dtype=torch.long), camera.patches], dim=1)
-        pixels, grid = self.processor.preprocess_frames(
-            stack_frames([frame for step in steps for _, frame in step]), grid
-        )
+        frames = stack_frames([frame for step in filled for _, frame in step])
+        pixels, grid = self.processor.preprocess_frames(frames, grid)
         (features,) = self.model.encode_videos(pixels, grid, device=self.device, repeats=camera.repeats)
-        camera.waiting, camera.missing, (camera.frame, _) = [], 0, steps[-1][-1]
-        self.remember(camera, features, [step[0][0] // self.frames_per_step for step in steps])
+        numbers = [step[0][0] for step in steps]
+        camera.waiting, camera.missing, camera.frame = [], 0, (numbers[-1] + 1) * self.frames_per_step - 1
+        self.remember(camera, features, numbers)
 
     @torch.no_grad()
     def remember(self, camera: Camera, features: torch.Tensor, steps: Sequence[int]) -> None:
