@@ -1,13 +1,14 @@
 """A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import track
 
@@ -15,7 +16,7 @@ from .answers import placed
 from .data.media import VIDEO_SUFFIXES
 from .evidence import Interval, evidence_intervals
 from .loading import load
-from .output import check_folder, first_line, require_space, size
+from .output import check_folder, first_line, printable, require_space, size
 from .ranking import Piece, Ranking, Scorer
 from .results import Journal
 from .session import Answer, answer_questions
@@ -41,8 +42,15 @@ class Index(Journal):
 
     @property
     def model(self) -> tuple[str | None, str | None]:
-        """The name and the revision of the model that made it; no name for the bundled one."""
+        """
+        The name and the revision of the model that made it, no name for the bundled one; a `ValueError` if it is gone,
+        or was not written yet.
+        """
+        if _MODEL not in self.done:
+            raise ValueError(f"The library {self.folder} was only begun: run `qtsplus index` to its end.")
         name, revision = self.done[_MODEL]
+        if name and os.path.isabs(name) and not os.path.isdir(name):
+            raise ValueError(f"{self.folder} was made with the model in {name}, which is gone: name where it is now.")
         return name, revision
 
     @property
@@ -66,10 +74,11 @@ class Index(Journal):
         return self.folder / f"{entry['content'][:32]}.safetensors"
 
     def require(self, made_by: str) -> None:
-        if self.settings["made_by"] != made_by:
+        if self.settings.get("made_by") != made_by:
             raise ValueError(
-                f"{self.folder} was made with another vision tower or processor than this model's: name the model that "
-                f"made it, {self.model[0] or 'the bundled one'}, or index the videos into another folder."
+                f"{self.folder} was made with another vision tower or processor than this model's, or with weights of "
+                f"another dtype: name the model that made it, {self.done.get(_MODEL, [''])[0] or 'the bundled one'}, "
+                "or index the videos into another folder."
             )
 
 
@@ -99,15 +108,16 @@ def index(
         say: takes a line: what is to be done, and its size on disk.
 
     Raises:
-        ValueError: no video; a library of another tower, settings or videos; a folder of other files; a full disk.
+        OSError: a folder that cannot be read.
+        ValueError: no video; a library of another tower, settings or videos, or one that another process is writing; a
+            folder of other files; a full disk.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}.")
     videos, folder = Path(videos), Path(folder)
     if not videos.is_dir():
         raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
-    paths = [path for path in sorted(videos.rglob("*")) if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file()]
-    files = {path.relative_to(videos).as_posix(): path for path in paths}
+    files = _find_videos(videos)
     if not files:
         raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
     check_folder(folder).mkdir(parents=True, exist_ok=True)
@@ -117,19 +127,41 @@ def index(
     made_by, sampling = fingerprint(model, processor), {"fps": fps, "max_frames": max_frames}
     settings = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
     settings |= {name: value for name, value in sampling.items() if value is not None}
-    with FileLock(folder / ".lock", timeout=0):
-        if others:
-            Index(folder).require(made_by)
-        made = Index(folder, {"made_by": made_by, "dtype": dtype, **settings})
-        made.add(_MODEL, [str(Path(name).resolve()) if name and Path(name).is_dir() else name, revision])
-        indexing = _Indexing(made, model, processor, sampling)
-        indexing.recognise(files)
-        made.add(_VIDEOS, str(videos.resolve()))
-        indexing.encode_all(indexing.measure(files, say))
-        current = {made.file(entry) for entry in made.entries.values()}
-        for left in set(folder.glob("*.safetensors")) - current:
-            left.unlink()
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            if others and (folder / _INDEX).stat().st_size:
+                Index(folder).require(made_by)
+            made = Index(folder, {"made_by": made_by, "dtype": dtype, **settings})
+            made.add(_MODEL, [str(Path(name).resolve()) if name and Path(name).is_dir() else name, revision])
+            indexing = _Indexing(made, model, processor, sampling, say)
+            indexing.recognise(files, same_folder=made.videos == videos.resolve())
+            made.add(_VIDEOS, str(videos.resolve()))
+            indexing.encode_all(indexing.measure(files))
+            current = {made.file(entry) for entry in made.entries.values()}
+            for left in set(folder.glob("*.safetensors")) - current:
+                left.unlink()
+    except Timeout as error:
+        raise ValueError(f"Another process is writing {folder}; wait until it is done.") from error
     return made
+
+
+def _find_videos(root: Path) -> dict[str, Path]:
+    """By its path in a folder each video in there, also behind links to folders."""
+
+    def fail(error: OSError) -> None:
+        raise error  # else what cannot be read would pass for what is gone
+
+    files: dict[str, Path] = {}
+    seen: set[str] = set()
+    for place, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        if os.path.realpath(place) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(place))
+        paths = [Path(place, name) for name in names]
+        videos = [path for path in paths if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file()]
+        files |= {path.relative_to(root).as_posix(): path for path in videos}
+    return {name: files[name] for name in sorted(files)}
 
 
 @dataclass(frozen=True)
@@ -140,29 +172,42 @@ class _Indexing:
     model: Any
     processor: Any
     sampling: dict[str, Any]
+    say: Callable[[str], None]
 
-    def recognise(self, files: dict[str, Path]) -> None:
+    def recognise(self, files: dict[str, Path], same_folder: bool) -> None:
         """Notes the content of each file that is new or was changed, and forgets those that are not there any more."""
-        known, changed = self.index.entries, {}
+        known, changed, shared = self.index.entries, {}, False
+        contents = {entry["content"] for entry in known.values()} - {""}
         for name, path in files.items():
-            state = path.stat()
-            entry: dict[str, Any] = {"size": state.st_size, "modified": state.st_mtime_ns}
-            if not known.get(name, {}).items() >= entry.items():
+            try:
+                state = path.stat()
+                entry: dict[str, Any] = {"size": state.st_size, "modified": state.st_mtime_ns}
+                if known.get(name, {}).items() >= entry.items():
+                    shared = True
+                    continue
                 changed[name] = {**entry, "content": _content(path)}
-        contents = {entry["content"] for entry in known.values()}
-        if known and not (known.keys() & files.keys() or any(new["content"] in contents for new in changed.values())):
+                shared |= changed[name]["content"] in contents
+            except OSError as error:
+                if name in known and self.index.file(known[name]).exists():
+                    self.say(f"{name} cannot be read now, and stays as it was: {error.strerror}.")
+                else:
+                    changed[name] = {"content": "", "error": str(error.strerror)}
+        if known and not (shared or (same_folder and known.keys() & files.keys())):
             folder = self.index.folder
             raise ValueError(f"{folder} holds {len(known)} videos, none of which is here: choose another folder.")
         for name, entry in changed.items():
             self.index.add(name, entry)
-        for name in known.keys() - files.keys():
+        if gone := sorted(known.keys() - files.keys()):
+            names = ", ".join(map(printable, gone[:3])) + (", ..." if gone[3:] else "")
+            self.say(f"{len(gone)} of {len(known)} videos leave the library, since they are not here: {names}")
+        for name in gone:
             self.index.add(name, None)
 
-    def measure(self, files: dict[str, Path], say: Callable[[str], None]) -> dict[str, Path]:
+    def measure(self, files: dict[str, Path]) -> dict[str, Path]:
         """The files that are to be encoded, once it is said how large that is."""
         waiting, tokens = {}, 0
         for name, entry in self.index.entries.items():
-            if self.index.file(entry).exists():
+            if not entry["content"] or self._is_stored(name, entry):
                 continue
             try:
                 grid = self.processor.video_chunks(str(files[name]), **self.sampling).video_grid_thw
@@ -174,9 +219,24 @@ class _Indexing:
         if waiting:
             needed = tokens * self.model.model.token_width * self._dtype().itemsize
             what = f"{len(waiting)} of {len(files)} videos"
-            say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {self.index.folder}.")
+            self.say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {self.index.folder}.")
             require_space(self.index.folder, needed, f"the features of {what}")
         return waiting
+
+    def _is_stored(self, name: str, entry: dict[str, Any]) -> bool:
+        """Whether its features are there; a damaged file goes."""
+        file = self.index.file(entry)
+        if not file.exists():
+            return False
+        try:
+            load_video(file, self.index.settings["made_by"])
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            self.say(f"What was stored of {name} is damaged, and is made again.")
+            file.unlink()
+            return False
+        return True
 
     def encode_all(self, waiting: dict[str, Path]) -> None:
         console = Console(stderr=True)
@@ -236,6 +296,9 @@ class Library:
         self.index.require(self.made_by)
         self.files = self.index.files
         self.names = list(self.files)  # the videos' paths in the folder that was indexed
+        # Those that are neither encoded nor known to be bad, as after an index that was interrupted.
+        entries = self.index.entries
+        self.missing = [name for name in entries if name not in self.files and "error" not in entries[name]]
         if not self.files:
             raise ValueError(f"The library {folder} holds no video yet: run `qtsplus index` to its end.")
 
@@ -276,7 +339,7 @@ class Library:
         videos, parts = {piece.name: self._video(piece.name) for piece in pieces}, {}
         for piece in pieces:
             part = piece.cut(videos[piece.name])
-            parts[f"{piece.name}, {_clock(part.start)} to {_clock(part.start + part.length)}"] = part
+            parts[f"{printable(piece.name)}, {_clock(part.start)} to {_clock(part.start + part.length)}"] = part
         (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
         maps: dict[str, torch.Tensor] = {}
         for piece, kept in zip(pieces, answer.keep_maps.values(), strict=True):

@@ -19,7 +19,9 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with part.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            rights = os.fstat(file.fileno()).st_mode
             yield file
+        part.chmod(rights)  # safetensors puts a file of its own there, which nobody else may read
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)
@@ -76,6 +78,11 @@ def size(count: float) -> str:
 def first_line(error: object) -> str:
     """The first line of an error's text, or else what kind of error it is."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def printable(name: str) -> str:
+    """A file's name as text, also where its bytes are none."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:

@@ -17,6 +17,7 @@ from .decoding_qtsplus import VideoFile, open_video
 from .evidence import Interval
 from .figures import save_figure
 from .hub.folder import whole_folder
+from .output import printable
 from .recall import Remembered
 from .session import Answer
 from .video_qtsplus import open_folder
@@ -199,4 +200,4 @@ def _rows(video: EncodedVideo, kept: torch.Tensor) -> Sequence[int]:
 
 def _plain(name: str) -> str:
     """A name that Matplotlib takes for no formula."""
-    return name.replace("$", r"\$")
+    return printable(name).replace("$", r"\$")

@@ -32,7 +32,7 @@ class Journal:
         self.path = path
         self.done = _Entries(path)
         wanted = None if settings is None else json.loads(json.dumps(settings))
-        earlier = self._read() if path.exists() else None
+        earlier = self._read(wanted is not None) if path.exists() else None
         if wanted is None and earlier is None:
             raise ValueError(f"{path} holds a run that never began: begin it first.")
         self.settings: dict[str, Any] = wanted or earlier or {}
@@ -44,7 +44,7 @@ class Journal:
         with whole_file(path) as file:
             file.write(json.dumps(self.settings) + "\n")
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self, goes_on: bool) -> dict[str, Any] | None:
         """The settings, with the places of the entries noted; `None` where the file ends before them."""
         settings, end = None, 0
         with self.path.open("rb") as lines:
@@ -63,7 +63,8 @@ class Journal:
         if end < self.path.stat().st_size:  # else another process may be adding to it
             if settings is None:
                 raise ValueError(f"{self.path} is no journal of a run: choose another folder.")
-            os.truncate(self.path, end)
+            if goes_on:
+                os.truncate(self.path, end)
         return settings
 
     def add(self, key: Key, value: Any) -> None:

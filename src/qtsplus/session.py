@@ -17,6 +17,7 @@ from .decoding_qtsplus import is_address
 from .hub.folder import read_json, whole_folder
 from .loading import load as load
 from .methods_qtsplus import Method
+from .output import printable
 from .prompt_qtsplus import CACHE
 from .recall import Remembered, answer_remembered
 from .selector_qtsplus import QTSplusOutput
@@ -210,7 +211,7 @@ class VideoSession:
             return name
         encoded = video if isinstance(video, EncodedVideo) else encode(self.model, self.processor, video, **options)
         place = urlsplit(encoded.video).path if is_address(encoded.video) else encoded.video
-        name = name or self._free_name(PurePath(place).name or "video")
+        name = name or self._free_name(printable(PurePath(place).name) or "video")
         self.videos[name] = encoded
         return name
 

@@ -52,11 +52,12 @@ def load_video(path: str | Path, made_by: str, device: Any = "cpu") -> EncodedVi
     On the CPU the features stay on disk until they are looked at.
     """
     try:
+        Path(path).open("rb").close()  # says why it cannot be opened
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             features = file.get_tensor("features") if "made_by" in header else None
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"The stored video {str(path)!r} cannot be read: {error}.") from error
+        raise ValueError(f"The stored video {str(path)!r} cannot be read ({error}); encode the video again.") from error
     if features is None:
         raise ValueError(f"{str(path)!r} is no stored video; expected a file that `save_video` wrote.")
     if header["made_by"] != made_by:
@@ -66,6 +67,8 @@ def load_video(path: str | Path, made_by: str, device: Any = "cpu") -> EncodedVi
     try:
         about = json.loads(header["about"])
         grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
+        if int(grid.prod()) % len(features) or len(features) % int(grid[0, 0]):
+            raise KeyError("tokens are missing")
         return EncodedVideo(features=features.to(device), video_grid_thw=grid, metadata=metadata, **about)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (LookupError, TypeError, AttributeError, ZeroDivisionError, json.JSONDecodeError) as error:
         raise ValueError(f"The stored video {str(path)!r} is broken; encode the video again.") from error

@@ -14,12 +14,15 @@ from typing import Any
 
 import av
 import numpy as np
+from transformers.utils import logging
 
 from .decoding_qtsplus import _ARBITRARY_CLOCK, _upright, shown_name
 from .methods_qtsplus import Method
 from .session import Answer
 from .stream import Stream
 from .video_qtsplus import require_positive
+
+logger = logging.get_logger(__name__)
 
 ROOM = 16  # frames of a source that wait to be encoded, and of all that are encoded together
 DEVICES = ("v4l2:", "avfoundation:", "dshow:", "x11grab:", "lavfi:")  # of libavdevice, as FORMAT:NAME
@@ -79,9 +82,15 @@ class Source:
                 raise TimeoutError(f"The stream {self.name!r} sent no frame for {self.timeout:g} s.") from None
             if item is None:
                 return
+            if isinstance(item, av.error.ExitError):  # FFmpeg's own patience ended
+                raise TimeoutError(f"The stream {self.name!r} sent no frame for {self.timeout:g} s.") from item
             if isinstance(item, Exception):
-                raise ValueError(f"Cannot read the stream {self.name!r}: {item}.") from item
+                raise ValueError(f"Cannot read the stream {self.name!r}: {item}.{self._expected()}") from item
             yield item
+
+    def _expected(self) -> str:
+        live = self.is_camera or self.is_file
+        return "" if live else " Expected MPEG-TS, Matroska or fragmented mp4: another mp4 has to be a file."
 
     def close(self) -> None:
         """Has the thread end with the frame that it is reading."""
@@ -125,13 +134,18 @@ class Source:
             if not container.streams.video:
                 raise ValueError("it has no video")
             begin = (container.start_time or 0) / av.time_base if container.format.flags & _ARBITRARY_CLOCK else 0.0
-            step = -1
+            step, last = -1, 0.0
             for frame in self._frames(container):
                 if frame.time is None:
                     raise ValueError("its frames have no times")
                 if self.is_camera and step < 0:
                     begin = frame.time - (time.monotonic() - self.began)
-                seconds = max(frame.time - begin, 0.0)
+                if frame.time - begin < last - 1 and not self.is_camera:
+                    logger.warning(
+                        f"The clock of {self.name!r} went back after {last:.1f} s; what follows is behind that."
+                    )
+                    begin = frame.time - last - 1 / self.fps
+                last = seconds = max(frame.time - begin, 0.0)
                 if int(seconds * self.fps + 1e-3) > step:
                     step = int(seconds * self.fps + 1e-3)
                     yield seconds, _upright(frame, reformatter)

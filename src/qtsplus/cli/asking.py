@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ..output import printable
 from . import options
 from .console import check_text, console, fail, note, notes, one_line_errors, wrote
 from .models import check_model_options, check_selection, load_model, open_library
@@ -63,7 +64,7 @@ def ask(
         talk = Talk(video, (model, revision, device, dtype.value), fps, two_passes)
         timings = {"load": time.perf_counter() - started}
         if not talk.is_library:
-            timings["encode"] = talk.add(video, shown_name(video)).seconds
+            timings["encode"] = talk.add(video, printable(shown_name(video))).seconds
         answer = talk.ask(question, **choice, **({"pieces": pieces} if pieces else {}))
         answer = talk.last = replace(answer, timings={**timings, **answer.timings})
         print_answer(answer, talk.is_library, as_json)
@@ -173,13 +174,13 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
     if as_json:
         print(json.dumps(answer.as_dict()), flush=True)
         return
-    console.print(answer.answer or "(an empty answer)", style="bold", markup=False, highlight=False)
+    console.print(answer.answer or "(an empty answer)", style="bold", highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     share = answer.kept_tokens / answer.visual_tokens
     table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
     table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at")
     for number, interval in enumerate(answer.evidence):
-        name = f"{interval.name}, " if named or len(answer.keep_maps) > 1 else ""
+        name = f"{printable(interval.name)}, " if named or len(answer.keep_maps) > 1 else ""
         span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
         span += f"  ({interval.weight:.0%} of the relevance)"
         table.add_row("seen in" if number == 0 else "", span)

@@ -9,7 +9,7 @@ import typer
 
 from . import options
 from .asking import Talk, check_videos, print_answer
-from .console import console, describe, note, one_line_errors
+from .console import console, describe, fail, note, one_line_errors
 from .models import check_model_options, check_selection
 
 _HELP = "Commands: /evidence [FOLDER], /budget FRACTION, COUNT or auto, /add VIDEO, /quit. Anything else is a question."
@@ -61,6 +61,8 @@ def chat(
 def _listen(talk: Talk, choice: dict[str, Any], as_json: bool) -> int:
     """Answers line by line until they end; the number of lines that failed."""
     failed, stdin = 0, sys.stdin
+    if stdin is None:
+        fail("standard input is closed, so nothing can be asked")
     stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     while True:
         try:
@@ -123,4 +125,4 @@ def _show_evidence(talk: Talk, folder: str, as_json: bool) -> None:
     for one in talk.last.as_dict()["evidence"]:
         line = f"{one['video']}: {one['start']:.1f} to {one['end']:.1f} s, box {one['pixels'] or one['box']}"
         line = json.dumps(one) if as_json else f"{line}, {one['weight']:.0%}"
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line, soft_wrap=True, highlight=False)

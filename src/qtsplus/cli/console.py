@@ -10,19 +10,20 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-# Standard output carries results only; everything said on the way goes to standard error.
-console = Console()
-notes = Console(stderr=True, highlight=False)
+# Standard output carries results only; everything said on the way goes to standard error. Names of films may hold
+# [brackets] and :words:, which Rich would take for styles and pictures.
+console = Console(markup=False, emoji=False)
+notes = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def note(line: str) -> None:
     """Says something on the way."""
-    notes.print(line, soft_wrap=True, markup=False)
+    notes.print(line, soft_wrap=True)
 
 
 def wrote(target: object) -> None:
     """Names what a command has made."""
-    console.print(f"Wrote {target}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"Wrote {target}", soft_wrap=True, highlight=False)
 
 
 def fail(message: str) -> NoReturn:

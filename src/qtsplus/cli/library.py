@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from ..output import printable
 from .asking import place
-from .console import console, note, one_line_errors, resumable, wrote
+from .console import check_text, console, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import check_model_options, load_model, open_library
 from .options import AsJson, Device, Dtype, Fps, Model, Question, Revision
@@ -42,7 +43,7 @@ def index(
         made_index = library.index(folder, out, loaded, processor, **made, dtype=dtype.value, say=note)
     for name, entry in made_index.entries.items():
         if "error" in entry:
-            note(f"Left out {name}: {entry['error']}")
+            note(f"Left out {printable(name)}: {entry['error']}")
     if not made_index.files:
         fail_run(f"no video of {folder} could be encoded")
     wrote(f"{out}, a library of {len(made_index.files)} videos")
@@ -59,6 +60,7 @@ def find(
 ) -> None:
     """Name the moments of a library that matter most for a question, best first; no answer is written."""
     check_model_options(model, revision)
+    check_text(question)
     with one_line_errors():
         moments = open_library(library, model, revision, device).find(question, top)
     if as_json:
@@ -67,5 +69,5 @@ def find(
         return
     table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
     for one in moments:
-        table.add_row(one.name, f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
+        table.add_row(printable(one.name), f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
     console.print(table)

@@ -36,7 +36,10 @@ def open_library(folder: Path, model: str | None, revision: str | None, device: 
 
     if model is None:
         model, revision = Index(folder).model
-    return Library(folder, *load_model(model, revision, device, dtype))
+    library = Library(folder, *load_model(model, revision, device, dtype))
+    if library.missing:
+        note(f"{len(library.missing)} videos of the library are not encoded yet: run `qtsplus index` again.")
+    return library
 
 
 def name_model(model: str | None, revision: str | None) -> str:

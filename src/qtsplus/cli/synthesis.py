@@ -136,7 +136,7 @@ def _make(job: "Job", out: Path, concurrency: int, limit: int | None) -> None:
     summary = json.loads((kept.parent / "summary.json").read_text(encoding="utf-8"))
     console.print(f"{summary['finished']} items: {summary['kept']} rows kept, {summary['dropped']} dropped.")
     for reason, count in summary["dropped_because"].items():
-        console.print(f"  dropped, {reason}: {count}", markup=False, highlight=False)
+        console.print(f"  dropped, {reason}: {count}", highlight=False)
     if summary["failed"]:
         console.print(f"{summary['failed']} items failed, as failed.jsonl says; the same command tries them again.")
     tokens = f"{summary['prompt_tokens']:,} tokens read and {summary['completion_tokens']:,} written"

@@ -43,7 +43,7 @@ def train_by(
         # Nothing is computed: a recipe in bfloat16 for a GPU can be counted on any machine.
         for stage in load_stages(recipe, [*overrides, "training.use_cpu=true"], trainer_class):
             lines = "\n  ".join(make_plan(stage).lines)
-            console.print(f"{stage.name}: {lines}", soft_wrap=True, markup=False, highlight=False)
+            console.print(f"{stage.name}: {lines}", soft_wrap=True, highlight=False)
         return
     with results_only():
         folder = run_stages(load_stages(recipe, [*quiet(), *overrides], trainer_class), resume)

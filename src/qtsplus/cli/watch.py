@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..output import printable
 from .asking import place
 from .console import check_text, console, fail, note, one_line_errors
 from .models import check_model_options, load_model
@@ -62,7 +63,7 @@ def _named(sources: list[str]) -> dict[str, str]:
     for source in sources:
         match = re.fullmatch(r"([^=/:]+)=(.+)", source)
         address = match[2] if match else source
-        name = match[1] if match else PurePath(re.split(r"[?#]", address)[0]).name
+        name = printable(match[1] if match else PurePath(re.split(r"[?#]", address)[0]).name)
         if name in named:
             fail(f"two sources are called {name!r}; name one with NAME=SOURCE")
         named[name] = address
@@ -72,6 +73,6 @@ def _named(sources: list[str]) -> dict[str, str]:
 def _print_answer(answer: "Answer") -> None:
     seen = "".join(f"; {one.name} {one.start:.1f} to {one.end:.1f} s, {place(one.box)}" for one in answer.evidence[:1])
     line = f"[{answer.seconds_of_video:.1f} s] {answer.answer or '(an empty answer)'}{seen}"
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+    console.print(line, soft_wrap=True, highlight=False)
     for warning in answer.warnings:
         note(warning)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 UNREADABLE = (ValueError, OSError)  # what reading a bad video raises
-VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
+VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".ts", ".m2ts", ".mpg", ".mpeg", ".wmv", ".flv")
 
 
 def find_media(name: str, root: str | os.PathLike, source: str | None = None) -> str:
