@@ -1,6 +1,7 @@
 """A library: a folder of videos is encoded once, and every question searches all of them as one memory."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from benchmarks.world.clip import write_mp4
 from benchmarks.world.crowd import make_crowd, render_crowd
+from qtsplus import library as library_module
 from qtsplus import ranking
 from qtsplus.cli import app
 from qtsplus.library import Index, Library, index
@@ -229,6 +233,114 @@ def test_a_bad_file_is_named_and_ends_nothing(mine, loaded, tmp_path):
     assert "error" not in made.entries["a.mp4"] and len(made.files) == 3
 
 
+def test_a_file_that_cannot_be_read_ends_nothing(mine, loaded, tmp_path, monkeypatch):
+    """A new one is named; what was known of another stays."""
+    folder, lines, content = tmp_path / "library", [], library_module._content
+    locked = ["a.mp4"]
+
+    def read(path):
+        if path.name in locked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return content(path)
+
+    monkeypatch.setattr(library_module, "_content", read)
+    made = index(mine, folder, *loaded)
+    assert made.entries["a.mp4"]["error"] == "Permission denied" and len(made.files) == 2
+    locked[:] = ["b.mp4"]
+    (mine / "b.mp4").touch()
+    made = index(mine, folder, *loaded, say=lines.append)
+    assert "error" not in made.entries["a.mp4"] and len(made.files) == 3
+    assert lines[0] == "b.mp4 cannot be read now, and stays as it was: Permission denied."
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(mine, loaded, tmp_path, monkeypatch):
+    folder, scan = tmp_path / "library", os.scandir
+    index(mine, folder, *loaded)
+    before = encoded(folder)
+
+    def refuse(path):
+        if Path(path).name == "more":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError):
+        index(mine, folder, *loaded)
+    assert encoded(folder) == before and len(Index(folder).files) == 3
+
+
+def test_links_are_followed_once(mine, loaded, tmp_path):
+    (mine / "more").rename(tmp_path / "elsewhere")
+    (mine / "more").symlink_to(tmp_path / "elsewhere")
+    (mine / "itself").symlink_to(mine)
+    assert list(index(mine, tmp_path / "library", *loaded).files) == list(WORLDS)
+
+
+def test_what_leaves_is_named(mine, loaded, tmp_path):
+    index(mine, tmp_path / "library", *loaded)
+    (mine / "b.mp4").unlink()
+    lines: list[str] = []
+    index(mine, tmp_path / "library", *loaded, say=lines.append)
+    assert lines == ["1 of 3 videos leave the library, since they are not here: b.mp4"]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:1000], lambda data: b"", lambda data: data[:-40]])
+def test_what_is_damaged_is_made_again(mine, loaded, tmp_path, damage):
+    folder = tmp_path / "library"
+    made = index(mine, folder, *loaded)
+    stored = made.files["b.mp4"]
+    good = stored.read_bytes()
+    stored.write_bytes(damage(good))
+    with pytest.raises(ValueError, match="cannot be read"):
+        Library(folder, *loaded).find(QUESTION)
+    lines: list[str] = []
+    index(mine, folder, *loaded, say=lines.append)
+    assert lines[0].startswith("What was stored of b.mp4 is damaged") and len(load_file(stored)["features"]) == 216
+    assert Library(folder, *loaded).find(QUESTION, 1)
+
+
+def test_a_library_that_was_only_begun(mine, loaded, tmp_path):
+    """The process ended after nothing, or after the first line."""
+    folder = tmp_path / "library"
+    index(mine, folder, *loaded)
+    journal, before = folder / "library.jsonl", encoded(folder)
+    for begun in ("", journal.read_text().splitlines(keepends=True)[0]):
+        journal.write_text(begun)
+        with pytest.raises(ValueError, match="begin it first|was only begun"):
+            Library.open(folder)
+        index(mine, folder, *loaded)
+        assert Library(folder, *loaded).names == list(WORLDS) and encoded(folder) == before
+
+
+def test_a_reader_changes_nothing(library):
+    """A line that another process is writing is left to it."""
+    journal = library.folder / "library.jsonl"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"key": "ne')
+    assert len(Index(library.folder).files) == 3 and journal.read_bytes() == whole + b'{"key": "ne'
+    journal.write_bytes(whole)
+
+
+def test_two_at_once(mine, loaded, tmp_path):
+    (tmp_path / "library").mkdir()
+    with (
+        FileLock(tmp_path / "library" / ".lock"),
+        pytest.raises(ValueError, match="Another process is writing"),
+    ):
+        index(mine, tmp_path / "library", *loaded)
+
+
+def test_others_may_read_what_the_umask_lets_them(library):
+    rights = {path.stat().st_mode & 0o777 for path in library.files.values()}
+    assert rights == {(library.folder / "library.jsonl").stat().st_mode & 0o777}
+
+
+def test_what_is_missing_is_said(mine, loaded, tmp_path):
+    made = index(mine, tmp_path / "library", *loaded)
+    made.files["b.mp4"].unlink()
+    assert Library(tmp_path / "library", *loaded).missing == ["b.mp4"]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_takes_half_the_disk_and_finds_the_same(library, videos, loaded, tmp_path, dtype):
     index(videos, tmp_path, *loaded, dtype=dtype)
@@ -261,8 +373,11 @@ def test_another_vision_tower_is_refused(library, videos, loaded):
 def test_a_folder_of_other_videos_empties_no_library(library, videos, loaded, tmp_path):
     write_mp4(tmp_path / "other.mp4", render_crowd(make_crowd(9_000_110, 1, 8)), 2)
     before = encoded(library.folder)
-    with pytest.raises(ValueError, match="3 videos, none of which is here"):
-        index(tmp_path, library.folder, *loaded)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="3 videos, none of which is here"):
+            index(tmp_path, library.folder, *loaded)
+        (tmp_path / "other.mp4").rename(tmp_path / "a.mp4")  # other cameras give the same names
+        (tmp_path / "other.mp4").write_bytes(b"no video")
     left = Index(library.folder)
     assert encoded(library.folder) == before and list(left.entries) == list(WORLDS) and left.videos == videos.resolve()
 
@@ -284,7 +399,40 @@ def test_a_folder_without_videos_is_refused(loaded, tmp_path):
     assert not (tmp_path / "library").exists()
 
 
+def test_a_model_that_is_gone_is_named(library, videos, loaded, tmp_path):
+    (tmp_path / "model").mkdir()
+    index(videos, tmp_path / "library", *loaded, name=str(tmp_path / "model"))
+    (tmp_path / "model").rmdir()
+    with pytest.raises(ValueError, match=r"made with the model in .*model, which is gone"):
+        Library.open(tmp_path / "library")
+    assert Library(tmp_path / "library", *loaded).names == library.names
+
+
+@pytest.mark.parametrize("call", [{"top": 0}, {"top": -1}, {"pieces": 0}, {"pieces": -1}])
+def test_numbers_below_one_are_refused(library, call):
+    with pytest.raises(ValueError, match="expected a number, at least 1"):
+        (library.find if "top" in call else library.ask)(QUESTION, **call)
+
+
 # --- The commands ---
+
+
+def test_names_of_any_kind_are_shown_and_asked_about(videos, crowd_published, tmp_path):
+    """Brackets and colons are no styles, and bytes that are no text end nothing."""
+    names = ["a [bold].mp4", ":smile:.mp4", "x[/y].mp4", "bad\udcff.mp4"]
+    (tmp_path / "films" / "x[").mkdir(parents=True)
+    for number, name in enumerate(names):
+        write_mp4(tmp_path / "films" / name, render_crowd(make_crowd(9_000_120 + number, 6, 8)), 2)
+    wide = {"env": {**os.environ, "COLUMNS": "150"}}
+    folder = tmp_path / "library"
+    assert qtsplus("index", tmp_path / "films", "--out", folder, "--model", crowd_published).returncode == 0
+    found = qtsplus("find", folder, "What is in the red circle?", **wide)
+    assert found.returncode == 0 and all(name in found.stdout for name in [*names[:3], "bad\\xff.mp4"])
+    asked = qtsplus(
+        "ask", folder, "What is in the red circle?", "--pieces", 4, "--evidence", tmp_path / "drawn", **wide
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert len(json.loads((tmp_path / "drawn/answer.json").read_text())["videos"]) == 4
 
 
 def qtsplus(*arguments, **more):

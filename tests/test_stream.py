@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.world.crowd import make_crowd, render_crowd
 from qtsplus import session
 from qtsplus.methods_qtsplus import METHODS
+from qtsplus.picture import draw_evidence
 from qtsplus.ranking import Scorer, StandingQuestion
 from qtsplus.recall import within
 from qtsplus.session import VideoSession
@@ -432,6 +433,22 @@ def test_several_scoring_layers_have_no_standing_question(loaded, monkeypatch):
     monkeypatch.setitem(selector._modules, "scoring_layers", two)  # setattr would take it away at the end
     with pytest.raises(ValueError, match="2 scoring layers"):
         Stream(*loaded, question=QUESTION)
+
+
+def test_an_answer_about_a_stream_is_drawn(loaded, tmp_path):
+    """Without its frames, which are gone; as long as it has not gone on."""
+    one, made = Stream(*loaded, memory_tokens=60), VideoSession(*loaded)
+    one.append(FRAMES[:8])
+    one.append(FRAMES[8:], 100 + np.arange(8) / 2)
+    made.add(one, "door")
+    answer = made.ask(QUESTION)
+    with pytest.raises(ValueError, match="about 'door'; expected it among the videos"):
+        draw_evidence(answer, made.videos, tmp_path / "drawn")
+    draw_evidence(answer, one.videos("door"), tmp_path / "drawn")
+    assert {path.name for path in (tmp_path / "drawn").glob("*.*")} >= {"answer.json", "timeline.png"}
+    one.append(FRAMES, 200 + np.arange(16) / 2)
+    with pytest.raises(ValueError, match="before a stream goes on"):
+        draw_evidence(answer, one.videos("door"), tmp_path / "drawn")
 
 
 # In a session --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benchmarks.world.clip import write_mp4
@@ -209,6 +210,44 @@ def test_names_are_unique(loaded, both, tiny_mp4):
         made.remove("front.mp4 (2)")
 
 
+@pytest.mark.parametrize("text", [None, 3, ["What?"], b"What?", "\ud800"], ids=repr)
+def test_what_is_no_text_is_refused(fresh, text):
+    names = fresh.names
+    for call in (fresh.ask, fresh.chat, lambda question: fresh.ask_many([question])):
+        with pytest.raises(ValueError, match="The question .*expected"):
+            call(text)
+    if text is not None:
+        with pytest.raises(ValueError, match="The name .*expected"):
+            fresh.add(fresh.videos["front.mp4"], text)
+    assert fresh.names == names and not fresh.turns
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"questions": "What?"}, {"batch_size": 0}, {"batch_size": -1}, {"num_return_sequences": 2}, {"num_beams": 2}],
+    ids=str,
+)
+def test_what_would_lose_answers_is_refused(fresh, call):
+    questions = call.pop("questions", [QUESTIONS[0]])
+    with pytest.raises(ValueError, match="expected|one answer"):
+        fresh.ask_many(questions, **call)
+    if "batch_size" not in call and questions != "What?":
+        with pytest.raises(ValueError, match="one answer"):
+            fresh.chat(QUESTIONS[0], do_sample=True, **call)
+        assert fresh.chat(QUESTIONS[0], **SHORT).answer
+
+
+def test_questions_may_come_from_anywhere(fresh):
+    answers = fresh.ask_many((question for question in QUESTIONS[:3]), **SHORT)
+    assert all(same(*pair) for pair in zip(answers, fresh.ask_many(QUESTIONS[:3], **SHORT), strict=True))
+
+
+@pytest.mark.parametrize("frames", [0, -2])
+def test_no_frames_are_no_video(loaded, cameras, frames):
+    with pytest.raises(ValueError, match=f"max_frames={frames}"):
+        encode(*loaded, cameras / "front.mp4", max_frames=frames)
+
+
 def test_frames_without_their_rate_and_a_list_of_videos_are_refused(loaded):
     frames = render_crowd(WORLDS[0])
     with pytest.raises(ValueError, match="frames without their times"):
@@ -224,6 +263,28 @@ def test_a_name_is_text(loaded, both):
         made.add(both.videos["front.mp4"], name)
     answer = made.ask(QUESTIONS[0], **SHORT)
     assert answer.answer and list(answer.keep_maps) == ["<|im_end|>", "<|video_pad|>.mp4"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"turns": None},
+        {"turns": [1, 2]},
+        {"turns": "hello"},
+        {"turns": ["What?"]},
+        {"videos": []},
+        {"videos": None},
+        {"videos": {"a": 3}},
+    ],
+    ids=str,
+)
+def test_a_session_that_was_changed_by_hand_is_refused_whole(fresh, tmp_path, changes):
+    fresh.save(tmp_path / "saved")
+    path, names = tmp_path / "saved/session.json", fresh.names
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match="holds no session"):
+        fresh.load(tmp_path / "saved")
+    assert fresh.names == names and fresh.turns == []
 
 
 # Conversations --------------------------------------------------------------------------------------------------------
@@ -368,6 +429,15 @@ def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
     for name in ("missing", "cut", "empty", "text", "foreign"):
         with pytest.raises(ValueError, match=f"'.*{name}' (cannot be read|is no stored video)"):
             storage.load_video(tmp_path / name, made_by)
+    for header in ({}, {"about": "{}"}, {"about": "[]"}, {"about": "no JSON"}):
+        save_file(load_file(tmp_path / "video"), tmp_path / "foreign", {"made_by": made_by, **header})
+        with pytest.raises(ValueError, match="foreign' is broken"):
+            storage.load_video(tmp_path / "foreign", made_by)
+    rows = load_file(tmp_path / "video")["features"][:-3].clone()
+    with safe_open(tmp_path / "video", "pt") as file:
+        save_file({"features": rows}, tmp_path / "foreign", file.metadata())
+    with pytest.raises(ValueError, match="foreign' is broken"):
+        storage.load_video(tmp_path / "foreign", made_by)
     back = storage.load_video(tmp_path / "video", made_by)
     assert torch.equal(back.features, both.videos["front.mp4"].features)
     assert back.metadata == both.videos["front.mp4"].metadata

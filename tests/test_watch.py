@@ -70,6 +70,24 @@ def test_a_file_is_read_at_the_rate_that_was_asked_for(tmp_path, suffix, options
     assert read(path, 0.2) == pytest.approx(np.arange(16) / 2, abs=0.01)
 
 
+def test_a_clock_that_goes_back_goes_on(loaded, film, tmp_path):
+    """As where an encoder was started anew, or two recordings are one file."""
+    (tmp_path / "twice.ts").write_bytes(2 * film.read_bytes())
+    seconds = read(tmp_path / "twice.ts", 0.2)
+    assert seconds == pytest.approx(np.arange(32) / 2, abs=0.01)
+    (last,) = list(watch(*loaded, {"door": str(tmp_path / "twice.ts")}, QUESTION, every=100, timeout=0.2))
+    assert last.answer == ANSWER and last.seconds_of_video == 16
+
+
+def test_a_source_with_fewer_frames_keeps_its_clock(loaded, tmp_path):
+    write(tmp_path / "slow.ts", render_crowd(WORLD)[::2], 1)
+    (answer,) = watch(*loaded, {"door": str(tmp_path / "slow.ts")}, QUESTION, every=100, timeout=0.2)
+    expected = session.ask(*loaded, render_crowd(WORLD)[::2].repeat(2, axis=0), QUESTION, fps=2)
+    assert answer.answer == expected.answer == ANSWER and answer.seconds_of_video in (7.5, 8)
+    assert len(answer.keep_map) == 8, "without a gap"
+    assert answer.evidence[0].start < expected.evidence[0].end and expected.evidence[0].start < answer.evidence[0].end
+
+
 def test_a_growing_file_is_waited_for(loaded, film, tmp_path):
     path, content = tmp_path / "growing.ts", film.read_bytes()
     path.touch()
@@ -245,6 +263,11 @@ def test_a_camera_waits_for_nobody(film):
 def test_what_is_no_source(address):
     with pytest.raises(ValueError, match="stream"):
         read(address, 1.0)
+
+
+def test_nothing_to_watch(loaded):
+    with pytest.raises(ValueError, match="nothing to watch"):
+        list(watch(*loaded, {}, QUESTION))
 
 
 def test_what_is_no_video(tmp_path):

@@ -134,7 +134,7 @@ class Source:
             if not container.streams.video:
                 raise ValueError("it has no video")
             begin = (container.start_time or 0) / av.time_base if container.format.flags & _ARBITRARY_CLOCK else 0.0
-            step, last = -1, 0.0
+            step, last, apart = -1, 0.0, 0.0
             for frame in self._frames(container):
                 if frame.time is None:
                     raise ValueError("its frames have no times")
@@ -144,8 +144,9 @@ class Source:
                     logger.warning(
                         f"The clock of {self.name!r} went back after {last:.1f} s; what follows is behind that."
                     )
-                    begin = frame.time - last - 1 / self.fps
-                last = seconds = max(frame.time - begin, 0.0)
+                    begin = frame.time - last - apart
+                seconds = max(frame.time - begin, 0.0)
+                last, apart = seconds, max(seconds - last, 0.0)
                 if int(seconds * self.fps + 1e-3) > step:
                     step = int(seconds * self.fps + 1e-3)
                     yield seconds, _upright(frame, reformatter)
