@@ -457,6 +457,10 @@ class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
             "frame_text_token_ids": self.tokenizer("<0.5 seconds>", add_special_tokens=False)["input_ids"][:1],
         }
 
+    def _calculate_timestamps(self, indices, *times):
+        # The stock method adds a frame to the metadata where they are odd in number.
+        return super()._calculate_timestamps(list(indices), *times)
+
 
 class Qwen3_5QTSplusProcessor(Qwen3VLQTSplusProcessor):
     r"""As [`Qwen3VLQTSplusProcessor`], whose stock class Qwen3.5 has too."""

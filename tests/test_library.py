@@ -399,6 +399,15 @@ def test_a_folder_without_videos_is_refused(loaded, tmp_path):
     assert not (tmp_path / "library").exists()
 
 
+def test_pieces_of_one_second_are_told_apart(library):
+    pieces = [Piece("a.mp4", step, step + 1, 0.0) for step in range(3)]
+    library._video("a.mp4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library_module, "_clock", lambda seconds: "0:00")
+        answer = library.ask_pieces(QUESTION, pieces, max_new_tokens=1)
+    assert len(answer.keep_maps["a.mp4"]) == 6 and answer.visual_tokens == 108
+
+
 def test_a_model_that_is_gone_is_named(library, videos, loaded, tmp_path):
     (tmp_path / "model").mkdir()
     index(videos, tmp_path / "library", *loaded, name=str(tmp_path / "model"))

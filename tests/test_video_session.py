@@ -12,6 +12,8 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.world.clip import write_mp4
 from benchmarks.world.crowd import make_crowd, render_crowd
@@ -19,6 +21,7 @@ from benchmarks.world.crowd_questions import crowd_questions
 from qtsplus import session, storage
 from qtsplus.prompt_qtsplus import CACHE
 from qtsplus.session import VideoSession, encode, prompt_inputs
+from qtsplus.stream import Stream
 
 WORLDS = [make_crowd(9_000_010 + index, max_objects=8) for index in range(2)]
 SHORT = {"max_new_tokens": 8}
@@ -235,6 +238,50 @@ def test_what_would_lose_answers_is_refused(fresh, call):
         with pytest.raises(ValueError, match="one answer"):
             fresh.chat(QUESTIONS[0], do_sample=True, **call)
         assert fresh.chat(QUESTIONS[0], **SHORT).answer
+
+
+@pytest.mark.parametrize("where", ["the call", "the model"])
+@pytest.mark.parametrize("settings", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+def test_several_answers_in_a_configuration_are_refused_too(fresh, monkeypatch, where, settings):
+    config, call = GenerationConfig(**settings), {}
+    if where == "the model":
+        monkeypatch.setattr(fresh.model, "generation_config", config)
+    else:
+        call = {"generation_config": config}
+    with pytest.raises(ValueError, match="a question has one answer"):
+        fresh.ask(QUESTIONS[0], **call)
+
+
+def test_a_generation_configuration_says_how_long_an_answer_is(fresh, monkeypatch):
+    lengths, generate = [], fresh.model.generate
+    monkeypatch.setattr(
+        fresh.model, "generate", lambda **call: lengths.append(call["max_new_tokens"]) or generate(**call)
+    )
+    config = GenerationConfig(max_new_tokens=3, eos_token_id=fresh.model.generation_config.eos_token_id)
+    for call in ({"generation_config": config}, {"generation_config": config, "max_new_tokens": 2}, {}):
+        fresh.ask(QUESTIONS[0], **call)
+    assert lengths == [3, 2, 128]
+
+
+def test_a_streamer_is_fed(loaded, fresh):
+    class Words(BaseStreamer):
+        def __init__(self):
+            self.given, self.ended = [], 0
+
+        def put(self, value):
+            self.given.append(value)
+
+        def end(self):
+            self.ended += 1
+
+    stream = Stream(*loaded)
+    stream.append(render_crowd(WORLDS[0]))
+    for ask in (fresh.ask, fresh.chat, stream.ask):
+        words = Words()
+        answer = ask(QUESTIONS[0], streamer=words, **SHORT)
+        written = torch.stack([torch.as_tensor(one).flatten()[-1] for one in words.given[1:]])
+        said = fresh.processor.decode(written, skip_special_tokens=True).strip()
+        assert said == answer.answer and words.ended == 1 and answer.timings["first_token"] > 0
 
 
 def test_questions_may_come_from_anywhere(fresh):

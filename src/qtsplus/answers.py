@@ -15,6 +15,8 @@ from .prompt_qtsplus import pad_rows
 from .two_passes import SecondPass
 from .videos import EncodedVideo
 
+MAX_NEW_TOKENS = 128  # of an answer, where nobody says
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -202,31 +204,40 @@ def check_text(what: str, text: Any) -> str:
     return text
 
 
-def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def generation_options(model: Any, options: Mapping[str, Any], max_new_tokens: int | None) -> dict[str, Any]:
     """Those of `generate` for one answer to each question; a `ValueError` for several, and for beams."""
+    given = options.get("generation_config")
     for name in ("num_return_sequences", "num_beams"):
-        if options.get(name, 1) != 1:
-            raise ValueError(
-                f"{name}={options[name]!r}: a question has one answer, written in one go; call `generate`."
-            )
-    return {**options, "return_dict_in_generate": True}
+        value = options.get(name) or getattr(given or model.generation_config, name, None) or 1
+        if value != 1:
+            raise ValueError(f"{name}={value}: a question has one answer, written in one go; call `generate`.")
+    longest = max_new_tokens or getattr(given, "max_new_tokens", None) or MAX_NEW_TOKENS
+    clock = Clock(options.get("streamer"))
+    return {**options, "max_new_tokens": longest, "return_dict_in_generate": True, "streamer": clock}
 
 
 class Clock(BaseStreamer):
-    """Notes when the first new token comes; `generate` puts the prompt before it."""
+    """Notes when the first new token comes, and hands on what does; `generate` puts the prompt before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, streamer: BaseStreamer | None = None) -> None:
+        self.streamer = streamer
         self.puts = 0
+        self.started = self.first_token = float("nan")
+
+    def start(self) -> "Clock":
         self.started = time.perf_counter()
-        self.first_token = float("nan")
+        return self
 
     def put(self, value: torch.Tensor) -> None:
         self.puts += 1
         if self.puts == 2:
             self.first_token = time.perf_counter()
+        if self.streamer is not None:
+            self.streamer.put(value)
 
     def end(self) -> None:
-        pass
+        if self.streamer is not None:
+            self.streamer.end()
 
     def timings(self) -> dict[str, float]:
         """Seconds to the first token, and until now."""

@@ -336,10 +336,12 @@ class Library:
     def ask_pieces(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
         """Answers a question from these pieces alone, which stand in the prompt with their names and times."""
         pieces = sorted(pieces, key=lambda piece: (piece.name, piece.first))
-        videos, parts = {piece.name: self._video(piece.name) for piece in pieces}, {}
+        videos = {piece.name: self._video(piece.name) for piece in pieces}
+        parts: dict[str, EncodedVideo] = {}
         for piece in pieces:
             part = piece.cut(videos[piece.name])
-            parts[f"{printable(piece.name)}, {_clock(part.start)} to {_clock(part.start + part.length)}"] = part
+            label = f"{printable(piece.name)}, {_clock(part.start)} to {_clock(part.start + part.length)}"
+            parts[label if label not in parts else f"{label} ({len(parts) + 1})"] = part
         (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
         maps: dict[str, torch.Tensor] = {}
         for piece, kept in zip(pieces, answer.keep_maps.values(), strict=True):

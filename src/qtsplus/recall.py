@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .answers import Answer, Clock, make_answer, prompt_inputs
+from .answers import Answer, make_answer, prompt_inputs
 from .evidence import Interval
 from .layout_qtsplus import lay_out, splice
 from .mixin_qtsplus import choose
@@ -65,8 +65,9 @@ def answer_remembered(
     inputs = prompt_inputs(processor, videos, [question], turns, model.device)
     places = [one.places if isinstance(one, Remembered) else torch.arange(len(one.features)) for one in encoded]
     numbers = _numbers(model, encoded, inputs["input_ids"], options["max_new_tokens"])
-    prompt, clock = memory_prompt(model, inputs, places, numbers, **choice), Clock()
-    output = model.generate_from(prompt, **options, streamer=clock)
+    clock = options["streamer"].start()
+    prompt = memory_prompt(model, inputs, places, numbers, **choice)
+    output = model.generate_from(prompt, **options)
     sizes = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
     starts = [0, *accumulate(sizes)]
     joined = torch.cat([own + start for own, start in zip(places, starts, strict=False)])

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from .answers import Answer, Clock, check_name, check_question, generation_options, make_answer, prompt_inputs
+from .answers import Answer, check_name, check_question, generation_options, make_answer, prompt_inputs
 from .decoding_qtsplus import is_address
 from .hub.folder import read_json, whole_folder
 from .loading import load as load
@@ -75,7 +75,7 @@ def answer_questions(
     retention: float | None = None,
     max_visual_tokens: int | None = None,
     selection: str | Method | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     **generation: Any,
 ) -> list[Answer]:
     """
@@ -90,7 +90,7 @@ def answer_questions(
         max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
         selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
             `Candidates` and a count to indices (`methods_qtsplus.py`).
-        max_new_tokens: longest answer.
+        max_new_tokens: longest answer; what a `generation_config` says, or 128, when absent.
         generation: as for `generate`.
 
     Raises:
@@ -101,15 +101,14 @@ def answer_questions(
     if not videos:
         raise ValueError("There is no video to ask about; add one.")
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    options = {**generation_options(generation), "max_new_tokens": max_new_tokens}
+    options = generation_options(model, generation, max_new_tokens)
     if any(video.large for video in videos.values()):
         return [_answer_twice(model, processor, videos, questions, turns, choice, options)]
     if any(isinstance(video, Remembered) for video in videos.values()):
         asking = (turns, choice, options)
         return [answer_remembered(model, processor, videos, question, *asking) for question in questions]
     inputs = prompt_inputs(processor, videos, questions, turns, model.device)
-    clock = Clock()
-    options = {**options, "streamer": clock}
+    clock = options["streamer"].start()
     if memory is None:
         output = model.generate(**inputs, **choice, **options)
         chosen = output.qtsplus
@@ -159,11 +158,11 @@ def _answer_twice(
     large: Any = video.large
     second = second_pass(model, large, prompt_inputs(processor, videos, questions, turns, model.device), **choice)
     timings = {"second_pass": time.perf_counter() - started}
-    clock, whole = Clock(), {name: replace(video, video_grid_thw=large.chunks.video_grid_thw)}
+    clock, whole = options["streamer"].start(), {name: replace(video, video_grid_thw=large.chunks.video_grid_thw)}
     inputs = prompt_inputs(processor, whole, questions, turns, model.device)
     with torch.no_grad():
         prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
-    output = model.generate_from(prompt, **options, streamer=clock)
+    output = model.generate_from(prompt, **options)
     ids = output.sequences[0, inputs["input_ids"].shape[1] :]
     return make_answer(model, processor, whole, ids, prompt.qtsplus, timings | clock.timings(), second=second)
 

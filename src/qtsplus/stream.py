@@ -21,7 +21,7 @@ from .encoding_qtsplus import Repeats
 from .methods_qtsplus import METHODS, Candidates, Method, check_kept, most_relevant
 from .ranking import StandingQuestion
 from .recall import Remembered, answer_remembered, places_of, rows_of
-from .video_qtsplus import stack_frames
+from .video_qtsplus import naming, stack_frames
 from .videos import EncodedVideo
 
 
@@ -227,7 +227,8 @@ class Stream:
             check_name(name)
             if len(shape) != 3 or shape[2] != 3 or 0 in shape:
                 raise ValueError(f"Got a frame of shape {shape}; expected (height, width, 3).")
-            grid = self.processor.grid_of(self.sized_as, *shape[:2])
+            with naming(name):
+                grid = self.processor.grid_of(self.sized_as, *shape[:2])
             ((_, height, width),) = self.model.model.merged_grid(grid)
             index, features = torch.empty(0, dtype=torch.long), self.model.model.no_features(self.device)
             tokens = Tokens(features, index, index, torch.empty(0, 0))
@@ -292,7 +293,7 @@ class Stream:
         retention: float | None = None,
         max_visual_tokens: int | None = None,
         selection: str | Method | None = None,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         **generation: Any,
     ) -> Answer:
         """
@@ -303,7 +304,7 @@ class Stream:
         """
         check_question(self.model, self.processor, question)
         choice = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-        options = {**generation_options(generation), "max_new_tokens": max_new_tokens}
+        options = generation_options(self.model, generation, max_new_tokens)
         return answer_remembered(self.model, self.processor, self.videos(), question, (), choice, options)
 
     def videos(self, only: str | None = None) -> dict[str, EncodedVideo]:
@@ -322,6 +323,8 @@ class Stream:
         rows = rows_of(steps)
         starts = [row * self.seconds_per_step for row in rows]
         times = [start + frame / self.fps for start in starts for frame in range(self.frames_per_step)]
+        missing = camera.missing if steps[-1] == camera.newest else 0
+        times = times[: len(times) - missing]
         metadata = VideoMetadata(
             total_num_frames=round(((camera.newest + 1) * self.frames_per_step - camera.missing) / self.fps * _TICKS),
             fps=_TICKS,
@@ -331,5 +334,5 @@ class Stream:
         )
         grid = torch.tensor([[len(rows), *camera.patches[0].tolist()]])
         video = (name, camera.tokens.features, grid, [self.seconds_per_step], metadata, 0.0)
-        frames = self.frames_per_step * len(set(steps))
+        frames = self.frames_per_step * len(set(steps)) - missing
         return Remembered(*video, clock=self, rows=rows, places=places_of(camera, rows), frames=frames)

@@ -19,16 +19,35 @@ def frames(clips, processor):
     return np.stack(list(video.decode()))
 
 
-def test_all_is_remembered(model, processor, clips, frames):
-    """The same tokens are kept and the same is said, at the same positions."""
-    stream = Stream(model, processor, sized_as=len(frames))
-    for piece in np.split(frames, [1, 4]):
+@pytest.mark.parametrize("count", [6, 5])
+def test_all_is_remembered(model, processor, frames, count, monkeypatch):
+    """The same tokens are kept and the same is said, at the same positions; also where the last step is not full."""
+    stream, prompts, generate_from = Stream(model, processor, sized_as=count), [], model.generate_from
+    for piece in np.split(frames[:count], [1, 4]):
         stream.append(piece)
     stream.finish()
-    whole = session.encode(model, processor, clips / "long.mp4", fps=2)
+    whole = session.encode(model, processor, frames[:count], fps=2)
+    monkeypatch.setattr(
+        model,
+        "generate_from",
+        lambda prompt, *a, **more: prompts.append(replace(prompt)) or generate_from(prompt, *a, **more),
+    )
     call = {"selection": "uniform", "retention": 0.5, "max_new_tokens": 6}
     answer, expected = stream.ask(QUESTION, **call), session.ask(model, processor, whole, QUESTION, **call)
     assert torch.equal(answer.keep_map, expected.keep_map) and answer.answer == expected.answer
+    assert (answer.frames, expected.frames) == (count, count)
+    assert answer.evidence == [replace(one, name="video") for one in expected.evidence]
+    inputs = session.prompt_inputs(processor, {"video": whole}, [QUESTION], device="cpu")
+    shown = model.model.compress(**inputs, selection="uniform", retention=0.5)
+    assert torch.equal(prompts[0].input_ids, shown.input_ids)
+    assert torch.equal(prompts[0].position_ids, shown.position_ids)
+
+
+def test_frames_are_encoded_as_the_file_of_them(model, processor, clips, frames):
+    whole = session.encode(model, processor, clips / "long.mp4", fps=2)
+    given = session.encode(model, processor, frames, fps=2)
+    assert torch.allclose(given.features, whole.features, atol=1e-5)
+    assert torch.equal(given.video_grid_thw, whole.video_grid_thw)
 
 
 @pytest.mark.parametrize("policy", ["question", "diversity"])
