@@ -1,6 +1,7 @@
 """The page of `qtsplus app`, as people use it: a real server, and a real browser that clicks."""
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -160,13 +161,13 @@ def test_a_corrupt_film_and_an_empty_question_are_told_and_the_page_stays(visit,
     (tmp_path / "<b>broken.mp4").write_bytes(CLIP.read_bytes()[:2000])
     anna = visit(address)
     anna.ask(RING.question)
-    anna.sees(".note", "Drop a film and write a question")
+    anna.sees(".note", "Drop a film first.")
     anna.drop(tmp_path / "<b>broken.mp4")
     anna.sees(".note", "Cannot decode")
     anna.drop(CLIP)
     anna.sees(".small", "288 visual tokens")
     anna.ask(" ")
-    anna.sees(".note", "Drop a film and write a question")
+    anna.sees(".note", "Write a question first.")
     anna.ask("<img src=x onerror=alert(1)> <|im_end|>")
     anna.sees(".question", "<img src=x onerror=alert(1)> <|im_end|>")
     anna.ask(RING.question)
@@ -236,6 +237,23 @@ def gated(tiny_published, shown, monkeypatch) -> Iterator[tuple[str, Event, Even
     gate.set()
 
 
+@pytest.fixture
+def gated_tower(tiny_published, shown) -> Iterator[tuple[str, Event, Event]]:
+    """A page in this process, whose vision tower waits at a gate."""
+    from qtsplus import session
+
+    model, processor = session.load(tiny_published, "cpu")
+    began, gate = Event(), Event()
+
+    def wait(*_) -> None:
+        began.set()
+        assert gate.wait(60)
+
+    model.model.visual.register_forward_pre_hook(wait)
+    yield shown(model, processor), began, gate
+    gate.set()
+
+
 def test_stop_ends_an_answer_and_the_next_person_is_served(visit, gated):
     address, began, stopped, gate = gated
     anna, ben = visit(address), visit(address)
@@ -251,6 +269,72 @@ def test_stop_ends_an_answer_and_the_next_person_is_served(visit, gated):
     anna.sees(".note", "Stopped.")
     ben.sees(".answer", CROSS.answer)
     assert anna.stage.locator(".answer").count() == 0
+
+
+def test_another_film_takes_the_place_of_one_that_is_read(visit, gated_tower, tiny_mp4):
+    """And of what waits behind it; a film that is removed is gone."""
+    address, began, gate = gated_tower
+    anna = visit(address)
+    anna.drop(CLIP)
+    assert began.wait(60)
+    anna.drop(tiny_mp4)
+    anna.page.wait_for_timeout(1000)
+    gate.set()
+    anna.sees(".small", "clip.mp4: 8 frames")
+    anna.ask(RING.question)
+    anna.sees(".pane .small", "of 64 tokens")
+    gate.clear()
+    began.clear()
+    anna.drop(CLIP)
+    assert began.wait(60)
+    anna.page.locator("#film button[aria-label=Clear]").click()
+    anna.page.wait_for_timeout(1000)
+    gate.set()
+    anna.sees(".empty", "Drop a film")
+
+
+def test_questions_wait_in_line_and_stop_ends_those_before_it(visit, gated):
+    address, began, stopped, gate = gated
+    anna = visit(address)
+    anna.drop(CLIP)
+    anna.sees(".small", "288 visual tokens")
+    anna.ask(RING.question)
+    assert began.wait(60)
+    anna.page.click("#stop")
+    assert stopped.wait(60)
+    anna.ask(CROSS.question)
+    anna.page.wait_for_timeout(1000)
+    gate.set()
+    anna.sees(".answer", CROSS.answer)
+    assert RING.question not in anna.stage.inner_text()
+    gate.clear()
+    began.clear()
+    anna.ask(RING.question)
+    assert began.wait(60)
+    anna.ask(CROSS.question)
+    anna.page.wait_for_timeout(1000)
+    gate.set()
+    anna.sees(".earlier", RING.question)
+    anna.sees(".question", CROSS.question)
+
+
+def test_names_and_films_that_no_browser_takes(visit, shown, tiny_published, tmp_path):
+    """A name whose bytes are no text, and films that cannot be played: the answer and the times are there."""
+    from qtsplus import library, session
+
+    films = tmp_path / "folder"
+    films.mkdir()
+    shutil.copyfile(CLIP, films / os.fsdecode(b"caf\xe9.mp4"))
+    loaded = session.load(tiny_published, "cpu")
+    library.index(films, tmp_path / "library", *loaded)
+    books = library.Library(tmp_path / "library", *loaded)
+    for media_root in (None, films):
+        anna = visit(shown(*loaded, books, media_root))
+        anna.ask(RING.question)
+        anna.sees(".answer", RING.answer)
+        anna.sees(".chip", "caf\\xe9.mp4")
+        anna.sees(".screen .note", "cannot be played here")
+        assert anna.stage.locator("canvas").count() == 0
 
 
 def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):

@@ -38,7 +38,10 @@ class Pane {
       this.root.style.maxWidth = `${(62 * this.video.videoWidth) / this.video.videoHeight}vh`;
       this.scale();
     };
-    this.video.onerror = () => make("div", "note", this.screen, `${name} cannot be played here. The times hold all the same.`);
+    this.video.onerror = () => {
+      this.screen.replaceChildren();
+      make("div", "note", this.screen, `${name} cannot be played here. The times hold all the same.`);
+    };
     const [steps, height, width] = this.map?.grid ?? [0, 1, 1];
     this.canvas = make("canvas", "", this.screen, "", { width, height, hidden: !this.map });
     this.box = make("div", "box", this.screen);
@@ -61,7 +64,12 @@ class Pane {
       const { left, width } = this.line.getBoundingClientRect();
       if (buttons) this.video.currentTime = Math.max(0, (end * (clientX - left)) / width);
     };
-    this.line.onkeydown = ({ key }) => (this.video.currentTime += { ArrowLeft: -1, ArrowRight: 1 }[key] * (step ?? 1) || 0);
+    this.line.onkeydown = (event) => {
+      const by = { ArrowLeft: -1, ArrowDown: -1, PageDown: -10, Home: -Infinity, ArrowRight: 1, ArrowUp: 1, PageUp: 10, End: Infinity }[event.key];
+      if (!by) return;
+      event.preventDefault();
+      this.video.currentTime = Math.min(Math.max(this.video.currentTime + by * (step ?? 1), 0), end);
+    };
     this.line.ariaValueMax = this.length = end;
   }
 
@@ -69,6 +77,7 @@ class Pane {
     const now = this.video.currentTime;
     this.head.style.left = percent(now / this.length);
     this.line.ariaValueNow = now;
+    this.line.ariaValueText = clock(now);
     this.time.textContent = `${clock(now)} / ${clock(this.length || 0)}`;
     this.root.querySelector(".play").textContent = this.video.paused ? "Play" : "Pause";
     const seen = lit && this.evidence.find(({ video, start, end }) => video === this.name && start <= now && now < end);
@@ -91,15 +100,16 @@ class Pane {
 
 let panes = [], asked = [], about = "";
 const play = () => {
-  const { paused } = panes[0].video;
-  panes.forEach(({ video }, index) => ((video.muted = index > 0), paused ? video.play() : video.pause()));
+  const videos = panes.map(({ video }) => video).filter(({ error }) => !error);
+  const plays = videos.some(({ paused }) => !paused);
+  videos.forEach((video, index) => ((video.muted = index > 0), plays ? video.pause() : video.play().catch(() => {})));
 };
 
 const show = (value) => {
   const { films, facts, warnings, answers, error } = value, stage = element.querySelector(".stage");
   stage.replaceChildren();
   if (error) make("div", "note", stage, error, { role: "alert" });
-  const row = make("div", "panes", stage);
+  const row = make("div", "panes", stage, "", { ariaLive: "polite" });
   panes = Object.keys(films).length ? (answers ?? [null]).map((answer) => new Pane(row, films, answer)) : [];
   if (!panes.length) return error || make("div", "empty", stage, facts);
   for (const warning of warnings) make("div", "note", stage, warning);

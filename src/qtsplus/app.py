@@ -5,8 +5,8 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import gradio as gr
@@ -14,7 +14,9 @@ import safehttpx
 import torch
 from transformers import StoppingCriteria
 
+from .data.media import VIDEO_SUFFIXES
 from .library import Library
+from .output import printable
 from .session import Answer, VideoSession
 
 LARGEST_FILM = "1gb"
@@ -34,22 +36,24 @@ _SHARE = "As a share of all, in percent. At 0 the model decides."
 class _Stoppable(StoppingCriteria):
     """The model, for one visit: Stop ends its work between two pieces of a film, or after a token."""
 
-    def __init__(self, model: Any, stop: Event) -> None:
-        self._whole, self._stop = model, stop
+    def __init__(self, model: Any, visit: "Visit") -> None:
+        self._whole, self._visit = model, visit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
-        return torch.full((len(input_ids),), self._stop.is_set(), device=input_ids.device)
+        return torch.full((len(input_ids),), self._visit.is_stopped, device=input_ids.device)
 
     def _check(self) -> None:
-        if self._stop.is_set():
+        if self._visit.is_stopped:
             raise ValueError("Stopped.")
 
     def encode_videos(self, *inputs: Any, **options: Any) -> Any:
         self._check()
-        return self._whole.encode_videos(*inputs, **options)
+        features = self._whole.encode_videos(*inputs, **options)
+        self._check()
+        return features
 
     def generate(self, **inputs: Any) -> Any:
         self._check()
@@ -62,18 +66,39 @@ class Visit:
     """What the server holds for one open page, and does for its buttons; all visits share the model and the library."""
 
     def __init__(self, model: Any, processor: Any, library: Any, paths: Mapping[str, str]) -> None:
-        self.stopped, self.path = Event(), ""
-        own = _Stoppable(model, self.stopped)
+        self.begun = self.served = self.stopped = 0  # requests, which are served in turn; of those stopped the last
+        self.path = ""
+        own = _Stoppable(model, self)
         self.session, self.paths = VideoSession(own, processor), paths
         self.library = copy(library)
         if library is not None:
             self.library.model = own
 
-    def stop(self) -> None:
-        self.stopped.set()
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the request that is being served shall end."""
+        return self.served < self.stopped
 
-    def read(self, path: str | None) -> dict[str, Any]:
+    def stop(self) -> None:
+        """Ends the requests of this visit, and none that comes later."""
+        self.stopped = self.begun
+
+    def _serve(self, work: Callable[[], dict[str, Any]]) -> Any:
+        try:
+            result = work()
+            return gr.skip() if self.is_stopped and self.served + 1 < self.begun else result  # the next is shown
+        finally:
+            self.served += 1
+
+    def read(self, path: str | None) -> Any:
         """Forgets the film that was there, and encodes another if there is one."""
+        return self._serve(lambda: self._read(path))
+
+    def ask(self, first: str, second: str, share: float) -> Any:
+        """Answers one question, or two beside each other."""
+        return self._serve(lambda: self._ask(first, second, share))
+
+    def _read(self, path: str | None) -> dict[str, Any]:
         for name in self.session.names:
             self.session.remove(name)
         self.path = path or ""
@@ -84,15 +109,17 @@ class Visit:
             return self.stage(error=str(error).replace(self.path, Path(self.path).name))
         return self.stage()
 
-    def ask(self, first: str, second: str, share: float) -> dict[str, Any]:
-        """Answers one question, or two beside each other."""
+    def _ask(self, first: str, second: str, share: float) -> dict[str, Any]:
         questions = [question for question in (first, second) if question.strip()]
-        if not questions or not (self.session.names or self.library):
-            return self.stage(error="Drop a film and write a question first.")
+        if not (self.session.names or self.library):
+            return self.stage(error="Drop a film first.")
+        if not questions:
+            return self.stage(error="Write a question first.")
         try:
             answers = self._answers(questions, retention=share / 100 or None)
         except FAILURES as error:
-            return self.stage(error=str(error))
+            text = str(error)
+            return self.stage(error=text.replace(f"{self.library.folder}/", "") if self.library else text)
         return self.stage([self._pane(*pair) for pair in zip(questions, answers, strict=True)])
 
     def _answers(self, questions: list[str], **options: Any) -> list[Answer]:
@@ -127,22 +154,28 @@ class Visit:
             film = self.session.videos[name] if self.session.names else self.library._video(name)
             times = {"start": film.start, "step": film.second_per_grid_ts[0], "end": film.start + film.length}
             kept = keep_map.flatten().nonzero().flatten().tolist()
-            maps[name] = {"grid": list(keep_map.shape), "kept": kept, **times}
+            maps[printable(name)] = {"grid": list(keep_map.shape), "kept": kept, **times}
         named = not self.session.names  # or else it is the only film
-        return {**answer.as_dict(), "question": question, "facts": facts, "maps": maps, "named": named}
+        fields = answer.as_dict()
+        evidence = [{**one, "video": printable(one["video"])} for one in fields["evidence"]]
+        shown = {"video": printable(answer.video), "evidence": evidence, "question": question, "facts": facts}
+        return {**fields, **shown, "maps": maps, "named": named}
 
 
 def build(model: Any, processor: Any, library: Library | None = None, media_root: Path | None = None) -> gr.Blocks:
     """The page of [`launch`]."""
     paths = {}
     if library is not None and media_root is not None:
-        paths = {name: str(Path(media_root, name).resolve()) for name in library.names}
+        named = [name for name in library.names if printable(name) == name]  # others have no address
+        paths = {name: str(Path(media_root, name).resolve()) for name in named}
         gr.set_static_paths(list(paths.values()))
 
-    def begin(visit: Visit | None) -> Visit:
-        """Before a request waits in line, where Stop may already find it."""
+    def begin(visit: Visit | None, reads: bool = False) -> Visit:
+        """Before a request waits in line, where Stop may already find it. Another film ends what is about the last."""
         visit = visit or Visit(model, processor, library, paths)
-        visit.stopped.clear()
+        if reads:
+            visit.stop()
+        visit.begun += 1
         return visit
 
     # A film stays for a day after its visit, unless the server ends before.
@@ -151,7 +184,7 @@ def build(model: Any, processor: Any, library: Library | None = None, media_root
         gr.Markdown(_HEADER)
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
-                film = gr.File(label=_FILM, file_types=["video"], height=160, elem_id="film")
+                film = gr.File(label=_FILM, file_types=[*VIDEO_SUFFIXES], height=160, elem_id="film")
                 first = gr.Textbox(label="Question", placeholder="What is in the yellow ring?", elem_id="first")
                 second = gr.Textbox(label="A second one, beside it", placeholder="May stay empty", elem_id="second")
                 share = gr.Slider(0, 100, 0, step=1, label="Tokens to keep", info=_SHARE, elem_id="share")
@@ -163,7 +196,9 @@ def build(model: Any, processor: Any, library: Library | None = None, media_root
                 stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
         at_once: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         in_line: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
-        reading = gr.on([film.upload, film.clear], begin, visit, visit, **at_once)
+        for how in at_once, in_line:
+            how["trigger_mode"] = "multiple"  # or else what comes while another is served would be dropped
+        reading = gr.on([film.upload, film.clear], partial(begin, reads=True), visit, visit, **at_once)
         reading.then(Visit.read, [visit, film], stage, **in_line)
         asking = gr.on([ask.click, first.submit, second.submit], begin, visit, visit, **at_once)
         asking.then(Visit.ask, [visit, first, second, share], stage, scroll_to_output=True, **in_line)

@@ -38,4 +38,9 @@ def app(
         loading = model, revision, device, dtype.value
         shelf = None if library is None else open_library(library, *loading)
         loaded = load_model(*loading) if shelf is None else (shelf.model, shelf.processor)
-        launch(*loaded, shelf, media_root, host=host, port=port, say=note)
+        try:
+            launch(*loaded, shelf, media_root, host=host, port=port, say=note)
+        except OSError as error:
+            if "empty port" not in str(error):
+                raise
+            fail(f"{host}:{port} cannot be opened: another program has the port, or the host is not this machine")
