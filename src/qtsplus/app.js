@@ -66,7 +66,7 @@ class Pane {
     };
     this.line.onkeydown = (event) => {
       const by = { ArrowLeft: -1, ArrowDown: -1, PageDown: -10, Home: -Infinity, ArrowRight: 1, ArrowUp: 1, PageUp: 10, End: Infinity }[event.key];
-      if (!by) return;
+      if (!by || !(end > 0)) return; // a film that is not there yet has no end
       event.preventDefault();
       this.video.currentTime = Math.min(Math.max(this.video.currentTime + by * (step ?? 1), 0), end);
     };

@@ -189,7 +189,7 @@ class _Indexing:
                 shared |= changed[name]["content"] in contents
             except OSError as error:
                 if name in known and self.index.file(known[name]).exists():
-                    self.say(f"{name} cannot be read now, and stays as it was: {error.strerror}.")
+                    self.say(f"{printable(name)} cannot be read now, and stays as it was: {error.strerror}.")
                 else:
                     changed[name] = {"content": "", "error": str(error.strerror)}
         if known and not (shared or (same_folder and known.keys() & files.keys())):
@@ -233,7 +233,7 @@ class _Indexing:
         except ValueError as error:
             if isinstance(error.__cause__, OSError):
                 raise
-            self.say(f"What was stored of {name} is damaged, and is made again.")
+            self.say(f"What was stored of {printable(name)} is damaged, and is made again.")
             file.unlink()
             return False
         return True
