@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import numpy as np
@@ -183,26 +184,24 @@ def test_a_step_that_failed_is_not_taken_for_the_one_before(loaded, monkeypatch)
 
 def test_a_question_while_frames_come(loaded):
     """Asked in another thread, of what was in memory at one moment."""
-    one, errors, going = Stream(*loaded, memory_tokens=60), [], threading.Event()
+    one, going, switching = Stream(*loaded, memory_tokens=60), threading.Event(), sys.getswitchinterval()
     one.append(FRAMES[:4])
 
     def look():
         while not going.is_set():
-            try:
-                for video in one.videos().values():
-                    assert len(video.features) == len(video.places)
-            except Exception as error:
-                errors.append(error)
+            for video in one.videos().values():
+                assert len(video.features) == len(video.places)
 
-    thread, switching = threading.Thread(target=look), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    thread.start()
-    for number in range(60):
-        one.append(FRAMES[number % 16 : number % 16 + 1])
-    going.set()
-    thread.join()
-    sys.setswitchinterval(switching)
-    assert not errors
+    try:
+        with ThreadPoolExecutor(1) as other:
+            looking = other.submit(look)
+            for number in range(60):
+                one.append(FRAMES[number % 16 : number % 16 + 1])
+            going.set()
+            looking.result()
+    finally:
+        sys.setswitchinterval(switching)
 
 
 def test_frames_are_encoded_once(loaded, monkeypatch):
