@@ -2,6 +2,10 @@
 
 import json
 import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +19,12 @@ from .options import AsJson, Device, MaxNewTokens, Model, Question, Revision
 
 if TYPE_CHECKING:
     from ..session import Answer
+
+
+def _check_seen(when_seen: float | None) -> float | None:
+    if when_seen is not None and not 0 <= when_seen <= 1:
+        fail(f"--when-seen is {when_seen:g}; expected a part from 0 to 1, such as 0.8")
+    return when_seen
 
 
 def watch(
@@ -36,25 +46,70 @@ def watch(
         float, typer.Option(help="Seconds without a frame after which a file has ended, and anything else has failed.")
     ] = 10.0,
     max_new_tokens: MaxNewTokens = 128,
+    on_change: Annotated[bool, typer.Option("--on-change", help="Tell an answer only if it is a new one.")] = False,
+    when_seen: Annotated[
+        float | None,
+        typer.Option(
+            callback=_check_seen,
+            help="Tell an answer only if the model has become as sure as this that it sees what is asked.",
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(help="A command to run for each answer that is told, with it as JSON on its input.")
+    ] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a question again and again while video comes. Ctrl-C ends it."""
     check_model_options(model, revision)
-    named = _named(sources)
+    named, command = _named(sources), _command(run)
     check_text(question)
     with one_line_errors():
         from .. import watching
 
         loaded, processor = load_model(model, revision, device)
+        if when_seen is not None and not loaded.config.qtsplus_config.null_token:
+            fail("--when-seen needs a model with a null token, which says how sure it is; use --on-change")
         options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "fps": fps, "timeout": timeout}
         options |= {"every": every, "max_new_tokens": max_new_tokens}
         try:
-            for answer in watching.watch(loaded, processor, named, question, **options):
-                print(json.dumps(answer.as_dict()), flush=True) if as_json else _print_answer(answer)
+            answers = watching.watch(loaded, processor, named, question, **options)
+            for answer in _told(answers, on_change, when_seen):
+                line = json.dumps(answer.as_dict())
+                print(line, flush=True) if as_json else _print_answer(answer)
+                if command:
+                    _run(command, line)
         except KeyboardInterrupt:
             note("Stopped.")
             raise typer.Exit(130) from None
+
+
+def _told(answers: Iterable["Answer"], on_change: bool, when_seen: float | None) -> Iterator["Answer"]:
+    """The answers that differ from the one told last, and those with which the model has become sure."""
+    last, is_sure = None, False
+    for answer in answers:
+        was_sure, is_sure = is_sure, when_seen is None or (answer.seen or 0.0) >= when_seen
+        is_news = (on_change and answer.answer != last) or (when_seen is not None and not was_sure)
+        if is_sure and (is_news or (when_seen is None and not on_change)):
+            last = answer.answer
+            yield answer
+
+
+def _command(run: str | None) -> list[str]:
+    """The words of a command, which no shell reads; ends this one where there is none of that name."""
+    try:
+        words = shlex.split(run or "")
+    except ValueError as error:
+        fail(f"--run is {run!r}: {error}")
+    if run is not None and not (words and shutil.which(words[0])):
+        fail(f"--run is {run!r}; expected a command, and there is none of that name")
+    return words
+
+
+def _run(command: list[str], line: str) -> None:
+    ended = subprocess.run(command, input=line + "\n", text=True, check=False)
+    if ended.returncode:
+        note(f"{command[0]} ended with exit code {ended.returncode}.")
 
 
 def _named(sources: list[str]) -> dict[str, str]:
