@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 TYPECHECK := build/typecheck/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpus test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck bench gpu-wheels
+.PHONY: help demo test test-benchmarks test-cpus test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ demo: $(VENV)/.installed  ## build and publish the tiny model, ask it about a cl
 
 test: lint  ## lint, types and all but the slow tests
 	$(BIN)/python -m pytest -q -n auto
+
+test-benchmarks: $(VENV)/.installed  ## the tests of the laboratory, which continuous integration leaves out
+	$(BIN)/python -m pytest -q -n auto benchmarks/tests
 
 CPU_CAPABILITIES := default avx2 avx512
 test-cpus: $(VENV)/.installed  ## the tests with the arithmetic of each kind of x86 processor, three times as long

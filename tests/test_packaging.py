@@ -1,5 +1,6 @@
 """The wheel and the sdist carry the Hub files as `qtsplus.*`, once."""
 
+import ast
 import subprocess
 import sys
 import sysconfig
@@ -84,6 +85,23 @@ def test_a_wheel_built_from_the_sdist_is_the_same(wheel, tmp_path):
     assert {path.name for path in source.glob("*_qtsplus*.py")} == HUB_FILES
     again = build("wheel", source, tmp_path / "dist")
     assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
+
+
+def imported(path: Path) -> set[str]:
+    """The first part of the name of every module that a file imports, at its top or inside a function."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(str(node.module).split(".")[0])
+    return found
+
+
+def test_the_library_never_imports_the_laboratory():
+    files = [*ROOT.glob("*_qtsplus*.py"), *(ROOT / "src").rglob("*.py")]
+    assert len(files) > 100
+    assert not [path for path in files if "benchmarks" in imported(path)]
 
 
 def test_a_checkout_uses_the_files_at_its_root():

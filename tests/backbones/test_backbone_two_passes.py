@@ -1,13 +1,8 @@
 """Two passes on every backbone: tiles where the vision tower can be given them, else whole frames, else an error."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from benchmarks.learned.twice import ask_twice
-from benchmarks.learned.work import Work
 from qtsplus import session
-from qtsplus.data.records import VideoRecord
 from qtsplus.two_passes import TwoPasses
 
 
@@ -29,22 +24,3 @@ def test_two_passes(backbone, model, processor, clips):
         assert steps == 1, "whole frames: of three steps one is at most two fifths"
         with pytest.raises(ValueError, match="has to see whole frames"):
             session.ask(*asked, two_passes=TwoPasses(tile=2))
-
-
-def test_in_the_learned_benchmark(model, processor, clips):
-    """Asked where there are two passes, and left out with the reason where there are none."""
-    left_out = Work.left_out.fget(SimpleNamespace(processor=processor))
-    assert ("two_passes" in left_out) is not processor.native_resolution
-    if not processor.native_resolution:
-        return
-    records = [
-        VideoRecord(question=f"What is {word}?", answer="A ball.", kind="attribute", video=str(clips / f"{name}.mp4"))
-        for word, name in (("red", "long"), ("green", "short"), ("blue", "long"))
-    ]
-    asked = ask_twice(model, processor, records, 0.1, batch_size=2)
-    for record, twice in zip(records, asked, strict=True):
-        (grid,) = model.model.merged_grid(processor.video_chunks(record.video).video_grid_thw)
-        tokens = grid[0] * grid[1] * grid[2]
-        assert twice.outcome.visual_tokens == tokens and twice.outcome.kept_tokens == -(-tokens // 10)
-        assert twice.small < tokens and twice.outcome.kept_tokens <= twice.large < tokens
-        assert max(twice.outcome.kept_indices) < tokens

@@ -1,9 +1,9 @@
-"""The learned benchmark, its baselines and `qtsplus ask` work with every backbone."""
+"""The learned benchmark and its baselines work with every backbone."""
 
 import json
 import math
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -11,14 +11,36 @@ from typer.testing import CliRunner
 from benchmarks.cli import app as laboratory
 from benchmarks.learned import policies
 from benchmarks.learned.baselines import fewer_frames, full_video, lower_resolution
-from benchmarks.world.scene import FRAME_SIZE
+from benchmarks.learned.twice import ask_twice
+from benchmarks.learned.work import Work
+from benchmarks.world.clip import render_clip
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus import session
-from qtsplus.cli import app
-from qtsplus.data.formats import read_records
-from qtsplus.evaluation.exact_match import exact_match
-from qtsplus.evaluation.labelled import Sighting, sighting_tokens
+from qtsplus.data.records import VideoRecord
 from tiny_backbones import BACKBONES, LLAVA_VIDEO
+
+
+@pytest.fixture(scope="module", params=BACKBONES, ids=lambda backbone: backbone.name)
+def backbone(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def processor(backbone):
+    return backbone.processor()
+
+
+@pytest.fixture(scope="module")
+def model(backbone, processor):
+    return backbone.build(processor)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    for name, seconds, size in (("long", 3, (112, 112)), ("short", 2, (128, 96))):
+        render_clip(folder / f"{name}.mp4", seconds=seconds, fps=4, size=size)
+    return folder
 
 
 def grid_of(model, pixels):
@@ -60,50 +82,12 @@ def test_a_lower_resolution_or_none(model, processor, clips, retention):
     check_pixels(model, lower)
 
 
-def test_a_token_sees_what_its_place_in_the_grid_shows(backbone, processor):
-    """Without attention in the vision tower, a spot changes no features but those of the tokens that show it most."""
-    model = backbone.build(processor)
-    for name, parameter in model.named_parameters():
-        if any(part in name for part in (".attn.proj.", ".projection_layer.", ".self_attn.out_proj.")):
-            parameter.data.zero_()
-
-    def encode(frames):
-        inputs = processor(text=[processor.video_token], videos=[frames], fps=2, return_tensors="pt")
-        (features,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
-        return features, inputs
-
-    frames = np.full((4, FRAME_SIZE, FRAME_SIZE, 3), 128, dtype=np.uint8)
-    plain, inputs = encode(frames)
-    (grid,) = model.model.merged_grid(inputs["video_grid_thw"])
-    assert len(plain) == math.prod(grid)
-    cell = [FRAME_SIZE / side for side in grid[1:]]
-    for frame, row, column in ((0, 0, grid[2] - 1), (3, grid[1] - 1, 1)):
-        top, left = row * cell[0], column * cell[1]
-        box = (left + 0.3 * cell[1], top + 0.3 * cell[0], left + 0.7 * cell[1], top + 0.7 * cell[0])
-        spotted = frames.copy()
-        x0, y0, x1, y1 = map(round, box)
-        spotted[frame, y0:y1, x0:x1] = 255
-        seen = [Sighting(frame / 2, (frame + 1) / 2, box, frame=(FRAME_SIZE, FRAME_SIZE))]
-        (expected,) = sighting_tokens(seen, grid, float(inputs["second_per_grid_ts"][0]))
-        changed = (encode(spotted)[0] - plain).abs().sum(1)
-        assert int(changed.argmax()) == expected
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     for split in ("train", "test"):
         build_dataset(folder, split, 2, seconds=(3,), max_objects=2, progress=False)
     return folder
-
-
-def test_answers_say_what_was_kept(model, processor, world):
-    """Newlines and the text of frames are no visual tokens, nor is InternVL's placeholder the processor's."""
-    records = [record for record in read_records(world / "test.jsonl") if record.kind == "attribute"]
-    tokens = len(model.encode_videos(**pixels_of(processor, records[0].video))[0])
-    for retention in (0.25, 1.0):
-        for one in exact_match(model, processor, records, retention=retention, progress=False):
-            assert one.visual_tokens == tokens and one.kept_tokens == math.ceil(retention * tokens)
 
 
 def pixels_of(processor, video):
@@ -157,18 +141,20 @@ training:
     assert ("Lower resolution: left out" in (tmp_path / "out/learned.md").read_text()) == (not has_lower)
 
 
-def test_the_command_answers(backbone, processor, clips, tmp_path):
-    """`qtsplus ask`, from a folder with its code, says what the session says."""
-    save(backbone, tmp_path)
-    video = str(clips / "long.mp4")
-    call = ["ask", video, "What moves?", "--fps", "2", "--retention", "0.3", "--max-new-tokens", "5", "--json"]
-    result = CliRunner().invoke(app, [*call, "--model", str(tmp_path), "--device", "cpu"])
-    assert result.exit_code == 0, result.output
-    got = json.loads(result.stdout)
-    encoded = session.encode(*session.load(tmp_path, "cpu"), video, fps=2)
-    expected = session.ask(
-        *session.load(tmp_path, "cpu"), encoded, "What moves?", retention=0.3, max_new_tokens=5
-    ).as_dict()
-    del got["timings"], expected["timings"]
-    assert got == expected
-    assert got["kept_tokens"] == math.ceil(0.3 * got["visual_tokens"]) and got["evidence"]
+def test_two_passes_are_asked_where_there_are_two(model, processor, clips):
+    """Asked where there are two passes, and left out with the reason where there are none."""
+    left_out = Work.left_out.fget(SimpleNamespace(processor=processor))
+    assert ("two_passes" in left_out) is not processor.native_resolution
+    if not processor.native_resolution:
+        return
+    records = [
+        VideoRecord(question=f"What is {word}?", answer="A ball.", kind="attribute", video=str(clips / f"{name}.mp4"))
+        for word, name in (("red", "long"), ("green", "short"), ("blue", "long"))
+    ]
+    asked = ask_twice(model, processor, records, 0.1, batch_size=2)
+    for record, twice in zip(records, asked, strict=True):
+        (grid,) = model.model.merged_grid(processor.video_chunks(record.video).video_grid_thw)
+        tokens = grid[0] * grid[1] * grid[2]
+        assert twice.outcome.visual_tokens == tokens and twice.outcome.kept_tokens == -(-tokens // 10)
+        assert twice.small < tokens and twice.outcome.kept_tokens <= twice.large < tokens
+        assert max(twice.outcome.kept_indices) < tokens

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests. Nothing here needs the network."""
+"""Fixtures that the tests share with those of the laboratory. Nothing here needs the network."""
 
 import os
 import signal
