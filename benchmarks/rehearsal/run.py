@@ -1,6 +1,5 @@
 """Runs the steps one after the other, each in a process of its own, and writes what they took."""
 
-import json
 import os
 import shlex
 import shutil
@@ -74,14 +73,12 @@ def _check_vocabulary(wanted: bool, wheel: Path | None) -> None:
 def _open(work: Path, settings: dict[str, Any], gigabytes: float) -> Journal:
     path = work / _JOURNAL
     if path.exists():
-        if json.loads(path.read_text(encoding="utf-8").partition("\n")[0]) != settings:
-            raise ValueError(f"{work} holds a rehearsal of another shape; choose another folder.")
-    elif work.exists() and any(work.iterdir()):
+        return Journal(path, settings, begin_anew=False)
+    if work.exists() and any(work.iterdir()):
         raise ValueError(f"{work} holds other files; choose an empty or a new folder.")
-    else:
-        work.mkdir(parents=True, exist_ok=True)
-        if free_gigabytes(work) < gigabytes:
-            raise ValueError(f"{work} has {free_gigabytes(work):.0f} GB of room; expected {gigabytes:g}.")
+    work.mkdir(parents=True, exist_ok=True)
+    if free_gigabytes(work) < gigabytes:
+        raise ValueError(f"{work} has {free_gigabytes(work):.0f} GB of room; expected {gigabytes:g}.")
     return Journal(path, settings)
 
 

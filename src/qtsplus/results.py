@@ -1,64 +1,109 @@
 """What a long run leaves on disk: finished parts while it runs, one JSON file at its end."""
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar
 
-from .output import whole_file
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from .data.records import explain
+from .output import printable, whole_file
+
+K = TypeVar("K")
+V = TypeVar("V")
 Key = str | int
+
+# What is read back may be a stranger's: no value of another type, no unknown field, neither NaN nor infinity.
+STORED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class Line(BaseModel, Generic[K, V]):
+    """An entry of a journal: `Line[int, Result]` has numbers as keys."""
+
+    model_config = STORED
+
+    key: K
+    value: V
+
+
+@dataclass(frozen=True)
+class Schema:
+    """
+    What may stand in a journal.
+
+    Args:
+        settings, line: types for pydantic; of the settings, such as a `TypedDict`, and of an entry, a [`Line`].
+        format: counts up where they change; a journal of a higher one is refused.
+        oldest: the lowest that can still be read; 0 is what was written before formats had numbers.
+    """
+
+    settings: Any = dict[str, Any]
+    line: Any = Line[Key, Any]
+    format: int = 1
+    oldest: int = 0
 
 
 class Journal:
     """
     What a run has finished, so that an interrupted one goes on where it stopped: a JSON line of settings, then one for
-    each entry.
+    each entry. All of them are checked when they are read.
 
     A line is on disk when [`add`] returns, and outlives the process. A last line that was cut off counts as missing.
     `done` has the entries by key, which are read when they are asked for; a later one replaces an earlier one.
 
     Args:
         settings: what the entries depend on; those of the file when absent.
+        schema: of settings and entries.
         begin_anew: throw away a run with other settings, where it would be refused.
 
     Raises:
-        ValueError: another file, or a run that began with other settings.
+        ValueError: another file, or one that is damaged or of another format; a run that began with other settings.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None, begin_anew: bool = True):
-        self.path = path
-        self.done = _Entries(path)
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any] | None = None,
+        schema: Schema = Schema(),
+        begin_anew: bool = True,
+    ):
+        self.path, self.schema, self.format = path, schema, schema.format
+        self.done = _Entries(self)
         wanted = None if settings is None else json.loads(json.dumps(settings))
         earlier = self._read(wanted is not None) if path.exists() else None
         if wanted is None and earlier is None:
             raise ValueError(f"{path} holds a run that never began: begin it first.")
-        self.settings: dict[str, Any] = wanted or earlier or {}
-        if earlier is not None and (wanted is None or earlier == wanted):
+        self.settings: Any = check_stored(schema.settings, earlier if wanted is None else wanted, path)
+        if wanted is None or wanted == earlier:
             return
         if earlier is not None and not begin_anew:
-            raise ValueError(f"The run in {path.parent} {_difference(earlier, self.settings)}.")
+            raise ValueError(f"The run in {path.parent} {_difference(earlier, wanted)}.")
         self.done.places.clear()
+        self.format = schema.format
         with whole_file(path) as file:
-            file.write(json.dumps(self.settings) + "\n")
+            file.write(seal({"format": self.format, "settings": wanted}) + "\n")
 
     def _read(self, goes_on: bool) -> dict[str, Any] | None:
         """The settings, with the places of the entries noted; `None` where the file ends before them."""
         settings, end = None, 0
         with self.path.open("rb") as lines:
-            for line in lines:
+            for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    entry = json.loads(line)
                     if settings is None:
-                        settings = dict(entry)
+                        settings = self._begin(line)
                     else:
-                        self.done.places[entry["key"]] = end
-                except (ValueError, TypeError, KeyError) as error:
-                    raise ValueError(f"{self.path} is no journal of a run: choose another folder.") from error
+                        self.done.places[self.parse(line).key] = end
+                except ValueError as error:
+                    what = "choose another folder" if settings is None else "remove it, and run the same command again"
+                    raise ValueError(f"Line {number} of {self.path} cannot be used: {error} So {what}.") from error
                 end += len(line)
         if end < self.path.stat().st_size:  # else another process may be adding to it
             if settings is None:
@@ -67,9 +112,30 @@ class Journal:
                 os.truncate(self.path, end)
         return settings
 
+    def _begin(self, line: bytes) -> dict[str, Any]:
+        """The settings of a first line, with the format noted."""
+        content, sealed = unseal(line)
+        if not sealed and "format" not in content:  # as was written before
+            content = {"format": 0, "settings": content}
+        elif not sealed:
+            raise ValueError("it was changed since it was written.")
+        head = check_stored(_Head, content)
+        if not self.schema.oldest <= head.format <= self.schema.format:
+            version = "a later" if head.format > self.schema.format else "an earlier"
+            raise ValueError(f"{version} version of qtsplus wrote it (format {head.format}, not {self.schema.format}).")
+        self.format = head.format
+        return head.settings
+
+    def parse(self, line: bytes) -> Any:
+        """The entry of a line; a `ValueError` for one that is damaged."""
+        content, sealed = unseal(line)
+        if not sealed and self.format:
+            raise ValueError("it was changed since it was written.")
+        return check_stored(self.schema.line, content)
+
     def add(self, key: Key, value: Any) -> None:
         """Keeps an entry, on disk before this returns; where it cannot be written, what was kept before stays."""
-        line = json.dumps({"key": key, "value": value}).encode() + b"\n"
+        line = seal({"key": key, "value": value}).encode() + b"\n"
         with self.path.open("ab", buffering=0) as file:
             written = file.write(line)
             place = file.tell() - written
@@ -85,17 +151,27 @@ class Journal:
         return target
 
 
+class _Head(BaseModel):
+    """The first line of a journal."""
+
+    model_config = STORED
+
+    format: Annotated[int, Field(ge=0)]
+    settings: dict[str, Any]
+
+
 class _Entries(Mapping[Key, Any]):
     """The values of a journal, read when they are asked for."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, journal: Journal):
+        self.journal = journal
         self.places: dict[Key, int] = {}
 
     def __getitem__(self, key: Key) -> Any:
-        with self.path.open("rb") as file:
-            file.seek(self.places[key])
-            return json.loads(file.readline())["value"]
+        place = self.places[key]
+        with self.journal.path.open("rb") as file:
+            file.seek(place)
+            return self.journal.parse(file.readline()).value
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.places)
@@ -108,6 +184,44 @@ def _difference(earlier: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     names = [name for name in {**earlier, **wanted} if earlier.get(name) != wanted.get(name)]
     differing = [f"{name}={earlier.get(name)}, not {wanted.get(name)}" for name in names]
     return f"was begun with {' and with '.join(differing)}: go on with the same settings, or choose another folder"
+
+
+def seal(document: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON of an object, which begins with a digest of the rest: [`unseal`] finds any damage by it."""
+    return _sealed(json.dumps(document, indent=indent).encode()[1:]).decode()
+
+
+def _sealed(rest: bytes) -> bytes:
+    return b'{"check": "' + hashlib.sha256(rest).hexdigest()[:16].encode() + b'", ' + rest
+
+
+def unseal(text: bytes) -> tuple[dict[str, Any], bool]:
+    """The JSON object of a text, and whether it was sealed; a `ValueError` where it is none, or was changed since."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON ({type(error).__name__}).") from error
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object.")
+    if "check" not in content:
+        return content, False
+    text = text.rstrip()
+    if text != _sealed(text.partition(b", ")[2]):
+        raise ValueError("it was changed since it was written.")
+    del content["check"]
+    return content, True
+
+
+def check_stored(kind: Any, content: Any, path: Path | None = None) -> Any:
+    """What was read back, as a type for pydantic; a `ValueError` that names the fields that are none of it."""
+    try:
+        return _adapter(kind).validate_python(content)
+    except ValidationError as error:
+        where = "" if path is None else f"{path} is damaged: "
+        raise ValueError(where + printable(explain(error))) from None
+
+
+_adapter = cache(TypeAdapter)
 
 
 def write_json(path: Path, document: dict[str, Any] | list[Any]) -> None:

@@ -1,0 +1,88 @@
+"""A journal is read with distrust: what is in it was perhaps damaged, or written by a later version or a stranger."""
+
+import json
+
+import pytest
+from typing_extensions import TypedDict
+
+from qtsplus.results import Journal, Line, Schema, seal, unseal
+
+
+class Settings(TypedDict):
+    model: str
+
+
+SETTINGS = {"model": "tiny"}
+NUMBERS = Schema(Settings, Line[str, int])
+
+
+@pytest.fixture
+def path(tmp_path):
+    journal = Journal(tmp_path / "journal.jsonl", SETTINGS, NUMBERS)
+    journal.add("a", 1)
+    journal.add("b", 2)
+    return journal.path
+
+
+def test_what_was_sealed_is_read_again():
+    for document in ({"a": [1.5, None, "ü\udcff"]}, {"b": {"c": "}, "}}):
+        for indent in (None, 1):
+            assert unseal(seal(document, indent).encode() + b"\n") == (document, True)
+
+
+def test_every_changed_byte_is_found(path):
+    whole = path.read_bytes()
+    for place in range(len(whole) - 1):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=rf"Line [123] of {path} cannot be used: .+ So ") as error:
+            Journal(path, schema=NUMBERS)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("c", "3", "value is '3'; expected a valid integer"),
+        ("c", None, "value is null"),
+        (3, 3, "key is 3; expected a text"),
+        ("c", [[]], "value is "),
+    ],
+)
+def test_keys_and_values_are_those_of_the_schema(path, key, value, reason):
+    Journal(path).add(key, value)
+    with pytest.raises(ValueError, match=rf"Line 4 of .*{reason}.*remove it, and run the same command again"):
+        Journal(path, SETTINGS, NUMBERS)
+
+
+def test_settings_are_those_of_the_schema(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    Journal(path, {"model": 1})
+    with pytest.raises(ValueError, match=r"is damaged: model is 1; expected a text"):
+        Journal(path, schema=NUMBERS)
+
+
+def test_another_format_is_refused_by_every_reader(path):
+    later = Schema(Settings, Line[str, int], format=3, oldest=2)
+    with pytest.raises(ValueError, match=r"an earlier version of qtsplus wrote it \(format 1, not 3\)"):
+        Journal(path, schema=later)
+    path.unlink()
+    Journal(path, SETTINGS, later)
+    for settings in (None, SETTINGS):
+        with pytest.raises(ValueError, match=r"a later version of qtsplus wrote it \(format 3, not 1\)"):
+            Journal(path, settings, NUMBERS)
+
+
+def test_what_was_written_before_formats_had_numbers_goes_on(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (SETTINGS, {"key": "a", "value": 1})))
+    journal = Journal(path, SETTINGS, NUMBERS)
+    journal.add("b", 2)
+    assert journal.format == 0 and Journal(path, SETTINGS, NUMBERS).done == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "[]", "1" * 5000, "\x00", "{}", '{"check": 1}', "{'a': 1}", ""])
+def test_what_is_no_entry_is_one_line(path, line):
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ValueError, match="Line 4 of .* cannot be used") as error:
+        Journal(path, schema=NUMBERS)
+    assert "\n" not in str(error.value)
