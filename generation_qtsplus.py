@@ -100,8 +100,6 @@ class QTSplusGenerationMixin:
                 raise alone_with_ids()
             self.model.check_selected(kwargs.get("mm_encoder_outputs"))
             return super().generate(input_ids, generation_config, streamer=streamer, **kwargs)
-        if kwargs.get("cache_implementation") == "paged":
-            raise ValueError('cache_implementation="paged" cannot take a prompt with selected visual tokens.')
         kwargs.pop("mm_token_type_ids", None)  # found in input_ids
         prompt = (input_ids, kwargs.pop("attention_mask", None), kwargs.pop("position_ids", None))
         if cache is None or cache.get_seq_length() == 0:
@@ -113,6 +111,8 @@ class QTSplusGenerationMixin:
     @torch.no_grad()
     def generate_from(self, prompt: CompactPrompt, generation_config=None, streamer=None, **kwargs):
         """[`generate`] from a prompt that has been shortened already, padded on the left."""
+        if kwargs.get("cache_implementation") == "paged":
+            raise ValueError('cache_implementation="paged" cannot take a prompt with selected visual tokens.')
         chunk_size = self._setting("prefill_chunk_size", kwargs, generation_config)
         if chunk_size is not None and prompt.features and not _SPLITS_FEATURES:
             raise ValueError(f"prefill_chunk_size={chunk_size} needs Transformers 5.23 or later beside videos.")

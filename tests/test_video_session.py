@@ -253,9 +253,11 @@ def test_several_answers_in_a_configuration_are_refused_too(fresh, monkeypatch, 
 
 
 def test_a_generation_configuration_says_how_long_an_answer_is(fresh, monkeypatch):
-    lengths, generate = [], fresh.model.generate
+    lengths, generate = [], fresh.model.generate_from
     monkeypatch.setattr(
-        fresh.model, "generate", lambda **call: lengths.append(call["max_new_tokens"]) or generate(**call)
+        fresh.model,
+        "generate_from",
+        lambda prompt, **call: lengths.append(call["max_new_tokens"]) or generate(prompt, **call),
     )
     config = GenerationConfig(max_new_tokens=3, eos_token_id=fresh.model.generation_config.eos_token_id)
     for call in ({"generation_config": config}, {"generation_config": config, "max_new_tokens": 2}, {}):

@@ -4,15 +4,20 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from math import ceil, floor
+from math import ceil, floor, prod
 from typing import Any
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from .encoding_qtsplus import encode_visual
 from .evidence import Interval, evidence_intervals, keep_maps
-from .prompt_qtsplus import pad_rows
-from .two_passes import SecondPass
+from .layout_qtsplus import lay_out, splice
+from .methods_qtsplus import Method
+from .mixin_qtsplus import choose
+from .prompt_qtsplus import CACHE, IMAGE, VIDEO, CompactPrompt, pad_rows, take_inputs
+from .recall import Remembered, at_true_times, on_the_clock
+from .two_passes import second_pass, second_prompt
 from .videos import EncodedVideo
 
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says
@@ -56,6 +61,113 @@ class Answer:
         return {**fields, "evidence": evidence}
 
 
+@torch.no_grad()
+def answer_questions(
+    model: Any,
+    processor: Any,
+    videos: Mapping[str, EncodedVideo],
+    questions: Sequence[str],
+    *,
+    turns: Sequence[str] = (),
+    memory: "Memory | None" = None,
+    retention: float | None = None,
+    max_visual_tokens: int | None = None,
+    selection: str | Method | None = None,
+    max_new_tokens: int | None = None,
+    **generation: Any,
+) -> list[Answer]:
+    """
+    Answers questions about the same videos, whose tokens compete for one budget, in one batch.
+
+    Args:
+        videos: by name; the names stand in the prompt where there are several.
+        questions: each a row of the batch, with a budget of its own.
+        turns: what was asked and answered before, in turn, in one conversation with each of the questions.
+        memory: of that conversation.
+        retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
+        max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
+        selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
+            `Candidates` and a count to indices (`methods_qtsplus.py`).
+        max_new_tokens: longest answer; what a `generation_config` says, or 128, when absent.
+        generation: as for `generate`.
+
+    Raises:
+        ValueError: no video; two passes over other than one video and one question; and as [`ask`].
+    """
+    for question in questions:
+        check_question(model, processor, question)
+    if not videos:
+        raise ValueError("There is no video to ask about; add one.")
+    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
+    options, timings, second = generation_options(model, generation, max_new_tokens), {}, None
+    encoded, places, rho = list(videos.values()), None, None
+    remembered, large = any(isinstance(video, Remembered) for video in encoded), encoded[0].large
+    if any(video.large for video in encoded) and len(encoded) + len(questions) > 2:
+        raise ValueError("Two passes look at one video for one question; encode the videos in one pass.")
+    if remembered and len(questions) > 1:  # each has positions of its own
+        asked: dict[str, Any] = {"turns": turns, "max_new_tokens": max_new_tokens, **choice, **generation}
+        return [one for each in questions for one in answer_questions(model, processor, videos, [each], **asked)]
+    if large is not None:
+        started = time.perf_counter()
+        small = prompt_inputs(processor, videos, questions, turns, model.device)
+        second = second_pass(model, large, small, **choice)
+        timings["second_pass"] = time.perf_counter() - started
+        videos = {name: replace(one, video_grid_thw=large.chunks.video_grid_thw) for name, one in videos.items()}
+    inputs = prompt_inputs(processor, videos, questions, turns, model.device)
+    clock = options["streamer"].start()
+    if second is not None:
+        prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
+        places, rho = second.places, second.rho
+    else:
+        prompt, places = _shortened(model, encoded, inputs, choice, options["max_new_tokens"])
+    if memory is None or second is not None or remembered:
+        output = model.generate_from(prompt, **options)
+    else:
+        output = memory.generate(model, prompt, inputs, choice, options)
+    written, timings = output.sequences[:, inputs["input_ids"].shape[1] :], timings | clock.timings()
+    answers = []
+    for row, ids in enumerate(written):
+        answer = make_answer(model, processor, videos, ids, prompt.qtsplus, timings, row, places, rho)
+        answers.append(on_the_clock(answer, encoded) if remembered else answer)
+    return answers
+
+
+def _shortened(
+    model: Any, videos: Sequence[EncodedVideo], inputs: Mapping[str, Any], choice: Mapping[str, Any], new_tokens: int
+) -> tuple[CompactPrompt, torch.Tensor | None]:
+    """The shortened prompts; and of what a stream remembers `[k]`, which tokens of the whole grids are there."""
+    visual, selection = take_inputs({**inputs, **choice})
+    layout, places = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]), None
+    if any(isinstance(video, Remembered) for video in videos):
+        layout, places = at_true_times(model, layout, videos, new_tokens)
+        features = {IMAGE: [], VIDEO: [video.features for video in videos]}
+    else:
+        features = encode_visual(model.model, visual, layout.grids)
+    selected, chosen = choose(model.model, layout, features, selection, sample_gate=False)
+    return splice(model.model, layout, features, selected, chosen, pad_left=True), places
+
+
+@dataclass
+class Memory:
+    """What the last answer of a conversation left: the key/value cache, and which tokens were kept."""
+
+    cache: Any = None
+    kept: torch.Tensor | None = None
+
+    def generate(
+        self, model: Any, prompt: CompactPrompt, inputs: dict[str, Any], choice: dict[str, Any], options: dict[str, Any]
+    ) -> Any:
+        """As `model.generate_from`: from the cache if the question keeps the tokens that made it."""
+        (kept,) = prompt.qtsplus.kept_indices or ()
+        known, cache, self.kept, self.cache = self.kept, self.cache, None, None  # what is interrupted leaves no cache
+        if known is not None and torch.equal(known, kept) and not model.model.recurrent:
+            output = model.generate(**inputs, **choice, **options, **{CACHE: cache})
+        else:
+            output = model.generate_from(prompt, **options)
+        self.cache, self.kept = output.get(CACHE), kept
+        return output
+
+
 def make_answer(
     model: Any,
     processor: Any,
@@ -64,13 +176,20 @@ def make_answer(
     chosen: Any,
     timings: dict[str, float],
     row: int = 0,
-    second: SecondPass | None = None,
+    places: torch.Tensor | None = None,
+    rho: float | None = None,
 ) -> Answer:
-    """An answer from the ids that the model wrote, and a row of what was kept of the videos, or of a second pass."""
-    kept, rho = chosen.kept_indices[row], float(chosen.rho[row])
+    """
+    An answer from the ids that the model wrote, and a row of what was kept: of all tokens of the videos, or of those at
+    `places` `[k]`, ascending. `rho` is what the selection aimed at where that was decided before.
+    """
+    kept = chosen.kept_indices[row]
     relevance = chosen.relevance[row] if chosen.relevance else None  # none if the method computed none
-    if second is not None:
-        (kept, relevance), rho = second.of_the_whole(kept, relevance), second.rho
+    if places is not None:
+        kept = places[kept.cpu()]
+        if relevance is not None and len(relevance):
+            grids = model.model.merged_grid(torch.cat([video.video_grid_thw for video in videos.values()]))
+            relevance = torch.zeros(sum(map(prod, grids))).index_copy(0, places, relevance.float().cpu())
     names, encoded = list(videos), list(videos.values())
     grids = torch.cat([video.video_grid_thw for video in encoded])
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
@@ -85,7 +204,7 @@ def make_answer(
         seconds_of_video=sum(video.length for video in encoded),
         visual_tokens=sum(one.numel() for one in maps.values()),
         kept_tokens=len(kept),
-        rho=rho,
+        rho=float(chosen.rho[row]) if rho is None else rho,
         evidence=[placed(one, names[one.video], encoded[one.video]) for one in intervals],
         timings=timings,
         keep_maps=maps,

@@ -55,9 +55,9 @@ class _Stoppable(StoppingCriteria):
         self._check()
         return features
 
-    def generate(self, **inputs: Any) -> Any:
+    def generate_from(self, prompt: Any, **options: Any) -> Any:
         self._check()
-        output = self._whole.generate(**inputs, stopping_criteria=[self])
+        output = self._whole.generate_from(prompt, **options, stopping_criteria=[self])
         self._check()
         return output
 

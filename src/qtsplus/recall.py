@@ -1,7 +1,7 @@
 """Questions to what a stream remembers: some of the tokens of some of its steps, alone or beside whole videos."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .answers import Answer, make_answer, prompt_inputs
 from .evidence import Interval
-from .layout_qtsplus import lay_out, splice
-from .mixin_qtsplus import choose
-from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, Layout, VisualSpan, take_inputs
-from .two_passes import SecondPass
+from .prompt_qtsplus import VIDEO, Layout, VisualSpan
 from .videos import EncodedVideo
 
 if TYPE_CHECKING:
+    from .answers import Answer
     from .stream import Camera, Stream
 
 
@@ -46,41 +43,34 @@ class Remembered(EncodedVideo):
         return replace(interval, start=self.rows[first] * seconds, end=end)
 
 
-@torch.no_grad()
-def answer_remembered(
-    model: Any,
-    processor: Any,
-    videos: Mapping[str, EncodedVideo],
-    question: str,
-    turns: Sequence[str],
-    choice: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Answer:
+def at_true_times(
+    model: Any, layout: Layout, videos: Sequence[EncodedVideo], max_new_tokens: int
+) -> tuple[Layout, torch.Tensor]:
     """
-    Answers a question about videos of which some are [`Remembered`], after `turns` of questions and answers; `choice`
-    is for the selection, `options` are for `generate`.
+    The layout of one prompt about videos of which some are [`Remembered`], with what is there at its time; and `[k]`
+    ascending, which tokens of the whole grids these are.
     """
-    encoded = list(videos.values())
-    live = [video for video in encoded if isinstance(video, Remembered)]
-    inputs = prompt_inputs(processor, videos, [question], turns, model.device)
-    places = [one.places if isinstance(one, Remembered) else torch.arange(len(one.features)) for one in encoded]
-    numbers = _numbers(model, encoded, inputs["input_ids"], options["max_new_tokens"])
-    clock = options["streamer"].start()
-    prompt = memory_prompt(model, inputs, places, numbers, **choice)
-    output = model.generate_from(prompt, **options)
-    sizes = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
-    starts = [0, *accumulate(sizes)]
-    joined = torch.cat([own + start for own, start in zip(places, starts, strict=False)])
-    second = SecondPass(torch.empty(0), joined, starts[-1], 1.0, float(output.qtsplus.rho[0]))
-    ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-    answer = make_answer(model, processor, videos, ids, output.qtsplus, clock.timings(), second=second)
-    others = [video for video in encoded if not isinstance(video, Remembered)]
-    spans = [(one, encoded[one.video]) for one in answer.evidence]
+    places = [one.places if isinstance(one, Remembered) else torch.arange(len(one.features)) for one in videos]
+    numbers = _numbers(model, videos, layout.input_ids, max_new_tokens)
+    layout = at_steps(model.model, layout, numbers).narrow(places)
+    if model.model.rope_axes == 1:  # the language model counts tokens: those that are there
+        row = layout.rows[0]
+        order = torch.arange(len(row.columns), device=row.columns.device)[None]
+        layout = replace(layout, rows=[replace(row, language_positions=order)])
+    starts = accumulate(map(math.prod, layout.grids[VIDEO]), initial=0)
+    return layout, torch.cat([own + start for own, start in zip(places, starts, strict=False)])
+
+
+def on_the_clock(answer: "Answer", videos: Sequence[EncodedVideo]) -> "Answer":
+    """An answer about videos of which some are [`Remembered`], with what was there and when."""
+    live = [video for video in videos if isinstance(video, Remembered)]
+    others = [video for video in videos if not isinstance(video, Remembered)]
+    spans = [(one, videos[one.video]) for one in answer.evidence]
     return replace(
         answer,
         frames=sum(video.frames for video in live) + sum(len(video.metadata.frames_indices) for video in others),
         seconds_of_video=max(video.length for video in live) + sum(video.length for video in others),
-        visual_tokens=sum(map(len, places)),
+        visual_tokens=sum(len(video.features) for video in videos),
         evidence=[video.shown(one) if isinstance(video, Remembered) else one for one, video in spans],
     )
 
@@ -134,34 +124,6 @@ def within(rows: Sequence[Sequence[int]], most: int) -> list[list[int]]:
     far = most - most // 2  # positions that are left to what is older
     share = far / (last - most // 2 - first)
     return [[max(most - last + step, int((step - first) * share)) for step in steps] for steps in rows]
-
-
-def memory_prompt(
-    model: Any,
-    inputs: Mapping[str, Any],
-    places: Sequence[torch.Tensor],
-    numbers: Sequence[Sequence[int]],
-    **choice: Any,
-) -> CompactPrompt:
-    """
-    The shortened prompt of a question about some tokens of videos, for `model.generate_from`.
-
-    Args:
-        inputs: the model's, one row, with the tokens as `video_features`.
-        places: per video `[k]`, ascending, which of the tokens of its grid these are.
-        numbers: per video the number in time of each step of its grid.
-        choice: the fields of [`SelectionInputs`].
-    """
-    visual, selection = take_inputs({**inputs, **choice})
-    features = {IMAGE: [], VIDEO: list(visual.video_features or ())}
-    layout = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"])
-    layout = at_steps(model.model, layout, numbers).narrow(places)
-    if model.model.rope_axes == 1:  # the language model counts tokens: those that are there
-        row = layout.rows[0]
-        order = torch.arange(len(row.columns), device=row.columns.device)[None]
-        layout = replace(layout, rows=[replace(row, language_positions=order)])
-    selected, qtsplus = choose(model.model, layout, features, selection, sample_gate=False)
-    return splice(model.model, layout, features, selected, qtsplus, pad_left=True)
 
 
 def at_steps(model: Any, layout: Layout, numbers: Sequence[Sequence[int]]) -> Layout:

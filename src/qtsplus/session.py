@@ -2,28 +2,22 @@
 
 import itertools
 import json
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
-
-from .answers import Answer, check_name, check_question, generation_options, make_answer, prompt_inputs
+from .answers import Answer, Memory, answer_questions, check_name, check_question
+from .answers import prompt_inputs as prompt_inputs
 from .decoding_qtsplus import is_address
 from .hub.folder import read_json, whole_folder
 from .loading import load as load
-from .methods_qtsplus import Method
 from .output import printable
-from .prompt_qtsplus import CACHE
-from .recall import Remembered, answer_remembered
-from .selector_qtsplus import QTSplusOutput
 from .storage import fingerprint, load_video, save_video
 from .stream import Stream
-from .two_passes import TwoPasses, second_pass, second_prompt
+from .two_passes import TwoPasses
 from .videos import EncodedVideo, encode
 
 _SAVED = "session.json"
@@ -64,109 +58,6 @@ def ask(
     return replace(answer, timings={**timings, **answer.timings})
 
 
-def answer_questions(
-    model: Any,
-    processor: Any,
-    videos: Mapping[str, EncodedVideo],
-    questions: Sequence[str],
-    *,
-    turns: Sequence[str] = (),
-    memory: "_Memory | None" = None,
-    retention: float | None = None,
-    max_visual_tokens: int | None = None,
-    selection: str | Method | None = None,
-    max_new_tokens: int | None = None,
-    **generation: Any,
-) -> list[Answer]:
-    """
-    Answers questions about the same videos, whose tokens compete for one budget, in one batch.
-
-    Args:
-        videos: by name; the names stand in the prompt where there are several.
-        questions: each a row of the batch, with a budget of its own.
-        turns: what was asked and answered before, in turn, in one conversation with each of the questions.
-        memory: of that conversation.
-        retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
-        max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
-        selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
-            `Candidates` and a count to indices (`methods_qtsplus.py`).
-        max_new_tokens: longest answer; what a `generation_config` says, or 128, when absent.
-        generation: as for `generate`.
-
-    Raises:
-        ValueError: no video; two passes over other than one video and one question; and as [`ask`].
-    """
-    for question in questions:
-        check_question(model, processor, question)
-    if not videos:
-        raise ValueError("There is no video to ask about; add one.")
-    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    options = generation_options(model, generation, max_new_tokens)
-    if any(video.large for video in videos.values()):
-        return [_answer_twice(model, processor, videos, questions, turns, choice, options)]
-    if any(isinstance(video, Remembered) for video in videos.values()):
-        asking = (turns, choice, options)
-        return [answer_remembered(model, processor, videos, question, *asking) for question in questions]
-    inputs = prompt_inputs(processor, videos, questions, turns, model.device)
-    clock = options["streamer"].start()
-    if memory is None:
-        output = model.generate(**inputs, **choice, **options)
-        chosen = output.qtsplus
-    else:
-        output, chosen = memory.generate(model, inputs, choice, options)
-    written, timings = output.sequences[:, inputs["input_ids"].shape[1] :], clock.timings()
-    return [make_answer(model, processor, videos, ids, chosen, timings, row) for row, ids in enumerate(written)]
-
-
-@dataclass
-class _Memory:
-    """What the last answer of a conversation left: the key/value cache, and which tokens were kept."""
-
-    cache: Any = None
-    kept: torch.Tensor | None = None
-
-    def generate(
-        self, model: Any, inputs: dict[str, Any], choice: dict[str, Any], options: dict[str, Any]
-    ) -> tuple[Any, QTSplusOutput]:
-        """As `model.generate`, with the selection: from the cache if the question keeps the tokens that made it."""
-        with torch.no_grad():
-            prompt = model.model.compress(**inputs, **choice, sample_gate=False, pad_left=True)
-        (kept,), chosen = prompt.qtsplus.kept_indices, prompt.qtsplus
-        known, cache, self.kept, self.cache = self.kept, self.cache, None, None  # what is interrupted leaves no cache
-        if known is not None and torch.equal(known, kept) and not model.model.recurrent:
-            output = model.generate(**inputs, **choice, **options, **{CACHE: cache})
-        else:
-            output = model.generate_from(prompt, **options)
-        self.cache, self.kept = output.get(CACHE), kept
-        return output, chosen
-
-
-def _answer_twice(
-    model: Any,
-    processor: Any,
-    videos: Mapping[str, EncodedVideo],
-    questions: Sequence[str],
-    turns: Sequence[str],
-    choice: dict[str, Any],
-    options: dict[str, Any],
-) -> Answer:
-    """[`answer_questions`] with two passes over the only video."""
-    if len(videos) > 1 or len(questions) > 1:
-        raise ValueError("Two passes look at one video for one question; encode the videos in one pass.")
-    started = time.perf_counter()
-    ((name, video),) = videos.items()
-    large: Any = video.large
-    second = second_pass(model, large, prompt_inputs(processor, videos, questions, turns, model.device), **choice)
-    timings = {"second_pass": time.perf_counter() - started}
-    clock, whole = options["streamer"].start(), {name: replace(video, video_grid_thw=large.chunks.video_grid_thw)}
-    inputs = prompt_inputs(processor, whole, questions, turns, model.device)
-    with torch.no_grad():
-        prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
-    output = model.generate_from(prompt, **options)
-    ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-    return make_answer(model, processor, whole, ids, prompt.qtsplus, timings | clock.timings(), second=second)
-
-
 class VideoSession:
     """Videos that are encoded once and asked about again and again; those of a question compete for one budget."""
 
@@ -175,7 +66,7 @@ class VideoSession:
         self.videos: dict[str, EncodedVideo] = {}
         self.streams: dict[str, Stream] = {}
         self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
-        self._memory = _Memory()
+        self._memory = Memory()
 
     @property
     def names(self) -> list[str]:
@@ -201,7 +92,7 @@ class VideoSession:
             raise ValueError(f"The name {name!r} is taken; name the video otherwise.")
         if options and isinstance(video, (EncodedVideo, Stream)):
             raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
-        self._memory = _Memory()
+        self._memory = Memory()
         if isinstance(video, Stream):
             if video.model is not self.model:
                 raise ValueError("The stream was opened with another model than the session's; open both with one.")
@@ -224,7 +115,7 @@ class VideoSession:
         self._check_names([name])
         self.videos.pop(name, None)
         self.streams.pop(name, None)
-        self._memory = _Memory()
+        self._memory = Memory()
 
     def ask(self, question: str, videos: Sequence[str] | None = None, **generation: Any) -> Answer:
         """Answers a question about all or some `videos`, by name, as [`answer_questions`] does."""
@@ -260,7 +151,7 @@ class VideoSession:
 
     def reset(self) -> None:
         """Ends the conversation; the videos stay."""
-        self.turns, self._memory = [], _Memory()
+        self.turns, self._memory = [], Memory()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -289,7 +180,7 @@ class VideoSession:
         if not (whole and all(isinstance(text, str) for text in (*files, *files.values(), *turns))):
             raise ValueError(f"{folder} holds no session; expected a folder that `save` wrote.")
         self.videos = {name: load_video(Path(folder, file), self.fingerprint, device) for name, file in files.items()}
-        self.streams, self.turns, self._memory = {}, turns, _Memory()
+        self.streams, self.turns, self._memory = {}, turns, Memory()
 
     def _chosen(self, names: Sequence[str] | None) -> dict[str, EncodedVideo]:
         """The videos of these names, in their order, and of a stream what its cameras remember by now."""

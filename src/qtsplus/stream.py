@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from transformers.video_utils import VideoMetadata
 
-from .answers import Answer, check_name, check_question, generation_options
+from .answers import Answer, answer_questions, check_name
 from .encoding_qtsplus import Repeats
 from .methods_qtsplus import METHODS, Candidates, Method, check_kept, most_relevant
 from .ranking import StandingQuestion
-from .recall import Remembered, answer_remembered, places_of, rows_of
+from .recall import Remembered, places_of, rows_of
 from .video_qtsplus import naming, stack_frames
 from .videos import EncodedVideo
 
@@ -285,27 +285,15 @@ class Stream:
         visual = [one.features[:, : self._width] for one in tokens]
         return Candidates(visual, visual[0][:0], positions, [(1, 1, len(one)) for one in tokens], score)
 
-    @torch.no_grad()
-    def ask(
-        self,
-        question: str,
-        *,
-        retention: float | None = None,
-        max_visual_tokens: int | None = None,
-        selection: str | Method | None = None,
-        max_new_tokens: int | None = None,
-        **generation: Any,
-    ) -> Answer:
+    def ask(self, question: str, **options: Any) -> Answer:
         """
         Answers a question about what is in memory; the options are those of `answer_questions`.
 
         The evidence has the seconds of the stream and the names of the cameras. The keep maps have a row for each step
         of which something is in memory, and one that is empty where others are missing.
         """
-        check_question(self.model, self.processor, question)
-        choice = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-        options = generation_options(self.model, generation, max_new_tokens)
-        return answer_remembered(self.model, self.processor, self.videos(), question, (), choice, options)
+        (answer,) = answer_questions(self.model, self.processor, self.videos(), [question], **options)
+        return answer
 
     def videos(self, only: str | None = None) -> dict[str, EncodedVideo]:
         """What is in memory now, by camera, where there is only one by the name `only`; `ValueError` if nothing is."""

@@ -111,15 +111,6 @@ class SecondPass:
     retention: float  # of the tokens that were encoded, so that as many are kept as of the whole video
     rho: float  # of the whole video's tokens, what the first pass aimed at, as far as they were encoded
 
-    def of_the_whole(
-        self, kept_indices: torch.Tensor, relevance: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Kept indices `[n]` and relevance `[k]` of the encoded tokens, as those of all tokens."""
-        kept_indices = self.places[kept_indices.cpu()]
-        if relevance is not None and len(relevance):
-            relevance = torch.zeros(self.num_tokens).index_copy(0, self.places, relevance.float().cpu())
-        return kept_indices, relevance
-
 
 def open_twice(
     model: Any, processor: Any, chunks: VideoChunks, two_passes: TwoPasses, frame_tolerance: float | None = 0.0
