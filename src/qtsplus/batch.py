@@ -21,10 +21,10 @@ from rich.progress import track
 from . import loading, session
 from .data.formats import Row, iter_rows, media_folder
 from .data.media import UNREADABLE, find_media
-from .data.records import Rate, String, Text, explain
+from .data.records import Rate, String, Text
 from .output import check_output, whole_file
 from .results import Journal
-from .settings import show
+from .settings import explain, show
 
 # By the numbers of the rows: the fields of an answer, or `error`.
 Results = Iterator[tuple[int, dict[str, Any]]]
@@ -80,7 +80,8 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
             question = _question(row.content, row.problem)
             questions.tasks.append(Task(row.number, question, find_media(question.video, root)))
         except ValueError as error:
-            questions.problems[row.number] = explain(error) if isinstance(error, ValidationError) else str(error)
+            problems = explain(error, row.content) if isinstance(error, ValidationError) else [str(error)]
+            questions.problems[row.number] = "; ".join(problems).removesuffix(".") + "."
     if not questions.tasks:
         first = next(iter(questions.problems.values()), "")
         raise ValueError(f"{path} holds no row with a video and a question. {first}")

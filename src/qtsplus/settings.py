@@ -3,7 +3,7 @@
 import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
@@ -68,7 +68,7 @@ def build(where: str, kind: type[Settings], values: Mapping[str, Any]) -> Settin
     try:
         return TypeAdapter(kind).validate_json(_as_json(values), strict=True)
     except ValidationError as error:
-        raise ValueError(f"{where}{_explain(error, values)}") from None
+        raise ValueError(f"{where}{explain(error, values)[0]}.") from None
     except ImportError as error:  # such as DeepSpeed
         raise ValueError(f"{where.rstrip('.')} asks for a package that is not installed: {error}") from error
     except TypeError as error:  # an unknown field of a nested section of Transformers'
@@ -80,7 +80,7 @@ def check_types(where: str, kind: type, values: Mapping[str, Any]) -> None:
     try:
         _model(kind, tuple(values)).__pydantic_validator__.validate_json(_as_json(values), strict=True)
     except ValidationError as error:
-        raise ValueError(f"{where}{_explain(error, values)}") from None
+        raise ValueError(f"{where}{explain(error, values)[0]}.") from None
 
 
 @cache
@@ -94,18 +94,40 @@ def _as_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, default=str)
 
 
-def _explain(error: ValidationError, values: Mapping[str, Any]) -> str:
-    """The first field that is wrong, with what stands there and what is expected."""
-    problems = error.errors(include_url=False)
-    first, name = problems[0], ".".join(map(str, problems[0]["loc"][:1]))
-    if first["type"] == "value_error":  # of the dataclass itself
-        return f"{name} {first['ctx']['error']}".strip()
-    if first["type"] == "unexpected_keyword_argument":
-        return f"{name} is no field."
-    if name not in values:
-        return f"{name} is missing."
-    kinds = [problem["msg"].removeprefix("Input should be ") for problem in problems if problem["loc"][0] == name]
-    return f"{name} is {show(values[name])}; expected {' or '.join(dict.fromkeys(kinds))}."
+# Where pydantic's own word is of programmers.
+_EXPECTED = {"string_type": "a text", "dict_type": "a mapping", "tuple_type": "a list"}
+_WORDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
+
+
+def explain(error: ValidationError, values: Any) -> list[str]:
+    """What pydantic found wrong with `values`: for each field a clause with what stands there and what is expected."""
+    wrong: dict[str, list[str]] = {}
+    for problem in error.errors(include_url=False):
+        name, kind = _name(problem["loc"], values), problem["type"]
+        if kind == "value_error":  # of the dataclass itself, or of a check of ours
+            wrong[f"{name} {problem['ctx']['error']}".strip()] = []
+        elif kind in ("unexpected_keyword_argument", "extra_forbidden"):
+            wrong[f"{name} is no field"] = []
+        elif kind in ("missing", "missing_argument"):
+            wrong[f"{name}.{problem['loc'][-1]} is missing".removeprefix(".")] = []
+        else:
+            expected = _EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be ")
+            for word, plain in _WORDS.items():
+                expected = expected.replace(word, plain)
+            wrong.setdefault(f"{name or 'it'} is {show(problem['input'])}", []).append(expected)
+    clauses = ((clause, " or ".join(dict.fromkeys(kinds))) for clause, kinds in wrong.items())
+    return [f"{clause}; expected {kinds}" if kinds else clause for clause, kinds in clauses]
+
+
+def _name(place: Sequence[int | str], values: Any) -> str:
+    """A field by its place, without the names that pydantic gives to the kinds of a union and to keys."""
+    names = []
+    for part in place:
+        there = isinstance(values, Mapping) and part in values
+        if there or (isinstance(values, (list, tuple)) and isinstance(part, int) and part < len(values)):
+            values = values[part]
+            names.append(str(part))
+    return ".".join(names)
 
 
 def show(value: Any) -> str:

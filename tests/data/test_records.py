@@ -67,7 +67,7 @@ def test_what_a_choice_refuses_is_named_with_what_is_expected(change, message):
     [
         ([1], "expected a JSON object, got a list"),
         ({"question": "What?"}, "it lacks video, answer"),
-        ({"vision_id": "v", "question": "What?"}, "it lacks answer"),
+        ({"vision_id": "v", "question": "What?"}, "answer is missing"),
     ],
 )
 def test_what_is_no_record_is_refused(row, message):

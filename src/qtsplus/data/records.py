@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from ..settings import show
+from ..settings import explain, show
 
 LETTERS = "ABCD"
 SOURCES = ("mcq", "vqa", "caption")
@@ -163,32 +163,7 @@ def parse_record(row: Mapping[str, Any]) -> Record:
     try:
         return _ADAPTERS[kind].validate_python(row)
     except ValidationError as error:
-        raise ValueError(explain(error)) from None
-
-
-def explain(error: ValidationError) -> str:
-    """What pydantic found, in one line: each field with what was given and what is expected."""
-    return "; ".join(_explain(problem) for problem in error.errors(include_url=False)) + "."
-
-
-_EXPECTED = {
-    "string_type": "a text",
-    "float_type": "a finite number",
-    "finite_number": "a finite number",
-    "tuple_type": "a list",
-    "dict_type": "a mapping",
-    "greater_than": "more than 0 frames per second",
-}
-
-
-def _explain(problem: Any) -> str:
-    name = ".".join(str(part) for part in problem["loc"] if part != "[key]")
-    if problem["type"] == "missing":
-        return f"it lacks {name}"
-    if problem["type"] == "value_error":
-        return f"{name} {problem['ctx']['error']}".strip()
-    expected = _EXPECTED.get(problem["type"]) or problem["msg"].removeprefix("Input should be ")
-    return f"{name} is {show(problem['input'])}; expected {expected}"
+        raise ValueError("; ".join(explain(error, row)) + ".") from None
 
 
 def to_video_record(record: Record, video: str | None = None) -> VideoRecord:

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, field_validator
 
-from ..data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text, explain
+from ..data.records import LETTERS, QUESTION_TYPES, Caption, Choice, Difficulty, QuestionType, Text
+from ..settings import explain
 from .endpoint import Endpoint
 from .engine import Item, ItemFailed, Ledger, Result
 from .video_steps import strip_thoughts
@@ -142,7 +143,7 @@ def read_drafts(text: str, caption: str) -> tuple[list[Draft], list[tuple[dict[s
         try:
             draft = Draft.model_validate(entry)
         except ValidationError as error:
-            bad.append((entry, f"not a question: {explain(error)}"))
+            bad.append((entry, f"not a question: {'; '.join(explain(error, entry))}"))
             continue
         reason = find_fault(draft, caption)
         if reason is None and _plain(draft.question) in (_plain(other.question) for other in good):
