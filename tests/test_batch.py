@@ -123,7 +123,7 @@ def test_bad_videos_and_bad_rows_are_rows_with_their_error(batch, videos, rows, 
     answers = read(tmp_path / "out.jsonl")
     assert [row["id"] for row in answers] == [1, 2, 3, "gone", *range(5, 13)]
     assert ["answer" in row for row in answers] == [True] * 2 + [False] * 8 + [True, False]
-    words = ("cut.mp4", "none.mp4", "question is empty", "retention is 2", "retention is true", "tokens", "video is missing")
+    words = ("cut.mp4", "none.mp4", "question is empty", "retention is 2", "retention is true", "tokens", "is missing")
     for row, said in zip(answers[2:], (*words, "expected an object"), strict=False):
         assert said in row["error"] and "\n" not in row["error"]
     assert "no JSON" in answers[-1]["error"]

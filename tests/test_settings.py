@@ -33,8 +33,8 @@ class Outer:
     ("values", "words"),
     [
         ({"name": 1.5}, "x.yaml: name is 1.5; expected a text or a valid integer."),
-        ({"name": "long"}, "x.yaml: name is 'long'; expected three letters."),
-        ({}, "x.yaml: name is missing."),
+        ({"name": "long"}, "x.yaml: name is 'long'; expected three letters or a valid integer."),
+        ({"size": 1}, "x.yaml: name is missing; x.yaml: size is no field."),
         ({"name": 1, "inner": {"share": 2}}, "x.yaml: inner.share is 2; expected at most 1."),
         ({"name": 1, "inner": {"share": 0}}, "x.yaml: inner.share is 0; expected more than 0."),
         ({"name": 1, "inner": {"size": 2}}, "x.yaml: inner.size is no field."),

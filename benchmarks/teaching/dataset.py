@@ -12,7 +12,8 @@ from pydantic.dataclasses import dataclass
 
 from qtsplus.data.formats import iter_rows, media_folder, read_records
 from qtsplus.data.media import find_media
-from qtsplus.data.records import Text, VideoRecord, explain
+from qtsplus.data.records import Text, VideoRecord
+from qtsplus.settings import explain
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import SkippedRecord, VideoQADataset
 
@@ -75,7 +76,7 @@ def read_tinyworld(path: str | os.PathLike, media_root: str | os.PathLike | None
         try:
             record = TinyWorldRecord(**vars(plain), **dense)
         except ValidationError as error:
-            raise ValueError(f"Row {row.number} of {path} is not a record: {explain(error)}") from None
+            raise ValueError(f"Row {row.number} of {path} is not a record: {explain(error, row.content)}") from None
         if record.teacher_video is not None:
             record = replace(record, teacher_video=find_media(record.teacher_video, root))
         records.append(record)

@@ -79,9 +79,10 @@ def read_questions(path: Path, media_root: Path | None = None) -> Questions:
         try:
             question = _question(row.content, row.problem)
             questions.tasks.append(Task(row.number, question, find_media(question.video, root)))
+        except ValidationError as error:
+            questions.problems[row.number] = explain(error, row.content)
         except ValueError as error:
-            problems = explain(error, row.content) if isinstance(error, ValidationError) else [str(error)]
-            questions.problems[row.number] = "; ".join(problems).removesuffix(".") + "."
+            questions.problems[row.number] = str(error)
     if not questions.tasks:
         first = next(iter(questions.problems.values()), "")
         raise ValueError(f"{path} holds no row with a video and a question. {first}")

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from .data.records import explain
 from .output import printable, whole_file
+from .settings import explain
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -218,7 +218,7 @@ def check_stored(kind: Any, content: Any, path: Path | None = None) -> Any:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
         where = "" if path is None else f"{path} is damaged: "
-        raise ValueError(where + printable(explain(error))) from None
+        raise ValueError(where + printable(explain(error, content))) from None
 
 
 _adapter = cache(TypeAdapter)

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from itertools import islice
 from typing import Any, TypeVar
 
 import yaml
@@ -68,7 +69,7 @@ def build(where: str, kind: type[Settings], values: Mapping[str, Any]) -> Settin
     try:
         return TypeAdapter(kind).validate_json(_as_json(values), strict=True)
     except ValidationError as error:
-        raise ValueError(f"{where}{explain(error, values)[0]}.") from None
+        raise ValueError(explain(error, values, where)) from None
     except ImportError as error:  # such as DeepSpeed
         raise ValueError(f"{where.rstrip('.')} asks for a package that is not installed: {error}") from error
     except TypeError as error:  # an unknown field of a nested section of Transformers'
@@ -80,7 +81,7 @@ def check_types(where: str, kind: type, values: Mapping[str, Any]) -> None:
     try:
         _model(kind, tuple(values)).__pydantic_validator__.validate_json(_as_json(values), strict=True)
     except ValidationError as error:
-        raise ValueError(f"{where}{explain(error, values)[0]}.") from None
+        raise ValueError(explain(error, values, where)) from None
 
 
 @cache
@@ -94,39 +95,43 @@ def _as_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, default=str)
 
 
-# Where pydantic's own word is of programmers.
+# What pydantic calls what is wrong, where its own words are of programmers.
+_SAID = {
+    **dict.fromkeys(("missing", "missing_argument"), "is missing"),
+    **dict.fromkeys(("unexpected_keyword_argument", "extra_forbidden"), "is no field"),
+}
 _EXPECTED = {"string_type": "a text", "dict_type": "a mapping", "tuple_type": "a list"}
 _WORDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
 
 
-def explain(error: ValidationError, values: Any) -> list[str]:
-    """What pydantic found wrong with `values`: for each field a clause with what stands there and what is expected."""
+def explain(error: ValidationError, values: Any, where: str = "") -> str:
+    """What pydantic found wrong with `values`, in a line: the first fields, what stands there and what is expected."""
     wrong: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False):
-        name, kind = _name(problem["loc"], values), problem["type"]
+        kind = problem["type"]
+        expected = _EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be ")
+        for word, plain in _WORDS.items():
+            expected = expected.replace(word, plain)
+        said = _SAID.get(kind) or f"is {show(problem['input'])}; expected {expected}"
         if kind == "value_error":  # of the dataclass itself, or of a check of ours
-            wrong[f"{name} {problem['ctx']['error']}".strip()] = []
-        elif kind in ("unexpected_keyword_argument", "extra_forbidden"):
-            wrong[f"{name} is no field"] = []
-        elif kind in ("missing", "missing_argument"):
-            wrong[f"{name}.{problem['loc'][-1]} is missing".removeprefix(".")] = []
-        else:
-            expected = _EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be ")
-            for word, plain in _WORDS.items():
-                expected = expected.replace(word, plain)
-            wrong.setdefault(f"{name or 'it'} is {show(problem['input'])}", []).append(expected)
-    clauses = ((clause, " or ".join(dict.fromkeys(kinds))) for clause, kinds in wrong.items())
-    return [f"{clause}; expected {kinds}" if kinds else clause for clause, kinds in clauses]
+            said = str(problem["ctx"]["error"])
+        clause, _, expected = said.partition("; expected ")
+        name = where + _name(problem["loc"], values)
+        wrong.setdefault(f"{name} {clause}".strip(), []).extend([expected] if expected else [])
+    clauses = ((clause, " or ".join(dict.fromkeys(kinds))) for clause, kinds in islice(wrong.items(), 3))
+    return "; ".join(f"{clause}; expected {kinds}" if kinds else clause for clause, kinds in clauses) + "."
 
 
 def _name(place: Sequence[int | str], values: Any) -> str:
-    """A field by its place, without the names that pydantic gives to the kinds of a union and to keys."""
+    """A field by its place, without the names that pydantic gives to keys and to the kinds of a union."""
     names = []
     for part in place:
-        there = isinstance(values, Mapping) and part in values
-        if there or (isinstance(values, (list, tuple)) and isinstance(part, int) and part < len(values)):
-            values = values[part]
+        if isinstance(values, Mapping) and part != "[key]":
             names.append(str(part))
+            values = values.get(part)
+        elif isinstance(values, (list, tuple)) and isinstance(part, int):
+            names.append(str(part))
+            values = values[part] if part < len(values) else None
     return ".".join(names)
 
 

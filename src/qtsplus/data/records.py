@@ -163,7 +163,7 @@ def parse_record(row: Mapping[str, Any]) -> Record:
     try:
         return _ADAPTERS[kind].validate_python(row)
     except ValidationError as error:
-        raise ValueError("; ".join(explain(error, row)) + ".") from None
+        raise ValueError(explain(error, row)) from None
 
 
 def to_video_record(record: Record, video: str | None = None) -> VideoRecord:

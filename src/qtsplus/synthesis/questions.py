@@ -143,7 +143,7 @@ def read_drafts(text: str, caption: str) -> tuple[list[Draft], list[tuple[dict[s
         try:
             draft = Draft.model_validate(entry)
         except ValidationError as error:
-            bad.append((entry, f"not a question: {'; '.join(explain(error, entry))}"))
+            bad.append((entry, f"not a question: {explain(error, entry)}"))
             continue
         reason = find_fault(draft, caption)
         if reason is None and _plain(draft.question) in (_plain(other.question) for other in good):
