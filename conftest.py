@@ -37,7 +37,7 @@ def tiny_processor():
 @pytest.fixture(scope="session")
 def tiny_mp4(tmp_path_factory) -> Path:
     """A rendered H.264 clip: 4 s, 8 frames a second, 112 x 112 pixels."""
-    from benchmarks.world.clip import render_clip
+    from clips import render_clip
 
     path = tmp_path_factory.mktemp("clip") / "clip.mp4"
     render_clip(path, seconds=4, fps=8, size=(112, 112), seed=0)

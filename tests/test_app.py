@@ -347,14 +347,13 @@ def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):
 
 
 def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, shown, tiny_published, tmp_path):
-    from benchmarks.world.clip import write_mp4
-    from benchmarks.world.crowd import make_crowd, render_crowd
+    from clips import make_world, render_world, write_mp4
     from qtsplus import library, session
 
     films = tmp_path / "folder"
     films.mkdir()
     shutil.copyfile(CLIP, films / "one.mp4")
-    write_mp4(films / "two.mp4", render_crowd(make_crowd(12)), 2)
+    write_mp4(films / "two.mp4", render_world(make_world(12)), 2)
     loaded = session.load(tiny_published, "cpu")
     library.index(films, tmp_path / "library", *loaded)
     books = library.Library(tmp_path / "library", *loaded)

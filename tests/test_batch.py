@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.world.clip import render_clip
+from clips import render_clip
 from qtsplus import session
 from qtsplus.batch import Asker, read_questions, run
 from qtsplus.cli import app

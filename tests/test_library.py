@@ -16,8 +16,7 @@ from filelock import FileLock
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from benchmarks.world.clip import write_mp4
-from benchmarks.world.crowd import make_crowd, render_crowd
+from clips import make_world, render_world, write_mp4
 from qtsplus import library as library_module
 from qtsplus import ranking
 from qtsplus.cli import app
@@ -27,13 +26,13 @@ from qtsplus.methods_qtsplus import top_n
 from qtsplus.ranking import Piece, Scorer
 from qtsplus.session import VideoSession
 
-WORLDS = {name: make_crowd(9_000_100 + seed, 6, 8) for seed, name in enumerate(("a.mp4", "b.mp4", "more/c.mp4"))}
+WORLDS = {name: make_world(160 + seed, 6) for seed, name in enumerate(("a.mp4", "b.mp4", "more/c.mp4"))}
 QUESTION = "What is in the red circle?"
 
 
 @pytest.fixture(scope="module")
-def loaded(crowd_published):
-    return load(crowd_published, "cpu")
+def loaded(tiny_published):
+    return load(tiny_published, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +40,14 @@ def videos(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("videos")
     for name, world in WORLDS.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        write_mp4(folder / name, render_crowd(world), 2)
+        write_mp4(folder / name, render_world(world), 2)
     return folder
 
 
 @pytest.fixture(scope="module")
-def library(videos, loaded, crowd_published, tmp_path_factory) -> Library:
+def library(videos, loaded, tiny_published, tmp_path_factory) -> Library:
     folder = tmp_path_factory.mktemp("library")
-    index(videos, folder, *loaded, name=str(crowd_published))
+    index(videos, folder, *loaded, name=str(tiny_published))
     return Library(folder, *loaded)
 
 
@@ -59,10 +58,9 @@ def mine(videos, tmp_path) -> Path:
 
 
 def only_there(name):
-    """An object that stands still in one of the videos, and has a name that no other video has."""
+    """An object of one of the videos whose name no other video has."""
     others = {(item.colour, item.shape) for other, world in WORLDS.items() if other != name for item in world.objects}
-    items = [item for item in WORLDS[name].objects if item.direction is None]
-    return next(item for item in items if (item.colour, item.shape) not in others)
+    return next(item for item in WORLDS[name].objects if (item.colour, item.shape) not in others)
 
 
 # --- Ranking ---
@@ -211,7 +209,7 @@ def test_the_content_of_a_file_decides(mine, loaded, tmp_path):
     assert Library(folder, *loaded).names == ["b.mp4", "copy.mp4", "more/c.mp4", "moved.mp4"]
 
     (mine / "copy.mp4").unlink()
-    write_mp4(mine / "b.mp4", render_crowd(make_crowd(9_000_109, 6, 8)), 2)
+    write_mp4(mine / "b.mp4", render_world(make_world(109, 6)), 2)
     index(mine, folder, *loaded)
     after = encoded(folder)
     assert len(after) == 3 and len(after.items() & before.items()) == 2  # the changed one was encoded, its past is gone
@@ -228,7 +226,7 @@ def test_a_bad_file_is_named_and_ends_nothing(mine, loaded, tmp_path):
     made = index(mine, tmp_path / "library", *loaded)
     assert "Cannot decode" in made.entries["a.mp4"]["error"]
     assert Library(tmp_path / "library", *loaded).names == ["b.mp4", "more/c.mp4"]
-    write_mp4(mine / "a.mp4", render_crowd(WORLDS["a.mp4"]), 2)
+    write_mp4(mine / "a.mp4", render_world(WORLDS["a.mp4"]), 2)
     made = index(mine, tmp_path / "library", *loaded)
     assert "error" not in made.entries["a.mp4"] and len(made.files) == 3
 
@@ -371,7 +369,7 @@ def test_another_vision_tower_is_refused(library, videos, loaded):
 
 
 def test_a_folder_of_other_videos_empties_no_library(library, videos, loaded, tmp_path):
-    write_mp4(tmp_path / "other.mp4", render_crowd(make_crowd(9_000_110, 1, 8)), 2)
+    write_mp4(tmp_path / "other.mp4", render_world(make_world(110, 1)), 2)
     before = encoded(library.folder)
     for _ in range(2):
         with pytest.raises(ValueError, match="3 videos, none of which is here"):
@@ -426,15 +424,15 @@ def test_numbers_below_one_are_refused(library, call):
 # --- The commands ---
 
 
-def test_names_of_any_kind_are_shown_and_asked_about(videos, crowd_published, tmp_path):
+def test_names_of_any_kind_are_shown_and_asked_about(videos, tiny_published, tmp_path):
     """Brackets and colons are no styles, and bytes that are no text end nothing."""
     names = ["a [bold].mp4", ":smile:.mp4", "x[/y].mp4", "bad\udcff.mp4"]
     (tmp_path / "films" / "x[").mkdir(parents=True)
     for number, name in enumerate(names):
-        write_mp4(tmp_path / "films" / name, render_crowd(make_crowd(9_000_120 + number, 6, 8)), 2)
+        write_mp4(tmp_path / "films" / name, render_world(make_world(120 + number, 6)), 2)
     wide = {"env": {**os.environ, "COLUMNS": "150"}}
     folder = tmp_path / "library"
-    assert qtsplus("index", tmp_path / "films", "--out", folder, "--model", crowd_published).returncode == 0
+    assert qtsplus("index", tmp_path / "films", "--out", folder, "--model", tiny_published).returncode == 0
     found = qtsplus("find", folder, "What is in the red circle?", **wide)
     assert found.returncode == 0 and all(name in found.stdout for name in [*names[:3], "bad\\xff.mp4"])
     asked = qtsplus(
@@ -449,11 +447,11 @@ def qtsplus(*arguments, **more):
     return subprocess.run(line, capture_output=True, text=True, **more)
 
 
-def test_the_commands_need_the_videos_once(mine, crowd_published, tmp_path):
+def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     (mine / "bad.mp4").write_bytes(b"no video")
     folder, item = tmp_path / "library", only_there("a.mp4")
     question = f"What is in the {item.name}?"
-    made = qtsplus("index", mine, "--out", folder, "--model", crowd_published, "--dtype", "float16")
+    made = qtsplus("index", mine, "--out", folder, "--model", tiny_published, "--dtype", "float16")
     assert made.returncode == 0, made.stderr
     assert made.stdout == f"Wrote {folder}, a library of 3 videos\n"
     assert "Encoding 3 of 4 videos: 648 tokens, 166 kB" in made.stderr
@@ -482,11 +480,11 @@ def test_the_commands_need_the_videos_once(mine, crowd_published, tmp_path):
     assert left == {"answer.json", "timeline.png"}
 
 
-def test_every_line_of_a_chat_searches_the_whole_library(library, crowd_published, tmp_path):
+def test_every_line_of_a_chat_searches_the_whole_library(library, tiny_published, tmp_path):
     items = [only_there(name) for name in WORLDS]
     questions = [f"What is in the {item.name}?" for item in items]
     lines = [questions[0], "/evidence", "/budget 20", *questions[1:], f"/evidence {tmp_path / 'drawn'}", "/add a.mp4"]
-    call = ["chat", str(library.folder), "--model", str(crowd_published), "--max-new-tokens", "4"]
+    call = ["chat", str(library.folder), "--model", str(tiny_published), "--max-new-tokens", "4"]
     result = CliRunner().invoke(app, [*call, "--json"], input="\n".join(lines))
     assert result.exit_code == 1 and "`qtsplus index` adds to a library" in result.stderr, result.stderr
     first, evidence, *others = map(json.loads, result.stdout.splitlines())
@@ -500,12 +498,12 @@ def test_every_line_of_a_chat_searches_the_whole_library(library, crowd_publishe
     assert result.exit_code == 0 and "b.mp4, " in result.stdout, "the file is named"
 
 
-def test_an_interrupted_run_goes_on(loaded, crowd_published, tmp_path):
+def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
     mine, folder = tmp_path / "videos", tmp_path / "library"
     mine.mkdir()
     for number in range(5):
-        write_mp4(mine / f"{number}.mp4", render_crowd(make_crowd(9_000_120 + number, 40, 8)), 2)
-    line = [sys.executable, "-m", "qtsplus.cli", "index", mine, "--out", folder, "--model", crowd_published]
+        write_mp4(mine / f"{number}.mp4", render_world(make_world(120 + number, 40)), 2)
+    line = [sys.executable, "-m", "qtsplus.cli", "index", mine, "--out", folder, "--model", tiny_published]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         while not encoded(folder) and running.poll() is None:
             time.sleep(0.005)
@@ -514,7 +512,7 @@ def test_an_interrupted_run_goes_on(loaded, crowd_published, tmp_path):
     before = encoded(folder)
     assert running.returncode == 130 and notes.splitlines()[-1].startswith("qtsplus: interrupted"), notes
     assert 1 <= len(before) < 5
-    index(mine, folder, *loaded, name=str(crowd_published))
+    index(mine, folder, *loaded, name=str(tiny_published))
     after = encoded(folder)
     assert len(after) == 5 and before.items() <= after.items()
 
@@ -539,16 +537,16 @@ def test_an_interrupted_run_goes_on(loaded, crowd_published, tmp_path):
         (["index", "{videos}", "--out", "{videos}/a.mp4"], "is a file; expected a folder"),
     ],
 )
-def test_bad_command_lines_end_in_one_line(library, videos, crowd_published, tmp_path, arguments, reason):
+def test_bad_command_lines_end_in_one_line(library, videos, tiny_published, tmp_path, arguments, reason):
     places = {"library": library.folder, "videos": videos, "empty": tmp_path}
     line = [one.format(**places) for one in arguments]
-    result = CliRunner().invoke(app, [*line, "--model", str(crowd_published)])
+    result = CliRunner().invoke(app, [*line, "--model", str(tiny_published)])
     assert result.exit_code == 2 and reason.format(**places) in result.stderr.splitlines()[-1], result.output
 
 
-def test_a_run_in_which_nothing_could_be_encoded_fails(crowd_published, tmp_path):
+def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path):
     (tmp_path / "bad.mp4").write_bytes(b"no video")
-    line = ["index", str(tmp_path), "--out", str(tmp_path / "library"), "--model", str(crowd_published)]
+    line = ["index", str(tmp_path), "--out", str(tmp_path / "library"), "--model", str(tiny_published)]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 1 and "could be encoded" in result.stderr
     result = CliRunner().invoke(app, ["find", str(tmp_path / "library"), QUESTION])

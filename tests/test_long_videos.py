@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.world.clip import write_mp4
+from clips import write_mp4
 from qtsplus import session, videos
 
 QUESTION = "What moves?"

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers.video_utils import VideoMetadata
 
-from benchmarks.world.clip import write_mp4
+from clips import write_mp4
 from qtsplus import picture
 from qtsplus.evidence import Interval
 from qtsplus.picture import draw_evidence

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from benchmarks.bases import CROWD
-from benchmarks.world.clip import write_mp4
 from benchmarks.world.tokenizer import SPECIAL_TOKENS, build_processor
+from clips import write_mp4
 from qtsplus import video_qtsplus
 from qtsplus.configuration_qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.processing_qtsplus import Qwen2_5_VLQTSplusProcessor

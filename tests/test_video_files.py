@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.world.clip import write_mp4
+from clips import write_mp4
 from qtsplus import decoding_qtsplus, session
 from qtsplus.video_qtsplus import choose_frames, load_frames, open_video, read_video
 

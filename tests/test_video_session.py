@@ -15,29 +15,27 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.world.clip import write_mp4
-from benchmarks.world.crowd import make_crowd, render_crowd
-from benchmarks.world.crowd_questions import crowd_questions
+from clips import make_world, render_world, write_mp4
 from qtsplus import session, storage
 from qtsplus.prompt_qtsplus import CACHE
 from qtsplus.session import VideoSession, encode, prompt_inputs
 from qtsplus.stream import Stream
 
-WORLDS = [make_crowd(9_000_010 + index, max_objects=8) for index in range(2)]
+WORLDS = [make_world(10 + index) for index in range(2)]
 SHORT = {"max_new_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-def loaded(crowd_published):
-    return session.load(crowd_published, "cpu")
+def loaded(tiny_published):
+    return session.load(tiny_published, "cpu")
 
 
 @pytest.fixture(scope="module")
 def cameras(tmp_path_factory):
-    """Two mp4 files of crowds."""
+    """Two mp4 files."""
     folder = tmp_path_factory.mktemp("cameras")
     for name, world in zip(("front", "back"), WORLDS, strict=True):
-        write_mp4(folder / f"{name}.mp4", render_crowd(world), 2)
+        write_mp4(folder / f"{name}.mp4", render_world(world), 2)
     return folder
 
 
@@ -58,12 +56,7 @@ def fresh(loaded, both):
     return made
 
 
-def questions(world, kinds=("attribute",), number=0):
-    asked = crowd_questions(world, np.random.default_rng(number), multiple_choice=0.0)
-    return [question for question in asked if question.kind in kinds]
-
-
-QUESTIONS = [question.question for world in WORLDS for question in questions(world)]
+QUESTIONS = [thing.question for world in WORLDS for thing in world.objects]
 
 
 def one_shot(loaded, content, query=None, **options):
@@ -120,7 +113,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_of_one_video_is_one_shot(loaded, tmp_path, kind):
-    video, options = KINDS[kind](render_crowd(WORLDS[0]), tmp_path)
+    video, options = KINDS[kind](render_world(WORLDS[0]), tmp_path)
     made, question = VideoSession(*loaded), QUESTIONS[0]
     name = made.add(video, **options)
     answer = made.ask(question, **SHORT)
@@ -153,13 +146,12 @@ def test_evidence_names_the_video_whatever_the_order(loaded, both, cameras):
         turned.add(cameras / name)
     named = []
     for name, world, other in zip(both.names, WORLDS, WORLDS[::-1], strict=True):
-        for question in questions(world):
-            words = set(question.question.rstrip("?").split())
-            if any(len(words & {one.colour, one.shape, one.mark}) > 1 for one in other.objects):
+        for thing in world.objects:
+            if thing.name in {one.name for one in other.objects}:
                 continue  # the other camera shows one of that name too
             for made in (both, turned):
-                answer = made.ask(question.question, **SHORT)
-                if answer.answer == question.answer:
+                answer = made.ask(thing.question, **SHORT)
+                if answer.answer == thing.mark:
                     named.append(answer.evidence[0].name == name)
     assert len(named) >= 8 and all(named)
 
@@ -191,7 +183,8 @@ def test_a_batch_projects_the_keys_of_its_videos_once(both):
     hook = layer.k_proj.register_forward_hook(lambda _, inputs, __: projected.append(len(inputs[0])))
     both.ask_many(QUESTIONS[:3], **SHORT)
     hook.remove()
-    assert sum(projected) == sum(len(video.features) for video in both.videos.values())
+    tokens = [len(video.features) for video in both.videos.values()]
+    assert sum(projected) == sum(tokens) + 1, "and the null token's"
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -277,7 +270,7 @@ def test_a_streamer_is_fed(loaded, fresh):
             self.ended += 1
 
     stream = Stream(*loaded)
-    stream.append(render_crowd(WORLDS[0]))
+    stream.append(render_world(WORLDS[0]))
     for ask in (fresh.ask, fresh.chat, stream.ask):
         words = Words()
         answer = ask(QUESTIONS[0], streamer=words, **SHORT)
@@ -298,7 +291,7 @@ def test_no_frames_are_no_video(loaded, cameras, frames):
 
 
 def test_frames_without_their_rate_and_a_list_of_videos_are_refused(loaded):
-    frames = render_crowd(WORLDS[0])
+    frames = render_world(WORLDS[0])
     with pytest.raises(ValueError, match="frames without their times"):
         encode(*loaded, frames)
     with pytest.raises(ValueError, match="Got 2 videos; expected the frames of one"):
@@ -420,11 +413,11 @@ print(json.dumps([{**one.as_dict(), "timings": 0} for one in answers]))
 """
 
 
-def test_a_saved_session_answers_alike_in_another_process(fresh, crowd_published, tmp_path):
+def test_a_saved_session_answers_alike_in_another_process(fresh, tiny_published, tmp_path):
     fresh.chat(QUESTIONS[0], **SHORT)
     fresh.save(tmp_path / "saved")
     run = subprocess.run(
-        [sys.executable, "-c", ANEW, str(crowd_published), str(tmp_path / "saved"), QUESTIONS[1]],
+        [sys.executable, "-c", ANEW, str(tiny_published), str(tmp_path / "saved"), QUESTIONS[1]],
         capture_output=True,
         text=True,
     )
@@ -444,16 +437,16 @@ def test_a_saved_session_replaces_its_own_files_alone(fresh, tmp_path):
         fresh.save(tmp_path / "saved")
 
 
-def test_features_of_another_tower_are_refused(loaded, fresh, crowd_published, tmp_path):
+def test_features_of_another_tower_are_refused(loaded, fresh, tiny_published, tmp_path):
     fresh.save(tmp_path / "saved")
-    model, processor = session.load(crowd_published, "cpu")
+    model, processor = session.load(tiny_published, "cpu")
     other = VideoSession(model, processor)
     with torch.no_grad():
         next(model.model.visual.parameters()).flatten()[0] += 1e-3
     with pytest.raises(ValueError, match="made with another vision tower or processor"):
         other.load(tmp_path / "saved")
     assert other.names == []
-    model, processor = session.load(crowd_published, "cpu")
+    model, processor = session.load(tiny_published, "cpu")
     with torch.no_grad():
         model.lm_head.weight[0] += 1  # the language model's own business
     VideoSession(model, processor).load(tmp_path / "saved")
@@ -502,7 +495,7 @@ def test_a_video_for_two_passes_is_asked_about_alone(loaded, cameras, tmp_path):
     with pytest.raises(ValueError, match="encoded for two passes and cannot be stored"):
         made.save(tmp_path / "saved")
     with pytest.raises(ValueError, match="Two passes read a video twice"):
-        made.add(render_crowd(WORLDS[0]), fps=2, two_passes=session.TwoPasses())
+        made.add(render_world(WORLDS[0]), fps=2, two_passes=session.TwoPasses())
 
 
 # A player's clock -----------------------------------------------------------------------------------------------------
@@ -526,15 +519,14 @@ def test_evidence_of_a_variable_rate_is_on_the_players_clock(loaded, tmp_path, l
     """Four frames a second at first and sixteen later: of the frames, most show the second half."""
     world, right, total = WORLDS[0], 0, 0
     times = [*np.arange(0, 4, 0.25), *np.arange(4, 8, 0.0625)]
-    write_at(tmp_path / "film.mp4", render_crowd(world)[[int(2 * time) for time in times]], late + np.array(times))
+    write_at(tmp_path / "film.mp4", render_world(world)[[int(2 * time) for time in times]], late + np.array(times))
     made = VideoSession(*loaded)
     made.add(tmp_path / "film.mp4")
-    for question in questions(world):
-        answer = made.ask(question.question, **SHORT)
-        if answer.answer == question.answer:
-            sightings = [sighting for needle in question.evidence for sighting in needle]
-            start, end = min(one.start for one in sightings), max(one.end for one in sightings)
+    for thing in world.objects:
+        answer = made.ask(thing.question, **SHORT)
+        if answer.answer == thing.mark:
+            seen = answer.evidence[0]
             total += 1
-            right += answer.evidence[0].start - late < end and answer.evidence[0].end - late > start
+            right += seen.start - late < thing.vanishes_at and seen.end - late > thing.appears_at
             assert late <= answer.evidence[0].start < answer.evidence[0].end <= late + 8.1
     assert total >= 3 and right == total

@@ -16,13 +16,12 @@ import av
 import numpy as np
 import pytest
 
-from benchmarks.world.crowd import make_crowd, render_crowd
+from clips import make_world, render_world
 from qtsplus import session
 from qtsplus.watching import ROOM, Source, watch
 
-WORLD = make_crowd(3, 8)
-QUESTION = "What is in the orange square?"
-ANSWER = next(item.mark for item in WORLD.objects if item.name == "orange square")
+WORLD = make_world(3)
+QUESTION, ANSWER = WORLD.objects[0].question, WORLD.objects[0].mark
 
 
 def write(path, frames, rate, **options):
@@ -36,15 +35,15 @@ def write(path, frames, rate, **options):
 
 
 @pytest.fixture(scope="module")
-def loaded(crowd_published):
-    return session.load(crowd_published, "cpu")
+def loaded(tiny_published):
+    return session.load(tiny_published, "cpu")
 
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory):
-    """8 s of a crowd as MPEG-TS, 8 frames a second."""
+    """8 s of shapes as MPEG-TS, 8 frames a second."""
     path = tmp_path_factory.mktemp("film") / "film.ts"
-    write(path, np.repeat(render_crowd(WORLD), 4, axis=0), 8)
+    write(path, np.repeat(render_world(WORLD), 4, axis=0), 8)
     return path
 
 
@@ -66,7 +65,7 @@ def times_of(answers):
 )
 def test_a_file_is_read_at_the_rate_that_was_asked_for(tmp_path, suffix, options):
     path = tmp_path / f"film.{suffix}"
-    write(path, np.repeat(render_crowd(WORLD), 4, axis=0), 8, options=options)
+    write(path, np.repeat(render_world(WORLD), 4, axis=0), 8, options=options)
     assert read(path, 0.2) == pytest.approx(np.arange(16) / 2, abs=0.01)
 
 
@@ -80,9 +79,9 @@ def test_a_clock_that_goes_back_goes_on(loaded, film, tmp_path):
 
 
 def test_a_source_with_fewer_frames_keeps_its_clock(loaded, tmp_path):
-    write(tmp_path / "slow.ts", render_crowd(WORLD)[::2], 1)
+    write(tmp_path / "slow.ts", render_world(WORLD)[::2], 1)
     (answer,) = watch(*loaded, {"door": str(tmp_path / "slow.ts")}, QUESTION, every=100, timeout=0.2)
-    expected = session.ask(*loaded, render_crowd(WORLD)[::2].repeat(2, axis=0), QUESTION, fps=2)
+    expected = session.ask(*loaded, render_world(WORLD)[::2].repeat(2, axis=0), QUESTION, fps=2)
     assert answer.answer == expected.answer == ANSWER and answer.seconds_of_video in (7.5, 8)
     assert len(answer.keep_map) == 8, "without a gap"
     assert answer.evidence[0].start < expected.evidence[0].end and expected.evidence[0].start < answer.evidence[0].end
@@ -302,9 +301,9 @@ def test_numbers_out_of_range(loaded, film, options):
 
 
 @contextmanager
-def watching(crowd_published, *arguments):
+def watching(tiny_published, *arguments):
     """`qtsplus watch` in a process of its own, with a pipe as its standard input."""
-    command = [sys.executable, "-m", "qtsplus.cli", "watch", *map(str, arguments), "--model", str(crowd_published)]
+    command = [sys.executable, "-m", "qtsplus.cli", "watch", *map(str, arguments), "--model", str(tiny_published)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, env=environment, **pipes)
@@ -315,8 +314,8 @@ def watching(crowd_published, *arguments):
         process.wait()
 
 
-def test_a_pipe_that_ends(crowd_published, film):
-    with watching(crowd_published, "door=-", QUESTION, "--every", "4", "--json") as process:
+def test_a_pipe_that_ends(tiny_published, film):
+    with watching(tiny_published, "door=-", QUESTION, "--every", "4", "--json") as process:
         output, errors = process.communicate(film.read_bytes())
     assert process.returncode == 0, errors
     answers = [json.loads(line) for line in output.splitlines()]
@@ -325,8 +324,8 @@ def test_a_pipe_that_ends(crowd_published, film):
     assert answers[0]["evidence"][0]["video"] == "door"
 
 
-def test_a_pipe_that_stalls(crowd_published, film):
-    with watching(crowd_published, "-", QUESTION, "--every", "2", "--timeout", "3") as process:
+def test_a_pipe_that_stalls(tiny_published, film):
+    with watching(tiny_published, "-", QUESTION, "--every", "2", "--timeout", "3") as process:
         process.stdin.write(film.read_bytes())
         process.stdin.flush()
         assert b"[2.0 s] " + ANSWER.encode() in process.stdout.readline()
@@ -334,8 +333,8 @@ def test_a_pipe_that_stalls(crowd_published, film):
         assert process.stderr.read().decode().splitlines()[-1] == "qtsplus: The stream '-' sent no frame for 3 s."
 
 
-def test_interrupted(crowd_published, film):
-    with watching(crowd_published, "-", QUESTION, "--every", "2", "--timeout", "600") as process:
+def test_interrupted(tiny_published, film):
+    with watching(tiny_published, "-", QUESTION, "--every", "2", "--timeout", "600") as process:
         process.stdin.write(film.read_bytes())
         process.stdin.flush()
         process.stdout.readline()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.world.clip import render_clip
+from clips import render_clip
 from tiny_backbones import BACKBONES
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.world.clip import write_mp4
+from clips import write_mp4
 from qtsplus.video_qtsplus import read_video
 
 SIZES = {"wide": (96, 200), "tall": (300, 90), "small": (16, 24), "narrow": (24, 1400), "even": (64, 64)}

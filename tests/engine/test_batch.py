@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from benchmarks.world.clip import render_clip
+from clips import render_clip
 from engine_runs import build, engine_environment, processor_of, write_folder
 from tiny_backbones import QWEN2_5_VL
 

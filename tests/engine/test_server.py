@@ -19,7 +19,7 @@ import torch
 from transformers.video_utils import VideoMetadata
 from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 
-from benchmarks.world.clip import render_clip
+from clips import render_clip
 from engine_runs import TOKENS, build, engine_environment, processor_of, prompt_of, request, write_folder
 from qtsplus.cli.serve import FRAMES
 from server_process import free_port, running_server

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.world.clip import render_clip
+from clips import render_clip
 from qtsplus.training import features
 from qtsplus.training.models import load_config, load_processor
 from qtsplus.training.recipe import load_recipe

@@ -1,0 +1,170 @@
+"""Small videos with known content, which the bundled model understands, as real H.264 files."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image, ImageDraw
+
+from qtsplus.evaluation.labelled import Sighting
+
+COLOURS = {
+    "red": (214, 48, 49),
+    "green": (0, 148, 50),
+    "blue": (9, 80, 208),
+    "yellow": (249, 202, 36),
+    "purple": (130, 58, 180),
+    "orange": (240, 120, 20),
+}
+NAMES = [(colour, shape) for colour in COLOURS for shape in ("circle", "square", "triangle", "cross", "ring")]
+MARKS = ("ball", "door", "book", "bird")
+SIDE, FPS = 168, 2  # pixels of a frame, 6 x 6 visual tokens; frames per second
+_ROOM = 56  # pixels of a place, in which one thing is at a time
+
+
+def write_mp4(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float) -> None:
+    """Encodes frames, each `[H, W, 3]` uint8 with H and W even; the same frames give the same bytes."""
+    with av.open(os.fspath(path), "w") as container:
+        rate = Fraction(fps).limit_denominator(1001)
+        # x264's AVX-512 code gives other bytes every time.
+        options = {"preset": "veryfast", "x264-params": "cpu-independent=1"}
+        stream = container.add_stream("libx264", rate=rate, options=options)
+        stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", 1
+        for number, frame in enumerate(frames):
+            if number == 0:
+                stream.height, stream.width = frame.shape[:2]
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def render_clip(path: str | os.PathLike, seconds: float = 8, fps: int = 8, size=(224, 224), seed: int = 0) -> None:
+    """Three coloured discs that cross the picture, in a frame of (width, height)."""
+    rng = np.random.default_rng(seed)
+    count, side = max(1, round(seconds * fps)), 0.3 * min(size)
+    room, colours = np.array(size) - side, rng.permutation(list(COLOURS))[:3]
+    ways = [np.linspace(*rng.uniform(0, 1, (2, 2)) * room, count) for _ in colours]
+
+    def draw(index: int) -> np.ndarray:
+        image = Image.new("RGB", size, (210, 210, 210))
+        for colour, way in zip(colours, ways, strict=True):
+            ImageDraw.Draw(image).ellipse([*way[index], *(way[index] + side)], fill=COLOURS[colour])
+        return np.asarray(image)
+
+    write_mp4(path, (draw(index) for index in range(count)), fps)
+
+
+@dataclass(frozen=True)
+class Thing:
+    """A shape with a mark in it, which stands at (x, y) in pixels, its middle, between two whole seconds."""
+
+    colour: str
+    shape: str
+    mark: str
+    appears_at: int
+    vanishes_at: int
+    start: tuple[int, int]
+    side: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.colour} {self.shape}"
+
+    @property
+    def question(self) -> str:
+        return f"What is in the {self.name}?"
+
+    @property
+    def box(self) -> tuple[int, int, int, int]:
+        """(left, top, right, bottom), all inside."""
+        (x, y), half = self.start, self.side // 2
+        return x - half, y - half, x + half, y + half
+
+    @property
+    def sighting(self) -> Sighting:
+        return Sighting(self.appears_at, self.vanishes_at, self.box, (SIDE, SIDE))
+
+
+@dataclass(frozen=True)
+class World:
+    """A video of things, no two of one name."""
+
+    seed: int
+    seconds: int
+    objects: tuple[Thing, ...]
+
+
+def make_world(seed: int, seconds: int = 8, objects: int = 8) -> World:
+    """Draws `objects` things that stay for 1 to 3 seconds, as far as there is room for them."""
+    rng = np.random.default_rng(seed)
+    free = np.ones((seconds, SIDE // _ROOM, SIDE // _ROOM), dtype=bool)
+    things = []
+    for name in rng.permutation(len(NAMES))[:objects]:
+        life = int(rng.integers(1, min(3, seconds) + 1))
+        begin = int(rng.integers(0, seconds - life + 1))
+        places = np.argwhere(free[begin : begin + life].all(0))
+        if len(places):
+            row, column = rng.choice(places)
+            free[begin : begin + life, row, column] = False
+            side, (x, y) = int(rng.integers(24, 30)), rng.choice((14, 42), 2)  # in the middle of a token
+            start = (int(column * _ROOM + x), int(row * _ROOM + y))
+            things.append(Thing(*NAMES[name], str(rng.choice(MARKS)), begin, begin + life, start, side))
+    return World(seed, seconds, tuple(sorted(things, key=lambda thing: thing.appears_at)))
+
+
+def render_world(world: World) -> np.ndarray:
+    """`[T, 168, 168, 3]` uint8, two frames a second: the things before clouds, with grain."""
+    rng = np.random.default_rng(world.seed)
+    clouds = Image.fromarray(rng.integers(100, 150, (6, 6, 3), dtype=np.uint8)).resize((SIDE, SIDE), Image.BICUBIC)
+    frames = []
+    for index in range(world.seconds * FPS):
+        frame = clouds.copy()
+        for thing in world.objects:
+            if thing.appears_at <= index / FPS < thing.vanishes_at:
+                _draw(ImageDraw.Draw(frame), thing)
+        frames.append(np.asarray(frame) + rng.integers(0, 5, (SIDE, SIDE, 1)))  # no two frames are the same
+    return np.stack(frames).clip(0, 255).astype(np.uint8)
+
+
+def _draw(canvas: ImageDraw.ImageDraw, thing: Thing) -> None:
+    colour, (left, top, right, bottom), (x, y) = COLOURS[thing.colour], thing.box, thing.start
+    side = thing.side
+    if thing.shape == "circle":
+        canvas.ellipse(thing.box, fill=colour)
+    elif thing.shape == "square":
+        canvas.rectangle(thing.box, fill=colour)
+    elif thing.shape == "triangle":
+        canvas.polygon([(left, bottom), (x, top), (right, bottom)], fill=colour)
+    elif thing.shape == "cross":
+        canvas.rectangle([x - side / 6, top, x + side / 6, bottom], fill=colour)
+        canvas.rectangle([left, y - side / 6, right, y + side / 6], fill=colour)
+    else:
+        canvas.ellipse(thing.box, outline=colour, width=side // 4)
+    y += 0.14 * side if thing.shape == "triangle" else 0
+    paint, half = (15, 15, 15) if thing.colour in ("yellow", "orange") else (250, 250, 250), 0.275 * side
+    if thing.mark == "ball":
+        canvas.ellipse([x - 0.7 * half, y - 0.7 * half, x + 0.7 * half, y + 0.7 * half], fill=paint)
+    elif thing.mark == "door":
+        canvas.rectangle([x - 0.3 * half, y - half, x + 0.3 * half, y + half], fill=paint)
+    elif thing.mark == "book":
+        canvas.rectangle([x - half, y - 0.3 * half, x + half, y + 0.3 * half], fill=paint)
+    else:
+        wings = [(x - half, y - 0.8 * half), (x, y + 0.6 * half), (x + half, y - 0.8 * half)]
+        canvas.line(wings, fill=paint, width=max(2, round(0.5 * half)), joint="curve")
+
+
+def write_records(folder: Path, videos: int = 2, seconds: int = 4, objects: int = 6) -> Path:
+    """`records.jsonl`: of every video a question about each thing, with its answer and its evidence."""
+    lines = []
+    for seed in range(videos):
+        world = make_world(seed, seconds, objects)
+        write_mp4(folder / f"{seed}.mp4", render_world(world), FPS)
+        for thing in world.objects:
+            seen = {"question": thing.question, "answer": thing.mark, "evidence": [[asdict(thing.sighting)]]}
+            lines.append(json.dumps({"video": f"{seed}.mp4", "kind": "attribute", **seen}))
+    (folder / "records.jsonl").write_text("\n".join(lines) + "\n")
+    return folder / "records.jsonl"
