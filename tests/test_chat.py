@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,19 @@ def test_questions_and_commands_through_a_pipe(chat, tmp_path):
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".") == [
         *("answer.json", "frames-1.png", "frames-2.png", "kept-1.mp4", "kept-2.mp4", "timeline.png")
     ]
+
+
+def test_a_conversation_that_is_too_long_says_what_is_left_out(tiny_published, tmp_path):
+    folder = shutil.copytree(tiny_published, tmp_path / "short")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 100
+    (folder / "config.json").write_text(json.dumps(config))
+    line = ["chat", str(CLIP), "--model", str(folder), "--max-new-tokens", "8"]
+    result = CliRunner().invoke(app, line, input="\n".join([INSIDE] * 6))
+    assert result.exit_code == 0 and result.stdout.count(MARK) == 6
+    assert "The model has 100 positions. Left out of the conversation, the oldest questions: 1." in result.stderr
+    result = CliRunner().invoke(app, [*line[:-1], "90"], input=INSIDE)
+    assert result.exit_code == 1 and "positions, and the model has 100" in result.stderr and not result.stdout
 
 
 BAD_LINES = {

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import av
@@ -16,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from clips import make_world, render_world, write_mp4
-from qtsplus import session, storage
+from qtsplus import answers, session, storage
 from qtsplus.prompt_qtsplus import CACHE
 from qtsplus.session import VideoSession, encode, prompt_inputs
 from qtsplus.stream import Stream
@@ -398,6 +399,70 @@ def test_a_video_that_comes_during_a_conversation(loaded, both):
     assert list(answer.keep_maps) == ["front.mp4", "back.mp4"] and answer.kept_tokens == answer.visual_tokens
     made.remove("front.mp4")
     assert list(made.chat(QUESTIONS[-1], selection="all", **SHORT).keep_maps) == ["back.mp4"]
+
+
+@pytest.mark.parametrize("position_ids", ["original", "sequential"])
+def test_the_oldest_turns_go_that_have_no_positions(loaded, fresh, monkeypatch, position_ids):
+    """As few as will do; the answer is that of the turns that are left, and no token stands further than they say."""
+    model, noted, reached, count = loaded[0], [], [], answers.positions_needed
+    monkeypatch.setattr(model.config.qtsplus_config, "position_ids", position_ids)
+    monkeypatch.setattr(answers, "positions_needed", lambda *call: noted.append(count(*call)) or noted[-1])
+    turns = [text for number in range(5) for text in (QUESTIONS[number], "a mark\n" * (1 + 9 * number))]
+
+    def ask(first, most=32768):
+        noted.clear(), reached.clear()
+        monkeypatch.setattr(model.config.text_config, "max_position_embeddings", most)
+        choice = {"turns": turns[2 * first :], "retention": 0.1, **SHORT}
+        (answer,) = answers.answer_questions(*loaded, fresh.videos, [QUESTIONS[-1]], **choice)
+        return answer, noted[0]
+
+    whole = [ask(first) for first in range(6)]
+    hook = model.model.language_model.register_forward_pre_hook(
+        lambda _, __, call: reached.append(int(call["position_ids"][-3:].max())), with_kwargs=True
+    )
+    for gone in range(1, 6):
+        for most in (whole[gone][1], whole[gone - 1][1] - 1):
+            answer, _ = ask(0, most)
+            assert same(answer, whole[gone][0]) and answer.warnings[-1].endswith(f"the oldest questions: {gone}.")
+            assert max(reached) < most
+    hook.remove()
+    with pytest.raises(
+        ValueError, match=rf"takes {whole[5][1]} positions, and the model has {whole[5][1] - 1}: .* 8 for"
+    ):
+        ask(0, whole[5][1] - 1)
+
+
+def test_a_long_conversation_goes_on(loaded, fresh, monkeypatch):
+    monkeypatch.setattr(loaded[0].config.text_config, "max_position_embeddings", 160)
+    for number, question in enumerate(QUESTIONS[:10]):
+        answer = fresh.chat(question, selection="all", **SHORT)
+        assert bool(answer.warnings) == (len(fresh.turns) < 2 * (number + 1))
+    assert 4 < len(fresh.turns) < 20 and fresh.turns[-2:] == [question, answer.answer]
+
+
+def test_what_has_no_positions_is_refused_on_every_way(loaded, cameras, fresh, monkeypatch):
+    stream, film = Stream(*loaded), cameras / "front.mp4"
+    stream.append(render_world(WORLDS[0]))
+    twice, question = session.TwoPasses(tile=2), f"{QUESTIONS[0]} {'word ' * 30}"
+    ways = [fresh.ask, fresh.chat, lambda *call, **more: fresh.ask_many([*call, "What?"], **more), stream.ask]
+    ways += [lambda *call, **more: session.ask(*loaded, film, *call, **more, two_passes=twice)]
+    monkeypatch.setattr(loaded[0].config.text_config, "max_position_embeddings", 150)
+    for ask in ways:
+        with pytest.raises(ValueError, match=r"takes \d+ positions, and the model has 150: \d+ are for text, 60 for"):
+            ask(question, max_new_tokens=60)
+        with pytest.raises(ValueError, match="turns=.* expected a list of questions and their answers"):
+            ask("What?", turns=["What?"]) if ask != fresh.chat else fresh.ask("What?", turns="no")
+    assert not fresh.turns
+
+
+def test_threads_talk_in_turn(loaded, fresh):
+    """As if somebody had asked one after another."""
+    with ThreadPoolExecutor(8) as threads:
+        said = list(threads.map(lambda question: fresh.chat(question, **SHORT).answer, QUESTIONS[:8]))
+    assert dict(zip(fresh.turns[::2], fresh.turns[1::2], strict=True)) == dict(zip(QUESTIONS[:8], said, strict=True))
+    again, turns = VideoSession(*loaded), fresh.turns
+    again.videos.update(fresh.videos)
+    assert [again.chat(question, **SHORT).answer for question in turns[::2]] == turns[1::2]
 
 
 # On disk --------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,20 @@ from transformers.generation.streamers import BaseStreamer
 from .encoding_qtsplus import encode_visual
 from .evidence import Interval, evidence_intervals, keep_maps
 from .layout_qtsplus import lay_out, splice
-from .methods_qtsplus import Method
+from .methods_qtsplus import Method, check_budget, kept_count
 from .mixin_qtsplus import choose
-from .prompt_qtsplus import CACHE, IMAGE, VIDEO, CompactPrompt, pad_rows, take_inputs
+from .prompt_qtsplus import (
+    CACHE,
+    IMAGE,
+    TEXT,
+    VIDEO,
+    CompactPrompt,
+    Layout,
+    SelectionInputs,
+    VisualInputs,
+    pad_rows,
+    take_inputs,
+)
 from .recall import Remembered, at_true_times, on_the_clock
 from .two_passes import second_pass, second_prompt
 from .videos import EncodedVideo
@@ -82,7 +93,8 @@ def answer_questions(
     Args:
         videos: by name; the names stand in the prompt where there are several.
         questions: each a row of the batch, with a budget of its own.
-        turns: what was asked and answered before, in turn, in one conversation with each of the questions.
+        turns: what was asked and answered before, in turn, in one conversation with each of the questions. The oldest
+            go for which the model has no positions, and a warning of the answer says so.
         memory: of that conversation.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
         max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
@@ -92,59 +104,135 @@ def answer_questions(
         generation: as for `generate`.
 
     Raises:
-        ValueError: no video; two passes over other than one video and one question; and as [`ask`].
+        ValueError: no video; two passes over other than one video and one question; a prompt for which the model has
+            no positions; and as [`ask`].
     """
-    for question in questions:
-        check_question(model, processor, question)
-    if not videos:
-        raise ValueError("There is no video to ask about; add one.")
+    _check_asked(model, processor, videos, questions, turns)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    options, timings, second = generation_options(model, generation, max_new_tokens), {}, None
-    encoded, places, rho = list(videos.values()), None, None
+    check_budget(selection or model.config.qtsplus_config.selection, [retention], 1, max_visual_tokens)
+    options, encoded = generation_options(model, generation, max_new_tokens), list(videos.values())
     remembered, large = any(isinstance(video, Remembered) for video in encoded), encoded[0].large
-    if any(video.large for video in encoded) and len(encoded) + len(questions) > 2:
-        raise ValueError("Two passes look at one video for one question; encode the videos in one pass.")
     if remembered and len(questions) > 1:  # each has positions of its own
         asked: dict[str, Any] = {"turns": turns, "max_new_tokens": max_new_tokens, **choice, **generation}
         return [one for each in questions for one in answer_questions(model, processor, videos, [each], **asked)]
+    whole = videos
     if large is not None:
-        started = time.perf_counter()
-        small = prompt_inputs(processor, videos, questions, turns, model.device)
+        whole = {name: replace(one, video_grid_thw=large.chunks.video_grid_thw) for name, one in videos.items()}
+    prompts = _lay_out(model, processor, whole, questions, turns, choice, options)
+    clock, timings, places, rho = options["streamer"], {}, prompts.places, None
+    if large is None:
+        compact = _shorten(model, prompts)
+    else:
+        small = prompt_inputs(processor, videos, questions, turns[prompts.left_out :], model.device)
         second = second_pass(model, large, small, **choice)
-        timings["second_pass"] = time.perf_counter() - started
-        videos = {name: replace(one, video_grid_thw=large.chunks.video_grid_thw) for name, one in videos.items()}
-    inputs = prompt_inputs(processor, videos, questions, turns, model.device)
-    clock = options["streamer"].start()
-    if second is not None:
-        prompt = second_prompt(model, inputs, [second], **{**choice, "retention": [second.retention]})
+        timings["second_pass"] = time.perf_counter() - clock.started
+        clock.start()
+        compact = second_prompt(model, prompts.inputs, [second], **{**choice, "retention": [second.retention]})
         places, rho = second.places, second.rho
+    if memory is None or places is not None:
+        output = model.generate_from(compact, **options)
     else:
-        prompt, places = _shortened(model, encoded, inputs, choice, options["max_new_tokens"])
-    if memory is None or second is not None or remembered:
-        output = model.generate_from(prompt, **options)
-    else:
-        output = memory.generate(model, prompt, inputs, choice, options)
-    written, timings = output.sequences[:, inputs["input_ids"].shape[1] :], timings | clock.timings()
-    answers = []
-    for row, ids in enumerate(written):
-        answer = make_answer(model, processor, videos, ids, prompt.qtsplus, timings, row, places, rho)
-        answers.append(on_the_clock(answer, encoded) if remembered else answer)
+        output = memory.generate(model, compact, prompts, choice, options)
+    if memory is not None:
+        memory.left_out = prompts.left_out
+    answers, timings = [], timings | clock.timings()
+    for row, ids in enumerate(output.sequences[:, prompts.inputs["input_ids"].shape[1] :]):
+        answer = make_answer(model, processor, whole, ids, compact.qtsplus, timings, row, places, rho)
+        answer = on_the_clock(answer, encoded) if remembered else answer
+        answers.append(replace(answer, warnings=answer.warnings + prompts.warnings))
     return answers
 
 
-def _shortened(
-    model: Any, videos: Sequence[EncodedVideo], inputs: Mapping[str, Any], choice: Mapping[str, Any], new_tokens: int
-) -> tuple[CompactPrompt, torch.Tensor | None]:
-    """The shortened prompts; and of what a stream remembers `[k]`, which tokens of the whole grids are there."""
-    visual, selection = take_inputs({**inputs, **choice})
-    layout, places = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]), None
-    if any(isinstance(video, Remembered) for video in videos):
-        layout, places = at_true_times(model, layout, videos, new_tokens)
-        features = {IMAGE: [], VIDEO: [video.features for video in videos]}
-    else:
-        features = encode_visual(model.model, visual, layout.grids)
-    selected, chosen = choose(model.model, layout, features, selection, sample_gate=False)
-    return splice(model.model, layout, features, selected, chosen, pad_left=True), places
+def _check_asked(
+    model: Any, processor: Any, videos: Mapping[str, EncodedVideo], questions: Sequence[str], turns: Sequence[str]
+) -> None:
+    for question in questions:
+        check_question(model, processor, question)
+    if not isinstance(turns, (list, tuple)) or len(turns) % 2:
+        raise ValueError(f"turns={turns!r}; expected a list of questions and their answers, in turn.")
+    for text in turns:
+        check_text("turn", text)
+    if not videos:
+        raise ValueError("There is no video to ask about; add one.")
+    if any(video.large for video in videos.values()) and len(videos) + len(questions) > 2:
+        raise ValueError("Two passes look at one video for one question; encode the videos in one pass.")
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The prompts of some questions, for which the model has positions."""
+
+    inputs: dict[str, Any]
+    layout: Layout
+    visual: VisualInputs
+    selection: SelectionInputs
+    places: torch.Tensor | None  # of what a stream remembers `[k]`, which tokens of the whole grids are there
+    left_out: int  # of the turns before, the oldest
+    warnings: list[str]
+
+
+def _lay_out(
+    model: Any,
+    processor: Any,
+    videos: Mapping[str, EncodedVideo],
+    questions: Sequence[str],
+    turns: Sequence[str],
+    choice: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> _Prompts:
+    """The prompts, without the oldest turns if the model has no positions for them; `ValueError` if still not."""
+    most, new_tokens, left_out = model.config.get_text_config().max_position_embeddings, options["max_new_tokens"], 0
+    while True:
+        inputs = prompt_inputs(processor, videos, questions, turns[left_out:], model.device)
+        options["streamer"].start()
+        visual, selection = take_inputs({**inputs, **choice})
+        layout, places = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]), None
+        if any(isinstance(video, Remembered) for video in videos.values()):
+            layout, places = at_true_times(model, layout, list(videos.values()), new_tokens)
+        excess = positions_needed(model, layout, selection, new_tokens) - most
+        if excess <= 0:
+            break
+        if left_out == len(turns):
+            text = max(int((row.types == TEXT).sum()) for row in layout.rows)
+            raise ValueError(
+                f"The prompt takes {excess + most} positions, and the model has {most}: {text} are for text, "
+                f"{new_tokens} for the answer (max_new_tokens), and the rest for the videos. Ask in fewer words, for a "
+                "shorter answer, or about fewer frames."
+            )
+        while excess > 0 and left_out < len(turns):  # a text has at most a token a byte, and little stands around it
+            excess -= sum(len(text.encode()) + 32 for text in turns[left_out : left_out + 2])
+            left_out += 2
+    gone = f"The model has {most} positions. Left out of the conversation, the oldest questions: {left_out // 2}."
+    return _Prompts(inputs, layout, visual, selection, places, left_out, [gone] * (left_out > 0))
+
+
+def positions_needed(model: Any, layout: Layout, selection: SelectionInputs, new_tokens: int) -> int:
+    """
+    How many positions the longest prompt of a batch takes, with its answer; of the visual tokens those that may be
+    kept.
+    """
+    config, needed = model.config.qtsplus_config, []
+    for row in layout.rows:
+        position = row.language_positions
+        if config.position_ids == "sequential":
+            count = len(row.candidates)
+            most = min(config.n_max, selection.max_visual_tokens or count)
+            fixed = selection.retention or config.rho_max
+            kept = kept_count(float(max(fixed) if isinstance(fixed, Sequence) else fixed), count, most)
+            kept = count if (selection.selection or config.selection) == "all" else kept
+            needed.append(len(row.columns) - count + kept + new_tokens)
+        else:
+            needed.append(int(max(position.max(), position[:, -1].max() + new_tokens)) + 1)
+    return max(needed)
+
+
+def _shorten(model: Any, prompts: _Prompts) -> CompactPrompt:
+    """What the language model reads."""
+    layout, features = prompts.layout, {IMAGE: [], VIDEO: list(prompts.visual.video_features or ())}
+    if prompts.places is None:
+        features = encode_visual(model.model, prompts.visual, layout.grids)
+    selected, chosen = choose(model.model, layout, features, prompts.selection, sample_gate=False)
+    return splice(model.model, layout, features, selected, chosen, pad_left=True)
 
 
 @dataclass
@@ -153,15 +241,17 @@ class Memory:
 
     cache: Any = None
     kept: torch.Tensor | None = None
+    left_out: int = 0  # of the turns, the oldest, for which the model has no positions
 
     def generate(
-        self, model: Any, prompt: CompactPrompt, inputs: dict[str, Any], choice: dict[str, Any], options: dict[str, Any]
+        self, model: Any, prompt: CompactPrompt, prompts: "_Prompts", choice: dict[str, Any], options: dict[str, Any]
     ) -> Any:
         """As `model.generate_from`: from the cache if the question keeps the tokens that made it."""
         (kept,) = prompt.qtsplus.kept_indices or ()
         known, cache, self.kept, self.cache = self.kept, self.cache, None, None  # what is interrupted leaves no cache
-        if known is not None and torch.equal(known, kept) and not model.model.recurrent:
-            output = model.generate(**inputs, **choice, **options, **{CACHE: cache})
+        same = known is not None and torch.equal(known, kept)
+        if same and not prompts.left_out and not model.model.recurrent:
+            output = model.generate(**prompts.inputs, **choice, **options, **{CACHE: cache})
         else:
             output = model.generate_from(prompt, **options)
         self.cache, self.kept = output.get(CACHE), kept

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -67,6 +68,7 @@ class VideoSession:
         self.streams: dict[str, Stream] = {}
         self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
         self._memory = Memory()
+        self._talking = threading.Lock()
 
     @property
     def names(self) -> list[str]:
@@ -141,17 +143,20 @@ class VideoSession:
 
         The model reads the whole conversation, with the visual tokens that this question's own words choose: a
         follow-up should name what it is about. The cache of the turns before serves where a question keeps the same
-        tokens as the one before it, as with `selection="all"`; the answer is that of reading everything again.
+        tokens as the one before it, as with `selection="all"`; the answer is that of reading everything again. The
+        oldest turns go for which the model has no positions; a warning of the answer says so. Threads take turns.
         """
-        conversation: dict[str, Any] = {"turns": self.turns, "memory": self._memory}
-        videos = self._chosen(None)
-        (answer,) = answer_questions(self.model, self.processor, videos, [question], **conversation, **generation)
-        self.turns += [question, answer.answer]
+        with self._talking:
+            videos, memory = self._chosen(None), self._memory
+            conversation: dict[str, Any] = {"turns": self.turns, "memory": memory, **generation}
+            (answer,) = answer_questions(self.model, self.processor, videos, [question], **conversation)
+            self.turns = [*self.turns[memory.left_out :], question, answer.answer]
         return answer
 
     def reset(self) -> None:
         """Ends the conversation; the videos stay."""
-        self.turns, self._memory = [], Memory()
+        with self._talking:
+            self.turns, self._memory = [], Memory()
 
     @cached_property
     def fingerprint(self) -> str:

@@ -85,6 +85,7 @@ class Talk:
             self.about = session.VideoSession(*load_model(*loading))
         self.reading = {"fps": fps, "two_passes": session.TwoPasses() if two_passes else None}
         self.places: dict[str, str] = {}  # of the videos, as they were named here
+        self.warnings: set[str] = set()  # that were said when they were added
         self.last: Answer | None = None
 
     def add(self, video: str, name: str | None = None) -> "EncodedVideo":
@@ -94,15 +95,21 @@ class Talk:
         name = self.about.add(video, name, progress=True, **self.reading)
         self.places[name] = video
         encoded = self.about.videos[name]
-        for warning in encoded.warnings:
-            note(warning)
+        self._warn(encoded.warnings)
+        self.warnings.update(encoded.warnings)
         return encoded
+
+    def _warn(self, warnings: list[str]) -> None:
+        for warning in warnings:
+            if warning not in self.warnings:
+                note(warning)
 
     def ask(self, question: str, **choice: Any) -> "Answer":
         """A question to a library stands alone."""
         ask = self.about.ask if self.is_library else self.about.chat
         with notes.status("Asking"):
             self.last = ask(question, **choice)
+        self._warn(self.last.warnings)
         return self.last
 
     def draw(self, folder: Path) -> None:
