@@ -3,16 +3,19 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from packaging.version import parse
 from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
+from transformers.utils import logging
 
 from .methods_qtsplus import METHODS
 from .relevance_qtsplus import REDUCTIONS
 from .selector_qtsplus import GATES
 
+VERSION = "0.1.0"  # of the code; stands as `qtsplus_version` in every config.json that it writes
 QUERY_STATES = ("embeddings", "layer")
 POSITION_IDS = ("original", "sequential")
 _CHOICES: dict[str, Collection[str]] = {
@@ -188,11 +191,19 @@ class QTSplusConfigMixin:
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As [`QTSplusConfig.from_dict`]; a stock configuration has no selector yet and gets a new one."""
+        """
+        As [`QTSplusConfig.from_dict`]; a stock configuration has no selector yet and gets a new one. A `ValueError` for
+        one that a later version wrote, with fields that this one does not know; without those it is only noted.
+        """
         selector = config_dict.get("qtsplus_config")
         if isinstance(selector, dict):
+            _check_version(config_dict.get("qtsplus_version"), selector)
             config_dict = {**config_dict, "qtsplus_config": {**_BEFORE, **selector}}
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
+    def to_dict(self):
+        """As stock, with the version of the code that writes it."""
+        return {**super().to_dict(), "qtsplus_version": VERSION}  # type: ignore[misc]
 
     def __post_init__(self, **kwargs):
         given = self.qtsplus_config
@@ -239,6 +250,19 @@ class Qwen3_5QTSplusConfig(QTSplusConfigMixin, Qwen3_5Config):
     turn_end_token_id: int = 248046
     special_token_ids: list[int] | tuple[int, ...] = tuple(range(248044, 248058))
     frame_text_token_ids: list[int] | tuple[int, ...] = (27,)
+
+
+def _check_version(written, selector):
+    if written is None or parse(str(written)) <= parse(VERSION):
+        return
+    unknown = sorted(selector.keys() - QTSplusConfig().to_dict().keys())
+    found = f"The model was written by qtsplus {written}, and this is {VERSION}"
+    if unknown:
+        raise ValueError(
+            f"{found}, which does not know {', '.join(unknown)}: install {written}, or load the model where no qtsplus "
+            "is installed, with trust_remote_code=True."
+        )
+    logging.get_logger(__name__).warning_once(f"{found}: it loads, but install {written} if something is odd.")
 
 
 def _require(holds, config, names, expected):

@@ -28,10 +28,10 @@ settings.load_profile("steady")
 def tiny_processor():
     """The processor of `hub_configs/qtsplus-tiny`."""
     from qtsplus import Qwen2_5_VLQTSplusConfig
-    from qtsplus.hub.publish import load_processor
+    from qtsplus.loading import processor_of
 
     folder = hub_configs() / "qtsplus-tiny"
-    return load_processor(folder, Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
+    return processor_of(folder, Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
 
 
 @pytest.fixture(scope="session")

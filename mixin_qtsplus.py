@@ -345,12 +345,10 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
     training: bool
     post_init: Any
     model_class: Any  # of `model`
+    stock_class: Any  # of Transformers, that it derives from
 
     def __init__(self, config: Any):
-        stock: Any = next(
-            parent for parent in type(self).__mro__ if parent.__module__.startswith("transformers.models.")
-        )
-        super(stock, self).__init__(config)  # type: ignore[call-arg]  # the stock one would build a stock model first
+        super(self.stock_class, self).__init__(config)  # type: ignore[call-arg]  # the stock one would build its own model
         self.model = self.model_class(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()

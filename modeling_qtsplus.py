@@ -108,6 +108,7 @@ class Qwen2_5_VLQTSplusForConditionalGeneration(
     """Qwen2.5-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
 
     config: Qwen2_5_VLQTSplusConfig
+    stock_class = Qwen2_5_VLForConditionalGeneration
     model_class = Qwen2_5_VLQTSplusModel
     backbone_name = "Qwen2.5-VL"
 
@@ -283,6 +284,7 @@ class Qwen2VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrained
     """Qwen2-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
 
     config: Qwen2VLQTSplusConfig
+    stock_class = Qwen2VLForConditionalGeneration
     model_class = Qwen2VLQTSplusModel
     backbone_name = "Qwen2-VL"
 
@@ -336,6 +338,7 @@ class Qwen3VLQTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrained
     """Qwen3-VL that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
 
     config: Qwen3VLQTSplusConfig
+    stock_class = Qwen3VLForConditionalGeneration
     model_class = Qwen3VLQTSplusModel
     backbone_name = "Qwen3-VL"
 
@@ -355,6 +358,7 @@ class Qwen3_5QTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrained
     """Qwen3.5 that reads a video through a [`QTSplusSelector`]; used as the stock class is."""
 
     config: Qwen3_5QTSplusConfig
+    stock_class = Qwen3_5ForConditionalGeneration
     model_class = Qwen3_5QTSplusModel
     backbone_name = "Qwen3.5"
 

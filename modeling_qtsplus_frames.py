@@ -141,6 +141,7 @@ class InternVLQTSplusForConditionalGeneration(
     """InternVL that reads a video through a [`QTSplusSelector`]; used as the stock class is, with its own processor."""
 
     config: InternVLQTSplusConfig
+    stock_class = InternVLForConditionalGeneration
     model_class = InternVLQTSplusModel
     backbone_name = "InternVL"
 
@@ -187,6 +188,8 @@ class InternVLQTSplusProcessor(QTSplusFramesMixin, _ApartProcessor):
     [`InternVLProcessor`] that also says which tokens are the question, and reads videos with their true times;
     `video_placeholder_id` is `config.video_token_id`, or what the tokenizer has for it.
     """
+
+    stock_class = InternVLProcessor
 
     def __init__(
         self,
@@ -299,6 +302,7 @@ class LlavaOnevisionQTSplusForConditionalGeneration(
     """LLaVA-OneVision or LLaVA-Video that reads a video through a [`QTSplusSelector`], with its own processor."""
 
     config: LlavaOnevisionQTSplusConfig
+    stock_class = LlavaOnevisionForConditionalGeneration
     model_class = LlavaOnevisionQTSplusModel
     backbone_name = "LLaVA-OneVision"
 
@@ -308,6 +312,8 @@ class LlavaOnevisionQTSplusProcessor(QTSplusFramesMixin, LlavaOnevisionProcessor
     [`LlavaOnevisionProcessor`] that also says which tokens are the question, and reads videos with their true times;
     `video_newline` is the configuration's.
     """
+
+    stock_class = LlavaOnevisionProcessor
 
     def __init__(
         self,

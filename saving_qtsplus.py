@@ -79,7 +79,7 @@ class QTSplusPreTrainedMixin:
         kwargs["save_original_format"] = False
         if self.can_generate() and kwargs.get("is_main_process", True):
             # A class that somebody derived elsewhere is saved as the one of ours that it derives from.
-            ours = next(parent for parent in type(self).__mro__ if "modeling_qtsplus" in parent.__module__)
+            ours = next(parent for parent in type(self).__mro__ if "stock_class" in vars(parent))
             self.config.auto_map = auto_map(ours)
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             for path in code_of(ours.__module__):

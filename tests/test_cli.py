@@ -44,15 +44,15 @@ def frame_folder(tmp_path_factory):
 def assert_refused(result, *words):
     assert result.exit_code == 2
     assert result.stdout == ""
-    *notes, error = result.stderr.splitlines()
+    (error,) = result.stderr.splitlines()
     assert error.startswith("qtsplus: "), result.stderr
-    assert all("will run (trust_remote_code)" in line for line in notes), result.stderr
     for word in words:
         assert word in error
 
 
 def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    (tmp_path / "home").touch()  # the bundled model needs nothing of the user's
+    environment = {**os.environ, "HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "home")}
     result = subprocess.run(
         [sys.executable, "-m", "qtsplus.cli", "ask", str(tiny_mp4), QUESTION, "--json", "--max-new-tokens", "4"],
         capture_output=True,
@@ -113,10 +113,7 @@ def test_an_address_is_asked_about_like_a_file(ask, tiny_mp4):
     assert json.loads(result.stdout)["video"] == address
 
 
-def test_whose_code_will_run_is_said_once_and_before_it_runs(ask, tiny_mp4, tiny_published, monkeypatch):
-    told = ask(tiny_mp4, QUESTION, "--json", "--max-new-tokens", "2").stderr
-    assert told.count("will run (trust_remote_code)") == 1 and str(tiny_published) in told
-
+def test_a_model_on_the_hub_is_loaded_at_its_revision(tiny_mp4, monkeypatch):
     asked_for = []
 
     def load(*arguments, **more):
@@ -125,12 +122,8 @@ def test_whose_code_will_run_is_said_once_and_before_it_runs(ask, tiny_mp4, tiny
 
     monkeypatch.setattr(loading, "load", load)
     named = ["ask", str(tiny_mp4), QUESTION, "--model", "org/name"]
-    result = CliRunner().invoke(app, named)
-    note, error = result.stderr.splitlines()
-    assert "the Hub repository org/name will run" in note and "--revision" in note
-    assert error == "qtsplus: stop here"
-    result = CliRunner().invoke(app, [*named, "--revision", "0123abc"])
-    assert "org/name at 0123abc will run" in result.stderr
+    for revision in ([], ["--revision", "0123abc"]):
+        assert CliRunner().invoke(app, [*named, *revision]).stderr == "qtsplus: stop here\n"
     assert asked_for == [
         (("org/name", None, "auto"), {"revision": None}),
         (("org/name", None, "auto"), {"revision": "0123abc"}),
@@ -139,21 +132,6 @@ def test_whose_code_will_run_is_said_once_and_before_it_runs(ask, tiny_mp4, tiny
 
 def test_a_folder_has_no_revision(ask, tiny_mp4):
     assert_refused(ask(tiny_mp4, QUESTION, "--revision", "main"), "--revision is about a repository on the Hub")
-
-
-def test_a_cache_that_cannot_be_written_is_named(tiny_mp4, tmp_path):
-    (tmp_path / "file").touch()
-    bundled = ["ask", str(tiny_mp4), QUESTION]
-    common = {**os.environ, "MPLCONFIGDIR": str(tmp_path)}
-    modules = {**common, "HF_MODULES_CACHE": str(tmp_path / "file" / "modules")}
-    models = {**common, "XDG_CACHE_HOME": str(tmp_path / "file"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    for environment, variable in ((modules, "HF_HOME"), (models, "XDG_CACHE_HOME")):
-        result = subprocess.run(
-            [sys.executable, "-m", "qtsplus.cli", *bundled], capture_output=True, text=True, env=environment
-        )
-        assert result.returncode == 2, result.stderr
-        assert result.stderr.startswith("qtsplus: ") and len(result.stderr.splitlines()) == 1, result.stderr
-        assert variable in result.stderr and str(tmp_path / "file") in result.stderr
 
 
 def test_the_human_output_names_tokens_seconds_and_stages(ask, tiny_mp4):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qtsplus import loading, session
+from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor, loading, session
 from qtsplus.cli import app
 from qtsplus.two_passes import TwoPasses
 
@@ -101,7 +101,7 @@ def test_a_broken_folder_is_one_line(folder, tiny_mp4, spoil, words, capfd):
     spoil(folder)
     result = CliRunner().invoke(app, ["ask", str(tiny_mp4), "What?", "--model", str(folder)])
     error = result.stderr.splitlines()[-1]
-    assert result.exit_code == 2 and error.startswith("qtsplus: The ") and str(folder) in error, result.stderr
+    assert result.exit_code == 2 and error.startswith("qtsplus: ") and str(folder) in error, result.stderr
     assert f"cannot be used: {words}" in error and "executed" not in capfd.readouterr().out + result.stdout
 
 
@@ -116,22 +116,18 @@ def test_a_device_without_values(tiny_published):
 
 
 def test_a_revision_goes_to_the_model_and_its_processor(tiny_published, monkeypatch):
-    asked = {}
+    asked, config = [], loading.load_config(tiny_published)
+    for kind in (Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor):
 
-    def note(name):
-        load = getattr(loading, name).from_pretrained
+        def from_pretrained(*_, load=kind.from_pretrained, revision, **options):
+            asked.append(revision)
+            return load(tiny_published, **options)
 
-        def from_pretrained(*args, **kwargs):
-            asked[name] = kwargs["revision"]
-            return load(tiny_published, *args[1:], **{**kwargs, "revision": None})
-
-        monkeypatch.setattr(getattr(loading, name), "from_pretrained", from_pretrained)
-
-    note("AutoProcessor")
-    note("AutoModelForImageTextToText")
-    monkeypatch.setattr(loading, "check_model", lambda *_: None)
+        monkeypatch.setattr(kind, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(loading, "stored_config", lambda _, revision: asked.append(revision) or config.to_dict())
+    monkeypatch.setattr(loading, "load_config", lambda _, revision: asked.append(revision) or config)
     loading.load("lab/tiny", revision="v1.0")
-    assert asked == {"AutoProcessor": "v1.0", "AutoModelForImageTextToText": "v1.0"}
+    assert asked == ["v1.0"] * 5
 
 
 # What a model gives is handed on --------------------------------------------------------------------------------------

@@ -188,8 +188,8 @@ def token_types(input_ids: torch.Tensor) -> torch.Tensor:
 def load_bundled(folder=None):
     """The model and the processor of qtsplus-tiny, or of another folder, with trained weights."""
     from qtsplus.hub.files import hub_configs
-    from qtsplus.hub.saved import load_processor
+    from qtsplus.loading import processor_of
 
     folder = folder or hub_configs() / "qtsplus-tiny"
     model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(folder).eval()
-    return model, load_processor(folder, model.config)
+    return model, processor_of(folder, model.config)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from qtsplus.hub.checkpoint import read_checkpoint
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.folder import read_json
-from qtsplus.hub.saved import load_config
 from qtsplus.hub.weights import our_name
+from qtsplus.loading import load_config
 
 from ..speed.cost import least_memory
 from .films import FILM, QUESTION, RECORDS

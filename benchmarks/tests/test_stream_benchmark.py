@@ -11,7 +11,6 @@ from benchmarks.world.haystack import HIDDEN
 
 def test_a_small_run(tmp_path, monkeypatch):
     """160 seconds, of which the first 80 have what is asked for at once and a minute later."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(stream, "FIRST", 80)
     rivals = [Rival(name, policy, lags=(0, 1)) for name, policy in (("oldest", "oldest_first"), ("ours", "question"))]
     monkeypatch.setattr(stream, "RIVALS", rivals)

@@ -15,10 +15,16 @@ from .backbones import class_modules
 
 if TYPE_CHECKING:
     from .configuration_qtsplus import *  # noqa: F403
+    from .library import Library as Library
+    from .loading import load as load
     from .modeling_qtsplus import *  # noqa: F403
     from .modeling_qtsplus_frames import *  # noqa: F403
     from .processing_qtsplus import *  # noqa: F403
     from .selector_qtsplus import *  # noqa: F403
+    from .session import VideoSession as VideoSession
+    from .session import ask as ask
+    from .stream import Stream as Stream
+    from .videos import encode as encode
 
 __version__ = "0.1.0"
 
@@ -45,12 +51,19 @@ _EXPORTS = {
     "QTSplusConfig": "configuration_qtsplus",
     "QTSplusOutput": "selector_qtsplus",
     "QTSplusSelector": "selector_qtsplus",
+    "load": "loading",
+    "encode": "videos",
+    "ask": "session",
+    "VideoSession": "session",
+    "Library": "library",
+    "Stream": "stream",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module(".loading", __name__)  # Transformers' Auto classes give ours too
     value = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value

@@ -1,6 +1,7 @@
 """The classes of every backbone, by the `model_type` of its configuration."""
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -25,9 +26,18 @@ class Backbone:
     config: Any
     model: Any  # with a head
     processor: Any
-    stock_config: Any
-    stock_model: Any
-    stock_processor: Any
+
+    @property
+    def stock_model(self) -> Any:
+        return self.model.stock_class
+
+    @property
+    def stock_config(self) -> Any:
+        return self.stock_model.config_class
+
+    @property
+    def stock_processor(self) -> Any:
+        return self.processor.stock_class
 
 
 def model_types() -> list[str]:
@@ -52,7 +62,21 @@ def backbone_of(model_type: str | None) -> Backbone:
             f"There is no backbone of type {model_type!r}; expected one of {', '.join(sorted(_BACKBONES))}, or ours of "
             f"these, with {OURS!r} behind."
         )
-    names = [_BACKBONES[name][-1] + kind for kind in ("Config", "ForConditionalGeneration", "Processor")]
-    ours = [getattr(import_module("qtsplus"), name) for name in names]
-    stock = [next(base for base in one.__mro__ if base.__module__.startswith("transformers.models.")) for one in ours]
-    return Backbone(*ours, *stock)
+    *modules, prefix = _BACKBONES[name]
+    kinds = zip(modules, ("Config", "ForConditionalGeneration", "Processor"), strict=True)
+    return Backbone(*(getattr(import_module(f".{module}", __package__), prefix + kind) for module, kind in kinds))
+
+
+@cache
+def register() -> None:
+    """Makes Transformers' Auto classes take these classes for our models, in the place of a folder's own code."""
+    import transformers
+
+    from .saving_qtsplus import MODEL_AUTO_CLASSES
+
+    for model_type in model_types():
+        backbone = backbone_of(model_type)
+        transformers.AutoConfig.register(model_type, backbone.config, exist_ok=True)
+        transformers.AutoProcessor.register(backbone.config, backbone.processor, exist_ok=True)
+        for name in MODEL_AUTO_CLASSES:
+            getattr(transformers, name).register(backbone.config, backbone.model, exist_ok=True)

@@ -305,10 +305,10 @@ class Library:
     @classmethod
     def open(cls, folder: str | Path, device: str | None = None) -> "Library":
         """A library with the model that made it; as [`Library`] and `load`."""
-        from .demo import cached_tiny
+        from .hub.files import bundled_model
 
         name, revision = Index(Path(folder)).model
-        return cls(folder, *load(name or cached_tiny(), device, revision=revision))
+        return cls(folder, *load(name or bundled_model(), device, revision=revision))
 
     def find(self, question: str, top: int = 10) -> list[Interval]:
         """

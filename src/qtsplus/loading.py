@@ -1,14 +1,20 @@
-"""Loads a model and its processor, and says beforehand what cannot be one."""
+"""Loads a model and its processor with this package's classes, and says beforehand what cannot be one.
+
+No folder's own Python runs: that is for Transformers without this package. Its Auto classes too give ours from here on.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
-from .hub.folder import reading
+from .backbones import backbone_of, register
+from .hub.folder import read_json, reading
 from .output import first_line
+
+register()
 
 _PROCESSOR = (("tokenizer.json", "tokenizer_config.json"), ("processor_config.json", "preprocessor_config.json"))
 _A_QUESTION: list[dict[str, Any]] = [
@@ -20,7 +26,7 @@ def load(
     model: str | Path, device: str | None = None, dtype: str = "auto", revision: str | None = None
 ) -> tuple[Any, Any]:
     """
-    Loads a model and its processor as any Transformers user does, with `trust_remote_code=True`.
+    Loads a model and its processor.
 
     Args:
         model: a folder or a Hub id.
@@ -30,30 +36,91 @@ def load(
 
     Raises:
         OSError: no such repository.
-        ValueError: no such folder; one without a QTSplus model or its processor, or with a broken file; a device that
-            cannot be used; a revision of a folder.
+        ValueError: no such folder; one without a QTSplus model or its processor, with a broken file, or of a later
+            version that this one cannot read; a device that cannot be used; a revision of a folder.
     """
     device = find_device(device)
     processor = load_processor(model, revision)
+    backbone = backbone_of(stored_config(model, revision).get("model_type"))
     with reading(f"The model {str(model)!r}"):
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            model, trust_remote_code=True, dtype=dtype, revision=revision
-        )
+        loaded = backbone.model.from_pretrained(model, dtype=dtype, revision=revision)
     return loaded.to(device).eval(), processor
 
 
 def load_processor(model: str | Path, revision: str | None = None) -> Any:
     """The processor alone, see [`load`]."""
     check_model(model, revision)
+    processor = processor_of(model, load_config(model, revision), revision)
     with reading(f"The processor of {str(model)!r}"):
-        processor = AutoProcessor.from_pretrained(model, trust_remote_code=True, revision=revision)
         processor.apply_chat_template(_A_QUESTION, add_generation_prompt=True)
     return processor
 
 
+def load_config(model: str | Path, revision: str | None = None) -> Any:
+    """The configuration of one of our models; `ValueError` for another, and for a broken one."""
+    with reading(Path(model, "config.json")):
+        config = backbone_of(stored_config(model, revision).get("model_type")).config
+        return config.from_pretrained(model, revision=revision)
+
+
+def load_generation_config(folder: Path) -> GenerationConfig | None:
+    """The generation configuration, where there is one."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return None
+    with reading(path):
+        return GenerationConfig.from_pretrained(folder)
+
+
+def processor_of(model: str | Path, config: Any, revision: str | None = None) -> Any:
+    """
+    The processor of a folder or a Hub repository, with the class for a model's configuration, ours or the stock one.
+    A `ValueError` where a file is broken or the tokenizer has no words.
+    """
+    for path in [*Path(model).glob("*processor_config.json"), *Path(model).glob("tokenizer*.json")]:
+        if path.exists():
+            read_json(path)
+    backbone = backbone_of(config.model_type)
+    with reading(f"The processor of {model}"):
+        processor = backbone.processor.from_pretrained(model, config=config, revision=revision, trust_remote_code=False)
+    # Transformers makes a tokenizer of only the special tokens where the file is missing.
+    if len(processor.tokenizer) <= len(processor.tokenizer.added_tokens_decoder):
+        raise ValueError(f"{model} has a tokenizer without words; expected a tokenizer.json, or vocab and merges.")
+    if isinstance(config, backbone.config):  # and not a stock one, which does not say
+        processor.follow(config)
+    return processor
+
+
+def stored_config(model: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """
+    What the config.json of a folder or a Hub repository holds.
+
+    Raises:
+        OSError: no such repository.
+        ValueError: no such folder, or none with a config.json; a revision of a folder.
+    """
+    name = str(model)
+    if revision is not None and Path(model).is_dir():
+        raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
+    if not name.strip():
+        raise ValueError("The model's name is empty; expected a folder or a Hub id, such as ORG/NAME.")
+    if Path(model).is_dir():
+        if not Path(model, "config.json").exists():
+            raise ValueError(f"There is no config.json in {name!r}; expected the folder of a model.")
+        return read_json(Path(model, "config.json"))
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError(f"There is no folder {name!r}; expected one, or a Hub id such as ORG/NAME.") from error
+    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    if not config:
+        raise ValueError(f"There is no config.json in {name!r}; expected the repository of a model.")
+    return config
+
+
 def stored_dtype(model: str | Path, revision: str | None = None) -> str:
     """What a model's configuration says of its weights, for vLLM: its own "auto" shortens float32."""
-    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    config = stored_config(model, revision)
     return config.get("dtype") or config.get("torch_dtype") or "auto"
 
 
@@ -69,21 +136,9 @@ def find_device(device: str | None) -> str:
     return device
 
 
-def check_model(model: str | Path, revision: str | None) -> None:
+def check_model(model: str | Path, revision: str | None = None) -> None:
     """A `ValueError` for what cannot be a model with a selector; see [`load`]."""
-    name = str(model)
-    if revision is not None and Path(model).is_dir():
-        raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
-    if not name.strip():
-        raise ValueError("The model's name is empty; expected a folder or a Hub id, such as ORG/NAME.")
-    if not Path(model).is_dir():
-        try:
-            validate_repo_id(name)
-        except HFValidationError as error:
-            raise ValueError(f"There is no folder {name!r}; expected one, or a Hub id such as ORG/NAME.") from error
-    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
-    if not config:
-        raise ValueError(f"There is no config.json in {name!r}; expected the folder or repository of a QTSplus model.")
+    name, config = str(model), stored_config(model, revision)
     if "qtsplus_config" not in config:
         raise ValueError(
             f"{name!r} is no QTSplus model: its model_type is {config.get('model_type')!r}. Make one of it with "
@@ -95,3 +150,9 @@ def check_model(model: str | Path, revision: str | None) -> None:
                 f"The folder {name!r} holds no processor; expected {names[0]} beside the weights. Save it there with "
                 "`processor.save_pretrained`."
             )
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raises `ValueError` for the folder of a PEFT adapter, which has the weights of no whole model."""
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")

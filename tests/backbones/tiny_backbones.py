@@ -43,7 +43,7 @@ from qtsplus import (
     Qwen3VLQTSplusProcessor,
 )
 from qtsplus.hub.files import hub_configs
-from qtsplus.hub.publish import load_processor
+from qtsplus.loading import processor_of
 from tiny import PAPER
 
 TEXT = {
@@ -388,7 +388,7 @@ QWEN2_VL = Backbone(
 
 def qwen2_5_processor():
     folder = hub_configs() / "qtsplus-tiny"
-    return load_processor(folder, Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
+    return processor_of(folder, Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
 
 
 def qwen2_5_config(processor, selector) -> Qwen2_5_VLQTSplusConfig:

@@ -234,7 +234,7 @@ def test_the_papers_benchmarks_and_our_metrics_are_those_of_the_harness():
 
 @pytest.fixture
 def environment(tmp_path):
-    return {**os.environ, "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
 
 
 @NEEDS_HARNESS

@@ -15,7 +15,8 @@ from loopback import loopback_hub
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
 from qtsplus.hub.folder import WRITTEN
-from qtsplus.hub.publish import code_files, load_processor
+from qtsplus.hub.publish import code_files
+from qtsplus.loading import processor_of
 from qtsplus.saving_qtsplus import auto_map
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 
@@ -129,7 +130,7 @@ def test_a_model_and_its_processor_push_what_publish_does(hub, tiny_published, w
         folder = tiny_published.parent / "saved"
         model.save_pretrained(folder, push_to_hub=True, repo_id=REPOSITORY, private=True)
     assert hub.private[REPOSITORY]
-    load_processor(tiny_published, model.config).push_to_hub(REPOSITORY)
+    processor_of(tiny_published, model.config).push_to_hub(REPOSITORY)
     pushed = dict(hub.repositories[REPOSITORY])
     assert publish(tiny_published).exit_code == 0
     published = hub.repositories[REPOSITORY]

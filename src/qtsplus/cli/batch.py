@@ -62,7 +62,7 @@ def batch(
         check_selection(selection)
         questions = read_questions(file, media_root)
         device, share = (device, (0, 1)) if engine is Engine.vllm else _share(device)
-        name = name_model(model, revision)
+        name = name_model(model)
         asker = Asker(name, revision, device, dtype.value, fps, retention, max_visual_tokens, selection, max_new_tokens)
         on_ray = partial(answer_on_ray, address=ray or "local", workers=workers)
         engines: dict[Engine, Any] = {Engine.here: answer_here, Engine.ray: on_ray, Engine.vllm: answer_in_vllm}

@@ -61,7 +61,7 @@ def evaluate_tasks(
         from ..evaluation.harness.loading import Options
 
         options = Options(selection, retention, max_visual_tokens, reencode, fps, num_frames, max_frames, max_pixels)
-        settings = harness.Settings(name_model(model, revision), tasks, vars(options), revision, dtype.value, limit)
+        settings = harness.Settings(name_model(model), tasks, vars(options), revision, dtype.value, limit)
         try:
             result = harness.run(settings, out, processes=processes, batch_size=batch_size, device=device, say=note)
         except harness.HarnessError as error:

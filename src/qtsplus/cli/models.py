@@ -1,4 +1,4 @@
-"""Loads the model that a question goes to, and says first whose code that runs."""
+"""Loads the model that a question goes to."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ def load_model(model: str | None, revision: str | None, device: str | None, dtyp
     """The model and its processor; the bundled ones without a name. Raises as `loading.load`."""
     from .. import loading
 
-    name = name_model(model, revision)
+    name = name_model(model)
     with notes.status("Loading the model"):
         return loading.load(name, device, dtype, revision=revision)
 
@@ -42,39 +42,11 @@ def open_library(folder: Path, model: str | None, revision: str | None, device: 
     return library
 
 
-def name_model(model: str | None, revision: str | None) -> str:
-    """The folder or Hub id that a command is to load, whose code it announces; the bundled one's without a name."""
-    from transformers.utils import HF_MODULES_CACHE
-
-    try:
-        os.makedirs(HF_MODULES_CACHE, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"A model's code goes to {HF_MODULES_CACHE}, which cannot be written: set HF_HOME.") from error
+def name_model(model: str | None) -> str:
+    """The folder or Hub id that a command is to load; the bundled model's, which it announces, without a name."""
     if model is not None:
-        _announce_code(model, revision)
         return model
-    from ..demo import cached_tiny
+    from ..hub.files import bundled_model
 
-    folder = cached_tiny()
-    note(f"No --model given: using the bundled tiny model at {folder}, which knows only rendered shapes.")
-    return str(folder)
-
-
-def _announce_code(model: str, revision: str | None) -> None:
-    """Models with a selector bring their own code; who names one has to know that it runs."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    from ..hub.folder import read_json
-
-    if Path(model).is_dir():
-        if "auto_map" in read_json(Path(model) / "config.json"):
-            note(f"The Python code in the folder {model} will run (trust_remote_code).")
-        return
-    try:
-        validate_repo_id(model)
-    except HFValidationError:
-        return  # neither a folder nor a repository: loading will say so
-    pinned = f" at {revision}" if revision else ""
-    hint = "" if revision else " Pin it to a commit that you have read with --revision."
-    note(f"The Python code of the Hub repository {model}{pinned} will run (trust_remote_code).{hint}")
+    note("No --model given: using the bundled tiny model, which knows only rendered shapes.")
+    return str(bundled_model())

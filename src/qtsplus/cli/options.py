@@ -32,7 +32,7 @@ Model = Annotated[
     str | None, typer.Option(help="A folder or a Hub id. Without it, the tiny model that is bundled answers.")
 ]
 Revision = Annotated[
-    str | None, typer.Option(help="A commit, branch or tag of the Hub repository. A commit pins its code and weights.")
+    str | None, typer.Option(help="A commit, branch or tag of the Hub repository. A commit pins its weights.")
 ]
 Retention = Annotated[
     float | None,

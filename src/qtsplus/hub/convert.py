@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from ..backbones import OURS, backbone_of, model_types
 from ..configuration_qtsplus import QTSplusConfig
 from ..lm_attention_qtsplus import attention_layer, check_attention
+from ..loading import load_config, load_generation_config, processor_of, refuse_adapter
 from ..output import check_folder, first_line
 from ..settings import check_types
 from .card import card_data, matching_variant
@@ -26,7 +27,6 @@ from .folder import read_json, reading, whole_folder
 from .initialise import INITIALISATIONS, initialise_selector
 from .publish import write_repository
 from .reference import MODEL_TYPE, convert_reference_config, find_vision_config
-from .saved import load_config, load_generation_config, load_processor, refuse_adapter
 from .weights import EMBEDDINGS, HEAD, REFERENCE, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
 
 _STOCK = [name.removesuffix(OURS) for name in model_types()]
@@ -205,7 +205,7 @@ def _to_base(folder: Path) -> _Conversion:
 
 def stock_settings(ours: Any) -> dict[str, Any]:
     """The fields of one of our configurations that the stock model's has too."""
-    dropped = {"auto_map", "model_type", "architectures", "transformers_version"}
+    dropped = {"auto_map", "model_type", "architectures", "transformers_version", "qtsplus_version"}
     dropped |= _own_fields(backbone_of(ours.model_type))
     return {name: value for name, value in ours.to_dict().items() if name not in dropped}
 
@@ -261,7 +261,7 @@ def _load_processor(folder: str | Path, config: Any, asked_for: bool, say: Calla
     if not asked_for and not (Path(folder) / "tokenizer_config.json").exists():
         say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
         return None
-    return load_processor(folder, config)
+    return processor_of(folder, config)
 
 
 def _take_over(processor: Any, made: _Conversion) -> None:
@@ -284,6 +284,6 @@ def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
 
 
 def _plain_processor(processor: Any) -> Any:
-    stock = next(parent for parent in type(processor).__mro__ if parent.__module__.startswith("transformers."))
+    stock = processor.stock_class
     names = inspect.signature(stock).parameters
     return stock(**{name: getattr(processor, name) for name in names if hasattr(processor, name)})

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+TINY = "qtsplus-tiny"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -13,6 +14,11 @@ def hub_root() -> Path:
 def hub_configs() -> Path:
     """The folder with one folder per published variant."""
     return hub_root() / "hub_configs"
+
+
+def bundled_model() -> Path:
+    """The folder of the tiny model, which answers where none is named."""
+    return hub_configs() / TINY
 
 
 def variants() -> list[str]:

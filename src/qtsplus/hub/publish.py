@@ -12,6 +12,7 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..backbones import backbone_of, model_types
+from ..loading import load_config, load_generation_config, processor_of, refuse_adapter
 from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from ..output import check_folder
 from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
@@ -21,7 +22,6 @@ from .checkpoint import read_checkpoint, weight_files, write_checkpoint
 from .files import hub_configs, variants
 from .folder import read_json, update_json, whole_folder
 from .model_card import model_card
-from .saved import load_config, load_generation_config, load_processor, refuse_adapter
 from .space import write_space
 from .weights import on_meta, read_weights
 
@@ -87,7 +87,7 @@ def assemble_folder(
         model.generation_config.save_pretrained(staging)
         processor = None
         if (source / "processor_config.json").exists():
-            processor = load_processor(source, config)
+            processor = processor_of(source, config)
         else:
             say(
                 f"{source} has no processor_config.json: the repository gets no processor, and its card's usage does "

@@ -15,7 +15,7 @@ _APP = '''"""The page of `qtsplus app` for the model in this folder."""
 from pathlib import Path
 
 from qtsplus.app import launch
-from qtsplus.session import load
+from qtsplus import load
 
 launch(*load(Path(__file__).parent))
 '''

@@ -12,13 +12,11 @@ from transformers.initialization import no_init_weights
 
 from ..backbones import OURS, backbone_of
 from ..configuration_qtsplus import QTSplusConfig
-from ..hub import publish
 from ..hub.checkpoint import in_memory, read_checkpoint
 from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
 from ..hub.folder import read_json
-from ..hub.saved import refuse_adapter
-from ..loading import find_device
+from ..loading import find_device, processor_of, refuse_adapter
 from ..output import first_line
 from ..settings import check_types
 
@@ -139,16 +137,12 @@ def check_weights(weights: str, expected: str) -> None:
 
 def load_processor(variant: str | None, weights: str | None, config: Any) -> Any:
     """The processor of the weights, or of a variant that carries one."""
-    if weights is None:
-        assert variant is not None
-        if not (hub_configs() / variant / "processor_config.json").exists():
-            raise ValueError(f"The variant {variant!r} comes without a processor: name weights to train from.")
-        return publish.load_processor(hub_configs() / variant, config)
-    if model_type(weights).endswith(OURS):
-        return publish.load_processor(weights, config)
-    processor = backbone_of(config.model_type).processor.from_pretrained(weights)
-    processor.follow(config)
-    return processor
+    if weights is not None:
+        return processor_of(weights, config)
+    assert variant is not None
+    if not (hub_configs() / variant / "processor_config.json").exists():
+        raise ValueError(f"The variant {variant!r} comes without a processor: name weights to train from.")
+    return processor_of(hub_configs() / variant, config)
 
 
 def model_type(weights: str) -> str:

@@ -6,6 +6,8 @@ and the language model; between them stands the selector of this package, the sa
 
 import logging
 
+from .. import backbones
+
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 29), (0, 33)  # of vLLM
@@ -24,14 +26,7 @@ def register() -> None:
         known = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
         logger.error("qtsplus takes vLLM %s, and this is %s: its models are not registered.", known, vllm.__version__)
         return
-    import transformers
-
-    import qtsplus
-
+    backbones.register()
     for name in BACKBONES:
-        config, processor = getattr(qtsplus, f"{name}Config"), getattr(qtsplus, f"{name}Processor")
-        # The code of this package in the place of a folder's own, so that no folder has to be trusted.
-        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
-        transformers.AutoProcessor.register(config, processor, exist_ok=True)
         architecture = f"{name}ForConditionalGeneration"
         vllm.ModelRegistry.register_model(architecture, f"{__name__}.models:{architecture}")

@@ -1,0 +1,185 @@
+"""Where the package is installed its own classes load every folder, and no Hub file is in memory twice."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from qtsplus import loading
+from qtsplus.cli import app
+from qtsplus.configuration_qtsplus import VERSION
+
+COMMANDS = """
+import gc, json, sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+import uvicorn
+from typer.testing import CliRunner
+from qtsplus.cli import app
+
+folder, model, video = sys.argv[1:]
+uvicorn.run = lambda *_, **__: None
+record = {"video": video, "question": "What moves?", "answer": "ball", "kind": "mark"}
+record["evidence"] = [[{"start": 0, "end": 2, "box": [0.2, 0.2, 0.6, 0.6]}]]
+records = [record, {**record, "video": f"{folder}/model/other.mp4"}]
+Path(folder, "records.jsonl").write_text("\\n".join(map(json.dumps, records)))
+data = f"data: {{train_files: [{folder}/records.jsonl], processor_kwargs: {{fps: 1}}}}"
+training = f"{{output_dir: {folder}/run, max_steps: 1, use_cpu: true, save_strategy: 'no', report_to: none}}"
+Path(folder, "recipe.yaml").write_text(f"model: {{weights: {model}}}\\n{data}\\ntraining: {training}\\n")
+named = ["--model", model, "--max-new-tokens", "2"]
+for line, text in (
+    (["ask", video, "What moves?", *named], None),
+    (["ask", video, "What moves?", *named, "--two-passes"], None),
+    (["index", folder, "--out", f"{folder}/library", "--model", model], None),
+    (["find", f"{folder}/library", "What moves?", "--model", model], None),
+    (["ask", f"{folder}/library", "What moves?", *named], None),
+    (["chat", video, *named], "What moves?\\n/add VIDEO\\nAnd then?\\n".replace("VIDEO", video)),
+    (["watch", video, "What moves?", *named, "--every", "2"], None),
+    (["batch", f"{folder}/records.jsonl", "--out", f"{folder}/answers.jsonl", *named], None),
+    (["eval", "records", f"{folder}/records.jsonl", "--model", model], None),
+    (["calibrate", model, f"{folder}/records.jsonl", "--out", f"{folder}/heads.json"], None),
+    (["train", f"{folder}/recipe.yaml", "--dry-run"], None),
+    (["train", f"{folder}/recipe.yaml"], None),
+    (["ask", video, "What moves?", "--model", f"{folder}/run", "--max-new-tokens", "2"], None),
+    (["publish", f"{folder}/run", "--to", f"{folder}/published"], None),
+    (["serve", model, "--engine", "transformers"], None),
+):
+    result = CliRunner().invoke(app, line, input=text)
+    assert result.exit_code == 0, (line, result.output, result.exception)
+    if line[0] == "serve" and find_spec("gradio"):
+        from qtsplus import app as page, load
+        page.build(*load(model))
+    assert not [name for name in sys.modules if name.startswith("transformers_modules.")], line
+    files = Counter(Path(file).name for file in {name: getattr(one, "__file__", None) or "" for name, one in
+                    sys.modules.items() if "_qtsplus" in name}.values())
+    classes = Counter((str(one.__module__).rpartition(".")[2], one.__qualname__) for one in gc.get_objects()
+                      if issubclass(type(one), type) and "_qtsplus" in str(one.__module__))
+    twice = [one for counter in (files, classes) for one, count in counter.items() if count > 1]
+    assert len(files) > 10 and not twice, (line, twice)
+"""
+
+
+def run_python(script, *arguments):
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_after_every_command_no_hub_file_is_in_memory_twice(tiny_published, tiny_mp4, tmp_path):
+    model, video = shutil.copytree(tiny_published, tmp_path / "model"), shutil.copy(tiny_mp4, tmp_path)
+    shutil.copy(tiny_mp4, model / "other.mp4")
+    result = run_python(COMMANDS, tmp_path, model, video)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+HOSTILE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+raise SystemExit("the folder's code ran")
+"""
+
+
+def change(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "processor_config.json", "generate.py"])
+def test_no_code_of_a_folder_runs(name, tiny_published, tiny_mp4, tmp_path):
+    folder = shutil.copytree(tiny_published, tmp_path / "model")
+    for file in [*folder.glob("*.py"), folder / "evil.py", folder / "custom_generate" / "generate.py"]:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(HOSTILE)
+    kinds = ["Config", "Model", "ModelForImageTextToText", "Processor", "ImageProcessor", "VideoProcessor"]
+    evil = {"auto_map": {**{f"Auto{kind}": "evil.Evil" for kind in kinds}, "AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    if name == "processor_config.json":
+        stored = json.loads((folder / name).read_text())
+        evil |= {part: {**stored[part], **evil} for part in ("image_processor", "video_processor") if part in stored}
+    if name.endswith(".json"):
+        change(folder / name, **evil)
+    result = run_python("from qtsplus.cli import app; app()", "ask", tiny_mp4, "What?", "--model", folder)
+    assert not list(tmp_path.rglob("ran")) and "the folder's code ran" not in result.stderr
+    assert result.returncode == 0 or (result.returncode == 2 and result.stderr.startswith("qtsplus: ")), result.stderr
+
+
+def test_the_auto_classes_give_the_packages_own(tiny_published):
+    script = """
+import sys
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor
+from qtsplus import load
+for trust in (True, None):
+    for kind in (AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor):
+        made = kind.from_pretrained(sys.argv[1], trust_remote_code=trust)
+        assert type(made).__module__.startswith("qtsplus."), type(made)
+assert not [name for name in sys.modules if name.startswith("transformers_modules.")]
+"""
+    result = run_python(script, tiny_published)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_the_package_is_imported_without_torch():
+    script = "import sys, qtsplus; from qtsplus.cli import app; assert not {'torch', 'transformers'} & {*sys.modules}"
+    assert run_python(script).returncode == 0
+
+
+def test_what_a_user_needs_stands_at_the_top():
+    from qtsplus import Library, Stream, VideoSession, ask, encode, load
+
+    found = [one.__module__ for one in (Library, Stream, VideoSession, ask, encode, load)]
+    assert found == [f"qtsplus.{name}" for name in ("library", "stream", "session", "session", "videos", "loading")]
+
+
+# The version that wrote a folder --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tiny_published, tmp_path):
+    return shutil.copytree(tiny_published, tmp_path / "model")
+
+
+def stored(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_a_folder_says_which_version_wrote_it(folder, tmp_path):
+    assert stored(folder)["qtsplus_version"] == VERSION
+    change(folder / "config.json", qtsplus_version="0.0.1")
+    model, processor = loading.load(folder)
+    model.save_pretrained(tmp_path / "again")
+    assert stored(tmp_path / "again")["qtsplus_version"] == VERSION
+
+
+def test_a_folder_of_no_version_and_of_an_older_one_load(folder):
+    loading.load(folder)
+    for version in (None, "0.0.1"):
+        change(folder / "config.json", qtsplus_version=version)
+        loading.load(folder)
+
+
+def test_a_later_version_with_fields_of_its_own_is_refused(folder, tiny_mp4):
+    fields = {**stored(folder)["qtsplus_config"], "patience": 3, "zeal": 1}
+    change(folder / "config.json", qtsplus_version="99.1", qtsplus_config=fields)
+    result = CliRunner().invoke(app, ["ask", str(tiny_mp4), "What?", "--model", str(folder)])
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 2 and "written by qtsplus 99.1" in line, result.output
+    assert "does not know patience, zeal: install 99.1" in line
+
+
+def test_a_later_version_that_can_be_read_is_noted(folder, tiny_mp4):
+    change(folder / "config.json", qtsplus_version="99.1")
+    result = run_python("from qtsplus.cli import app; app()", "ask", tiny_mp4, "What?", "--model", folder, "--json")
+    assert result.returncode == 0 and json.loads(result.stdout)["answer"], result.stderr
+    (line,) = result.stderr.splitlines()
+    assert f"written by qtsplus 99.1, and this is {VERSION}" in line
+
+
+@pytest.mark.parametrize("version", ["next", 5.5, ["1"]])
+def test_a_version_that_is_none_is_one_line(version, folder):
+    change(folder / "config.json", qtsplus_version=version)
+    if version == 5.5:  # read as text
+        loading.load(folder)
+    else:
+        with pytest.raises(ValueError, match=r"config\.json cannot be used: Invalid version"):
+            loading.load(folder)
