@@ -19,16 +19,17 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from qtsplus import ranking
-from qtsplus.evaluation.intervals import share_interval
 from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.methods_qtsplus import Candidates, changes, most_relevant
-from qtsplus.output import check_output, markdown_table
+from qtsplus.output import check_output
 from qtsplus.results import write_json
 from qtsplus.stream import Stream
 from qtsplus.training.models import load_model, load_processor
 
 from .bases import CROWD
+from .intervals import share_interval
 from .machine import environment, steps
+from .tables import markdown_table
 from .world.crowd import MARKS, NAMES, Crowd, CrowdObject, make_crowd, render_crowd
 from .world.haystack import HIDDEN, _needle, _without_hidden
 from .world.scene import CELL, FPS, GRID, sightings

@@ -148,63 +148,22 @@ def app_lines() -> list[list[str]]:
 
 
 def eval_lines() -> list[list[str]]:
-    run = ["eval", "records", "{records}", "--model", "{model}"]
+    run = ["eval", "{records}", "--model", "{model}"]
     return [
         *(
-            ["eval", "records", path, "--model", "{model}"]
+            ["eval", path, "--model", "{model}"]
             for path in ("{missing}", "{empty_folder}", "{video}", "{empty}", "", "\x00", LONG)
         ),
-        *(["eval", "records", "{records}", f"--model={model}"] for model in NO_MODELS if model not in LOADABLE),
+        *(["eval", "{records}", f"--model={model}"] for model in NO_MODELS if model not in LOADABLE),
         *each_value(run, "--retention", NO_FRACTIONS),
         *each_value(run, "--device", NO_DEVICES),
         *each_value(run, "--selection", SELECTIONS),
         [*run, "--selection", "all", "--retention", "0.1"],
         [*run, "--revision", "main"],
-        ["eval", "records", "{records}", "--revision", "main"],
+        ["eval", "{records}", "--revision", "main"],
         *([*run, wrong] for wrong in ("--batch=2", "extra", "--json=1")),
-        ["eval", "records", "--json"],
-        *(["eval", "report", path] for path in ("{missing}", "{empty_folder}", "{records}", LONG)),
-        *(
-            ["eval", "--tasks", "lvbench", "--model", "{model}", *more]
-            for more in (
-                ["--revision", "main"],
-                ["--selection", "all", "--retention", "0.1"],
-                ["--selection", "all", "--max-visual-tokens", "9"],
-                ["--retention", "0.1", "--max-visual-tokens", "9"],
-                ["--num-frames", "4", "--max-frames", "9"],
-                ["--fps", "1", "--num-frames", "4"],
-                ["--max-pixels", "-4"],
-            )
-        ),
-    ]
-
-
-def study_lines() -> list[list[str]]:
-    needle = ["eval", "needle", "--model", "{model}", "--out", "{out}"]
-    hidden, background = ["--needles", "{records}"], ["--background", "{video}"]
-    both = [*needle, *hidden, *background]
-    return [
-        *each_value(both, "--length", ("0", "-5", "nan", "inf", *NO_NUMBERS)),
-        *each_value(both, "--depth", ("-0.1", "1.1", "nan", *NO_NUMBERS)),
-        *each_value(both, "--selection", SELECTIONS),
-        *each_value(both, "--retention", NO_FRACTIONS),
-        *each_value(both, "--max-visual-tokens", NO_COUNTS),
-        *each_value(both, "--fps", NO_RATES),
-        *each_value([*needle, *background], "--needles", ("{missing}", "{video}", "{empty}", "{empty_folder}", LONG)),
-        *each_value([*needle, *hidden], "--background", ("", "{missing}", "{garbage}", "{empty_folder}")),
-        [*both, "--retention", "0.5", "--max-visual-tokens", "3"],
-        [*both, "--length", "5", "--length", "5"],
-        [*both, "--length", "1e12"],
-        [*both, "--selection", "uniform", "--selection", "uniform"],
-        [*both, "--selection", "all", "--retention", "0.5"],
-        [*both, "--selection", "all", "--max-visual-tokens", "5"],
-        *each_value(both, "--out", ("{records}", "{records}/in")),
-        [*needle, *hidden],
-        [*needle, *background],
-        *(
-            ["eval", "analysis", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
-            for path in ("", "{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
-        ),
+        ["eval", "--json"],
+        [*run, "extra"],
     ]
 
 
@@ -610,7 +569,6 @@ def command_lines() -> list[list[str]]:
         serve_lines,
         app_lines,
         eval_lines,
-        study_lines,
         convert_lines,
         publish_lines,
         data_lines,

@@ -17,7 +17,7 @@ def test_a_bad_command_line_is_refused(line, corpus, shared_model):
 @pytest.mark.parametrize("content", record_files(), ids=lambda content: f"{content[:60]!a}")
 def test_a_bad_record_is_refused(content, corpus, shared_model, tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(content)
-    assert_refused(["eval", "records", str(tmp_path / "bad.jsonl"), "--model", corpus["model"]], app)
+    assert_refused(["eval", str(tmp_path / "bad.jsonl"), "--model", corpus["model"]], app)
 
 
 @pytest.mark.parametrize("content", recipe_files(), ids=lambda content: f"{content[:60]!a}")

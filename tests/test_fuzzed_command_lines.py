@@ -30,12 +30,7 @@ GOOD = {
     "publish": ["{model}", "--to", "{out}"],
     "train": ["{recipe}", "--dry-run"],
     "calibrate": ["{model}", "{records}", "--out", "{out}.json"],
-    "eval records": ["{records}", "--model", "{model}"],
-    "eval needle": [
-        *("--model", "{model}", "--work", "{out}", "--out", "{out}"),
-        *("--needles", "{records}", "--background", "{video}", "--length", "8"),
-    ],
-    "eval analysis": ["{records}", "--model", "{model}", "--work", "{out}", "--out", "{out}"],
+    "eval": ["{records}", "--model", "{model}"],
     "data check": ["{records}"],
     "data vscq1": ["{records}", "--out", "{out}", "--endpoint", "http://127.0.0.1:9/v1", "--teacher", "x"],
     "data vscq2": ["{records}", "--out", "{out}", "--endpoint", "http://127.0.0.1:9/v1", "--teacher", "x"],

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from qtsplus.output import check_folder, check_output, first_line, markdown_table, whole_file
+from qtsplus.output import check_folder, check_output, first_line, whole_file
 
 
 @pytest.mark.parametrize(("mode", "content"), [("w", "ä\n"), ("wb", b"\xff")])
@@ -51,4 +51,3 @@ def test_a_place_without_permission(tmp_path, monkeypatch):
 
 def test_texts():
     assert first_line(ValueError("one\ntwo")) == "one" and first_line(ValueError()) == "ValueError"
-    assert markdown_table(["a", "b"], [["x|y", "1"]]) == ["| a | b |", "|---|---:|", "| x\\|y | 1 |"]

@@ -5,6 +5,7 @@ import typer
 from qtsplus.cli.console import FilledArguments
 
 from .comparing import ablation, attention, evidence, learned, library
+from .evaluating import analysis, evaluate, needle, report
 from .making import haystack, tiny, tinyworld, train
 from .measuring import efficiency, memory, rehearsal, scaling, speed, stream, training_step
 
@@ -16,21 +17,28 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(tinyworld)
-app.command()(haystack)
-app.command()(train)
-app.command()(tiny)
-app.command()(learned)
-app.command()(attention)
-app.command()(ablation)
-app.command()(library)
-app.command()(evidence)
-app.command()(speed)
-app.command()(memory)
-app.command()(scaling)
-app.command()(training_step)
-app.command()(efficiency)
-app.command()(rehearsal)
-app.command()(stream)
+for command in (
+    tinyworld,
+    haystack,
+    train,
+    tiny,
+    learned,
+    attention,
+    ablation,
+    library,
+    evidence,
+    needle,
+    analysis,
+    evaluate,
+    report,
+    speed,
+    memory,
+    scaling,
+    training_step,
+    efficiency,
+    rehearsal,
+    stream,
+):
+    app.command()(command)
 
 __all__ = ["app"]

@@ -85,7 +85,7 @@ def haystack(
     count: Annotated[int, typer.Option(help="How many needles.", min=1)] = 8,
     seconds: Annotated[int, typer.Option(help="How long a needle is.", min=1, max=128)] = 4,
 ) -> None:
-    """Render a long crowd, and clips of objects that it never shows, for `qtsplus eval needle`."""
+    """Render a long crowd, and clips of objects that it never shows, for the command needle."""
     with one_line_errors():
         from ..world.haystack import write_background, write_needles
 

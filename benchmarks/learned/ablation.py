@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from qtsplus.evaluation.intervals import paired_gain, percent, percent_interval, share_interval
-from qtsplus.output import markdown_table
 from qtsplus.results import write_json
 
+from ..intervals import paired_gain, percent, percent_interval, share_interval
 from ..machine import environment
+from ..tables import markdown_table
 from .models import Checkpoint, Models
 from .plan import Plan, make_plan
 from .policies import ASKED, AXES, DEFAULT, TITLES, Policy, changes_something

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from qtsplus.figures import save_figure
-from qtsplus.output import markdown_table
 
+from ..tables import markdown_table
 from ..world.tinyworld import POINT_KINDS, QUESTION_KINDS
 from .policies import (
     ATTENTION,

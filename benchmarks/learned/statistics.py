@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.intervals import paired_gain
 
+from ..intervals import paired_gain
 from ..world.tinyworld import POINT_KINDS, QUESTION_KINDS, WIDE_KINDS
 from .policies import BASE, DEFAULT, SALIENCE, Policy, name_of
 from .questions import DESCRIPTION

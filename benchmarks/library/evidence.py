@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from qtsplus.evaluation.intervals import percent_interval, share_interval
 from qtsplus.evidence import Interval
-from qtsplus.output import markdown_table
 from qtsplus.results import write_json
 from qtsplus.session import VideoSession
 
+from ..intervals import percent_interval, share_interval
 from ..machine import environment, steps
+from ..tables import markdown_table
 from ..world.crowd_questions import crowd_questions
 from ..world.questions import Needle
 from .world import Hidden, make_library, write_videos

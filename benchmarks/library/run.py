@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from qtsplus.evaluation.intervals import percent_interval, share_interval
 from qtsplus.evidence import STRONG, Interval
 from qtsplus.library import Library, index
 from qtsplus.methods_qtsplus import Candidates, top_n
-from qtsplus.output import markdown_table
 from qtsplus.ranking import Piece, Scorer
 from qtsplus.results import Journal
 
+from ..intervals import percent_interval, share_interval
 from ..machine import environment, steps
+from ..tables import markdown_table
 from ..world.scene import sightings
 from .world import SECONDS, Hidden, make_library, write_videos
 

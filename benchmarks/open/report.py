@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtsplus.output import markdown_table
+from ..tables import markdown_table
 
 Results = Sequence[dict[str, Any]]
 

@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qtsplus.output import markdown_table, whole_file
+from qtsplus.output import whole_file
 from qtsplus.results import Journal
 
 from ..machine import environment, steps
+from ..tables import markdown_table
 from .films import render_films
 from .steps import RECIPES, SCALES, Place, Step, StepError, all_steps
 from .stock import check_wheel

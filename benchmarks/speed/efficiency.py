@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qtsplus.evaluation.intervals import percent
-from qtsplus.output import markdown_table
 from qtsplus.results import write_json
 
+from ..intervals import percent
+from ..tables import markdown_table
 from .plots import draw_frames
 from .results import device_name
 

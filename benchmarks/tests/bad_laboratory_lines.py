@@ -1,6 +1,6 @@
 """Bad command lines of `python -m benchmarks`, in the words of `tests/bad_command_lines.py`."""
 
-from bad_command_lines import LONG, NO_COUNTS, NO_FRACTIONS, NO_NUMBERS, NO_SEEDS, each_value
+from bad_command_lines import LONG, NO_COUNTS, NO_FRACTIONS, NO_NUMBERS, NO_RATES, NO_SEEDS, SELECTIONS, each_value
 
 
 def ablation_lines() -> list[list[str]]:
@@ -101,6 +101,50 @@ def rehearsal_lines() -> list[list[str]]:
     ]
 
 
+def study_lines() -> list[list[str]]:
+    needle = ["needle", "--model", "{model}", "--out", "{out}"]
+    hidden, background = ["--needles", "{records}"], ["--background", "{video}"]
+    both = [*needle, *hidden, *background]
+    return [
+        *each_value(both, "--length", ("0", "-5", "nan", "inf", "1e12")),
+        *each_value(both, "--depth", ("-0.1", "1.1", "nan")),
+        *each_value(both, "--selection", SELECTIONS),
+        *each_value(both, "--retention", NO_FRACTIONS),
+        *each_value(both, "--max-visual-tokens", NO_COUNTS),
+        *each_value(both, "--fps", NO_RATES),
+        *each_value([*needle, *background], "--needles", ("{missing}", "{video}", "{empty}", "{empty_folder}", LONG)),
+        *each_value([*needle, *hidden], "--background", ("", "{missing}", "{garbage}", "{empty_folder}")),
+        [*both, "--retention", "0.5", "--max-visual-tokens", "3"],
+        [*both, "--length", "5", "--length", "5"],
+        [*both, "--selection", "uniform", "--selection", "uniform"],
+        [*both, "--selection", "all", "--retention", "0.5"],
+        *each_value(both, "--out", ("{records}", "{records}/in")),
+        [*needle, *hidden],
+        [*needle, *background],
+        *(
+            ["analysis", path, "--model", "{model}", "--work", "{out}", "--out", "{out}"]
+            for path in ("", "{missing}", "{empty_folder}", "{video}", "{empty}", LONG)
+        ),
+    ]
+
+
+def evaluate_lines() -> list[list[str]]:
+    wrong = (
+        ["--revision", "main"],
+        ["--selection", "all", "--retention", "0.1"],
+        ["--selection", "all", "--max-visual-tokens", "9"],
+        ["--retention", "0.1", "--max-visual-tokens", "9"],
+        ["--num-frames", "4", "--max-frames", "9"],
+        ["--fps", "1", "--num-frames", "4"],
+        ["--max-pixels", "-4"],
+    )
+    return [
+        *(["report", path] for path in ("{missing}", "{empty_folder}", "{records}", LONG)),
+        *(["evaluate", "--tasks", "lvbench", "--model", "{model}", *more] for more in wrong),
+        ["evaluate"],
+    ]
+
+
 def laboratory_lines() -> list[list[str]]:
     lines = [*ablation_lines(), *world_lines(), *speed_lines(), *learned_lines(), *rehearsal_lines()]
-    return [*lines, *stream_lines()]
+    return [*lines, *stream_lines(), *study_lines(), *evaluate_lines()]

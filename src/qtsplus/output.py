@@ -1,8 +1,8 @@
-"""What commands leave behind: files that are never seen half written, and the texts that several of them make."""
+"""What commands leave behind: files that are never seen half written, and texts about them."""
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -83,10 +83,3 @@ def first_line(error: object) -> str:
 def printable(name: str) -> str:
     """A file's name as text, also where its bytes are none."""
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
-    """The lines of a Markdown table, with so many columns of `texts` on the left; the others hold numbers."""
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in [header, *rows]]
-    head, *body = ["| " + " | ".join(row) + " |" for row in cells]
-    return [head, "|" + "---|" * texts + "---:|" * (len(header) - texts), *body]

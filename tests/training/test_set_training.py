@@ -76,7 +76,7 @@ def test_the_papers_stage_trains_on_both_sets_and_is_evaluated(sets, tmp_path):
     steps = [line for line in history if "loss" in line]
     assert len(steps) == 2 and all({"loss_mcq", "loss_vqa", "rho"} <= line.keys() for line in steps)
     assert all(line["loss_mcq"] > 0 and line["loss_vqa"] > 0 for line in steps)
-    command = ["eval", "records", str(sets / "vscq2.jsonl"), "--model", str(tmp_path / "run")]
+    command = ["eval", str(sets / "vscq2.jsonl"), "--model", str(tmp_path / "run")]
     command += ["--media-root", str(sets / "media")]
     result = CliRunner().invoke(app, [*command, "--json"])
     assert result.exit_code == 0, result.output

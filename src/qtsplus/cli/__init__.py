@@ -10,11 +10,10 @@ from .batch import batch
 from .chatting import chat
 from .console import FilledArguments, console
 from .data import data_app
-from .evaluating import eval_app
+from .evaluating import evaluate
 from .hub import convert, publish
 from .library import find, index
 from .serve import serve
-from .studies import analysis, needle
 from .synthesis import vqa, vscq1, vscq2
 from .training import calibrate, train
 from .watch import watch
@@ -42,9 +41,7 @@ def qtsplus(
 for command in (demo, ask, chat, watch, index, find, batch, serve, convert, publish, train, calibrate):
     app.command()(command)
 app.command("app")(page)
-for study in (needle, analysis):
-    eval_app.command()(study)
-app.add_typer(eval_app, name="eval")
+app.command("eval")(evaluate)
 for making in (vscq1, vscq2, vqa):
     data_app.command()(making)
 app.add_typer(data_app, name="data")

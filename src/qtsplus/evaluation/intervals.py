@@ -1,7 +1,6 @@
-"""95% intervals, p-values and correlations of questions that are independent between videos only."""
+"""95% intervals and p-values of questions that are independent between videos only."""
 
 import functools
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -18,16 +17,13 @@ def share_interval(values: np.ndarray, clusters: np.ndarray) -> dict[str, float]
     Returns:
         `mean`, `low` and `high`; nothing where there is one cluster.
     """
-    return _interval(values, clusters, (0.0, 1.0))[0]
+    return interval_and_p(values, clusters, (0.0, 1.0))[0]
 
 
-def paired_gain(differences: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
-    """As [`share_interval`], of differences from -1 to 1; `p` is two-sided, of a mean of 0, by the same interval."""
-    interval, p = _interval(differences, clusters, (-1.0, 1.0))
-    return {**interval, "p": p} if interval else {}
-
-
-def _interval(values: np.ndarray, clusters: np.ndarray, bounds: tuple[float, float]) -> tuple[dict[str, float], float]:
+def interval_and_p(
+    values: np.ndarray, clusters: np.ndarray, bounds: tuple[float, float]
+) -> tuple[dict[str, float], float]:
+    """As [`share_interval`], of values within `bounds`; and the two-sided p of a mean of 0, by the same interval."""
     names, index = np.unique(clusters, return_inverse=True)
     count = len(names)
     if count < 2:
@@ -56,34 +52,3 @@ def _student(degrees: int) -> tuple[np.ndarray, np.ndarray]:
     density = np.cos(angles) ** (degrees - 1)
     areas = (density[1:] + density[:-1])[::-1].cumsum()[::-1]
     return angles, np.append(areas, 0.0) / areas[0]
-
-
-def percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
-def percent_interval(share: float, interval: Mapping[str, float]) -> str:
-    """A share with its interval, where it has one."""
-    return f"{share:.1%} ({interval['low']:.1%} to {interval['high']:.1%})" if interval else percent(share)
-
-
-def correlation(x: np.ndarray, y: np.ndarray, clusters: np.ndarray) -> dict[str, float]:
-    """
-    Pearson's r with its 95% interval, by a bootstrap over clusters. Nothing where x or y has one value only, or there
-    is one cluster.
-    """
-    names, index = np.unique(clusters, return_inverse=True)
-    if len(names) < 2 or _is_constant(x) or _is_constant(y):
-        return {}
-    members = [np.flatnonzero(index == number) for number in range(len(names))]
-    generator, redrawn = np.random.default_rng(0), []
-    for _ in range(2000):
-        rows = np.concatenate([members[number] for number in generator.integers(len(members), size=len(members))])
-        if not _is_constant(x[rows]) and not _is_constant(y[rows]):
-            redrawn.append(np.corrcoef(x[rows], y[rows])[0, 1])
-    low, high = np.quantile(redrawn, (0.025, 0.975))
-    return {"r": float(np.corrcoef(x, y)[0, 1]), "low": float(low), "high": float(high)}
-
-
-def _is_constant(values: np.ndarray) -> bool:
-    return bool(np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())))

@@ -1,1 +1,1 @@
-"""lmms-eval: its plugin for our models, the paper's tasks, runs that resume, and their reports."""
+"""The plugin for lmms-eval: our models, and stock ones, behind its chat interface."""

@@ -1,14 +1,14 @@
-"""The studies of `qtsplus eval`, as a user types them."""
+"""What a selection finds and does, as a user types them."""
 
 import json
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.cli import app
 from benchmarks.world.haystack import write_background, write_needles
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus import session
-from qtsplus.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def typed(tmp_path_factory, crowd_published):
         words = [option.format(**files) for option in options]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(session, "load", lambda *arguments, **more: loaded)
-            result = CliRunner().invoke(app, ["eval", study, *words, "--out", str(folder)])
+            result = CliRunner().invoke(app, [study, *words, "--out", str(folder)])
         assert result.exit_code == 0, result.output
         assert results in result.stdout.replace("\n", "")
         return json.loads((folder / results).read_text())
@@ -56,9 +56,8 @@ def test_analysis(typed):
             "needle --needles n.jsonl --background b.mp4 --selection uniform --selection uniform",
             "Got selections ['uniform', 'uniform']; expected at least one, and each once",
         ),
-        ("records r.jsonl --selection all --retention 0.1", "--retention has no effect with --selection all"),
     ],
 )
 def test_what_would_be_ignored_or_leave_its_folder_is_refused_first(line, message):
-    result = CliRunner().invoke(app, ["eval", *line.split()])
+    result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1

@@ -16,9 +16,10 @@ from typing import Any
 
 from huggingface_hub.constants import HF_HOME
 
-from ... import __version__
-from ...output import check_folder, whole_file
-from ...results import write_json
+from qtsplus import __version__
+from qtsplus.output import check_folder, whole_file
+from qtsplus.results import write_json
+
 from . import record_tasks
 
 # Of lmms-eval 0.7.3. TempCompass is the paper's part with options; its captions need another model as a judge.

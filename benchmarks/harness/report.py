@@ -1,4 +1,4 @@
-"""`qtsplus eval report`: what runs found, side by side, as Markdown."""
+"""`python -m benchmarks report`: what runs found, side by side, as Markdown."""
 
 import json
 import os
@@ -10,8 +10,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from ...output import check_output, markdown_table, whole_file
+from qtsplus.output import check_output, whole_file
+
 from ..intervals import paired_gain, share_interval
+from ..tables import markdown_table
 from .run import failures, samples_log, scored
 
 # Runs are compared where the other one keeps this many times our tokens: as many, or the few more of whole frames.
@@ -22,7 +24,7 @@ _SAMPLE = {"doc_id", "video", "visual_tokens", "kept_visual_tokens", "failed", "
 
 @dataclass(frozen=True)
 class Run:
-    """A folder that `qtsplus eval --tasks` has finished: a label of its model and selection, and its `run.json`."""
+    """A finished `python -m benchmarks evaluate`: its folder, a label of model and selection, and its `run.json`."""
 
     folder: Path
     label: str
@@ -48,9 +50,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         try:
             document = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         except (ValueError, RecursionError, OSError) as error:
-            raise ValueError(f"{folder} has no run.json of a finished `qtsplus eval --tasks`: {error}") from error
+            raise ValueError(f"{folder} has no run.json of a finished run: {error}") from error
         if not _is_run(document):
-            raise ValueError(f"{folder / 'run.json'} is no result of `qtsplus eval --tasks`.")
+            raise ValueError(f"{folder / 'run.json'} is no result of `python -m benchmarks evaluate`.")
         runs.append(Run(folder, _label(document["settings"]), **document))
     labels = [run.label for run in runs]
     return [

@@ -7,13 +7,13 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.studies import needle as needles_of
+from benchmarks.studies.needle import hide, run_needle
 from benchmarks.world.crowd import make_crowd, render_crowd
 from benchmarks.world.haystack import write_background, write_needles
 from qtsplus import session
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation import needle as needles_of
 from qtsplus.evaluation.labelled import LabelledQuestion, read_questions
-from qtsplus.evaluation.needle import hide, run_needle
 from qtsplus.training.models import load_model
 
 

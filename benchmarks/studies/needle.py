@@ -18,16 +18,18 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
-from ..data.records import VideoRecord
-from ..figures import save_figure
-from ..methods_qtsplus import METHODS
-from ..output import check_output, markdown_table
-from ..results import Journal
-from ..session import encode
-from ..training.features import fingerprint
-from .exact_match import answer, conversation
-from .intervals import percent_interval, share_interval
-from .labelled import LabelledQuestion
+from qtsplus.data.records import VideoRecord
+from qtsplus.evaluation.exact_match import answer, conversation
+from qtsplus.evaluation.labelled import LabelledQuestion
+from qtsplus.figures import save_figure
+from qtsplus.methods_qtsplus import METHODS
+from qtsplus.output import check_output
+from qtsplus.results import Journal
+from qtsplus.session import encode
+from qtsplus.training.features import fingerprint
+
+from ..intervals import percent_interval, share_interval
+from ..tables import markdown_table
 
 # Keeping everything says what the language model can read, and takes long.
 SELECTIONS = tuple(name for name in METHODS if name != "all")

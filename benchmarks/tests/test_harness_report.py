@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from qtsplus.cli import app
-from qtsplus.evaluation.harness.report import read_runs, write_report
+from benchmarks.cli import app
+from benchmarks.harness.report import read_runs, write_report
 
 
 def write_run(folder, scores, kept=29, task="crowd", metric="exact_match", **options):
@@ -90,7 +90,7 @@ def test_every_table_says_how_many_questions_and_videos(runs, tmp_path):
 
 def test_the_page_links_the_log_of_every_sample(runs, tmp_path):
     result = CliRunner().invoke(
-        app, ["eval", "report", *(str(run.folder) for run in runs), "--out", str(tmp_path / "made" / "report.md")]
+        app, ["report", *(str(run.folder) for run in runs), "--out", str(tmp_path / "made" / "report.md")]
     )
     assert result.exit_code == 0, result.output
     page = (tmp_path / "made" / "report.md").read_text()
@@ -114,7 +114,7 @@ def test_the_page_links_the_log_of_every_sample(runs, tmp_path):
 )
 def test_what_is_no_run_is_refused(text, tmp_path):
     (tmp_path / "run.json").write_text(text)
-    result = CliRunner().invoke(app, ["eval", "report", str(tmp_path), "--out", str(tmp_path / "report.md")])
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "report.md")])
     assert result.exit_code == 2 and "run.json" in result.stderr and len(result.stderr.splitlines()) == 1
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.cli import app
+from benchmarks.harness import run as harness
+from benchmarks.harness.record_tasks import write_task
+from benchmarks.harness.run import PAPER, SHARES, resolve
 from benchmarks.world.tinyworld import build_dataset
-from qtsplus.cli import app
 from qtsplus.data.formats import read_records
-from qtsplus.evaluation.harness import run as harness
-from qtsplus.evaluation.harness.answers import Answered, AnswerLog
-from qtsplus.evaluation.harness.record_tasks import write_task
-from qtsplus.evaluation.harness.run import PAPER, SHARES, resolve
 
 NEEDS_HARNESS = pytest.mark.skipif(
     find_spec("lmms_eval") is None, reason='lmms-eval is not installed: pip install -e ".[eval]"'
@@ -60,7 +59,7 @@ def left_by_harness(folder: Path, answers, effective: int, name: str) -> None:
 
 @pytest.fixture
 def evaluate(tmp_path, monkeypatch, crowd_published):
-    """`qtsplus eval --tasks crowd` with a harness that runs `code` and leaves `answers`."""
+    """`evaluate --tasks crowd` with a harness that runs `code` and leaves `answers`."""
 
     def call(answers=None, effective=2, code="", *arguments, name="1_samples_crowd.jsonl"):
         def command(out):
@@ -76,7 +75,7 @@ def evaluate(tmp_path, monkeypatch, crowd_published):
         monkeypatch.setattr(harness, "find_spec", lambda name: True)
         monkeypatch.setattr(harness, "version", lambda name: "0")
         options = ["--tasks", "crowd", "--model", str(crowd_published), "--out", str(tmp_path / "out")]
-        result = CliRunner().invoke(app, ["eval", *options, *arguments])
+        result = CliRunner().invoke(app, ["evaluate", *options, *arguments])
         monkeypatch.setattr(harness.subprocess, "run", original)
         return result
 
@@ -129,7 +128,7 @@ def test_a_finished_run_that_is_run_again_breaks_no_report(evaluate, tmp_path):
     for time_of_run in ("1", "2"):
         assert evaluate([(1.0, None), (0.0, None)], name=f"{time_of_run}_samples_crowd.jsonl").exit_code == 0
         if time_of_run == "1":
-            report = ["eval", "report", str(tmp_path / "out"), "--out", str(tmp_path / "report.md")]
+            report = ["report", str(tmp_path / "out"), "--out", str(tmp_path / "report.md")]
             assert made.invoke(app, report).exit_code == 0
     (link,) = re.findall(r"\]\((.*)\)", (tmp_path / "report.md").read_text())
     assert (tmp_path / link).read_text().count("doc_id") == 2
@@ -154,33 +153,30 @@ def test_a_folder_belongs_to_the_settings_of_its_run(evaluate):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["--tasks"]),
-        (["--tasks", "videomme,,lvbench"], ["videomme,,lvbench"]),
-        (["--tasks", "crowd", "--selection", "best"], ["'best'", "uniform"]),
-        (["--tasks", "crowd", "--retention", "2"], ["retention is 2"]),
-        (["--tasks", "crowd", "--fps", "nan"], ["fps is nan"]),
-        (["--retention", "0.5", "records", "x.jsonl"], ["--retention stands before the command records"]),
-        (["--tasks", "missing.jsonl"], ["missing.jsonl"]),
-        (["--tasks", "crowd", "--out", "a,b"], ["takes no comma"]),
+        (["evaluate", "--tasks", "videomme,,lvbench"], ["videomme,,lvbench"]),
+        (["evaluate", "--tasks", "crowd", "--selection", "best"], ["'best'", "uniform"]),
+        (["evaluate", "--tasks", "crowd", "--retention", "2"], ["retention is 2"]),
+        (["evaluate", "--tasks", "crowd", "--fps", "nan"], ["fps is nan"]),
+        (["evaluate", "--tasks", "missing.jsonl"], ["missing.jsonl"]),
+        (["evaluate", "--tasks", "crowd", "--out", "a,b"], ["takes no comma"]),
         (["report"], []),
         (["report", "missing"], ["run.json", "missing"]),
-        (["--tasks", "crowd", "--selection", "all", "--retention", "0.1"], ["keeps every token"]),
-        (["--tasks", "crowd", "--num-frames", "4", "--max-frames", "2"], ["Got num_frames"]),
-        (["--tasks", "a/x.jsonl,b/x.jsonl"], ["Two files of records are named x"]),
+        (["evaluate", "--tasks", "crowd", "--selection", "all", "--retention", "0.1"], ["keeps every token"]),
+        (["evaluate", "--tasks", "crowd", "--num-frames", "4", "--max-frames", "2"], ["Got num_frames"]),
+        (["evaluate", "--tasks", "a/x.jsonl,b/x.jsonl"], ["Two files of records are named x"]),
     ],
 )
 def test_bad_input_ends_in_one_line(arguments, words, crowd_published, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: True)
     monkeypatch.chdir(tmp_path)
-    commands = ("records", "report")
-    model = [] if any(name in arguments for name in commands) else ["--model", str(crowd_published)]
-    assert_refused(CliRunner().invoke(app, ["eval", *arguments, *model]), *words)
+    model = [] if arguments[0] == "report" else ["--model", str(crowd_published)]
+    assert_refused(CliRunner().invoke(app, [*arguments, *model]), *words)
 
 
 def test_without_the_harness_the_command_says_how_to_get_it(crowd_published, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     options = ["--tasks", "videomme", "--model", str(crowd_published), "--out", str(tmp_path / "out")]
-    assert_refused(CliRunner().invoke(app, ["eval", *options]), 'pip install -e ".[eval]"', "in a clone")
+    assert_refused(CliRunner().invoke(app, ["evaluate", *options]), 'pip install -e ".[eval]"', "in a clone")
 
 
 def test_the_papers_benchmarks_have_a_name_together():
@@ -194,28 +190,6 @@ def test_each_benchmark_logs_its_scores_in_its_own_way():
     assert harness._score(True) == 1  # LVBench
     assert harness._score({"score": 0.0}) == 0  # CG-Bench
     assert harness._score({"parsed_pred": ["3"], "answer": ["3", "three"]}) is None
-
-
-def test_answers_of_all_processes_are_found_by_the_next(tmp_path):
-    asked, generation = {"video": "1.mp4", "prompt": "What?"}, {"max_new_tokens": 16}
-    key = AnswerLog(None, 0, {"retention": 0.1}).key("crowd", 1, asked, generation)
-    for rank in range(2):
-        AnswerLog(tmp_path, rank, {}).add({f"{rank}": Answered(f"answer {rank}")})
-    with (tmp_path / "answers-0.jsonl").open("a") as file:
-        file.write('{"key": "cut')
-    log = AnswerLog(tmp_path, 0, {})
-    log.add({key: Answered("yes", kept_visual_tokens=3), "failed": Answered("", failed="no video")})
-    assert log.found["failed"].failed == "no video"
-    expected = {"0": Answered("answer 0"), "1": Answered("answer 1"), key: Answered("yes", kept_visual_tokens=3)}
-    assert AnswerLog(tmp_path, 5, {}).found == expected, "what failed is tried again"
-    (tmp_path / "answers-7.jsonl").write_text('{"key": "0", "text": "of another program"}\n')
-    with pytest.raises(ValueError, match="choose another folder"):
-        AnswerLog(tmp_path, 0, {})
-    same = AnswerLog(None, 1, {"retention": 0.1})
-    assert same.key("crowd", 1, dict(asked), generation) == key
-    assert AnswerLog(None, 0, {"retention": 0.2}).key("crowd", 1, asked, generation) != key
-    assert same.key("crowd", 1, {**asked, "video": "2.mp4"}, generation) != key
-    assert same.key("crowd", 1, asked, {"max_new_tokens": 8}) != key
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -271,7 +245,7 @@ def test_killed_and_started_again_with_two_processes_the_table_is_the_same(
 
     def command(out, *arguments):
         options = ["--tasks", str(records), "--model", str(crowd_published), "--retention", "0.1", "--device", "cpu"]
-        return [sys.executable, "-m", "qtsplus.cli", "eval", *options, "--out", str(tmp_path / out), *arguments]
+        return [sys.executable, "-m", "benchmarks", "evaluate", *options, "--out", str(tmp_path / out), *arguments]
 
     def end(*started):
         done = subprocess.run(command(*started), env=environment, capture_output=True, text=True, check=False)

@@ -11,15 +11,16 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
-from ..data.records import VideoRecord
-from ..figures import save_figure
-from ..output import check_folder, check_output
-from ..results import write_json
-from ..selector_qtsplus import find_threshold
-from ..training.dataset import require_rates
-from ..training.features import encode_videos
-from .exact_match import model_inputs
-from .intervals import correlation, share_interval
+from qtsplus.data.records import VideoRecord
+from qtsplus.evaluation.exact_match import model_inputs
+from qtsplus.figures import save_figure
+from qtsplus.output import check_folder, check_output
+from qtsplus.results import write_json
+from qtsplus.selector_qtsplus import find_threshold
+from qtsplus.training.dataset import require_rates
+from qtsplus.training.features import encode_videos
+
+from ..intervals import correlation, share_interval
 
 # What the paper's budget head sees, and the gate's threshold: what the paper holds against rho.
 QUANTITIES = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ...data.formats import read_records
+from qtsplus.data.formats import read_records
 
 COMMON = Path(__file__).parent / "tasks" / "_records"  # what tasks made of records have in common
 
@@ -21,7 +21,7 @@ def messages(doc: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def matches(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Whether the answer is the record's, letter for letter, as in `qtsplus eval records`."""
+    """Whether the answer is the record's, letter for letter, as in `qtsplus eval`."""
     return {"exact_match": float(results[0].strip() == doc["answer"])}
 
 

@@ -1,0 +1,187 @@
+"""`needle` and `analysis`: what a selection finds and does. `evaluate` and `report`: benchmarks of lmms-eval."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from qtsplus.cli.console import console, fail, note, one_line_errors, require_fraction, wrote
+from qtsplus.cli.evaluating import fail_run
+from qtsplus.cli.models import check_model_options, load_model, name_model
+from qtsplus.cli.options import Device, Dtype, Model, Retention, Revision, Selection, WeightType
+
+_Results = Annotated[Path, typer.Option(help="The folder of the results.")]
+_RESULTS = Path("evaluation")
+
+
+def needle(
+    needles: Annotated[
+        Path,
+        typer.Option(
+            help="A JSONL file of records, each with a clip or an image as its video, a question and its answer.",
+            show_default=False,
+        ),
+    ],
+    background: Annotated[
+        str,
+        typer.Option(
+            help="The long video that they are put into: a file, an http(s) address or a folder of frames.",
+            show_default=False,
+        ),
+    ],
+    model: Model = None,
+    revision: Revision = None,
+    length: Annotated[
+        list[float] | None,
+        typer.Option(help="A length in seconds. May be repeated. Without it, 60, 300, 600, 1800 and 3600."),
+    ] = None,
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(help="Where a needle is put, from 0 to 1. May be repeated. Without it, 0, 0.25, 0.5, 0.75 and 1."),
+    ] = None,
+    selection: Annotated[
+        list[str] | None, typer.Option(help="How tokens are chosen. May be repeated. Without it, every way but all.")
+    ] = None,
+    retention: Retention = None,
+    max_visual_tokens: Annotated[int | None, typer.Option(help="Keep this many visual tokens instead.", min=1)] = None,
+    fps: Annotated[
+        float | None, typer.Option(help="How many frames to look at per second; of a folder, how many it has.")
+    ] = None,
+    out: _Results = _RESULTS,
+    device: Device = None,
+) -> None:
+    """Hide clips at chosen depths in long videos, ask for them, and draw what is found by length and depth."""
+    check_model_options(model, revision)
+    require_fraction(retention)
+    if retention is not None and max_visual_tokens is not None:
+        fail("--retention and --max-visual-tokens exclude each other")
+    if selection == ["all"] and (retention is not None or max_visual_tokens is not None):
+        fail("--retention and --max-visual-tokens have no effect with --selection all, which keeps every token")
+    with one_line_errors():
+        from qtsplus.evaluation.labelled import read_questions
+
+        from ..studies.needle import SELECTIONS, check_places, run_needle
+
+        lengths, depths = length or (60, 300, 600, 1800, 3600), depth or (0.0, 0.25, 0.5, 0.75, 1.0)
+        selections = selection or SELECTIONS
+        check_places(lengths, depths, selections)
+        hidden = read_questions(needles)
+        target = run_needle(
+            *load_model(model, revision, device),
+            hidden,
+            background,
+            out,
+            lengths=lengths,
+            depths=depths,
+            selections=selections,
+            retention=retention,
+            max_visual_tokens=max_visual_tokens,
+            fps=fps,
+        )
+    wrote(target)
+
+
+def analysis(
+    records: Annotated[
+        Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
+    ],
+    model: Model = None,
+    revision: Revision = None,
+    out: _Results = _RESULTS,
+    work: Annotated[Path, typer.Option(help="Where the features of videos are kept.")] = Path("runs/analysis"),
+    device: Device = None,
+) -> None:
+    """Hold the model's own budget against what it is made from."""
+    check_model_options(model, revision)
+    with one_line_errors():
+        from qtsplus.data.formats import read_records
+
+        from ..studies.analysis import run_analysis
+
+        questions = read_records(records)
+        target = run_analysis(*load_model(model, revision, device), questions, out, work=work)
+    wrote(target)
+
+
+def evaluate(
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Benchmarks of lmms-eval, with commas between them. paper stands for the paper's, and a .jsonl file "
+            "for records as `qtsplus eval` takes them.",
+            show_default=False,
+        ),
+    ],
+    model: Model = None,
+    revision: Revision = None,
+    retention: Retention = None,
+    max_visual_tokens: Annotated[int | None, typer.Option(help="Keep at most this many visual tokens.")] = None,
+    selection: Selection = None,
+    reencode: Annotated[bool, typer.Option(help="Re-encode the kept tokens, or hand them on as they are.")] = True,
+    fps: Annotated[float | None, typer.Option(help="How many frames to look at per second.")] = None,
+    num_frames: Annotated[int | None, typer.Option(help="How many frames to look at in a video, instead.")] = None,
+    max_frames: Annotated[int | None, typer.Option(help="Look at this many frames of a video at most.")] = None,
+    max_pixels: Annotated[int | None, typer.Option(help="The most pixels of a frame.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Ask only the first questions of each benchmark.", min=1)] = None,
+    batch_size: Annotated[int, typer.Option(help="How many questions are asked at a time.", min=1)] = 1,
+    processes: Annotated[
+        int, typer.Option(help="How many processes share the questions. On GPUs each takes one.", min=1)
+    ] = 1,
+    out: Annotated[
+        Path, typer.Option(help="The folder for answers, logs and results. A run that was stopped goes on there.")
+    ] = Path("evaluation"),
+    device: Device = None,
+    dtype: WeightType = Dtype.auto,
+) -> None:
+    """
+    Measure how well a model answers on benchmarks of lmms-eval.
+
+    A video that cannot be read does not end the run. Its questions count as wrong, and the exit code is 1.
+    """
+    check_model_options(model, revision)
+    with one_line_errors():
+        from qtsplus.evaluation.harness.loading import Options
+
+        from ..harness import run as harness
+
+        options = Options(selection, retention, max_visual_tokens, reencode, fps, num_frames, max_frames, max_pixels)
+        settings = harness.Settings(name_model(model), tasks, vars(options), revision, dtype.value, limit)
+        try:
+            result = harness.run(settings, out, processes=processes, batch_size=batch_size, device=device, say=note)
+        except harness.HarnessError as error:
+            fail_run(str(error))
+    _print_tasks(result["tasks"])
+    wrote(out / "run.json")
+    if failed := harness.failures(result["tasks"]):
+        fail_run(*failed)
+
+
+def _print_tasks(tasks: dict[str, Any]) -> None:
+    from ..harness.run import scored
+
+    table = Table("task", "metric", "questions", "videos", "value", "kept")
+    for name, task in tasks.items():
+        samples = task["samples"]
+        total = sum(sample["visual_tokens"] for sample in samples)
+        kept = f"{sum(sample['kept_visual_tokens'] for sample in samples) / total:.1%}" if total else ""
+        for metric, value in task["metrics"].items():
+            answered = scored(task, metric)
+            videos = {sample["video"] for sample in answered}
+            counts = (str(len(answered)), str(len(videos))) if answered else ("", "")
+            table.add_row(name, metric, *counts, f"{value:.2f}", kept)
+    console.print(table)
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders that the command evaluate has finished.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(help="The Markdown file.")] = Path("report.md"),
+) -> None:
+    """Put runs side by side: accuracies, gains at equal tokens, kept tokens, settings."""
+    with one_line_errors():
+        from ..harness.report import read_runs, write_report
+
+        wrote(write_report(read_runs(runs), out))

@@ -1,0 +1,1 @@
+"""What a selection finds in long videos, and what a budget follows."""
