@@ -4,12 +4,15 @@ import contextlib
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from datetime import datetime
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -191,7 +194,7 @@ def test_a_killed_run_goes_on_where_it_stopped(batch, videos, rows, tiny_publish
     encoded = count_encoded(monkeypatch)
     assert batch(file, out, "--media-root", videos).exit_code == 0
     assert entries(out)[: len(done)] == done and len(entries(out)) == len(many)
-    assert sorted(json.loads(line)["key"] for line in entries(out)) == list(range(1, len(many) + 1))
+    assert len({json.loads(line)["key"] for line in entries(out)}) == len(many)
     assert len(encoded) == len(set(encoded))
     answers = out.read_text()
     assert [row["question"] for row in read(out)] == [row["question"] for row in many]
@@ -210,8 +213,6 @@ def test_other_settings_and_other_peoples_files_are_refused(batch, videos, rows,
     for more in (["--retention", "0.5"], ["--selection", "uniform"], ["--fps", "1"]):
         result = batch(file, out, "--media-root", videos, *more)
         assert result.exit_code == 2 and "was begun with" in result.stderr, result.stderr
-    write(file, rows[:2])
-    assert "was begun with input=" in batch(file, out, "--media-root", videos).stderr
     (tmp_path / "thesis.tex").write_text("mine")
     assert "is there already" in batch(file, tmp_path / "thesis.tex", "--media-root", videos).stderr
     assert (tmp_path / "thesis.tex").read_text() == "mine" and out.read_text() == answers
@@ -221,9 +222,84 @@ def test_failed_rows_can_be_asked_again(batch, videos, rows, tmp_path):
     file, out = write(tmp_path / "rows.jsonl", [rows[0], {"video": "late.mp4", "question": "What?"}]), tmp_path / "out"
     (tmp_path / "clip0.mp4").write_bytes((videos / "clip0.mp4").read_bytes())
     assert batch(file, out).exit_code == 0 and "error" in read(out)[1]
+    for more in ([], ["--retry-failed"]):
+        assert batch(file, out, *more).exit_code == 0 and len(entries(out)) == 2 + len(more)
     (tmp_path / "late.mp4").write_bytes((videos / "clip1.mp4").read_bytes())
-    assert batch(file, out).exit_code == 0 and "error" in read(out)[1]
-    assert batch(file, out, "--retry-failed").exit_code == 0 and "answer" in read(out)[1]
+    assert batch(file, out).exit_code == 0 and "answer" in read(out)[1], "its video is another"
+
+
+@pytest.mark.parametrize("text", ["NaN", "[1]", '{"a": 1}', "true", "1.5", '"\\ud800"'])
+def test_an_id_that_is_none_is_the_error_of_its_row_alone(batch, videos, tmp_path, text, monkeypatch):
+    encoded, file = count_encoded(monkeypatch), tmp_path / "rows.jsonl"
+    file.write_text(f'{{"video": "clip0.mp4", "question": "Who?", "id": {text}}}\n')
+    result = batch(file, tmp_path / "out", "--media-root", videos)
+    assert result.exit_code == 2 and "id is " in result.stderr and not encoded
+    file.write_text(file.read_text() + '{"video": "clip1.mp4", "question": "Who?"}\n')
+    assert batch(file, tmp_path / "out", "--media-root", videos).exit_code == 0 and encoded == ["clip1.mp4"]
+    bad, good = read(tmp_path / "out")
+    assert "answer" in good and "; expected " in bad["error"]
+
+
+@pytest.mark.parametrize(
+    "value", [b"\xff", Decimal("1.5"), float("nan"), datetime(2026, 1, 1), [1], {"a": 1}], ids=repr
+)
+@pytest.mark.parametrize("column", ["id", "video", "question", "retention"])
+def test_a_table_may_hold_anything(batch, videos, tmp_path, value, column):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    good, file = {"video": "clip0.mp4", "question": "Who?", "id": "mine"}, tmp_path / "rows.parquet"
+    rows = [{**good, column: value}, {name: value for name, value in good.items() if name != column}]
+    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), file)
+    result = batch(file, tmp_path / "out", "--media-root", videos)
+    if column in ("video", "question"):
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
+    else:
+        assert result.exit_code == 0 and ["error" in row for row in read(tmp_path / "out")] == [True, False]
+
+
+def test_a_file_that_was_mended_keeps_what_was_answered(batch, videos, rows, tmp_path, monkeypatch):
+    file, out, encoded = tmp_path / "rows.jsonl", tmp_path / "out", count_encoded(monkeypatch)
+    more = ("--media-root", videos)
+    assert batch(write(file, [*rows, {"video": "clip0.mp4"}]), out, *more).exit_code == 0
+    before = {(row["video"], row.get("question")): row for row in read(out)}
+    encoded.clear()
+    mended = [*({**row, "id": "same"} for row in rows[:4:-1]), {"video": "clip0.mp4", "question": "Where?"}, *rows[:3]]
+    assert batch(write(file, [*mended, *mended]), out, *more).exit_code == 0
+    after = read(out)
+    assert encoded == ["clip0.mp4"] and len(entries(out)) == len(rows) + 1 and len(after) == 2 * len(mended)
+    for row in after:
+        assert {**before.get((row["video"], row["question"]), row), "id": row["id"]} == row
+    assert [{**row, "id": 0} for row in after[: len(mended)]] == [{**row, "id": 0} for row in after[len(mended) :]]
+
+
+def test_a_video_that_was_changed_under_its_name_is_asked_again(batch, videos, rows, tmp_path):
+    file, out, film = write(tmp_path / "rows.jsonl", rows[:2]), tmp_path / "out", tmp_path / "clip0.mp4"
+    for name in ("clip0.mp4", "clip1.mp4", "clip2.mp4"):
+        shutil.copy(videos / name, tmp_path)
+    assert batch(file, out).exit_code == 0 and len(entries(out)) == 2
+    state, other = film.stat(), tmp_path / "other.mp4"
+    other.write_bytes(film.read_bytes())
+    os.utime(other, ns=(state.st_atime_ns, state.st_mtime_ns))
+    other.replace(film)  # of the same size and time
+    assert batch(file, out).exit_code == 0 and len(entries(out)) == 3
+    assert batch(file, out).exit_code == 0 and len(entries(out)) == 3
+
+
+@pytest.mark.parametrize(
+    "journal, words",
+    [
+        ('{"input": "ab", "model": "m"}\n{"key": 1, "value": {"answer": "red"}}\n', "an earlier version"),
+        ("no journal\n", "not JSON"),
+        (None, "was changed since it was written"),
+    ],
+)
+def test_a_journal_that_cannot_be_read_is_one_line(batch, videos, rows, tmp_path, journal, words):
+    file, out = write(tmp_path / "rows.jsonl", rows[:1]), tmp_path / "out"
+    assert batch(file, out, "--media-root", videos).exit_code == 0
+    path = Path(f"{out}.run", "journal.jsonl")
+    path.write_text(journal or path.read_text().replace("answer", "anzwer"))
+    content = path.read_bytes()
+    result = batch(file, out, "--media-root", videos)
+    assert result.exit_code == 2 and words in result.stderr and path.read_bytes() == content
 
 
 def test_a_run_without_an_answer_has_failed(batch, tmp_path):
@@ -294,7 +370,7 @@ def test_ray_answers_what_is_answered_here_though_a_worker_is_killed(
     assert process.returncode == 0, said
     assert batch(file, tmp_path / "here.jsonl", "--media-root", videos).exit_code == 0
     assert read(out) == read(tmp_path / "here.jsonl")
-    assert sorted(json.loads(line)["key"] for line in entries(out)) == list(range(1, len(rows) + 1))
+    assert len({json.loads(line)["key"] for line in entries(out)}) == len(entries(out)) == len(rows)
 
 
 class Mortal(Asker):

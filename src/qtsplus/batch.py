@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from .data.formats import Row, iter_rows, media_folder
 from .data.media import UNREADABLE, find_media
 from .data.records import Rate, String, Text
 from .output import check_output, whole_file
-from .results import Journal
+from .results import STORED, Journal, Line, Schema
 from .settings import explain, show
 
 # By the numbers of the rows: the fields of an answer, or `error`.
@@ -42,6 +43,30 @@ class Question(BaseModel):
     fps: Rate | None = None
     retention: Annotated[float, Field(gt=0, le=1)] | None = None
     max_visual_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class Answered(BaseModel):
+    """What a model answered: fields of [`session.Answer`]."""
+
+    model_config = STORED
+
+    answer: String
+    kept_tokens: int
+    visual_tokens: int
+    evidence: list[dict[String, str | int | float | list[int] | list[float] | None]] = []
+    warnings: list[str]
+
+
+class Failed(BaseModel):
+    """Why a question has no answer."""
+
+    model_config = STORED
+
+    error: String
+
+
+# By the digest of a row's content.
+_ENTRIES = Schema(line=Line[str, Answered | Failed], format=2, oldest=2)
 
 
 @dataclass(frozen=True)
@@ -241,29 +266,54 @@ def run(
     folder = Path(f"{out}.run")
     check_output(out, overwrite=folder.is_dir())
     folder.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256(repr([row.content for row in questions.rows]).encode()).hexdigest()[:16]
     with (lock := FileLock(folder / ".lock")):
-        journal = Journal(folder / "journal.jsonl", {"input": digest, **asker.settings()}, begin_anew=False)
-    done = {number for number in journal.done if not (retry_failed and "error" in journal.done[number])}
+        journal = Journal(folder / "journal.jsonl", asker.settings(), _ENTRIES, begin_anew=False)
+    done = {key for key, result in journal.done.items() if not (retry_failed and isinstance(result, Failed))}
+    keys = _keys(questions.tasks)
+    first = {key: number for number, key in reversed(keys.items()) if key not in done}  # of rows that ask the same
+    numbers = set(first.values())
     mine = questions.videos()[share[0] :: share[1]]
-    left = [tasks for video in mine if (tasks := [task for task in video if task.number not in done])]
+    left = [tasks for video in mine if (tasks := [task for task in video if task.number in numbers])]
     for number, result in engine(asker, left):
         with lock:
-            journal.add(number, result)
+            journal.add(keys[number], result)
     with lock:
-        finished = Journal(journal.path).done
-        if len(finished) < len(questions.tasks):
+        finished = Journal(journal.path, schema=_ENTRIES).done
+        if not finished.keys() >= set(keys.values()):
             return None
         counts = Counter[str]()
         with whole_file(out) as file:
             for row in questions.rows:
-                result = finished.get(row.number) or {"error": questions.problems[row.number]}
-                file.write(json.dumps({**_named(row), **result}) + "\n")
-                counts["error" if "error" in result else "answer"] += 1
+                key = keys.get(row.number)
+                entry = Failed(error=questions.problems[row.number]) if key is None else finished[key]
+                file.write(json.dumps({**_named(row), **entry.model_dump(exclude_unset=True)}) + "\n")
+                counts["error" if isinstance(entry, Failed) else "answer"] += 1
     return counts
 
 
+def _keys(tasks: list[Task]) -> dict[int, str]:
+    """
+    By number, under what the answer is kept: a digest of what is asked and of the video's file. A row that moved or has
+    another id has the same one, and a video that was changed under its name another.
+    """
+    states = {place: _state(place) for place in {task.place for task in tasks}}
+    asked = {task.number: [task.question.model_dump(exclude={"id"}), states[task.place]] for task in tasks}
+    return {number: hashlib.sha256(json.dumps(one).encode()).hexdigest()[:32] for number, one in asked.items()}
+
+
+def _state(place: str) -> list[list[Any]]:
+    """Of a file, or of each in a folder, what changes when its content does; nothing of an address."""
+    try:
+        files = sorted(Path(place).iterdir()) if os.path.isdir(place) else [Path(place)]
+        states = [(path.name, path.stat()) for path in files]
+    except (OSError, ValueError):
+        return []
+    return [[name, state.st_size, state.st_mtime_ns, state.st_ino] for name, state in states]
+
+
 def _named(row: Row) -> dict[str, Any]:
+    """What a row of the file is called, also one that can be no row."""
     content = row.content if isinstance(row.content, Mapping) else {}
     named = {name: content.get(name) for name in ("id", "video", "question")}
+    named = {name: one if one is None or type(one) in (str, int) else show(one) for name, one in named.items()}
     return {**named, "id": row.number if named["id"] is None else named["id"]}

@@ -116,17 +116,17 @@ def explain(error: ValidationError, values: Any, where: str = "") -> str:
         if kind == "value_error":  # of the dataclass itself, or of a check of ours
             said = str(problem["ctx"]["error"])
         clause, _, expected = said.partition("; expected ")
-        name = where + _name(problem["loc"], values)
+        name = where + _name(problem["loc"], values, kind in _SAID)
         wrong.setdefault(f"{name} {clause}".strip(), []).extend([expected] if expected else [])
     clauses = ((clause, " or ".join(dict.fromkeys(kinds))) for clause, kinds in islice(wrong.items(), 3))
     return "; ".join(f"{clause}; expected {kinds}" if kinds else clause for clause, kinds in clauses) + "."
 
 
-def _name(place: Sequence[int | str], values: Any) -> str:
+def _name(place: Sequence[int | str], values: Any, missing: bool) -> str:
     """A field by its place, without the names that pydantic gives to keys and to the kinds of a union."""
     names = []
     for part in place:
-        if isinstance(values, Mapping) and part != "[key]":
+        if isinstance(values, Mapping) and (part in values or (missing and part == place[-1])):
             names.append(str(part))
             values = values.get(part)
         elif isinstance(values, (list, tuple)) and isinstance(part, int):
