@@ -4,6 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
 from math import ceil, floor, prod
 from typing import Any
 
@@ -28,7 +30,8 @@ from .prompt_qtsplus import (
     take_inputs,
 )
 from .recall import Remembered, at_true_times, on_the_clock
-from .two_passes import second_pass, second_prompt
+from .subtitles import check_subtitles, near
+from .two_passes import SecondPass, second_pass, second_prompt
 from .videos import EncodedVideo
 
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says
@@ -85,6 +88,7 @@ def answer_questions(
     max_visual_tokens: int | None = None,
     selection: str | Method | None = None,
     max_new_tokens: int | None = None,
+    subtitles: int | None = None,
     **generation: Any,
 ) -> list[Answer]:
     """
@@ -101,35 +105,42 @@ def answer_questions(
         selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
             `Candidates` and a count to indices (`methods_qtsplus.py`).
         max_new_tokens: longest answer; what a `generation_config` says, or 128, when absent.
+        subtitles: most tokens of the subtitles that stand in front of each question, those nearest in time to what was
+            kept first; of videos that were encoded with their subtitles.
         generation: as for `generate`.
 
     Raises:
-        ValueError: no video; two passes over other than one video and one question; a prompt for which the model has
-            no positions; and as [`ask`].
+        ValueError: no video; subtitles, and no video was encoded with some; two passes over other than one video and
+            one question; a prompt for which the model has no positions; and as [`ask`].
     """
     _check_asked(model, processor, videos, questions, turns)
+    check_subtitles(subtitles, videos)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     check_budget(selection or model.config.qtsplus_config.selection, [retention], 1, max_visual_tokens)
     options, encoded = generation_options(model, generation, max_new_tokens), list(videos.values())
     remembered, large = any(isinstance(video, Remembered) for video in encoded), encoded[0].large
     if remembered and len(questions) > 1:  # each has positions of its own
-        asked: dict[str, Any] = {"turns": turns, "max_new_tokens": max_new_tokens, **choice, **generation}
+        asked: dict[str, Any] = {"turns": turns, "max_new_tokens": max_new_tokens, "subtitles": subtitles}
+        asked |= {**choice, **generation}
         return [one for each in questions for one in answer_questions(model, processor, videos, [each], **asked)]
     whole = videos
     if large is not None:
         whole = {name: replace(one, video_grid_thw=large.chunks.video_grid_thw) for name, one in videos.items()}
-    prompts = _lay_out(model, processor, whole, questions, turns, choice, options)
-    clock, timings, places, rho = options["streamer"], {}, prompts.places, None
-    if large is None:
-        compact = _shorten(model, prompts)
-    else:
+    lay_out_prompts = partial(_lay_out, model, processor, whole, questions, turns, choice, options)
+    prompts, timings, second = lay_out_prompts(), {}, None
+    clock, places, rho = options["streamer"], prompts.places, None
+    if large is not None:
         small = prompt_inputs(processor, videos, questions, turns[prompts.left_out :], model.device)
         second = second_pass(model, large, small, **choice)
         timings["second_pass"] = time.perf_counter() - clock.started
         clock.start()
-        compact = second_prompt(model, prompts.inputs, [second], **{**choice, "retention": [second.retention]})
         places, rho = second.places, second.rho
-    if memory is None or places is not None:
+    compact = _shorten(model, prompts, choice, second)
+    if subtitles:
+        kept = [one if places is None else places[one.cpu()] for one in compact.qtsplus.kept_indices or ()]
+        prompts = lay_out_prompts([near(one, whole, processor, subtitles) for one in kept])
+        compact = _shorten(model, prompts, choice, second)
+    if memory is None or places is not None or subtitles:
         output = model.generate_from(compact, **options)
     else:
         output = memory.generate(model, compact, prompts, choice, options)
@@ -179,11 +190,12 @@ def _lay_out(
     turns: Sequence[str],
     choice: Mapping[str, Any],
     options: Mapping[str, Any],
+    captions: Sequence[str] = (),
 ) -> _Prompts:
     """The prompts, without the oldest turns if the model has no positions for them; `ValueError` if still not."""
     most, new_tokens, left_out = model.config.get_text_config().max_position_embeddings, options["max_new_tokens"], 0
     while True:
-        inputs = prompt_inputs(processor, videos, questions, turns[left_out:], model.device)
+        inputs = prompt_inputs(processor, videos, questions, turns[left_out:], model.device, captions)
         options["streamer"].start()
         visual, selection = take_inputs({**inputs, **choice})
         layout, places = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]), None
@@ -226,8 +238,10 @@ def positions_needed(model: Any, layout: Layout, selection: SelectionInputs, new
     return max(needed)
 
 
-def _shorten(model: Any, prompts: _Prompts) -> CompactPrompt:
+def _shorten(model: Any, prompts: _Prompts, choice: Mapping[str, Any], second: SecondPass | None) -> CompactPrompt:
     """What the language model reads."""
+    if second is not None:
+        return second_prompt(model, prompts.inputs, [second], **{**choice, "retention": [second.retention]})
     layout, features = prompts.layout, {IMAGE: [], VIDEO: list(prompts.visual.video_features or ())}
     if prompts.places is None:
         features = encode_visual(model.model, prompts.visual, layout.grids)
@@ -321,9 +335,10 @@ def prompt_inputs(
     questions: Sequence[str],
     turns: Sequence[str] = (),
     device: Any = "cpu",
+    captions: Sequence[str] = (),
 ) -> dict[str, Any]:
     """
-    The model's inputs for questions about the same videos, a row for each.
+    The model's inputs for questions about the same videos, a row for each; with a text in front of each question.
 
     All videos stand in front of the first text. Of several, each has its name in front; only the question's own words
     then say which tokens are kept.
@@ -335,13 +350,14 @@ def prompt_inputs(
 
     def inputs_of(questions: Sequence[str], seen: list[dict[str, Any]], shown: list[EncodedVideo]) -> Any:
         rows, shown = [], shown * len(questions)
-        for question in questions:
+        for question, caption in zip_longest(questions, captions[: len(questions)]):
             texts = [[{"type": "text", "text": text}] for text in (*turns, question)]
+            texts[-1] = [{"type": "text", "text": caption}] * bool(caption) + texts[-1]
             texts[0] = seen + texts[0]
             rows.append([{"role": ("user", "assistant")[n % 2], "content": parts} for n, parts in enumerate(texts)])
         grids, metadata = torch.cat([video.video_grid_thw for video in shown]), [video.metadata for video in shown]
         # Where nothing else stands in the last turn, it is the question.
-        query = {"query": list(questions)} if len(videos) > 1 and not turns else {}
+        query = {"query": list(questions)} if any(captions) or (len(videos) > 1 and not turns) else {}
         return processor.conversation_inputs(rows, video_grid_thw=grids, video_metadata=metadata, **query)
 
     inputs = inputs_of(questions[:1], seen, encoded)

@@ -32,6 +32,7 @@ def ask(
     *,
     fps: float | None = None,
     two_passes: TwoPasses | None = None,
+    subtitles: int | None = None,
     **options: Any,
 ) -> Answer:
     """
@@ -42,7 +43,7 @@ def ask(
         video: whatever [`encode`] takes; or what it has made of one, for another question.
         question: the text; special tokens in it, such as `<|im_end|>`, are text too.
         fps, two_passes: as for [`encode`], of a video that was not encoded before.
-        options: as for [`answer_questions`].
+        subtitles, options: as for [`answer_questions`].
 
     Raises:
         ValueError: a question that is empty or longer than the model's positions, a video that cannot be read, frames
@@ -51,11 +52,12 @@ def ask(
     check_question(model, processor, question)
     timings: dict[str, float] = {}
     if not isinstance(video, EncodedVideo):
-        video = encode(model, processor, video, fps=fps, two_passes=two_passes)
+        reading: dict[str, Any] = {"fps": fps, "two_passes": two_passes, "subtitles": subtitles is not None}
+        video = encode(model, processor, video, **reading)
         timings["encode"] = video.seconds
     elif fps is not None or two_passes is not None:
         raise ValueError(f"Got fps={fps} and {two_passes=} for a video that was encoded before; give them to `encode`.")
-    (answer,) = answer_questions(model, processor, {video.video: video}, [question], **options)
+    (answer,) = answer_questions(model, processor, {video.video: video}, [question], subtitles=subtitles, **options)
     return replace(answer, timings={**timings, **answer.timings})
 
 

@@ -1,7 +1,7 @@
 """Encodes videos of any length, chunk by chunk, for any number of questions."""
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from transformers.image_utils import get_image_size
 
 from .decoding_qtsplus import shown_name
 from .encoding_qtsplus import Repeats
+from .subtitles import Subtitle, read_subtitles
 from .two_passes import Large, TwoPasses, open_twice
 from .video_qtsplus import flatten_videos
 
@@ -36,6 +37,7 @@ class EncodedVideo:
     seconds: float  # what reading and encoding took
     start: float = 0.0  # when a player shows the first frame, in seconds
     warnings: list[str] = field(default_factory=list)  # what is wrong with the file, one sentence each
+    subtitles: Sequence[Subtitle] = ()  # as [`read_subtitles`] gives them
     large: Large | None = None  # with two passes, the video at full size; features and grid are those of the small one
 
     @property
@@ -55,6 +57,7 @@ def encode(
     device: str | None = None,
     frame_tolerance: float | None = 0.0,
     two_passes: TwoPasses | None = None,
+    subtitles: bool = False,
     progress: bool = False,
 ) -> EncodedVideo:
     """
@@ -70,12 +73,14 @@ def encode(
         device: where the features shall live, such as `"cpu"`; the model's when absent.
         frame_tolerance: see [`Repeats`]: 0 encodes equal frames once, `None` encodes every frame.
         two_passes: encode the video small, and let every question choose the regions that are encoded at full size.
+        subtitles: read those of a file too, from one beside it or within it, for questions with `subtitles=`.
         progress: show a bar on standard error while a video of several chunks is encoded.
 
     Raises:
         ValueError: a video that cannot be read, frames without `fps`; two passes with a backbone that reads every
             frame at one size, or tiles with one that has to see whole frames.
     """
+    said = read_subtitles(video) if subtitles else ()
     if not isinstance(video, (str, Path)):
         if two_passes is not None:
             raise ValueError("Two passes read a video twice; expected a file, an address or a folder, and got frames.")
@@ -108,6 +113,7 @@ def encode(
         seconds=time.perf_counter() - started,
         start=getattr(chunks, "start", 0.0),  # a model brings its own code, which may be older
         warnings=chunks.warnings,
+        subtitles=said,
         large=large,
     )
 
