@@ -320,13 +320,13 @@ def test_questions_wait_in_line_and_stop_ends_those_before_it(visit, gated):
 
 def test_names_and_films_that_no_browser_takes(visit, shown, tiny_published, tmp_path):
     """A name whose bytes are no text, and films that cannot be played: the answer and the times are there."""
-    from qtsplus import library, session
+    from qtsplus import indexing, library, session
 
     films = tmp_path / "folder"
     films.mkdir()
     shutil.copyfile(CLIP, films / os.fsdecode(b"caf\xe9.mp4"))
     loaded = session.load(tiny_published, "cpu")
-    library.index(films, tmp_path / "library", *loaded)
+    indexing.index(films, tmp_path / "library", *loaded)
     books = library.Library(tmp_path / "library", *loaded)
     for media_root in (None, films):
         anna = visit(shown(*loaded, books, media_root))
@@ -348,14 +348,14 @@ def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):
 
 def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, shown, tiny_published, tmp_path):
     from clips import make_world, render_world, write_mp4
-    from qtsplus import library, session
+    from qtsplus import indexing, library, session
 
     films = tmp_path / "folder"
     films.mkdir()
     shutil.copyfile(CLIP, films / "one.mp4")
     write_mp4(films / "two.mp4", render_world(make_world(12)), 2)
     loaded = session.load(tiny_published, "cpu")
-    library.index(films, tmp_path / "library", *loaded)
+    indexing.index(films, tmp_path / "library", *loaded)
     books = library.Library(tmp_path / "library", *loaded)
     anna = visit(shown(*loaded, books, films))
     anna.sees(".empty", "Ask about the 2 films of the library")

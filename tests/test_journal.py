@@ -27,7 +27,7 @@ def path(tmp_path):
 def test_what_was_sealed_is_read_again():
     for document in ({"a": [1.5, None, "ü\udcff"]}, {"b": {"c": "}, "}}):
         for indent in (None, 1):
-            assert unseal(seal(document, indent).encode() + b"\n") == (document, True)
+            assert unseal(seal(document, indent).encode() + b"\n") == document
 
 
 def test_every_changed_byte_is_found(path):
@@ -57,7 +57,7 @@ def test_keys_and_values_are_those_of_the_schema(path, key, value, reason):
 def test_settings_are_those_of_the_schema(tmp_path):
     path = tmp_path / "journal.jsonl"
     Journal(path, {"model": 1})
-    with pytest.raises(ValueError, match=r"is damaged: model is 1; expected a text"):
+    with pytest.raises(ValueError, match=r"Line 1 of .*model is 1; expected a text"):
         Journal(path, schema=NUMBERS)
 
 
@@ -77,7 +77,7 @@ def test_what_was_written_before_formats_had_numbers_goes_on(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in (SETTINGS, {"key": "a", "value": 1})))
     journal = Journal(path, SETTINGS, NUMBERS)
     journal.add("b", 2)
-    assert journal.format == 0 and Journal(path, SETTINGS, NUMBERS).done == {"a": 1, "b": 2}
+    assert Journal(path, SETTINGS, NUMBERS).done == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, "[]", "1" * 5000, "\x00", "{}", '{"check": 1}', "{'a': 1}", ""])

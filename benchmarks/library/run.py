@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from qtsplus.evidence import STRONG, Interval
-from qtsplus.library import Library, index
+from qtsplus.indexing import index
+from qtsplus.library import Library
 from qtsplus.methods_qtsplus import Candidates, top_n
 from qtsplus.ranking import Piece, Scorer
 from qtsplus.results import Journal

@@ -19,9 +19,7 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with part.open(mode, encoding=None if "b" in mode else "utf-8") as file:
-            rights = os.fstat(file.fileno()).st_mode
             yield file
-        part.chmod(rights)  # safetensors puts a file of its own there, which nobody else may read
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ class Schema:
     What may stand in a journal.
 
     Args:
-        settings, line: types for pydantic; of the settings, such as a `TypedDict`, and of an entry, a [`Line`].
+        settings, line: types for pydantic: of the settings a dictionary, such as a `TypedDict`; of an entry a [`Line`].
         format: counts up where they change; a journal of a higher one is refused.
         oldest: the lowest that can still be read; 0 is what was written before formats had numbers.
     """
@@ -73,21 +73,20 @@ class Journal:
         schema: Schema = Schema(),
         begin_anew: bool = True,
     ):
-        self.path, self.schema, self.format = path, schema, schema.format
+        self.path, self.schema = path, schema
         self.done = _Entries(self)
         wanted = None if settings is None else json.loads(json.dumps(settings))
         earlier = self._read(wanted is not None) if path.exists() else None
         if wanted is None and earlier is None:
             raise ValueError(f"{path} holds a run that never began: begin it first.")
-        self.settings: Any = check_stored(schema.settings, earlier if wanted is None else wanted, path)
+        self.settings: Any = wanted or earlier
         if wanted is None or wanted == earlier:
             return
         if earlier is not None and not begin_anew:
             raise ValueError(f"The run in {path.parent} {_difference(earlier, wanted)}.")
         self.done.places.clear()
-        self.format = schema.format
         with whole_file(path) as file:
-            file.write(seal({"format": self.format, "settings": wanted}) + "\n")
+            file.write(seal({"format": schema.format, "settings": wanted}) + "\n")
 
     def _read(self, goes_on: bool) -> dict[str, Any] | None:
         """The settings, with the places of the entries noted; `None` where the file ends before them."""
@@ -113,25 +112,17 @@ class Journal:
         return settings
 
     def _begin(self, line: bytes) -> dict[str, Any]:
-        """The settings of a first line, with the format noted."""
-        content, sealed = unseal(line)
-        if not sealed and "format" not in content:  # as was written before
-            content = {"format": 0, "settings": content}
-        elif not sealed:
-            raise ValueError("it was changed since it was written.")
-        head = check_stored(_Head, content)
+        """The settings of a first line."""
+        content = unseal(line)
+        head = check_stored(_Head, content if "format" in content else {"format": 0, "settings": content})
         if not self.schema.oldest <= head.format <= self.schema.format:
             version = "a later" if head.format > self.schema.format else "an earlier"
             raise ValueError(f"{version} version of qtsplus wrote it (format {head.format}, not {self.schema.format}).")
-        self.format = head.format
-        return head.settings
+        return check_stored(self.schema.settings, head.settings)
 
     def parse(self, line: bytes) -> Any:
         """The entry of a line; a `ValueError` for one that is damaged."""
-        content, sealed = unseal(line)
-        if not sealed and self.format:
-            raise ValueError("it was changed since it was written.")
-        return check_stored(self.schema.line, content)
+        return check_stored(self.schema.line, unseal(line))
 
     def add(self, key: Key, value: Any) -> None:
         """Keeps an entry, on disk before this returns; where it cannot be written, what was kept before stays."""
@@ -195,30 +186,37 @@ def _sealed(rest: bytes) -> bytes:
     return b'{"check": "' + hashlib.sha256(rest).hexdigest()[:16].encode() + b'", ' + rest
 
 
-def unseal(text: bytes) -> tuple[dict[str, Any], bool]:
-    """The JSON object of a text, and whether it was sealed; a `ValueError` where it is none, or was changed since."""
+def unseal(text: bytes) -> dict[str, Any]:
+    """The JSON object of a text; a `ValueError` where it is none, or was sealed and is not what it was."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({type(error).__name__}).") from error
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object.")
-    if "check" not in content:
-        return content, False
-    text = text.rstrip()
-    if text != _sealed(text.partition(b", ")[2]):
+    if content.pop("check", None) is not None and text.rstrip() != _sealed(text.rstrip().partition(b", ")[2]):
         raise ValueError("it was changed since it was written.")
-    del content["check"]
-    return content, True
+    return content
 
 
-def check_stored(kind: Any, content: Any, path: Path | None = None) -> Any:
+def check_stored(kind: Any, content: Any) -> Any:
     """What was read back, as a type for pydantic; a `ValueError` that names the fields that are none of it."""
     try:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
-        where = "" if path is None else f"{path} is damaged: "
-        raise ValueError(where + printable(explain(error, content))) from None
+        raise ValueError(printable(explain(error, content))) from None
+
+
+def read_stored(path: Path, kind: Any) -> Any:
+    """A JSON file, sealed or not, as a type for pydantic; a `ValueError` of one line where it is none."""
+    try:
+        return check_stored(kind, unseal(path.read_bytes()))
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no {path}.") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used: {error}") from error
 
 
 _adapter = cache(TypeAdapter)

@@ -1,27 +1,45 @@
 """Asks a model about videos that are encoded once, any number of times, and says what each answer rests on."""
 
 import itertools
-import json
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, with_config
+from typing_extensions import TypedDict
 
 from .answers import Answer, Memory, answer_questions, check_name, check_question
 from .answers import prompt_inputs as prompt_inputs
 from .decoding_qtsplus import is_address
-from .hub.folder import read_json, whole_folder
+from .hub.folder import whole_folder
 from .loading import load as load
 from .output import printable
-from .storage import fingerprint, load_video, save_video
+from .results import STORED, read_stored, seal
+from .storage import Stored, fingerprint, load_video, saved_video
 from .stream import Stream
 from .two_passes import TwoPasses
 from .videos import EncodedVideo, encode
 
 _SAVED = "session.json"
+
+
+def _in_pairs(turns: list[str]) -> list[str]:
+    if len(turns) % 2:
+        raise ValueError(f"are {len(turns)}; expected an answer after each question")
+    return turns
+
+
+@with_config(STORED)
+class _Session(TypedDict):
+    """What a saved session holds; the features of the first video lie in `0.safetensors`, and so on."""
+
+    format: Literal[1]
+    videos: dict[Annotated[str, AfterValidator(check_name)], Stored]
+    turns: Annotated[list[str], AfterValidator(_in_pairs)]
 
 
 def ask(
@@ -169,25 +187,23 @@ class VideoSession:
         if self.streams:
             raise ValueError(f"The stream {next(iter(self.streams))!r} is open and cannot be saved; remove it first.")
         with whole_folder(folder) as staging:
-            files = {name: f"{number}.safetensors" for number, name in enumerate(self.videos)}
-            for name, file in files.items():
-                save_video(self.videos[name], staging / file, self.fingerprint)
-            text = json.dumps({"videos": files, "turns": self.turns}, indent=2)
-            (staging / _SAVED).write_text(text + "\n", encoding="utf-8")
+            files: dict[str, Stored] = {}
+            for number, (name, video) in enumerate(self.videos.items()):
+                with saved_video(video, staging / f"{number}.safetensors", self.fingerprint) as files[name]:
+                    pass
+            document = {"format": 1, "videos": files, "turns": self.turns}
+            (staging / _SAVED).write_text(seal(document, indent=2) + "\n", encoding="utf-8")
 
     def load(self, folder: str | Path) -> None:
         """
         Takes the videos and the conversation that [`VideoSession.save`] wrote, in place of those that it has; a
         `ValueError` for a broken folder, or one that was made with another vision tower or processor.
         """
-        saved, device = read_json(Path(folder) / _SAVED), self.model.device
-        files: Any = saved.get("videos")
-        turns: Any = saved.get("turns")
-        whole = isinstance(files, dict) and isinstance(turns, list) and len(turns) % 2 == 0
-        if not (whole and all(isinstance(text, str) for text in (*files, *files.values(), *turns))):
-            raise ValueError(f"{folder} holds no session; expected a folder that `save` wrote.")
-        self.videos = {name: load_video(Path(folder, file), self.fingerprint, device) for name, file in files.items()}
-        self.streams, self.turns, self._memory = {}, turns, Memory()
+        saved, videos = read_stored(Path(folder, _SAVED), _Session), {}
+        for number, (name, stored) in enumerate(saved["videos"].items()):
+            file = Path(folder, f"{number}.safetensors")
+            videos[name] = load_video(file, self.fingerprint, self.model, stored, self.model.device)
+        self.videos, self.streams, self.turns, self._memory = videos, {}, saved["turns"], Memory()
 
     def _chosen(self, names: Sequence[str] | None) -> dict[str, EncodedVideo]:
         """The videos of these names, in their order, and of a stream what its cameras remember by now."""

@@ -2,16 +2,29 @@
 
 import hashlib
 import json
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, with_config
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers.video_utils import VideoMetadata
+from typing_extensions import TypedDict
 
-from .output import whole_file
-from .videos import EncodedVideo
+from .hub.checkpoint import in_memory, write_tensors
+from .output import first_line, whole_file
+from .results import STORED, check_stored
+from .videos import IN_MEMORY, EncodedVideo
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
+_ONE = Field(min_length=1, max_length=1)
+Count = Annotated[int, Field(ge=1, le=2**40)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
 
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video says its own
 
@@ -31,44 +44,135 @@ def fingerprint(model: Any, processor: Any) -> str:
     return digest.hexdigest()
 
 
-def save_video(encoded: EncodedVideo, path: str | Path, made_by: str) -> None:
-    """Writes an encoded video to one file, which is whole or not there, with the [`fingerprint`] of what encoded it."""
+@with_config(STORED)
+class Stored(TypedDict):
+    """What is known of a file of features elsewhere, by which any damage to it is found."""
+
+    size: Annotated[int, Field(gt=0)]
+    digest: Digest
+
+
+@with_config(STORED)
+class State(TypedDict):
+    """By which a file is known to be the same without reading it."""
+
+    size: int
+    modified: int
+    inode: int
+    changed: int
+
+
+@with_config(STORED)
+class _Metadata(TypedDict):
+    total_num_frames: Count
+    fps: Annotated[float, Field(ge=1e-6, le=1e6)]
+    width: Count | None
+    height: Count | None
+    duration: Seconds | None
+    video_backend: str | None
+    frames_indices: Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(min_length=1)]
+
+
+@with_config(STORED)
+class _About(TypedDict):
+    """What the header of a stored video says beside the [`fingerprint`] of what encoded it."""
+
+    video: str
+    file: State | None  # of the video, where it is a file
+    seconds: Seconds
+    start: Annotated[float, Field(ge=-1e9, le=1e9)]
+    warnings: list[str]
+    video_grid_thw: Annotated[list[Annotated[list[Count], Field(min_length=3, max_length=3)]], _ONE]
+    second_per_grid_ts: Annotated[list[Annotated[float, Field(ge=1e-6, le=1e9)]], _ONE]
+    metadata: _Metadata
+
+
+def film_state(path: Path) -> State:
+    state = path.stat()
+    return {
+        "size": state.st_size,
+        "modified": state.st_mtime_ns,
+        "inode": state.st_ino,
+        "changed": state.st_ctime_ns,
+    }
+
+
+@contextmanager
+def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Stored]:
+    """
+    Writes an encoded video to one file, with the [`fingerprint`] of what encoded it. It stands at `path` once the
+    context ends, where what is known of it can be noted.
+    """
     if encoded.large is not None:
         raise ValueError(f"{encoded.video!r} was encoded for two passes and cannot be stored; encode it in one.")
+    file = Path(encoded.video)
     about = {
+        "file": film_state(file) if file.is_file() else None,
         **{name: getattr(encoded, name) for name in ("video", "seconds", "start", "warnings")},
         "video_grid_thw": encoded.video_grid_thw.tolist(),
         "second_per_grid_ts": [float(seconds) for seconds in encoded.second_per_grid_ts],
         "metadata": vars(encoded.metadata),
     }
-    header = {"made_by": made_by, "about": json.dumps(about)}
     with whole_file(path, "wb") as part:
-        save_file({"features": encoded.features.cpu().contiguous()}, part.name, header)
+        try:
+            write_tensors({"features": in_memory(encoded.features)}, part, made_by=made_by, about=json.dumps(about))
+            part.flush()
+        except OSError as error:  # such as a full disk; it does not say where
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        yield measure(Path(part.name))
 
 
-def load_video(path: str | Path, made_by: str, device: Any = "cpu") -> EncodedVideo:
+def measure(path: Path) -> Stored:
+    """The size and the digest of a file, which is read to its end."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+            size += len(block)
+    return {"size": size, "digest": digest.hexdigest()}
+
+
+def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = None, device: Any = "cpu") -> EncodedVideo:
     """
-    Reads what [`save_video`] wrote, for a device; a `ValueError` for what is broken, or made with another vision tower.
-    On the CPU the features stay on disk until they are looked at.
+    Reads what [`saved_video`] wrote with a model's vision tower, for a device; a `ValueError` for what is damaged, or
+    made with another one. On the CPU the features stay on disk until they are looked at.
+
+    Args:
+        stored: what was noted of the file, by which every byte is checked, and every feature.
     """
     try:
-        Path(path).open("rb").close()  # says why it cannot be opened
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError("it is no file")
+        if stored is not None and measure(path) != stored:
+            raise ValueError("it was changed since it was written")
         with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            features = file.get_tensor("features") if "made_by" in header else None
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"The stored video {str(path)!r} cannot be read ({error}); encode the video again.") from error
-    if features is None:
-        raise ValueError(f"{str(path)!r} is no stored video; expected a file that `save_video` wrote.")
-    if header["made_by"] != made_by:
-        raise ValueError(
-            f"{str(path)!r} was made with another vision tower or processor than this model's; encode the video again."
-        )
-    try:
-        about = json.loads(header["about"])
-        grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
-        if int(grid.prod()) % len(features) or len(features) % int(grid[0, 0]):
-            raise KeyError("tokens are missing")
-        return EncodedVideo(features=features.to(device), video_grid_thw=grid, metadata=metadata, **about)
-    except (LookupError, TypeError, AttributeError, ZeroDivisionError, json.JSONDecodeError) as error:
-        raise ValueError(f"The stored video {str(path)!r} is broken; encode the video again.") from error
+            header, features = file.metadata() or {}, file.get_tensor("features")
+        if header.keys() != {"made_by", "about"}:
+            raise ValueError("it is no stored video")
+        if header["made_by"] == made_by:
+            return _build(json.loads(header["about"]), features, model, stored is not None, device)
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        reason = first_line(error).removesuffix(".")
+        raise ValueError(f"The stored video {str(path)!r} cannot be used: {reason}; encode the video again.") from error
+    raise ValueError(
+        f"{str(path)!r} was made with another vision tower or processor than this model's; encode the video again."
+    )
+
+
+def _build(content: Any, features: torch.Tensor, model: Any, whole: bool, device: Any) -> EncodedVideo:
+    about: Any = check_stored(_About, content)
+    # It may name any file: only who has encoded it knows its state.
+    path, state = Path(about["video"]), about.pop("file")
+    if state is None or not path.is_file() or film_state(path) != state:
+        about["video"] = IN_MEMORY
+    grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
+    steps, rows, columns = model.model.merged_grid(grid)[0]
+    expected, width = steps * rows * columns, model.model.token_width
+    if not expected or features.shape != (expected, width) or features.dtype not in _DTYPES:
+        kind = f"{list(features.shape)} {features.dtype}"
+        raise ValueError(f"features are {kind}; expected {[expected, width]} of 16 or 32 bits, by video_grid_thw")
+    if len(metadata.frames_indices) < steps:
+        raise ValueError(f"metadata.frames_indices are {len(metadata.frames_indices)}; expected some for {steps} steps")
+    if whole and not all(part.isfinite().all() for part in features.split(4096)):
+        raise ValueError("features hold NaN or infinity")
+    return EncodedVideo(features=features.to(device), video_grid_thw=grid, metadata=metadata, **about)

@@ -26,6 +26,7 @@ def index(
     dtype: Annotated[
         Dtype, typer.Option(help="The type of what is kept on disk. auto takes that of the model.")
     ] = Dtype.auto,
+    prune: Annotated[bool, typer.Option("--prune", help="Let go of videos that are gone, also of most.")] = False,
     device: Device = None,
 ) -> None:
     """
@@ -36,13 +37,14 @@ def index(
     """
     check_model_options(model, revision)
     with one_line_errors(), resumable():
-        from .. import library
+        from .. import indexing
 
         loaded, processor = load_model(model, revision, device)
         made: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "max_frames": max_frames}
-        made_index = library.index(folder, out, loaded, processor, **made, dtype=dtype.value, say=note)
+        options: dict[str, Any] = {"dtype": dtype.value, "prune": prune, "say": note}
+        made_index = indexing.index(folder, out, loaded, processor, **made, **options)
     for name, entry in made_index.entries.items():
-        if "error" in entry:
+        if entry["error"] is not None:
             note(f"Left out {printable(name)}: {entry['error']}")
     if not made_index.files:
         fail_run(f"no video of {folder} could be encoded")

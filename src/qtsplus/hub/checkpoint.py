@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -88,7 +89,8 @@ def write_checkpoint(
     for file_name, names in split.filename_to_tensors.items():
         # The widest first keeps every tensor aligned.
         ordered = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
-        _write_file({name: tensors[name] for name in ordered}, folder / file_name)
+        with (folder / file_name).open("wb") as file:
+            write_tensors({name: tensors[name] for name in ordered}, file, format="pt")
     if split.is_sharded:
         total = sum(math.prod(tensor.shape) for tensor in tensors.values())
         index = {
@@ -135,18 +137,18 @@ def _load_tensor(path: Path, name: str) -> torch.Tensor:
         return file.get_tensor(name)
 
 
-def _write_file(tensors: Mapping[str, StoredTensor], path: Path) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def write_tensors(tensors: Mapping[str, StoredTensor], file: IO[bytes], **metadata: str) -> None:
+    """Writes a safetensors file, one tensor at a time."""
+    header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.num_bytes
         header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors.values():
-            file.write(_bytes(tensor.load()).numpy().data)
+    file.write(len(encoded).to_bytes(8, "little") + encoded)
+    for tensor in tensors.values():
+        file.write(_bytes(tensor.load()).numpy().data)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,251 @@
+"""Encodes the videos of a folder into a library, and keeps the library as the folder is."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import track
+
+from .data.media import VIDEO_SUFFIXES
+from .known import KnownModel, remember_model
+from .library import INDEX, MADE, Entry, Index, refuse_links
+from .output import check_folder, first_line, printable, require_space, size
+from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, saved_video
+from .videos import EncodedVideo, encode
+
+FAILURES = (ValueError, OSError, torch.OutOfMemoryError)  # of one video, and the others are indexed
+_PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.safetensors)\.\d+\.part")  # of one that was killed
+_DTYPES = ("auto", "float16", "bfloat16", "float32")
+
+
+def index(
+    videos: str | Path,
+    folder: str | Path,
+    model: Any,
+    processor: Any,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    fps: float | None = None,
+    max_frames: int | None = None,
+    dtype: str = "auto",
+    prune: bool = False,
+    say: Callable[[str], None] = print,
+) -> Index:
+    """
+    Encodes the videos of a folder, and of those in it, that the library does not hold yet; each is on disk when the
+    next begins. The content of a file decides: one that was moved is known again. What is gone leaves the library, and
+    what was damaged is made anew.
+
+    Args:
+        videos: the folder; a video is called by its path in it.
+        folder: the library, which need not be there yet.
+        name, revision: of the model, for [`Library.open`]; without a name the bundled one's.
+        fps, max_frames: as for [`encode`].
+        dtype: of the features on disk, `"float16"`, `"bfloat16"` or `"float32"`; `"auto"` is the model's.
+        prune: let go of what is gone, also where that is most of the library.
+        say: takes a line: what is to be done, and its size on disk.
+
+    Raises:
+        OSError: a folder that cannot be read.
+        ValueError: no video; a library of another tower, settings or videos, or one that another process is writing; a
+            folder of other files; most videos are gone; a full disk.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}.")
+    videos, folder = Path(videos), Path(folder)
+    if not videos.is_dir():
+        raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
+    files = _find_videos(videos)
+    if not files:
+        raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
+    check_folder(folder).mkdir(parents=True, exist_ok=True)
+    others = {path.name for path in folder.iterdir()} - {".lock"}
+    if others and INDEX not in others:
+        raise ValueError(f"{folder} holds other files, such as {min(others)}: choose another folder for the library.")
+    refuse_links(folder)
+    made_by, sampling = fingerprint(model, processor), {"fps": fps, "max_frames": max_frames}
+    settings = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
+    settings |= {name: value for name, value in sampling.items() if value is not None}
+    name = str(Path(name).resolve()) if name and Path(name).is_dir() else name
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            for path in folder.iterdir():
+                if _PARTS.fullmatch(path.name):
+                    path.unlink()
+            if others and (folder / INDEX).stat().st_size:
+                Index(folder).require(made_by)
+            library = Index(folder, {"made_by": made_by, "dtype": dtype, **settings})
+            indexing = _Indexing(library, model, processor, sampling, say)
+            indexing.recognise(files, str(videos.resolve()), prune)
+            library.add(MADE, {"model": name, "revision": revision, "videos": str(videos.resolve())})
+            if name:
+                _remember(made_by, {"name": name, "revision": revision}, say)
+            indexing.encode_all(indexing.measure(files))
+    except Timeout as error:
+        raise ValueError(f"Another process is writing {folder}; wait until it is done.") from error
+    return library
+
+
+def _remember(made_by: str, model: KnownModel, say: Callable[[str], None]) -> None:
+    try:
+        remember_model(made_by, model)
+    except OSError as error:
+        say(f"{error.filename} cannot be written: questions to the library will have to name the model with --model.")
+
+
+def _find_videos(root: Path) -> dict[str, Path]:
+    """By its path in a folder each video in there, also behind links to folders."""
+
+    def fail(error: OSError) -> None:
+        raise error  # else what cannot be read would pass for what is gone
+
+    files: dict[str, Path] = {}
+    seen: set[str] = set()
+    for place, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        if os.path.realpath(place) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(place))
+        paths = [Path(place, name) for name in names]
+        videos = [path for path in paths if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file()]
+        files |= {path.relative_to(root).as_posix(): path for path in videos}
+    return {name: files[name] for name in sorted(files)}
+
+
+@dataclass(frozen=True)
+class _Indexing:
+    """One run of [`index`]."""
+
+    index: Index
+    model: Any
+    processor: Any
+    sampling: dict[str, Any]
+    say: Callable[[str], None]
+
+    def recognise(self, files: dict[str, Path], folder: str, prune: bool) -> None:
+        """Notes the content of each file that is new or was changed, and forgets those that are not there any more."""
+        known = self.index.entries
+        features = {entry["content"]: entry["features"] for entry in known.values() if entry["features"]}
+        after: dict[str, Entry] = {}
+        unread: State = {"size": 0, "modified": 0, "inode": 0, "changed": 0}
+        for name, path in files.items():
+            earlier = known.get(name)
+            try:
+                state = film_state(path)
+                if earlier and state.items() <= earlier.items():
+                    after[name] = earlier
+                    continue
+                content = measure(path)["digest"]
+                after[name] = {**state, "content": content, "error": None, "features": features.get(content)}
+            except OSError as error:
+                if earlier and earlier["features"]:
+                    after[name] = earlier
+                    self.say(f"{printable(name)} cannot be read now, and stays as it was: {error.strerror}.")
+                else:
+                    after[name] = {**unread, "content": None, "error": str(error.strerror), "features": None}
+        contents = {entry["content"] for entry in after.values() if entry["content"]}
+        self._forget([name for name in known if name not in files], contents, folder, prune)
+        for name, entry in after.items():
+            if entry != known.get(name):
+                self._leave(known.get(name), contents)
+                self.index.add(name, entry)
+
+    def _forget(self, gone: list[str], contents: set[str], folder: str, prune: bool) -> None:
+        """Lets those videos go that are not here, unless they are too many."""
+        known, place = self.index.entries, self.index.folder
+        same_folder = MADE in self.index.done and folder == str(self.index.videos) and len(gone) < len(known)
+        if known and not (same_folder or any(entry["content"] in contents for entry in known.values())):
+            raise ValueError(f"{place} holds {len(known)} videos, none of which is here: choose another folder.")
+        names = ", ".join(map(printable, gone[:3])) + (", ..." if gone[3:] else "")
+        lost = [name for name in gone if known[name]["content"] not in contents]
+        if len(lost) >= 2 and len(lost) > len(known) / 2 and not prune:
+            raise ValueError(
+                f"{len(lost)} of {len(known)} videos of {place} are not in {folder}: {names}. Nothing was changed. Is "
+                "another folder to be mounted there? To let them go, run the same command with --prune."
+            )
+        if gone:
+            self.say(f"{len(gone)} of {len(known)} videos leave the library, since they are not here: {names}")
+        for name in gone:
+            self._leave(known[name], contents)
+            self.index.add(name, None)
+
+    def _leave(self, entry: Entry | None, contents: set[str]) -> None:
+        """Removes the features of an entry that wrote them, if no video has them any more."""
+        if entry and entry["features"] and entry["content"] not in contents:
+            self.index.file(entry).unlink(missing_ok=True)
+
+    def measure(self, files: dict[str, Path]) -> dict[str, Path]:
+        """The files that are to be encoded, once it is said how large that is."""
+        waiting, tokens = {}, 0
+        for name, entry in self.index.entries.items():
+            if not entry["content"] or self._is_stored(name, entry):
+                continue
+            try:
+                grid = self.processor.video_chunks(str(files[name]), **self.sampling).video_grid_thw
+            except FAILURES as error:
+                self._refuse(name, error)
+                continue
+            waiting[name] = files[name]
+            tokens += int(grid.prod()) // self.processor.video_processor.merge_size**2
+        if waiting:
+            needed = tokens * self.model.model.token_width * self._dtype().itemsize
+            what = f"{len(waiting)} of {len(files)} videos"
+            self.say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {self.index.folder}.")
+            require_space(self.index.folder, needed, f"the features of {what}")
+        return waiting
+
+    def _is_stored(self, name: str, entry: Entry) -> bool:
+        """Whether its features are there, and as they were written; a damaged file goes."""
+        file = self.index.file(entry)
+        if entry["features"] is None or not file.exists():
+            return False
+        try:
+            load_video(file, self.index.settings["made_by"], self.model, entry["features"])
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            self.say(f"What was stored of {printable(name)} is damaged, and is made again.")
+            file.unlink()
+            return False
+        return True
+
+    def encode_all(self, waiting: dict[str, Path]) -> None:
+        console, made = Console(stderr=True), self.index.settings["made_by"]
+        entries = self.index.entries
+        copies = {str(one["content"]): one["features"] for name, one in entries.items() if name not in waiting}
+        for name, path in track(waiting.items(), "Encoding", console=console, disable=not console.is_terminal):
+            entry = entries[name]
+            content = str(entry["content"])
+            if features := copies.get(content):
+                self.index.add(name, {**entry, "error": None, "features": features})
+                continue
+            try:
+                encoded = self._encode(path)
+            except FAILURES as error:
+                self._refuse(name, error)
+                continue
+            with saved_video(encoded, self.index.file(entry), made) as features:
+                # Noted before it is there: a file that is there and was not noted would belong to nobody.
+                self.index.add(name, {**entry, "error": None, "features": features})
+            copies[content] = features
+
+    def _encode(self, path: Path) -> EncodedVideo:
+        encoded = encode(self.model, self.processor, path, device="cpu", **self.sampling)
+        features = encoded.features.to(self._dtype())
+        if not features.isfinite().all():
+            raise ValueError(f"Its features are too large for {features.dtype}; index with --dtype bfloat16.")
+        return replace(encoded, features=features)
+
+    def _refuse(self, name: str, error: BaseException) -> None:
+        self.index.add(name, {**self.index.done[name], "error": first_line(error), "features": None})
+
+    def _dtype(self) -> torch.dtype:
+        wanted = self.index.settings["dtype"]
+        return self.model.get_input_embeddings().weight.dtype if wanted == "auto" else getattr(torch, wanted)

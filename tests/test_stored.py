@@ -1,0 +1,417 @@
+"""What is stored is trusted as little as what is sent: it names no path, no model, no address, and damage is found."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from clips import make_world, render_world, write_mp4
+from qtsplus import storage
+from qtsplus.cli import app
+from qtsplus.indexing import index
+from qtsplus.library import Index, Library
+from qtsplus.loading import load
+from qtsplus.results import seal
+from qtsplus.session import VideoSession
+from qtsplus.videos import IN_MEMORY
+
+QUESTION = "What is in the red circle?"
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_published):
+    return load(tiny_published, "cpu")
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("videos")
+    for number, name in enumerate(("a.mp4", "b.mp4")):
+        write_mp4(folder / name, render_world(make_world(160 + number)), 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(videos, loaded, tiny_published, tmp_path_factory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        folder = tmp_path_factory.mktemp("made")
+        index(videos, folder, *loaded, name=str(tiny_published))
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path, monkeypatch) -> Path:
+    """A library from elsewhere: this user has indexed nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Path(shutil.copytree(made, tmp_path / "library"))
+
+
+@pytest.fixture
+def mine(videos, tmp_path) -> Path:
+    return Path(shutil.copytree(videos, tmp_path / "videos"))
+
+
+def rewrite(folder, change):
+    """What a stranger can write: any line, with the digest that belongs to it."""
+    journal = folder / "library.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in lines:
+        del line["check"]
+        change(line)
+    journal.write_text("".join(seal(line) + "\n" for line in lines))
+
+
+def entry(name, value):
+    """Changes a field of every video."""
+    return lambda line: line["value"].update({name: value}) if isinstance(line.get("key"), str) else None
+
+
+def made_of(**values):
+    return lambda line: line["value"].update(values) if line.get("key") == 0 else None
+
+
+def first_line_of(result):
+    lines = result.stderr.splitlines()
+    assert result.exit_code == 2 and len(lines) == 1 and lines[0].startswith("qtsplus: "), result.output
+    return lines[0]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+# --- Whose model is loaded ---
+
+
+@pytest.mark.parametrize("command", ["find", "ask"])
+@pytest.mark.parametrize("name", ["stranger/model", "/tmp", "../model", "http://127.0.0.1/model"])
+def test_a_model_is_not_loaded_because_a_library_names_it(folder, monkeypatch, command, name):
+    rewrite(folder, made_of(model=name, revision="main"))
+    monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("an address was asked for"))
+    monkeypatch.setattr("qtsplus.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    line = first_line_of(run(command, folder, QUESTION))
+    assert f"made with the model {name!r}" in line and "name it with --model if you trust it" in line
+    with pytest.raises(ValueError, match="nothing was indexed on this machine"):
+        Library.open(folder)
+
+
+def test_a_library_is_asked_with_the_model_that_this_user_has_indexed_with(folder, mine, loaded, tiny_published):
+    """Also where the stranger has it elsewhere; the one that stands in the library is asked for first."""
+    index(mine, folder.parent / "mine", *loaded, name=str(tiny_published))
+    assert Index(folder).model == (str(tiny_published), None)
+    rewrite(folder, made_of(model="/home/stranger/model"))
+    assert Index(folder).model == (str(tiny_published), None)
+    index(mine, folder.parent / "mine", *loaded, name="org/same", revision="main")
+    assert Index(folder).model == ("org/same", "main")
+    rewrite(folder, made_of(model=str(tiny_published), revision=None))
+    assert Index(folder).model == (str(tiny_published), None)
+    assert Library.open(folder, "cpu").find(QUESTION, 1)
+
+
+def test_the_bundled_model_is_loaded_and_has_to_fit(folder):
+    rewrite(folder, made_of(model=None, revision=None))
+    assert "another vision tower or processor" in first_line_of_last(run("find", folder, QUESTION))
+
+
+def first_line_of_last(result):
+    assert result.exit_code == 2 and "Traceback" not in result.output, result.output
+    return result.stderr.splitlines()[-1]
+
+
+def test_a_cache_that_cannot_be_written_is_said(mine, loaded, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    lines: list[str] = []
+    index(mine, tmp_path / "library", *loaded, name="org/model", say=lines.append)
+    assert lines[0].endswith("questions to the library will have to name the model with --model."), lines
+
+
+# --- What is written and removed ---
+
+
+@pytest.mark.parametrize("content", ["../victim", "/victim", "a" * 63, "A" * 64, "", 7, "a" * 64 + "\n"])
+def test_no_content_of_a_library_is_a_path(folder, mine, loaded, content):
+    victim = folder.parent / "victim.safetensors"
+    victim.write_bytes(b"mine")
+    rewrite(folder, entry("content", content))
+    for call in (lambda: index(mine, folder, *loaded), lambda: Library(folder, *loaded)):
+        with pytest.raises(ValueError, match=r"Line \d of .* cannot be used: .*content is ") as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert victim.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", ["../a.mp4", "/a.mp4", "x/../../a.mp4", "", "a.mp4\0.mp4", "shadow", ".."])
+def test_no_name_of_a_film_leads_out_of_its_folder(folder, loaded, name):
+    rewrite(folder, lambda line: line.update(key=name) if line.get("key") == "a.mp4" else None)
+    with pytest.raises(ValueError, match="expected the path of a video inside the folder that was indexed"):
+        Library(folder, *loaded)
+
+
+def test_index_removes_no_file_that_it_did_not_write(folder, mine, loaded):
+    for name in ("model.safetensors", "0" * 32 + ".safetensors", ".note.1.part"):
+        (folder / name).write_bytes(b"mine")
+    (mine / "b.mp4").unlink()
+    index(mine, folder, *loaded)
+    left = {path.name for path in folder.iterdir()}
+    assert {"model.safetensors", "0" * 32 + ".safetensors", ".note.1.part"} < left
+    assert len(left) == 3 + 3, "the journal, its lock, and the features of a.mp4"
+
+
+@pytest.mark.parametrize("name", [".lock", "library.jsonl", "features", ".library.jsonl.7.part"])
+def test_no_link_is_followed_out_of_a_library(folder, mine, loaded, name):
+    place = next(folder.glob("*.safetensors")) if name == "features" else folder / name
+    victim = folder.parent / "victim"
+    victim.write_bytes(place.read_bytes() if place.exists() else b"mine")
+    before = victim.read_bytes()
+    place.unlink(missing_ok=True)
+    place.symlink_to(victim)
+    for call in (lambda: index(mine, folder, *loaded), lambda: Library(folder, *loaded)):
+        with pytest.raises(ValueError, match="is a link; expected a library, which holds none"):
+            call()
+    assert victim.read_bytes() == before
+
+
+def test_what_a_kill_has_left_is_cleaned_up(folder, mine, loaded):
+    for name in (f".{'a' * 32}.safetensors.123.part", ".library.jsonl.123.part"):
+        (folder / name).write_bytes(b"half")
+    index(mine, folder, *loaded)
+    assert not list(folder.glob(".*.part"))
+
+
+def test_a_killed_index_leaves_nothing_that_nobody_wrote(mine, loaded, tmp_path, monkeypatch):
+    """Killed after it has noted features, and before they are there."""
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        index(mine, tmp_path / "library", *loaded)
+    monkeypatch.undo()
+    assert len(index(mine, tmp_path / "library", *loaded).files) == 2
+
+
+def test_most_videos_gone_at_once_delete_nothing(videos, loaded, tmp_path):
+    mine, folder = tmp_path / "videos", tmp_path / "library"
+    mine.mkdir()
+    for number in range(4):
+        (mine / f"{number}.mp4").write_bytes((videos / "a.mp4").read_bytes() + bytes([number]))
+    index(mine, folder, *loaded)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.*")}
+    (tmp_path / "elsewhere").mkdir()
+    for number in range(3):
+        (mine / f"{number}.mp4").rename(tmp_path / f"elsewhere/{number}.mp4")
+    with pytest.raises(ValueError, match=r"3 of 4 videos of .* are not in .*: 0.mp4, 1.mp4, 2.mp4\. .* --prune"):
+        index(mine, folder, *loaded)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.*")} == before
+    assert len(index(mine, folder, *loaded, prune=True).files) == len(list(folder.glob("*.safetensors"))) == 1
+    (mine / "3.mp4").rename(mine / "moved.mp4")
+    for number in range(3):
+        (tmp_path / f"elsewhere/{number}.mp4").rename(mine / f"{number}.mp4")
+    assert len(index(mine, folder, *loaded).files) == 4, "one that was moved is not gone"
+
+
+def test_a_film_replaced_with_the_same_size_and_time_is_another(mine, loaded, tmp_path):
+    """As `cp -p` does, in place or not."""
+    folder, film = tmp_path / "library", mine / "a.mp4"
+    content = index(mine, folder, *loaded).entries["a.mp4"]["content"]
+    for attempt in range(2):
+        state, data = film.stat(), bytearray(film.read_bytes())
+        data[-1] ^= 1 + attempt
+        if attempt:
+            film.unlink()
+        film.write_bytes(data)
+        os.utime(film, ns=(state.st_atime_ns, state.st_mtime_ns))
+        before, content = content, index(mine, folder, *loaded).entries["a.mp4"]["content"]
+        assert before != content
+
+
+FULL = """
+import resource, sys
+from qtsplus.cli import app
+resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+app(sys.argv[1:])
+"""
+
+
+def test_a_full_disk_is_one_line(mine, tiny_published, tmp_path):
+    """While features are written; what is there stays, and the next run goes on."""
+    folder = tmp_path / "library"
+    line = ["index", mine, "--out", folder, "--model", tiny_published]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run([sys.executable, "-c", FULL, *map(str, line)], env=environment, capture_output=True, text=True)
+    last = run.stderr.splitlines()[-1]
+    assert run.returncode == 2 and last.endswith(".safetensors: File too large"), run.stderr
+    assert "Traceback" not in run.stderr and sorted(p.name for p in folder.iterdir()) == [".lock", "library.jsonl"]
+
+
+# --- Damage and formats ---
+
+
+def test_a_library_of_the_future_is_refused_by_every_reader(folder, mine, loaded):
+    rewrite(folder, lambda line: line.update(format=2) if "format" in line else None)
+    for line in (
+        first_line_of(run("find", folder, QUESTION)),
+        first_line_of(run("ask", folder, QUESTION)),
+        first_line_of(run("chat", folder)),
+    ):
+        assert "a later version of qtsplus wrote it (format 2, not 1)" in line
+    for call in (lambda: index(mine, folder, *loaded), lambda: Library(folder, *loaded)):
+        with pytest.raises(ValueError, match="a later version"):
+            call()
+
+
+def test_a_library_from_before_formats_had_numbers_says_what_to_do(folder):
+    (folder / "library.jsonl").write_text('{"made_by": "x", "dtype": "auto"}\n{"key": 0, "value": [null, null]}\n')
+    assert "an earlier version of qtsplus wrote it" in first_line_of(run("find", folder, QUESTION))
+
+
+def stored(folder):
+    path = next(folder.glob("*.safetensors"))
+    with safe_open(path, "pt") as file:
+        return path, load_file(path)["features"].clone(), file.metadata()
+
+
+def about(**changes):
+    def change(features, header):
+        content = json.loads(header["about"])
+        for name, value in changes.items():
+            (content["metadata"] if name in content["metadata"] else content)[name] = value
+        return features, {**header, "about": json.dumps(content)}
+
+    return change
+
+
+NAN, INF = float("nan"), float("inf")
+SHAPES = {
+    "NaN": lambda features, header: (features.index_fill(0, torch.tensor(3), NAN), header),
+    "infinity": lambda features, header: (features.index_fill(0, torch.tensor(3), INF), header),
+    "width": lambda features, header: (features[:, :-1].contiguous(), header),
+    "rank": lambda features, header: (features[None], header),
+    "one number": lambda features, header: (features[0, 0].clone(), header),
+    "tokens": lambda features, header: (features[:-36].clone(), header),
+    "none": lambda features, header: (features[:0].clone(), header),
+    "type": lambda features, header: (features.to(torch.int32), header),
+    "float64": lambda features, header: (features.double(), header),
+    "header": lambda features, header: (features, {"made_by": header["made_by"]}),
+    "no JSON": lambda features, header: (features, {**header, "about": "{"}),
+    "nested": lambda features, header: (features, {**header, "about": "[" * 100_000}),
+    "a list": lambda features, header: (features, {**header, "about": "[]"}),
+    "grid of two": about(video_grid_thw=[[6, 12]]),
+    "grid of another size": about(video_grid_thw=[[2, 12, 14]]),
+    "grid of nothing": about(video_grid_thw=[[0, 12, 12]]),
+    "grid that is huge": about(video_grid_thw=[[2**62, 2**62, 4]]),
+    "grid of texts": about(video_grid_thw=[["6", "12", "12"]]),
+    "step of zero": about(second_per_grid_ts=[0]),
+    "step of NaN": about(second_per_grid_ts=[NAN]),
+    "no step": about(second_per_grid_ts=[]),
+    "fps is a text": about(fps="2"),
+    "fps of zero": about(fps=0),
+    "fps is nothing": about(fps=None),
+    "start of infinity": about(start=INF),
+    "no frames": about(frames_indices=[]),
+    "frames of another kind": about(frames_indices=["0"]),
+    "too few frames": about(frames_indices=[0]),
+    "warnings are a text": about(warnings="none"),
+    "unknown": about(unknown=1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_features_of_any_other_shape_are_one_line_and_made_anew(folder, mine, loaded, shape):
+    """From a stranger, whose digests are right."""
+    path, features, header = stored(folder)
+    features, header = SHAPES[shape](features, header)
+    save_file({"features": features}, path, header)
+    known = storage.measure(path)
+    rewrite(
+        folder,
+        lambda line: (
+            line["value"].update(features=known)
+            if isinstance(line.get("key"), str) and line["value"]["content"].startswith(path.stem)
+            else None
+        ),
+    )
+    with pytest.raises(ValueError, match=f"The stored video {str(path)!r} cannot be used: .+; encode the vi") as error:
+        Library(folder, *loaded).find(QUESTION)
+    assert "\n" not in str(error.value) and "Error" not in str(error.value)
+    lines: list[str] = []
+    index(mine, folder, *loaded, say=lines.append)
+    assert "is damaged, and is made again." in lines[0] and Library(folder, *loaded).find(QUESTION, 1)
+
+
+def test_features_of_another_video_are_found(folder, mine, loaded):
+    one, other = sorted(folder.glob("*.safetensors"))
+    shutil.copyfile(one, other)
+    with pytest.raises(ValueError, match="it was changed since it was written|is damaged"):
+        Library(folder, *loaded).find(QUESTION)
+
+
+# --- Sessions ---
+
+
+@pytest.fixture
+def session(loaded, videos, tmp_path):
+    made = VideoSession(*loaded)
+    made.add(videos / "a.mp4")
+    made.chat(QUESTION, max_new_tokens=2)
+    made.save(tmp_path / "saved")
+    return made
+
+
+def test_a_session_names_no_file(session, loaded, videos, tmp_path):
+    """Its features lie where `save` puts them, and a film is drawn from only if it is the one that was encoded."""
+    saved, again = tmp_path / "saved", VideoSession(*loaded)
+    again.load(saved)
+    assert again.videos["a.mp4"].video == str(videos / "a.mp4") and again.turns == session.turns
+    path, features, header = stored(saved)
+    for film in (str(videos / "b.mp4"), "http://127.0.0.1/a.mp4", "/etc/passwd", "a\0b"):
+        save_file({"features": features}, path, about(video=film)(features, header)[1])
+        document = {"format": 1, "videos": {"a.mp4": storage.measure(path)}, "turns": []}
+        (saved / "session.json").write_text(seal(document))
+        again.load(saved)
+        assert again.videos["a.mp4"].video == IN_MEMORY
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"turns": None},
+        {"turns": [1, 2]},
+        {"turns": "hello"},
+        {"turns": ["What?"]},
+        {"videos": []},
+        {"videos": {"a": 3}},
+        {"videos": {"a": "../0.safetensors"}},
+        {"videos": {" ": {"size": 1, "digest": "0" * 64}}},
+        {"videos": {"a": {"size": 1, "digest": "0" * 64}}},
+        {"format": 2},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_session_from_a_stranger_is_checked_whole(session, tmp_path, change):
+    path, names, turns = tmp_path / "saved/session.json", session.names, session.turns
+    content = json.loads(path.read_text())
+    del content["check"]
+    for text in (json.dumps({**json.loads(path.read_text()), **change}), seal({**content, **change})):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="cannot be used: ") as error:
+            session.load(tmp_path / "saved")
+        assert "\n" not in str(error.value)
+    assert session.names == names and session.turns == turns
+
+
+def test_a_session_follows_no_link(session, tmp_path):
+    path = tmp_path / "saved/0.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="it is no file"):
+        session.load(tmp_path / "saved")
