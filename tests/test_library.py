@@ -479,7 +479,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     assert [one["name"] for one in drawn["videos"]] == ["a.mp4", "more/c.mp4"]
     left = {path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != "."}
     assert left == {"answer.json", "timeline.png", "frames-1.png", "kept-1.mp4"}, "c.mp4 was changed"
-    assert "\nThe file of more/c.mp4 is gone or was changed, so its frames are not drawn.\n" in asked.stderr
+    assert "The file of more/c.mp4 is gone or was changed, so its frames are not drawn.\n" in asked.stderr
 
     shutil.rmtree(mine)
     moments = json.loads(qtsplus("find", folder, question, "--json", "--top", 2).stdout)["moments"]
