@@ -171,8 +171,8 @@ def _build(content: Any, features: torch.Tensor, model: Any, whole: bool, device
     if not expected or features.shape != (expected, width) or features.dtype not in _DTYPES:
         kind = f"{list(features.shape)} {features.dtype}"
         raise ValueError(f"features are {kind}; expected {[expected, width]} of 16 or 32 bits, by video_grid_thw")
-    if len(metadata.frames_indices) < steps:
-        raise ValueError(f"metadata.frames_indices are {len(metadata.frames_indices)}; expected some for {steps} steps")
+    if (frames := len(metadata.frames_indices or ())) < steps:
+        raise ValueError(f"metadata.frames_indices are {frames}; expected some for each of {steps} steps")
     if whole and not all(part.isfinite().all() for part in features.split(4096)):
         raise ValueError("features hold NaN or infinity")
     return EncodedVideo(features=features.to(device), video_grid_thw=grid, metadata=metadata, **about)
