@@ -182,7 +182,7 @@ class QTSplusConfigMixin:
     `qtsplus_config`, and the token ids by which the question is found in a prompt, here those of Qwen2.5's tokenizer.
     """
 
-    keys_to_ignore_at_inference = ["cache", "past_key_values", "qtsplus"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values", "image_outputs", "video_outputs", "qtsplus"]
 
     qtsplus_config: dict | PreTrainedConfig | None = None  # the selector; its defaults where absent
     user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)  # <|im_start|>user, without the line break

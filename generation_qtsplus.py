@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
@@ -75,6 +76,29 @@ class QTSplusGenerationMixin:
             labels = labels.masked_fill(self.model.token_types(input_ids) != TEXT, -100)
         return labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
 
+    def shift_labels(self, labels: torch.Tensor, input_ids: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor:
+        """`[B, S]` labels of the full prompt, each beside the token before its own -> `[B, S']`."""
+        unshifted = nn.functional.pad(labels[:, :-1], (1, 0), value=-100)
+        return torch.cat([self.compact_labels(unshifted, input_ids, columns)[:, 1:], labels[:, -1:]], dim=1)
+
+    def generate_batch(self, inputs, *args, **kwargs):
+        """As stock, of text alone; a `ValueError` for a prompt with an image or a video."""
+        for ids in inputs:
+            self.model.check_no_placeholders(torch.as_tensor(ids))
+        return super().generate_batch(inputs, *args, **kwargs)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """As stock; the manager refuses a prompt with an image or a video."""
+        manager = super().init_continuous_batching(*args, **kwargs)
+        add_request = type(manager).add_request
+
+        def add_text(input_ids, *args, **kwargs):
+            self.model.check_no_placeholders(torch.as_tensor(input_ids))
+            return add_request(manager, input_ids, *args, **kwargs)
+
+        manager.add_request = add_text
+        return manager
+
     @torch.no_grad()
     def generate(self, inputs=None, generation_config=None, streamer=None, **kwargs):
         """
@@ -124,9 +148,7 @@ class QTSplusGenerationMixin:
             streamer=None if streamer is None else _PromptStreamer(streamer, source_ids),
             attention_mask=prompt.attention_mask,
             position_ids=prompt.position_ids,
-            mm_encoder_outputs={
-                name: SelectedFeatures(pooler_output=tuple(features)) for name, features in prompt.features.items()
-            },
+            mm_encoder_outputs=prompt.selected,
             **kwargs,
         )
 
@@ -319,9 +341,7 @@ def states_of(
     """`[B, K, d]` of the `K` columns of the full prompt that `logits_to_keep` means, from `[B, S', d]`."""
     wanted = torch.arange(length, device=columns.device)
     wanted = wanted[-logits_to_keep:] if isinstance(logits_to_keep, int) else wanted[logits_to_keep.to(wanted.device)]
-    place = columns.new_full((len(columns), length + 1), -1)  # of each column of the full prompt in the shortened one
-    shortened = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)
-    place = place.scatter(1, columns.masked_fill(columns < 0, length), shortened)[:, wanted]
+    place = places(columns, length)[:, wanted]
     gone = place < 0 if attention_mask is None else (place < 0) & attention_mask.bool()[:, wanted]
     if bool(gone.any()):
         row, index = gone.nonzero()[0].tolist()
@@ -330,3 +350,10 @@ def states_of(
             "expected columns of text. output.qtsplus.columns says which columns are left."
         )
     return hidden_states.gather(1, place.clamp(min=0)[..., None].expand(-1, -1, hidden_states.shape[-1]))
+
+
+def places(columns: torch.Tensor, length: int) -> torch.Tensor:
+    """`[B, S]`, where each column of the full prompt stands in the shortened one; -1 for those that went."""
+    place = columns.new_full((len(columns), length + 1), -1)
+    shortened = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)
+    return place.scatter(1, columns.masked_fill(columns < 0, length), shortened)[:, :length]

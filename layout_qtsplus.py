@@ -68,7 +68,7 @@ class QTSplusBackboneMixin:
     @property
     def token_width(self) -> int:
         """Width of the features of a token: the language model's, and what a backbone puts behind it."""
-        return self.get_input_embeddings().embedding_dim
+        return self.config.text_config.hidden_size
 
     def no_features(self, device: torch.device) -> torch.Tensor:
         """`[0, token_width]`, of a row without anything to look at."""
@@ -314,7 +314,7 @@ def query_embeds(model: QTSplusBackboneMixin, layout: Layout, selection: Selecti
     if queries is None:
         rows = zip(layout.input_ids, layout.rows, questions, strict=True)
         queries = [ids[row.columns[question]] for ids, row, question in rows]
-    return [embed(ids) for ids in queries]
+    return [embed(ids[None])[0] for ids in queries]  # NEFTune's hook and the like expect rows of ids
 
 
 def check_grids(

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutp
 from transformers.utils import can_return_tuple
 
 from .encoding_qtsplus import Repeats, encode, encode_visual
-from .generation_qtsplus import QTSplusGenerationMixin, states_of
+from .generation_qtsplus import QTSplusGenerationMixin, places, states_of
 from .layout_qtsplus import Features, QTSplusBackboneMixin, check_grids, lay_out, query_embeds, splice
 from .lm_attention_qtsplus import Reading, check_attention, log_attention, reading_of
 from .prompt_qtsplus import (
@@ -38,8 +38,13 @@ from .selector_qtsplus import QTSplusOutput, QTSplusSelector
 
 @dataclass
 class QTSplusModelOutputWithPast(BaseModelOutputWithPast):
-    """A backbone's output with the selector's decisions as `qtsplus` ([`QTSplusOutput`]; `None` without vision)."""
+    """
+    A backbone's output with the selector's decisions as `qtsplus` ([`QTSplusOutput`]; `None` without vision). Unlike in
+    stock, `image_outputs` and `video_outputs` hold what selection left, per row `[k, token_width]`.
+    """
 
+    image_outputs: SelectedFeatures | None = None
+    video_outputs: SelectedFeatures | None = None
     qtsplus: QTSplusOutput | None = None
 
 
@@ -50,6 +55,8 @@ class QTSplusCausalLMOutputWithPast(CausalLMOutputWithPast):
     the language-modelling loss plus `qtsplus.loss_t + qtsplus.loss_m + qtsplus.loss_s`; in evaluation only the former.
     """
 
+    image_outputs: SelectedFeatures | None = None
+    video_outputs: SelectedFeatures | None = None
     qtsplus: QTSplusOutput | None = None
 
 
@@ -70,7 +77,7 @@ def choose(
         looking: per row `[P]`, which of its real tokens look at the video where the language model is asked; those
             from which the answer begins if `None`.
     """
-    nothing, width = model.no_features(layout.mask.device), model.get_input_embeddings().embedding_dim
+    nothing, width = model.no_features(layout.mask.device), model.config.text_config.hidden_size
 
     @cache  # rows about the same video share the tensor
     def moved(source: torch.Tensor) -> torch.Tensor:
@@ -120,6 +127,9 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     post_init: Any
     named_parameters: Any
     rope_deltas: Any = None  # [B, 1]: how far decoding stands from the count of the tokens
+    # Whether outputs have all columns of the caller's prompt, as trainers that know nothing of selection expect: one
+    # that was not kept has the state of the nearest before it.
+    full_length = False
 
     def __init__(self, config: Any):
         super().__init__(config)  # type: ignore[call-arg]
@@ -238,20 +248,40 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         visual, selection = take_inputs(kwargs)
         cache = past_key_values if cache is None else cache
         qtsplus: QTSplusOutput | None
+        selected = mm_encoder_outputs or {}
         anchors = self._anchors(input_ids) if self.training and torch.is_grad_enabled() else []
         if visual.given:
             if input_ids is None or inputs_embeds is not None or mm_encoder_outputs:
                 raise alone_with_ids()
             if cache is not None and cache.get_seq_length() > 0:
                 raise ValueError("New images or videos after a cache: use generate, which lays them out.")
-            inputs, qtsplus = self._shortened_inputs(input_ids, attention_mask, position_ids, visual, selection)
+            prompt = self.shorten(input_ids, attention_mask, position_ids, visual, selection)
+            inputs, qtsplus = self._shortened_inputs(prompt, attention_mask is not None), prompt.qtsplus
+            selected = prompt.selected
         else:
-            prompt = (input_ids, attention_mask, position_ids, inputs_embeds)
-            inputs, qtsplus = self._plain_inputs(*prompt, cache, mm_encoder_outputs)
+            plain = (input_ids, attention_mask, position_ids, inputs_embeds)
+            inputs, qtsplus = self._plain_inputs(*plain, cache, mm_encoder_outputs)
         if anchors:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.stack(anchors).sum() * 0.0
         outputs = self.language_model(**{CACHE: cache}, use_cache=use_cache, **inputs, **kwargs)
-        return QTSplusModelOutputWithPast(**outputs, qtsplus=qtsplus)
+        if self.full_length and qtsplus is not None and qtsplus.columns is not None:
+            self._lengthen(outputs, qtsplus, input_ids.shape[1])
+        encoded = {f"{name}_outputs": features for name, features in selected.items()}
+        return QTSplusModelOutputWithPast(**outputs, **encoded, qtsplus=qtsplus)
+
+    @staticmethod
+    def _lengthen(outputs: Any, qtsplus: QTSplusOutput, length: int) -> None:
+        """Gives the states all `length` columns of the caller's prompt; `columns` is -1 for those that went."""
+        place = places(qtsplus.columns, length)
+        nearest = place.cummax(1).values.clamp(min=0)[..., None]
+
+        def lengthen(states: torch.Tensor) -> torch.Tensor:
+            return states.gather(1, nearest.expand(-1, -1, states.shape[-1]))
+
+        outputs.last_hidden_state = lengthen(outputs.last_hidden_state)
+        if outputs.hidden_states is not None:
+            outputs.hidden_states = tuple(map(lengthen, outputs.hidden_states))
+        qtsplus.columns = torch.arange(length, device=place.device).expand_as(place).masked_fill(place < 0, -1)
 
     def _anchors(self, input_ids: torch.Tensor | None) -> list[torch.Tensor]:
         """
@@ -264,20 +294,17 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         in_front = [weight for name, weight in trained if not name.startswith(apart)]
         return first + [weight.sum() for weight in in_front if type(weight) is nn.Parameter]
 
-    def _shortened_inputs(
-        self, input_ids, attention_mask, position_ids, visual: VisualInputs, selection: SelectionInputs
-    ) -> tuple[dict[str, Any], QTSplusOutput]:
-        """The language model's inputs for a prompt with pixels or features."""
-        prompt = self.shorten(input_ids, attention_mask, position_ids, visual, selection)
+    def _shortened_inputs(self, prompt: CompactPrompt, masked: bool) -> dict[str, Any]:
+        """The language model's inputs for a prompt with pixels or features, which came with a mask or not."""
         inputs_embeds = self.get_input_embeddings()(prompt.input_ids)
         self.rope_deltas = (prompt.next_position - prompt.attention_mask.sum(-1))[:, None]
         # Without a mask, gaps in the positions of a sequence would be read as the seams of packed ones.
-        unmasked = self.rope_axes == 3 and attention_mask is None and bool(prompt.attention_mask.all())
+        unmasked = self.rope_axes == 3 and not masked and bool(prompt.attention_mask.all())
         return {
             **self.language_inputs(inputs_embeds, prompt.input_ids, prompt.features),
             "attention_mask": None if unmasked else prompt.attention_mask,
             "position_ids": prompt.position_ids,
-        }, prompt.qtsplus
+        }
 
     def _plain_inputs(
         self, input_ids, attention_mask, position_ids, inputs_embeds, cache, mm_encoder_outputs
@@ -297,10 +324,15 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             rows, no_position = len(inputs_embeds), torch.zeros(3, 0, dtype=torch.long, device=inputs_embeds.device)
             features, qtsplus = self.qtsplus([nothing] * rows, [nothing] * rows, [no_position] * rows)
             inputs = {"inputs_embeds": inputs_embeds + torch.cat(features).sum()}
+        past_length = 0
+        if cache is not None:
+            # A step of decoding need not wait for the count; the cache of continuous batching has none.
+            counts = position_ids is None or (inputs_embeds.shape[1] > 1 and hasattr(cache, "get_seq_length"))
+            past_length = int(cache.get_seq_length()) if counts else 1
+        if past_length == 0 and not mm_encoder_outputs:
+            self.check_no_placeholders(input_ids)
         if position_ids is None:
-            past_length = 0 if cache is None else int(cache.get_seq_length())
             if past_length == 0 and not mm_encoder_outputs:
-                self._check_no_placeholders(input_ids)
                 self.rope_deltas = inputs_embeds.new_zeros((len(inputs_embeds), 1), dtype=torch.long)
             position_ids = self._positions_after(past_length, inputs_embeds, attention_mask)
         return {**inputs, "attention_mask": attention_mask, "position_ids": position_ids}, qtsplus
@@ -310,7 +342,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if not all(isinstance(output, SelectedFeatures) for output in (mm_encoder_outputs or {}).values()):
             raise ValueError("mm_encoder_outputs would bypass the selector: pass pixel values.")
 
-    def _check_no_placeholders(self, input_ids: torch.Tensor | None):
+    def check_no_placeholders(self, input_ids: torch.Tensor | None):
+        """Raises `ValueError` for placeholders in a prompt that comes without pixels."""
         if input_ids is None:
             return
         for modality, name in MODALITIES.items():
@@ -338,6 +371,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
 
 class QTSplusHeadMixin(QTSplusGenerationMixin):
     """Logits, a loss and `generate`, for a class whose `model` is a [`QTSplusModelMixin`] and that has an `lm_head`."""
+
+    accepts_loss_kwargs = False  # a Trainer would divide L_SFT by the tokens of all micro-batches, but no penalty
 
     config: Any
     lm_head: Any
@@ -386,9 +421,11 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             ValueError: `logits_to_keep` names a visual token that was not kept; inputs that do not fit each other.
         """
         prompt: Any = input_ids if input_ids is not None else inputs_embeds
-        if labels is not None and prompt is not None and labels.shape != prompt.shape[:2]:
-            expected = tuple(prompt.shape[:2])
-            raise ValueError(f"labels {tuple(labels.shape)}: expected the shape of the prompt, {expected}.")
+        shift_labels = kwargs.pop("shift_labels", None)
+        for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+            if given is not None and prompt is not None and given.shape != prompt.shape[:2]:
+                expected = tuple(prompt.shape[:2])
+                raise ValueError(f"{name} {tuple(given.shape)}: expected the shape of the prompt, {expected}.")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -413,6 +450,9 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             if columns is not None:
                 labels = self.compact_labels(labels, input_ids, columns)
             kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
+            if shift_labels is not None:
+                shifted = shift_labels if columns is None else self.shift_labels(shift_labels, input_ids, columns)
+                kwargs["shift_labels"] = shifted
             vocab_size = self.config.text_config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
             if self.training and qtsplus is not None:
@@ -423,5 +463,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
             **{CACHE: outputs.get(CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            image_outputs=outputs.image_outputs,
+            video_outputs=outputs.video_outputs,
             qtsplus=qtsplus,
         )

@@ -312,6 +312,11 @@ class CompactPrompt:
     counts: dict[int, list[int]]  # per modality and row, its images and videos
     qtsplus: QTSplusOutput
 
+    @property
+    def selected(self) -> "dict[str, SelectedFeatures]":
+        """The features as `mm_encoder_outputs`."""
+        return {name: SelectedFeatures(pooler_output=tuple(rows)) for name, rows in self.features.items()}
+
 
 def find_spans(
     token_types: Sequence[torch.Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]

@@ -183,8 +183,8 @@ def test_return_dict_false_gives_the_same_values_as_a_tuple(cls):
         named, plain = model(**inputs), model(**inputs, return_dict=False)
     assert isinstance(plain, tuple) and len(plain) == len(named.to_tuple())
     names = list(named)
-    assert names == (["loss", "logits", CACHE, "qtsplus"] if cls is FULL else
-                     ["last_hidden_state", CACHE, "qtsplus"])  # fmt: skip
+    assert names == [*(("loss", "logits") if cls is FULL else ("last_hidden_state",)), CACHE,
+                     "image_outputs", "video_outputs", "qtsplus"]  # fmt: skip
     for name, value in zip(names, plain, strict=True):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, named[name])
@@ -248,3 +248,37 @@ def test_the_loss_is_the_cross_entropy_of_the_shifted_logits_of_the_shortened_pr
     labels = labels.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -100)
     expected = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(output.loss, expected)
+
+
+def without_first_label(inputs):
+    """A row's first token is predicted from the padding in front of it, if there is any."""
+    inputs = with_labels(inputs)
+    inputs["labels"].masked_fill_(inputs["attention_mask"].cumsum(1) == 1, -100)
+    return inputs
+
+
+@pytest.mark.parametrize("full_length", [False, True])
+@pytest.mark.parametrize("pad_left", [False, True])
+def test_labels_that_are_shifted_already_give_the_same_loss(full_length, pad_left):
+    model, inputs = tiny_model(), without_first_label(mixed_inputs(pad_left))
+    model.model.full_length = full_length
+    shifted = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(**inputs, shift_labels=shifted).loss, model(**inputs).loss)
+    with pytest.raises(ValueError, match="^shift_labels .*expected the shape of the prompt"):
+        model(**inputs, shift_labels=shifted[:, 1:])
+
+
+def test_at_full_length_every_column_has_a_state_and_the_loss_is_the_same():
+    model, inputs = tiny_model(), without_first_label(mixed_inputs())
+    short = model(**inputs)
+    model.model.full_length = True
+    full = model(**inputs, output_hidden_states=True)
+    real = short.qtsplus.columns >= 0
+    places = short.qtsplus.columns[real]
+    rows = torch.arange(len(real))[:, None].expand_as(real)[real]
+    assert full.logits.shape[:2] == full.hidden_states[0].shape[:2] == inputs["input_ids"].shape
+    assert torch.equal(full.logits[rows, places], short.logits[real])
+    torch.testing.assert_close(full.loss, short.loss)
+    assert (full.qtsplus.columns >= 0).sum() == real.sum()
+    assert torch.equal(full.qtsplus.columns[rows, places], places)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=3), tiny_model().generate(**inputs, max_new_tokens=3))

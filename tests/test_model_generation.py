@@ -8,6 +8,7 @@ import transformers
 from packaging.version import Version
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StaticCache,
@@ -245,3 +246,18 @@ def test_generate_in_training_mode_uses_the_gate_of_inference():
     model.train()
     assert torch.equal(greedy(model, inputs), expected)
     assert torch.equal(model.model.qtsplus.rho_history, history)
+
+
+def test_continuous_batching_answers_text_and_refuses_a_video():
+    model, rows = tiny_model(), [prompt(question=6), prompt(question=9, seed=3)]
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=511)
+    made = model.generate_batch([row.ids for row in rows], generation_config=config)
+    for row, output in zip(rows, made.values(), strict=True):
+        expected = model.generate(**batch(row), generation_config=config)[0, len(row.ids) :].tolist()
+        assert output.generated_tokens == expected
+    video = prompt(videos=[(2, 4, 4)])
+    with pytest.raises(ValueError, match="8 video placeholders, but no video pixels"):
+        model.generate_batch([rows[0].ids, video.ids], generation_config=config)
+    manager = model.init_continuous_batching(config)
+    with pytest.raises(ValueError, match="8 video placeholders, but no video pixels"):
+        manager.add_requests([video.ids])

@@ -306,6 +306,26 @@ def lora_model():
     return get_peft_model(tiny_model(), settings)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj"], "trainable_token_indices": [30, 31]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "qtsplus"]},
+    ],
+    ids=["tokens", "adapter", "whole"],
+)
+def test_adapters_on_the_embeddings_take_a_step(settings):
+    model = get_peft_model(tiny_model(tie_word_embeddings=False), LoraConfig(**settings)).train()
+    inputs = with_labels(mixed_inputs())
+    model(**inputs).loss.backward()
+    trained = {name: p.grad for name, p in trainable(model).items() if "embed_tokens" in name}
+    assert trained and all(
+        gradient is not None and gradient.any() for name, gradient in trained.items() if "embedding_B" not in name
+    )
+    assert torch.isfinite(main_output(model.eval(), inputs)).all()
+
+
 def test_lora_with_a_trained_selector_takes_a_step():
     model, inputs = lora_model().train(), with_labels(mixed_inputs())
     loss = model(**inputs).loss

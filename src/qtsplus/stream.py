@@ -152,7 +152,7 @@ class Stream:
         self.folder, self.device = folder, torch.device("cpu" if folder else device or model.device)
         self.cameras: dict[str, Camera] = {}
         self._changing = threading.Lock()  # the memory, of which another thread may ask
-        self._width = model.get_input_embeddings().embedding_dim  # a backbone may put more behind a token
+        self._width = model.config.text_config.hidden_size  # a backbone may put more behind a token
 
     @property
     def num_tokens(self) -> int:

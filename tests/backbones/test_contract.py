@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from qtsplus.methods_qtsplus import METHODS, Candidates
-from qtsplus.prompt_qtsplus import VIDEO
+from qtsplus.prompt_qtsplus import IMAGE, VIDEO
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -20,6 +20,14 @@ def with_features(model, inputs, **options):
     inputs = dict(inputs)
     pixels = inputs.pop("pixel_values_videos")
     return {**inputs, "video_features": model.encode_videos(pixels, inputs["video_grid_thw"], **options)}
+
+
+def without_pixels(inputs):
+    return {name: None for name in inputs if "video" in name or "second" in name}
+
+
+def positions(inputs):
+    return torch.arange(inputs["input_ids"].shape[1])[None]
 
 
 class TestBackbone:
@@ -83,12 +91,26 @@ class TestBackbone:
     @pytest.mark.parametrize("selection", ["temporal_redundancy", "diversity"])
     def test_query_free_methods_choose_by_features_in_their_grid(self, model, prepare, selection):
         inputs = prepare("two videos")
-        grids, width = model.model.merged_grid(inputs["video_grid_thw"]), model.get_input_embeddings().embedding_dim
+        grids, width = model.model.merged_grid(inputs["video_grid_thw"]), model.config.text_config.hidden_size
         visual = [features[:, :width] for features in with_features(model, inputs)["video_features"]]
         nothing = torch.zeros(3, sum(map(len, visual)))
         candidates = Candidates(visual, visual[0][:0], nothing, grids, score=lambda _: pytest.fail("no question"))
         (kept,) = model(**inputs, selection=selection, retention=0.3).qtsplus.kept_indices
         assert torch.equal(kept, METHODS[selection](candidates, len(kept)))
+
+    def test_outputs_name_what_was_encoded_as_stock_does(self, backbone, all_tokens, stock, prepare):
+        inputs = prepare("image and video")
+        with torch.no_grad():
+            ours, theirs = all_tokens(**inputs), stock(**backbone.stock_inputs(all_tokens, inputs))
+        visual = {"image_outputs", "video_outputs"}
+        assert visual & set(type(theirs).__dataclass_fields__) <= set(ours)
+        kept = {name: ours[name].pooler_output[0] for name in visual}
+        places = all_tokens.model.token_types(inputs["input_ids"])[0].tolist()
+        assert [len(kept[name]) for name in sorted(visual)] == [places.count(IMAGE), places.count(VIDEO)]
+
+    def test_trainers_average_its_loss_themselves(self, backbone):
+        """Else they add up the penalties of the micro-batches, as they do with InternVL's sum over all tokens."""
+        assert backbone.model.accepts_loss_kwargs is False
 
     def test_forward_and_generate_see_the_same(self, model, prepare):
         inputs = prepare(*NAMES)
@@ -307,9 +329,10 @@ class TestBackbone:
             (lambda inputs: {"pixel_values_videos": inputs["pixel_values_videos"] * float("nan")}, "NaN"),
             (lambda inputs: {"query_mask": 0 * inputs["query_mask"]}, "no question"),
             (lambda inputs: {"retention": 1.5}, "retention"),
-            (lambda inputs: {name: None for name in inputs if "video" in name or "second" in name}, "placeholders"),
+            (without_pixels, "placeholders"),
+            (lambda inputs: {**without_pixels(inputs), "position_ids": positions(inputs)}, "placeholders"),
         ],
-        ids=["grid", "no grid", "NaN", "no question", "retention", "no pixels"],
+        ids=["grid", "no grid", "NaN", "no question", "retention", "no pixels", "no pixels, own positions"],
     )
     def test_bad_input_is_named(self, model, prepare, change, message):
         inputs = prepare("video")
