@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from .prompt_qtsplus import (
     IMAGE,
@@ -288,10 +289,14 @@ def _rows(model, input_ids, mask, starts, grids, seconds, position_ids=None) -> 
 def find_questions(
     model: QTSplusBackboneMixin, layout: Layout, query_mask: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Per row `[S_b]` bool, which of its tokens are the question, by `query_mask` `[B, S]` where there is one."""
-    config = model.config
-    if query_mask is None:
-        query_mask = find_query_mask(
+    """
+    Per row `[S_b]` bool, which of its tokens are the question, by `query_mask` where there is one: `[B, S]`, or
+    narrower where answers were put behind the prompts that it was made for.
+    """
+    config, shape = model.config, layout.input_ids.shape
+
+    def find() -> torch.Tensor:
+        return find_query_mask(
             layout.input_ids,
             layout.mask,
             config.user_turn_token_ids,
@@ -300,10 +305,14 @@ def find_questions(
             config.video_token_id,
             getattr(config, "frame_text_token_ids", ()),
         )
-    elif query_mask.shape != layout.input_ids.shape:
-        raise ValueError(
-            f"query_mask {tuple(query_mask.shape)}: expected input_ids' shape, {tuple(layout.input_ids.shape)}."
-        )
+
+    if query_mask is None:
+        query_mask = find()
+    elif query_mask.shape != shape:
+        width = query_mask.shape[1]
+        if len(query_mask) != shape[0] or width > shape[1] or bool(find()[:, width:].any()):
+            raise ValueError(f"query_mask {tuple(query_mask.shape)}: expected input_ids' shape, {tuple(shape)}.")
+        query_mask = nn.functional.pad(query_mask, (0, shape[1] - width))
     return [question[row.columns] for question, row in zip(query_mask.bool(), layout.rows, strict=True)]
 
 

@@ -32,13 +32,11 @@ def assert_labels_fit(predicted, loss_name="test_loss"):
     assert float(loss) == pytest.approx(predicted.metrics[loss_name], rel=1e-4)
 
 
-class AlignedTrainer(Trainer):
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            output = model(**inputs)
-        labels = self.model.compact_labels(inputs["labels"], inputs["input_ids"], output.qtsplus.columns)
-        return output.loss, output.logits, labels
+def at_full_length(published, **selector):
+    model = AutoModelForImageTextToText.from_pretrained(published, trust_remote_code=True)
+    vars(model.config.qtsplus_config).update(selector)
+    model.model.full_length = True
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +91,51 @@ def test_sft_trains_on_the_models_own_loss(sft_trainer, tiny_published, tiny_mp4
         assert torch.equal(saved.eval()(**inputs).logits, trainer.model.eval()(**inputs).logits)
 
 
+PICTURE = Image.effect_noise((112, 112), 99).convert("RGB")
+ASKED = [{"role": "user", "content": "What is this?"}]
+SHORT_RUN = {
+    "max_steps": 1,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "bf16": False,
+    "use_cpu": True,
+    "report_to": [],
+}
+
+
+def said(text):
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize("select_images", [False, True])
+def test_dpo_and_grpo_take_a_step_with_images(tiny_published, tmp_path, select_images):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    model, reference = (at_full_length(tiny_published, select_images=select_images) for _ in range(2))
+    processor = AutoProcessor.from_pretrained(tiny_published, trust_remote_code=True)
+    row = {"images": [PICTURE], "prompt": ASKED}
+    preferences = datasets.Dataset.from_list([{**row, "chosen": said("red"), "rejected": said("a blue star")}] * 2)
+    settings = trl.DPOConfig(str(tmp_path), max_length=None, **SHORT_RUN)
+    dpo = trl.DPOTrainer(model, reference, settings, train_dataset=preferences, processing_class=processor)
+    dpo.train()
+    assert dpo.state.log_history[0]["loss"] == pytest.approx(0.6931, abs=1e-3), "the reference is the same model"
+    assert dpo.state.log_history[0]["grad_norm"] > 0
+
+    def shortest(completions, **_):
+        return [-float(len(one[0]["content"])) for one in completions]
+
+    settings = trl.GRPOConfig(str(tmp_path), num_generations=2, max_completion_length=6, **SHORT_RUN)
+    grpo = trl.GRPOTrainer(
+        at_full_length(tiny_published, select_images=select_images),
+        shortest,
+        settings,
+        train_dataset=datasets.Dataset.from_list([row] * 2),
+        processing_class=processor,
+    )
+    grpo.train()
+    assert abs(grpo.state.log_history[0]["loss"]) < 10
+
+
 def _stock_marks_answers(folder, template) -> bool:
     stock = Qwen2_5_VLProcessor.from_pretrained(folder, trust_remote_code=False)
     image = {"type": "image", "image": Image.new("RGB", (56, 56))}
@@ -121,13 +164,13 @@ def test_labels_beside_the_logits_of_a_plain_trainer(tmp_path):
     def batch(rows):
         return {name: value for name, value in collate(rows).items() if name != "source_ids"}
 
-    arguments = TrainingArguments(
-        str(tmp_path), per_device_eval_batch_size=4, remove_unused_columns=False, use_cpu=True, report_to=[]
-    )
+    arguments = TrainingArguments(str(tmp_path), per_device_eval_batch_size=4, use_cpu=True, report_to=[])
+    arguments.remove_unused_columns = False  # the rows are no dictionaries
     model = tiny_model(n_max=10)
+    model.model.full_length = True
     rows = examples(4)[1:]  # three videos of different lengths, padded and shortened
-    predicted = AlignedTrainer(model, arguments, data_collator=batch).predict(rows)
-    assert predicted.predictions.shape[1] < batch(rows)["labels"].shape[1]
+    predicted = Trainer(model, arguments, data_collator=batch).predict(rows)
+    assert predicted.predictions.shape[1] == batch(rows)["labels"].shape[1]
     assert_labels_fit(predicted)
 
 

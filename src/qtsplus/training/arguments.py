@@ -10,17 +10,29 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from ..settings import STRICT
 
 SFT_LOSSES = ("token_mean", "sum_of_sources")
+# Fields of Transformers that change nothing here, or not what they say: what they may be, and why.
+_WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "average_tokens_across_devices": ((True,), "losses are means over the tokens of all processes"),
+    "label_names": ((None, ["labels"]), "the collator gives labels"),
+    "length_column_name": (("length",), "a record tells no length before its video is read"),
+    "remove_unused_columns": ((False,), "it would remove what the collator needs"),
+    "resume_from_checkpoint": ((None,), "use --resume, or trainer.train's argument"),
+    "train_sampling_strategy": (("random", "sequential"), "a record tells no length before its video is read"),
+    "use_cache": ((False,), "training keeps no cache"),
+    "use_liger_kernel": ((False,), "Liger has no kernels for this model"),
+}
 # What Transformers takes without a word, or with an error from deep inside a run.
 _AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 _AT_LEAST_ZERO = (
     *("learning_rate", "language_model_learning_rate", "vision_learning_rate", "weight_decay", "max_grad_norm"),
     *("relevance_weight", "dual_learning_rate", "dual_damping", "warmup_steps", "lora_rank", "dataloader_num_workers"),
+    "neftune_noise_alpha",
 )
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
     (_AT_LEAST_ZERO, lambda value: value >= 0, "at least 0"),
     (("num_train_epochs", "lora_alpha"), lambda value: value > 0, "more than 0"),
-    (("lora_dropout",), lambda value: 0 <= value < 1, "at least 0 and less than 1"),
+    (("lora_dropout", "label_smoothing_factor"), lambda value: 0 <= value < 1, "at least 0 and less than 1"),
     (("max_skipped", "retention_share"), lambda value: 0 <= value <= 1, "a share in [0, 1]"),
     (("seed", "data_seed"), lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
     (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 to go by num_train_epochs"),
@@ -137,10 +149,23 @@ class QTSplusTrainingArguments(TrainingArguments):
 
     def _check_effects(self) -> None:
         """Refuses what Transformers takes, but what would do nothing here or end the run later."""
-        if self.remove_unused_columns:
-            raise ValueError("remove_unused_columns would remove what the collator needs: leave it false.")
-        if self.resume_from_checkpoint is not None:
-            raise ValueError("resume_from_checkpoint has no effect here: use --resume, or trainer.train's argument.")
+        for name, (values, reason) in _WITHOUT_EFFECT.items():
+            if (value := getattr(self, name)) not in values:
+                expected = " or ".join(map(repr, values))
+                raise ValueError(f"{name}={value!r} has no effect here: {reason}. Expected {expected}.")
+        parallel: Any = self.parallelism_config
+        if parallel is not None and max(parallel.cp_size, parallel.sp_size) > 1:
+            raise ValueError(
+                "parallelism_config splits sequences: selection needs whole prompts, so leave cp and sp 1."
+            )
+        own_rates = (self.language_model_learning_rate, self.vision_learning_rate) != (None, None)
+        if self.optim_target_modules is not None and (
+            own_rates or not str(self.optim.value).startswith(("galore", "apollo"))
+        ):
+            raise ValueError(
+                "optim_target_modules has no effect here: expected a GaLore or APOLLO optim, and no learning rates of "
+                "the language model's or the vision tower's own."
+            )
         if self.load_best_model_at_end and self.eval_strategy == "no":
             raise ValueError("load_best_model_at_end needs evaluation: set eval_strategy, or leave it out.")
         missing = sorted(set(self.report_to or ()) - set(get_available_reporting_integrations()))

@@ -119,6 +119,8 @@ class QTSplusTrainer(Trainer):
             model = add_lora(model, lora_config(args.lora_rank, args.lora_alpha, args.lora_dropout))
         elif not isinstance(model, PeftModel):
             freeze(model, args)
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError("compute_loss_func has no effect here: add losses in further_losses.")
         super().__init__(model=model, args=args, **kwargs)
         # The losses below are weighted over the whole optimizer step: nothing is left to divide by.
         self.model_accepts_loss_kwargs = True
@@ -178,7 +180,7 @@ class QTSplusTrainer(Trainer):
         if model.training and self._retention is not None:
             inputs["retention"] = self._retention
         with self.further_losses(inputs, labels) as (inputs, losses_of):
-            outputs, token_losses, rows = self._answer(model, inputs, labels)
+            outputs, token_losses, rows = self._answer(model, inputs, labels, self.args.label_smoothing_factor)
         token_source = sources[rows]
         loss = (self._token_weights(counts[: len(SOURCES)])[token_source] * token_losses).sum()
         self._note_tokens(token_losses, token_source)
@@ -236,13 +238,13 @@ class QTSplusTrainer(Trainer):
             return labels
         return base_model(self.model).compact_labels(labels, input_ids, qtsplus.columns)
 
-    def _answer(self, model, inputs: Mapping[str, Any], labels: torch.Tensor):
+    def _answer(self, model, inputs: Mapping[str, Any], labels: torch.Tensor, smoothing: float = 0.0):
         """The model's outputs, and of every supervised token its cross-entropy and its row."""
         outputs = model(**inputs, use_cache=False)
         labels = self._compact(labels, inputs["input_ids"], outputs.qtsplus)
         supervised = labels[:, 1:] != IGNORED
         logits = outputs.logits[:, :-1][supervised].float()
-        losses = F.cross_entropy(logits, labels[:, 1:][supervised], reduction="none")
+        losses = F.cross_entropy(logits, labels[:, 1:][supervised], reduction="none", label_smoothing=smoothing)
         return outputs, losses, supervised.nonzero()[:, 0]
 
     def _predicted_losses(self, inputs, labels, qtsplus) -> torch.Tensor:

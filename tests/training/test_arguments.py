@@ -1,0 +1,198 @@
+"""Every field of a Trainer's arguments has its effect on our model, or is refused."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from transformers import ProgressCallback, Trainer, TrainingArguments
+
+from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
+from tiny import tiny_model
+from training_examples import collate, examples, make_trainer, steps
+
+OURS, PLAIN = "QTSplusTrainer", "Trainer"
+NAMES = {field.name for field in fields(TrainingArguments)}
+
+# What changes two steps of training, and what leaves them as they are.
+CHANGES = [
+    {"learning_rate": 0.2},
+    {"warmup_steps": 2, "lr_scheduler_type": "constant_with_warmup"},
+    {"max_grad_norm": 1e-3},
+    {"weight_decay": 0.5},
+    {"optim": "adamw_torch", "adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-2},
+    {"optim": "adafactor", "optim_args": "scale_parameter=False"},
+    {"gradient_accumulation_steps": 2},
+    {"per_device_train_batch_size": 2},
+    {"neftune_noise_alpha": 100.0},
+    {"label_smoothing_factor": 0.3},
+    {"bf16": True},
+]
+SAME = [
+    {"activation_checkpointing": True},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    {"include_num_input_tokens_seen": "non_padding"},
+    {"full_determinism": True},
+    {"torch_empty_cache_steps": 1},
+    {"logging_nan_inf_filter": False},
+    {"auto_find_batch_size": True},
+    {"dataloader_drop_last": True},
+    {"train_sampling_strategy": "sequential", "seed": 3},
+]
+EVALUATION = [
+    {"prediction_loss_only": True},
+    {"eval_accumulation_steps": 1},
+    {"batch_eval_metrics": True},
+    {"include_for_metrics": ["inputs", "loss"]},
+    {"eval_do_concat_batches": False},
+    {"eval_use_gather_object": True},
+    {"label_names": ["labels"]},
+    {"bf16_full_eval": True},
+]
+REFUSED = [
+    ({"average_tokens_across_devices": False}, "has no effect here: losses are means over the tokens of all"),
+    ({"label_names": ["answers"]}, "has no effect here: the collator gives labels"),
+    ({"length_column_name": "tokens"}, "a record tells no length before"),
+    ({"train_sampling_strategy": "group_by_length"}, "a record tells no length before"),
+    ({"train_sampling_strategy": "batch_rebalance"}, "a record tells no length before"),
+    ({"use_cache": True}, "training keeps no cache"),
+    ({"use_liger_kernel": True}, "Liger has no kernels"),
+    ({"remove_unused_columns": True}, "what the collator needs"),
+    ({"resume_from_checkpoint": "there"}, "use --resume"),
+    ({"label_smoothing_factor": 1.0}, "at least 0 and less than 1"),
+    ({"neftune_noise_alpha": -1.0}, "at least 0"),
+    ({"optim_target_modules": ["q_proj"]}, "expected a GaLore or APOLLO optim"),
+    ({"optim": "galore_adamw", "optim_target_modules": ["q"], "vision_learning_rate": 1.0}, "of their own|'s own"),
+]
+# Devices, folders, logs and the Hub: Transformers', without our part.
+ELSEWHERE = {
+    *(
+        "output_dir",
+        "num_train_epochs",
+        "max_steps",
+        "lr_scheduler_kwargs",
+        "fp16",
+        "fp16_full_eval",
+        "tf32",
+        "torch_compile_mode",
+    ),
+    *("activation_checkpointing_kwargs", "liger_kernel_config", "log_level", "log_level_replica", "log_on_each_node"),
+    *("logging_strategy", "logging_steps", "logging_first_step", "disable_tqdm", "report_to", "run_name", "project"),
+    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay"),
+    *("per_device_eval_batch_size", "eval_on_start", "save_only_model", "save_strategy", "save_steps"),
+    *("save_on_each_node", "save_total_limit", "enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo"),
+    *("hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "load_best_model_at_end"),
+    *("metric_for_best_model", "greater_is_better", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
+    *("data_seed", "use_cpu", "accelerator_config", "dataloader_num_workers", "dataloader_pin_memory"),
+    *("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
+    *("dataloader_in_order", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+    *("ddp_static_graph", "ddp_backend", "ddp_timeout", "fsdp", "fsdp_config", "deepspeed", "debug"),
+    *("skip_memory_metrics", "do_train", "do_eval", "do_predict", "local_rank"),
+}
+TABLE = [*CHANGES, *SAME, *EVALUATION, *(settings for settings, _ in REFUSED)]
+
+
+def plain_collate(rows):
+    return {name: value for name, value in collate(rows).items() if name != "source_ids"}
+
+
+def trainer_of(kind, folder, **settings):
+    if kind == OURS:
+        return make_trainer(folder, max_steps=2, **settings)
+    run = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 0.05, "lr_scheduler_type": "constant"}
+    run |= {"optim": "sgd", "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "report_to": []}
+    run |= {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
+    model = tiny_model(gate="noiseless", rho_min=0.1, rho_max=0.9, n_max=10)
+    arguments = TrainingArguments(str(folder), **{**run, **settings})
+    trainer = Trainer(model, arguments, train_dataset=examples(12), data_collator=plain_collate)
+    trainer.remove_callback(ProgressCallback)
+    return trainer
+
+
+def losses(trainer):
+    torch.manual_seed(0)
+    trainer.train()
+    return [line["loss"] for line in steps(trainer)]
+
+
+@pytest.fixture(scope="module", params=[OURS, PLAIN])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(kind, tmp_path_factory):
+    return losses(trainer_of(kind, tmp_path_factory.mktemp("expected")))
+
+
+def supported(settings):
+    missing = settings.keys() - NAMES
+    if missing:
+        pytest.skip(f"this Transformers has no {', '.join(missing)}")
+
+
+@pytest.mark.parametrize("settings", CHANGES, ids=lambda settings: next(iter(settings)))
+def test_a_field_changes_the_training(kind, expected, tmp_path, settings):
+    if kind == PLAIN and "label_smoothing_factor" in settings:
+        with pytest.raises(RuntimeError, match="Size does not match"):  # and a stock model's labels are not shifted
+            losses(trainer_of(kind, tmp_path, **settings))
+        return
+    assert losses(trainer_of(kind, tmp_path, **settings)) != pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", SAME, ids=lambda settings: next(iter(settings)))
+def test_a_field_leaves_the_loss_as_it_is(kind, expected, tmp_path, settings):
+    supported(settings)
+    trainer = trainer_of(kind, tmp_path, **settings)
+    assert losses(trainer) == pytest.approx(expected, rel=1e-5)
+    if "include_num_input_tokens_seen" in settings:
+        mask = collate(examples(8))["attention_mask"]
+        assert trainer.state.num_input_tokens_seen == int(mask.sum())
+
+
+@pytest.mark.parametrize("settings", EVALUATION, ids=lambda settings: next(iter(settings)))
+def test_evaluation_goes_on(kind, tmp_path, settings):
+    trainer = trainer_of(kind, tmp_path, per_device_eval_batch_size=2, **settings)
+    seen = []
+    trainer.compute_metrics = lambda prediction, compute_result=True: seen.append(prediction) or {"seen": 1}
+    metrics = trainer.evaluate(examples(6)[1:5])
+    assert metrics["eval_loss"] > 0
+    assert ("eval_seen" in metrics) == bool(seen) == ("prediction_loss_only" not in settings)
+    if "include_for_metrics" in settings:
+        assert seen[0].inputs is not None and seen[0].losses is not None
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_field_without_effect_is_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        QTSplusTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **settings)
+
+
+def test_sequences_are_not_split_over_processes(tmp_path):
+    arguments = {"use_cpu": True, "report_to": []}
+    split = ParallelismConfig.__new__(ParallelismConfig)
+    split.__dict__.update(cp_size=2, sp_size=1)
+    whole = QTSplusTrainingArguments(str(tmp_path), **arguments)
+    whole.parallelism_config = split
+    with pytest.raises(ValueError, match="splits sequences"):
+        whole._check_effects()
+
+
+def test_a_loss_of_ones_own_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="compute_loss_func has no effect here"):
+        QTSplusTrainer(tiny_model(), QTSplusTrainingArguments(str(tmp_path)), compute_loss_func=print)
+
+
+def test_smoothed_labels_give_the_loss_of_transformers(tmp_path):
+    trainer = make_trainer(tmp_path, label_smoothing_factor=0.3, max_steps=1)
+    model, inputs = tiny_model(gate="noiseless", rho_min=0.1, rho_max=0.9, n_max=10).train(), plain_collate(examples(4))
+    output = model(**inputs)
+    labels = model.compact_labels(inputs["labels"], inputs["input_ids"], output.qtsplus.columns)
+    smoothed = trainer.label_smoother(output, labels, shift_labels=True)
+    trainer.train()
+    assert steps(trainer)[0]["loss_lm"] == pytest.approx(smoothed.item(), rel=1e-5)
+
+
+def test_every_field_is_in_the_table():
+    assert ELSEWHERE | {"parallelism_config"} | {name for settings in TABLE for name in settings} >= NAMES
