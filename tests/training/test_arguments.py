@@ -31,7 +31,7 @@ CHANGES = [
 SAME = [
     {"activation_checkpointing": True},
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    {"torch_compile": True, "torch_compile_backend": "eager"},
     {"include_num_input_tokens_seen": "non_padding"},
     {"full_determinism": True},
     {"torch_empty_cache_steps": 1},
