@@ -248,7 +248,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         visual, selection = take_inputs(kwargs)
         cache = past_key_values if cache is None else cache
         qtsplus: QTSplusOutput | None
-        selected = mm_encoder_outputs or {}
+        selected: dict[str, Any] = mm_encoder_outputs or {}
+        prompt: CompactPrompt | None = None
         anchors = self._anchors(input_ids) if self.training and torch.is_grad_enabled() else []
         if visual.given:
             if input_ids is None or inputs_embeds is not None or mm_encoder_outputs:
@@ -264,15 +265,16 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         if anchors:
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + torch.stack(anchors).sum() * 0.0
         outputs = self.language_model(**{CACHE: cache}, use_cache=use_cache, **inputs, **kwargs)
-        if self.full_length and qtsplus is not None and qtsplus.columns is not None:
-            self._lengthen(outputs, qtsplus, input_ids.shape[1])
+        if self.full_length and prompt is not None:
+            self._lengthen(outputs, prompt)
         encoded = {f"{name}_outputs": features for name, features in selected.items()}
         return QTSplusModelOutputWithPast(**outputs, **encoded, qtsplus=qtsplus)
 
     @staticmethod
-    def _lengthen(outputs: Any, qtsplus: QTSplusOutput, length: int) -> None:
-        """Gives the states all `length` columns of the caller's prompt; `columns` is -1 for those that went."""
-        place = places(qtsplus.columns, length)
+    def _lengthen(outputs: Any, prompt: CompactPrompt) -> None:
+        """Gives the states all columns of the caller's prompt; `qtsplus.columns` is -1 for those that went."""
+        length = prompt.source_ids.shape[1]
+        place = places(prompt.columns, length)
         nearest = place.cummax(1).values.clamp(min=0)[..., None]
 
         def lengthen(states: torch.Tensor) -> torch.Tensor:
@@ -281,7 +283,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         outputs.last_hidden_state = lengthen(outputs.last_hidden_state)
         if outputs.hidden_states is not None:
             outputs.hidden_states = tuple(map(lengthen, outputs.hidden_states))
-        qtsplus.columns = torch.arange(length, device=place.device).expand_as(place).masked_fill(place < 0, -1)
+        everything = torch.arange(length, device=place.device).expand_as(place)
+        prompt.qtsplus.columns = everything.masked_fill(place < 0, -1)
 
     def _anchors(self, input_ids: torch.Tensor | None) -> list[torch.Tensor]:
         """

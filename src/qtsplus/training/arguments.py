@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
+from transformers.training_args import OptimizerNames
 
 from ..settings import STRICT
 
@@ -160,7 +161,7 @@ class QTSplusTrainingArguments(TrainingArguments):
             )
         own_rates = (self.language_model_learning_rate, self.vision_learning_rate) != (None, None)
         if self.optim_target_modules is not None and (
-            own_rates or not str(self.optim.value).startswith(("galore", "apollo"))
+            own_rates or not OptimizerNames(self.optim).value.startswith(("galore", "apollo"))
         ):
             raise ValueError(
                 "optim_target_modules has no effect here: expected a GaLore or APOLLO optim, and no learning rates of "
