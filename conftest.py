@@ -52,23 +52,6 @@ def tiny_published(tmp_path_factory) -> Path:
     return assemble_folder("qtsplus-tiny", tmp_path_factory.mktemp("hub") / "qtsplus-tiny")
 
 
-@pytest.fixture(scope="session")
-def crowd_published(tmp_path_factory) -> Path:
-    """The Hub folder of the model that the crowded TinyWorld taught."""
-    from benchmarks.bases import CROWD
-    from qtsplus.hub.publish import assemble_folder
-
-    return assemble_folder(CROWD, tmp_path_factory.mktemp("hub") / "qtsplus-crowd")
-
-
-@pytest.fixture(scope="session")
-def crowd_processor(crowd_published):
-    """The processor of that model."""
-    from qtsplus import loading
-
-    return loading.load_processor(crowd_published)
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory, tiny_mp4, tiny_published) -> dict[str, str]:
     """What bad command lines are about, see `refusals.make_corpus`."""

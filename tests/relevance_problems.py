@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.speed.naive import naive_log_relevance
+from naive import naive_log_relevance
 
 
 def states(heads, kv_heads, num_queries, num_tokens, head_dim=16, dtype=torch.float32, seed=0, scale=1.0):

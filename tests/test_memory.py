@@ -1,5 +1,8 @@
 """What selection holds in memory: measured in a process of its own, or as the size of every tensor that it makes."""
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,31 +12,32 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import measure_memory
-from benchmarks.speed.peak import in_own_process
 from qtsplus.relevance_qtsplus import REDUCTIONS, QTSplusLayer, grouped_attention, rotary_tables
 from tiny import batch, prompt, tiny_model
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 
-def measure(step, monkeypatch) -> dict[str, float]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return in_own_process(step)
+def measure(step: str) -> dict[str, float]:
+    # Else glibc would keep what was freed for later: so every tensor is its own mapping, there as long as it lives.
+    mapped = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, Path(__file__).with_name("measure_memory.py"), step]
+    environment = {**os.environ, **mapped, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @linux_only
-def test_relevance_of_180_000_tokens_takes_under_100_mb_and_200_in_training(monkeypatch):
-    measured = measure(measure_memory.relevance, monkeypatch)
+def test_relevance_of_180_000_tokens_takes_under_100_mb_and_200_in_training():
+    measured = measure("relevance")
     assert measured["chunked"] < 100
     assert all(measured[f"training_{reduction}"] < 200 for reduction in REDUCTIONS)
     assert measured["naive"] > 700
 
 
 @linux_only
-def test_from_features_to_the_first_token_nothing_holds_them_twice(monkeypatch):
-    measured = measure(measure_memory.path, monkeypatch)
+def test_from_features_to_the_first_token_nothing_holds_them_twice():
+    measured = measure("path")
     assert measured["path"] < 0.5 * measured["features"]
 
 
@@ -50,14 +54,14 @@ def test_the_features_of_several_videos_are_never_joined():
 
 @pytest.mark.slow
 @linux_only
-def test_the_re_encoder_over_25_600_tokens_takes_under_1_gb(monkeypatch):
-    assert measure(measure_memory.reencoder, monkeypatch)["reencoder"] < 1000
+def test_the_re_encoder_over_25_600_tokens_takes_under_1_gb():
+    assert measure("reencoder")["reencoder"] < 1000
 
 
 @pytest.mark.slow
 @linux_only
-def test_a_million_visual_tokens_fit(monkeypatch):
-    assert measure(measure_memory.million, monkeypatch)["million"] < 2000
+def test_a_million_visual_tokens_fit():
+    assert measure("million")["million"] < 2000
 
 
 class Sizes(TorchDispatchMode):

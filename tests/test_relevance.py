@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.speed.naive import naive_log_relevance
+from naive import naive_log_relevance
 from qtsplus.relevance_qtsplus import REDUCTIONS, log_relevance
 from relevance_problems import assert_equal_to_twin, states
 

@@ -1,6 +1,7 @@
 """Which answers `qtsplus watch` tells, and what it runs for them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -61,7 +62,11 @@ def test_bad_options(options, message, tiny_mp4):
     assert result.exit_code == 2 and message in result.output
 
 
-def test_a_model_that_cannot_say_how_sure_it_is(crowd_published, tiny_mp4):
-    options = ["--model", str(crowd_published), "--when-seen", "0.8", "--timeout", "0.2"]
+def test_a_model_that_cannot_say_how_sure_it_is(tiny_published, tiny_mp4, tmp_path):
+    folder = shutil.copytree(tiny_published, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["qtsplus_config"]["null_token"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    options = ["--model", str(folder), "--when-seen", "0.8", "--timeout", "0.2"]
     result = CliRunner().invoke(app, ["watch", str(tiny_mp4), "What?", *options])
     assert result.exit_code == 2 and "null token" in result.output

@@ -54,6 +54,38 @@ def check_pixels(model, pixels):
     assert len(features) == math.prod(grid_of(model, pixels))
 
 
+@pytest.mark.parametrize(
+    ("retention", "frames", "small"),
+    [
+        (0.05, (1, 4, 4), (6, 1, 1)),
+        (0.1, (1, 4, 4), (6, 1, 2)),
+        (0.25, (2, 4, 4), (6, 2, 2)),
+        (1.0, (6, 4, 4), (6, 4, 4)),
+    ],
+)
+def test_baselines_spend_as_many_tokens_as_asked(tiny_processor, tmp_path, retention, frames, small):
+    render_clip(tmp_path / "clip.mp4", seconds=6, fps=8, size=(112, 112), seed=0)
+    video = str(tmp_path / "clip.mp4")
+    for method, expected in ((fewer_frames, frames), (lower_resolution, small)):
+        pixels = method(tiny_processor, video, retention)
+        t, h, w = pixels["video_grid_thw"][0].tolist()
+        assert (t, h // 2, w // 2) == expected, method.__name__
+        assert t * h * w // 4 >= retention * 6 * 16
+        assert len(pixels["pixel_values_videos"]) == t * h * w
+        assert t * float(pixels["second_per_grid_ts"][0]) == pytest.approx(6)
+
+
+def test_a_shrunk_frame_shows_the_same(tiny_processor, tmp_path):
+    render_clip(tmp_path / "clip.mp4", seconds=4, fps=8, size=(112, 112), seed=0)
+    video = str(tmp_path / "clip.mp4")
+    whole, small = full_video(tiny_processor, video), lower_resolution(tiny_processor, video, 0.25)
+    assert torch.allclose(whole["pixel_values_videos"].mean(), small["pixel_values_videos"].mean(), atol=0.05)
+    assert torch.equal(
+        full_video(tiny_processor, video)["pixel_values_videos"],
+        lower_resolution(tiny_processor, video, 1.0)["pixel_values_videos"],
+    )
+
+
 @pytest.mark.parametrize("retention", [0.1, 0.5, 1.0])
 def test_fewer_frames_of_the_same_size(model, processor, clips, retention):
     video = str(clips / "long.mp4")

@@ -31,6 +31,7 @@ from benchmarks.world.tinyworld import (
     split_seed,
     split_world,
 )
+from qtsplus.data.check import check_set
 from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.video_qtsplus import read_video
 
@@ -451,3 +452,9 @@ def test_a_conversation_holds_all_that_is_asked_about_a_video(tmp_path):
         asked = {(line["question"], line["answer"]) for line in single if line["video"] == record["video"]}
         turns = [tuple(turn) for turn in record["earlier"]] + [(record["question"], record["answer"])]
         assert len(turns) == len(asked) and set(turns) == asked
+
+
+def test_tinyworlds_own_questions_pass(tmp_path):
+    path = build_dataset(tmp_path, "train", 6, seconds=(2,), max_objects=4, progress=False)
+    found = check_set(path)
+    assert found.bad == [] and found.videos == 6

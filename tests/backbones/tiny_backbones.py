@@ -12,6 +12,7 @@ from transformers import (
     LlavaOnevisionModel,
     LlavaOnevisionVideoProcessor,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
@@ -22,7 +23,6 @@ from transformers import (
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
 
-from benchmarks.world.tinyworld_models import chat_template, tiny_tokenizer
 from qtsplus import (
     InternVLQTSplusConfig,
     InternVLQTSplusForConditionalGeneration,
@@ -55,6 +55,34 @@ TEXT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     "max_position_embeddings": 8192,
 }
+
+
+_TURNS = """\
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content -%}
+{%- if part.type == 'image' %}IMAGE
+{%- elif part.type == 'video' %}VIDEO
+{%- else %}{{ part.text }}{% endif -%}
+{%- endfor -%}
+{%- endif %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+
+def chat_template(image: str, video: str) -> str:
+    """Turns as Qwen writes them, with a backbone's own placeholders."""
+    return _TURNS.replace("IMAGE", image).replace("VIDEO", video)
+
+
+def tiny_tokenizer(**special_tokens: str) -> Qwen2Tokenizer:
+    """The tokenizer of qtsplus-tiny, with further special tokens by their names."""
+    folder = hub_configs() / "qtsplus-tiny"
+    return Qwen2Tokenizer.from_pretrained(folder, extra_special_tokens=special_tokens, padding_side="left")
 
 
 @dataclass(frozen=True)

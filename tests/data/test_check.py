@@ -206,14 +206,6 @@ def test_videos_of_another_set_are_told(tmp_path):
     ]
 
 
-def test_tinyworlds_own_questions_pass(tmp_path):
-    from benchmarks.world.tinyworld import build_dataset
-
-    path = build_dataset(tmp_path, "train", 6, seconds=(2,), max_objects=4, progress=False)
-    found = check_set(path)
-    assert found.bad == [] and found.videos == 6
-
-
 def run(*arguments):
     return CliRunner().invoke(app, ["data", "check", *map(str, arguments)])
 

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from attention_twin import twin_targets
-from benchmarks.world.tinyworld import build_dataset
+from clips import write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
 from qtsplus.evaluation.calibration import Recall, calibrate, measure, read_labelled
@@ -27,9 +27,7 @@ LAYERS, HEADS, TOKENS = 4, 4, 20  # two tokens are a tenth
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     """Questions about two short videos."""
-    folder = tmp_path_factory.mktemp("world")
-    path = build_dataset(folder, "test", size=2, seconds=[2], max_objects=2, multiple_choice=0, progress=False)
-    return folder / path.rpartition("/")[2]
+    return write_records(tmp_path_factory.mktemp("world"), 2, seconds=2, objects=6)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +36,8 @@ def questions(records):
 
 
 @pytest.fixture(scope="module")
-def tiny(crowd_published):
-    return load_model(None, str(crowd_published)).eval()
+def tiny(tiny_published):
+    return load_model(None, str(tiny_published)).eval()
 
 
 def planted(finders):
@@ -56,10 +54,10 @@ def planted(finders):
     return by_head
 
 
-def test_evidence_outside_of_the_frame_is_refused(tiny, crowd_processor, questions):
+def test_evidence_outside_of_the_frame_is_refused(tiny, tiny_processor, questions):
     outside = [[Sighting(0, 1, (500, 500, 600, 600), frame=(168, 168))]]
     with pytest.raises(ValueError, match=r"The evidence of '.+' lies outside of .+\.mp4"):
-        calibrate(tiny, crowd_processor, [replace(question, needles=outside) for question in questions], progress=False)
+        calibrate(tiny, tiny_processor, [replace(question, needles=outside) for question in questions], progress=False)
 
 
 def test_recall_counts_tokens():
@@ -89,9 +87,9 @@ def few(monkeypatch):
     monkeypatch.setattr(calibration, "HEADS", 2)
 
 
-def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, few, tiny, crowd_processor, questions):
+def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, few, tiny, tiny_processor, questions):
     monkeypatch.setattr(calibration, "_attention_by_head", planted([(2, 1), (0, 3)]))
-    found = calibrate(tiny, crowd_processor, questions, progress=False)
+    found = calibrate(tiny, tiny_processor, questions, progress=False)
     assert found.best.heads == ((0, 3), (2, 1))
     for recall in (found.measured[AttentionChoice(heads=((2, 1),))], found.choices[found.best]):
         assert recall.tokens == pytest.approx(2 / 3) and recall.mass > 0.85
@@ -102,7 +100,7 @@ def test_the_heads_that_find_the_needles_are_chosen(monkeypatch, few, tiny, crow
 
 
 def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
-    monkeypatch, few, tiny, crowd_processor, questions
+    monkeypatch, few, tiny, tiny_processor, questions
 ):
     plant = planted([(2, 1)])
 
@@ -114,7 +112,7 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
 
     monkeypatch.setattr(calibration, "_attention_by_head", with_a_sink)
     monkeypatch.setattr(calibration, "HEADS", 1)
-    found = calibrate(tiny, crowd_processor, questions, progress=False)
+    found = calibrate(tiny, tiny_processor, questions, progress=False)
     assert found.fields() == {"relevance_heads": [[2, 1]]}
     assert found.as_dict()["choices"][2] == {
         **{"layers": None, "heads": ((2, 1),), "positions": "answer", "grouped": False},
@@ -122,7 +120,7 @@ def test_heads_are_chosen_where_the_sum_over_all_layers_is_led_astray(
     }
 
 
-def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, tiny, crowd_processor, questions):
+def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, tiny, tiny_processor, questions):
     """From where the answer begins, which knows no answer; the heads that look elsewhere are left out."""
     asked = []
 
@@ -133,7 +131,7 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
         )
 
     monkeypatch.setattr(calibration, "_attention_by_head", by_head)
-    found = calibrate(tiny, crowd_processor, questions, progress=False)
+    found = calibrate(tiny, tiny_processor, questions, progress=False)
     assert asked == ["answer", "answer", "prompt", "prompt"]
     fields = found.attention_fields()
     assert (fields["attention_layer"], fields["attention_heads"]) == (1, [2])
@@ -143,11 +141,11 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
     assert found.fields()["relevance_heads"] == [[0, 0]]
 
 
-def test_measured_heads_are_those_of_the_eager_twin(tiny, crowd_processor, questions):
+def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questions):
     question = questions[0]
-    dataset = VideoQADataset([question.record], crowd_processor)
+    dataset = VideoQADataset([question.record], tiny_processor)
     measured = measure(tiny, dataset, [question], "answer", progress=False)
-    batch = VideoQACollator(crowd_processor)([dataset[0]])
+    batch = VideoQACollator(tiny_processor)([dataset[0]])
     labels = batch.pop("labels")
     inputs = {name: value for name, value in batch.items() if name not in ("skipped", "source_ids")}
     (grid,) = tiny.model.merged_grid(inputs["video_grid_thw"])
@@ -165,9 +163,9 @@ def test_measured_heads_are_those_of_the_eager_twin(tiny, crowd_processor, quest
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_recipes_lines_and_writes_json(records, crowd_published, tmp_path, monkeypatch):
+def test_the_command_prints_a_recipes_lines_and_writes_json(records, tiny_published, tmp_path, monkeypatch):
     out, folder = tmp_path / "new" / "found.json", tmp_path / "model"
-    shutil.copytree(crowd_published, folder)
+    shutil.copytree(tiny_published, folder)
     before = json.loads((folder / "config.json").read_text())
     monkeypatch.setattr(calibration.Calibration, "fields", lambda self: {"relevance_heads": [[0, 3], [2, 1]]})
     command = ["calibrate", str(folder), str(records), "--out", str(out)]
@@ -186,22 +184,20 @@ def test_the_command_prints_a_recipes_lines_and_writes_json(records, crowd_publi
     assert again.exit_code == 2 and "is there already" in again.stderr
 
 
-def test_questions_about_unreadable_videos_are_left_out(
-    monkeypatch, tiny, crowd_processor, questions, tmp_path, capsys
-):
+def test_questions_about_unreadable_videos_are_left_out(monkeypatch, tiny, tiny_processor, questions, tmp_path, capsys):
     monkeypatch.setattr(calibration, "_attention_by_head", planted([(2, 1)]))
     missing = replace(questions[0], record=replace(questions[0].record, video=str(tmp_path / "gone.mp4")))
-    found = calibrate(tiny, crowd_processor, [missing, *questions], progress=False)
+    found = calibrate(tiny, tiny_processor, [missing, *questions], progress=False)
     assert sum(found.questions) == len(questions)
     assert "gone.mp4" in capsys.readouterr().err.replace("\n", "")
 
 
-def test_what_cannot_be_measured_is_refused(records, crowd_published, tmp_path):
+def test_what_cannot_be_measured_is_refused(records, tiny_published, tmp_path):
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     labelled = [{**line, "video": str(records.parent / line["video"])} for line in lines if line["evidence"]]
     cases = {
         "none": ([{**line, "evidence": []} for line in labelled], "no question about a video with evidence"),
-        "one": ([line for line in labelled if line["video"].endswith("000000.mp4")], "1 of the videos can be read"),
+        "one": ([line for line in labelled if line["video"].endswith("/0.mp4")], "1 of the videos can be read"),
         "other": ([{**labelled[0], "evidence": [[{"start": 1}]]}], "is not a list of needles"),
         "unread": (
             [labelled[0], {**labelled[-1], "video": "gone.mp4"}],
@@ -210,7 +206,7 @@ def test_what_cannot_be_measured_is_refused(records, crowd_published, tmp_path):
     }
     for name, (content, message) in cases.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
-        command = ["calibrate", str(crowd_published), str(tmp_path / f"{name}.jsonl"), "--device", "cpu"]
+        command = ["calibrate", str(tiny_published), str(tmp_path / f"{name}.jsonl"), "--device", "cpu"]
         result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out.json")])
         assert result.exit_code == 2, result.output
         (line,) = [line for line in result.stderr.splitlines() if line.startswith("qtsplus: ")]
@@ -220,6 +216,6 @@ def test_what_cannot_be_measured_is_refused(records, crowd_published, tmp_path):
         ("one.jsonl", ["--device", ""], "--device is empty"),
         ("one.jsonl", ["--device", "toaster"], "'toaster' cannot be used"),
     ):
-        result = CliRunner().invoke(app, ["calibrate", str(crowd_published), str(tmp_path / file), *more])
+        result = CliRunner().invoke(app, ["calibrate", str(tiny_published), str(tmp_path / file), *more])
         assert result.exit_code == 2 and message in result.stderr, result.stderr
     assert not (tmp_path / "out.json").exists()

@@ -1,4 +1,4 @@
-"""From TinyWorld's captions to a model that trains on the sets, by the commands alone."""
+"""From captions to a model that trains on the sets, by the commands alone."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from benchmarks.world.tinyworld import build_dataset
+from clips import render_clip
 from qtsplus.cli import app
 from qtsplus.data.formats import iter_records
 from qtsplus.data.records import Answer, Choice
@@ -23,7 +23,12 @@ def command(*arguments):
 def test_captions_to_training(tmp_path, tiny_published, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     worlds, sets = tmp_path / "worlds", tmp_path / "sets"
-    captions = build_dataset(worlds, "train", 6, seconds=(2,), progress=False)
+    worlds.mkdir()
+    for seed in range(6):
+        render_clip(worlds / f"v{seed}.mp4", seconds=2, seed=seed)
+    captions = tmp_path / "captions.jsonl"
+    rows = [{"vision_id": f"v{seed}", "caption": f"{3 + seed} discs cross the picture."} for seed in range(6)]
+    captions.write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "server").mkdir()
     rules = [{"contains": "<caption>", "then": ["429", "malformed", "500", "truncated", "options", "good"]}]
     with scripted_server(tmp_path / "server", rules=rules, answer="It is red.") as (url, log):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from attention_twin import twin_targets
-from benchmarks.speed.naive import naive_log_relevance
+from naive import naive_log_relevance
 from qtsplus.configuration_qtsplus import GATES
 from qtsplus.relevance_qtsplus import REDUCTIONS, log_relevance
 from qtsplus.training import QTSplusTrainingArguments
