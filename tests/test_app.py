@@ -7,8 +7,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from hashlib import sha256
+from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -38,6 +43,7 @@ def address(tmp_path_factory, tiny_published) -> Iterator[str]:
         beyond = f"http://127.0.0.1:{proxy.getsockname()[1]}"
         environment = {"http_proxy": beyond, "https_proxy": beyond, "no_proxy": "127.0.0.1,localhost"}
         command = ["-m", "qtsplus.cli", "app", "--model", str(tiny_published), "--port", str(port)]
+        command += ["--allow-host", "films.example"]
         with running_server(port, log, *command, environment={**environment, "HF_HUB_OFFLINE": "0"}, path="/"):
             yield f"http://127.0.0.1:{port}/"
         proxy.setblocking(False)
@@ -200,13 +206,14 @@ def test_no_file_beside_the_films_and_no_address_is_read_for_a_visitor(visit, ad
 def shown(monkeypatch, tmp_path) -> Iterator[Callable[..., str]]:
     """Serves a page from this process."""
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "films"))
+    (tmp_path / "films").mkdir()
     with contextlib.ExitStack() as stack:
 
-        def serve(*what, **options) -> str:
+        def serve(model, processor, library=None, films=None, **options) -> str:
             from qtsplus import app
 
-            page = app.build(*what)
-            _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, ssr_mode=False, **options)
+            page, own = app.build(model, processor, library, films or app.Films(None, None, print), ())
+            _, address, _ = page.launch(**{**own, **options})
             stack.callback(page.close)
             return address
 
@@ -318,46 +325,191 @@ def test_questions_wait_in_line_and_stop_ends_those_before_it(visit, gated):
     anna.sees(".question", CROSS.question)
 
 
-def test_names_and_films_that_no_browser_takes(visit, shown, tiny_published, tmp_path):
-    """A name whose bytes are no text, and films that cannot be played: the answer and the times are there."""
-    from qtsplus import indexing, library, session
+@pytest.fixture
+def shelf(tiny_published, tmp_path) -> Callable[..., Any]:
+    """Indexes films that lie in a folder, by their names in it; gives the library with its model, and the folder."""
 
-    films = tmp_path / "folder"
-    films.mkdir()
-    shutil.copyfile(CLIP, films / os.fsdecode(b"caf\xe9.mp4"))
-    loaded = session.load(tiny_published, "cpu")
-    indexing.index(films, tmp_path / "library", *loaded)
-    books = library.Library(tmp_path / "library", *loaded)
-    for media_root in (None, films):
-        anna = visit(shown(*loaded, books, media_root))
-        anna.ask(RING.question)
-        anna.sees(".answer", RING.answer)
-        anna.sees(".chip", "caf\\xe9.mp4")
-        anna.sees(".screen .note", "cannot be played here")
-        assert anna.stage.locator("canvas").count() == 0
+    def index(**films: Path) -> tuple[Any, Path]:
+        from qtsplus import indexing, library, session
+
+        root, loaded = tmp_path / "root", session.load(tiny_published, "cpu")
+        root.mkdir()
+        for name, film in films.items():
+            shutil.copyfile(film, root / name)
+        indexing.index(root, tmp_path / "library", *loaded)
+        return library.Library(tmp_path / "library", *loaded), root
+
+    return index
+
+
+NAME = os.fsdecode(b"<img src=x onerror=alert(1)> caf\xe9.mp4")
+
+
+def test_a_name_is_text_also_where_its_bytes_are_none(visit, shown, shelf):
+    from qtsplus import app
+
+    books, root = shelf(**{NAME: CLIP})
+    anna = visit(shown(books.model, books.processor, books, app.Films(books, root, print)))
+    anna.page.on("dialog", lambda dialog: pytest.fail(dialog.message))
+    anna.ask(RING.question)
+    anna.sees(".answer", RING.answer)
+    anna.sees(".chip", "<img src=x onerror=alert(1)> caf\\xe9.mp4")
+    anna.stands_at(books.ask(RING.question).evidence[0].start)
+
+
+def test_of_a_film_that_cannot_be_played_the_answer_and_the_times_are_there(visit, shown, shelf):
+    books, _ = shelf(**{"one.mp4": CLIP})
+    anna = visit(shown(books.model, books.processor, books))
+    anna.ask(RING.question)
+    anna.sees(".answer", RING.answer)
+    anna.sees(".chip", "one.mp4")
+    anna.sees(".screen .note", "cannot be played here")
+    assert anna.stage.locator("canvas").count() == 0
+
+
+def test_only_the_films_that_were_indexed_are_played_and_none_says_where_it_lies(visit, shown, shelf, tiny_mp4):
+    from qtsplus import app
+
+    books, root = shelf(**{"one.mp4": CLIP, "changed.mp4": CLIP, "gone.mp4": CLIP, "link.mp4": tiny_mp4})
+    (root / "gone.mp4").unlink()
+    (root / "link.mp4").unlink()
+    (root / "link.mp4").symlink_to(tiny_mp4)  # the same film, but from outside
+    said: list[str] = []
+    films = app.Films(books, root, said.append)
+    assert said == [f"2 films of the library are not in {root}, such as gone.mp4, link.mp4."]
+    address = shown(books.model, books.processor, books, films)
+    get = visit(address).page.request.get
+    whole = get(address + films.addresses["one.mp4"])
+    part = get(address + films.addresses["one.mp4"], headers={"Range": "bytes=100-199"})
+    assert whole.body() == CLIP.read_bytes() and part.status == 206 and part.body() == CLIP.read_bytes()[100:200]
+    (root / "changed.mp4").write_bytes(CLIP.read_bytes()[:-1] + b"!")
+    assert get(address + films.addresses["changed.mp4"]).status == 404
+    for film in ("one.mp4", "changed.mp4", "link.mp4"):
+        assert str(root) not in films.addresses.get(film, "")
+        for route in ("gradio_api/file=", "file=", "gradio_api/file/", "films/"):
+            assert get(f"{address}{route}{root / film}").status in (403, 404)
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../outside.mp4", "a/../../outside.mp4", "link/outside.mp4", "a\0.mp4", "."]
+)
+def test_no_name_leads_out_of_the_folder(tmp_path, name):
+    from qtsplus import app
+
+    root, outside = tmp_path / "root", tmp_path / "outside.mp4"
+    (root / "a").mkdir(parents=True)
+    (root / "link").symlink_to(tmp_path)
+    shutil.copyfile(CLIP, outside)
+    size = os.path.getsize(root / name) if name.isprintable() else 0
+    entries = {name: {"size": size, "content": sha256(CLIP.read_bytes()).hexdigest()}}
+    library = SimpleNamespace(names=[name], index=SimpleNamespace(entries=entries))
+    with pytest.raises(ValueError, match="1 films of the library are not in .* Expected the folder"):
+        app.Films(library, root, print)
+
+
+def test_a_film_is_one_by_its_content(tmp_path):
+    from qtsplus import app
+
+    text, content = tmp_path / "text.mp4", b"root:x:0:0:root:/root:/bin/sh"
+    text.write_bytes(content)
+    assert not app._is_film(str(text), sha256(content).hexdigest())
+    assert app._is_film(str(CLIP), sha256(CLIP.read_bytes()).hexdigest())
+
+
+def test_only_hosts_that_were_named_are_answered(visit, address):
+    get, names = visit(address).page.request.get, {"films.example": 200, "rebound.example": 400, "localhost:1": 200}
+    assert {name: get(address, headers={"Host": name}).status for name in names} == names
+
+
+@pytest.fixture
+def send(monkeypatch, tiny_published, shown) -> Callable[..., int]:
+    """Sends a film of so many bytes to a page that takes little, and gives the status."""
+    from qtsplus import app, session
+
+    monkeypatch.setattr(app, "ALL_FILMS", 100_000)
+    port = urlsplit(shown(*session.load(tiny_published, "cpu"))).port
+
+    def post(size: int, name: str = "film.mp4", missing: int = 0, where: str = "upload", **headers: str) -> int:
+        start = f'--B\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'.encode()
+        body = start + name.encode() * (size // len(name)) + b"\r\n--B--\r\n"
+        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+            form = {"Content-Type": "multipart/form-data; boundary=B", "Content-Length": str(len(body))}
+            connection.request("POST", f"/gradio_api/{where}", body[: len(body) - missing], form | headers)
+            return connection.getresponse().status
+
+    return post
+
+
+def test_the_films_of_all_visitors_have_so_much_room_and_the_oldest_go(send, tmp_path):
+    for name in ("one.mp4", "two.mp4", "three.mp4"):
+        assert send(40_000, name) == 200
+    assert {path.name for path in (tmp_path / "films").rglob("*.mp4")} == {"two.mp4", "three.mp4"}
+    assert send(120_000) == 413
+
+
+def test_a_film_that_is_not_sent_to_its_end_holds_no_room(send, tmp_path, monkeypatch):
+    from qtsplus import app
+
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "LONGEST_UPLOAD", 0.5)
+        assert send(90_000, missing=10_000) >= 400
+    assert send(90_000) == 200
+    assert [path.name for path in (tmp_path / "films").rglob("*") if path.is_file()] == ["film.mp4"]
+
+
+def test_nothing_is_sent_but_what_the_page_sends(send):
+    assert send(1000, where="process_recording") == 413
+    assert send(1000, **{"Content-Length": "2000000", "Content-Type": "application/json"}, where="queue/join") == 413
+
+
+def test_a_visit_whose_place_others_took_reads_its_film_again(visit, shown, tiny_published, monkeypatch):
+    from qtsplus import app, session
+
+    monkeypatch.setattr(app, "VISITS", 1)
+    address = shown(*session.load(tiny_published, "cpu"))
+    anna, ben = visit(address), visit(address)
+    for person in (anna, ben):
+        person.drop(CLIP)
+        person.sees(".small", "288 visual tokens")
+    anna.ask(RING.question)
+    anna.sees(".answer", RING.answer)
+
+
+def test_every_control_has_a_name_of_its_own_and_answers_are_said_where_nothing_was_replaced(visit, address):
+    anna = visit(address)
+    said = anna.stage.locator(".said").element_handle()
+    assert said.get_attribute("role") == "status"
+    anna.drop(CLIP)
+    anna.sees(".small", "288 visual tokens")
+    anna.ask(RING.question, RING.question)
+    anna.sees(".pane:nth-child(2) .answer", RING.answer)
+    anna.page.wait_for_function(
+        "([said, text]) => said.isConnected && said.textContent.includes(text)", arg=[said, RING.answer]
+    )
+    names = anna.stage.locator("video, button, [role=slider]").evaluate_all(
+        "all => all.map(one => one.ariaLabel ?? one.textContent)"
+    )
+    assert len(set(names)) == len(names) and all(names)
+    assert {"Film demo.mp4, answer 1", "Position in demo.mp4, answer 2", "Play, answer 2"} <= set(names)
 
 
 def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):
     from qtsplus import session
 
-    anna = visit(shown(*session.load(tiny_published, "cpu"), max_file_size="20kb"))
+    anna = visit(shown(*session.load(tiny_published, "cpu"), max_file_size=20_000))
     anna.drop(CLIP)
     sync_api.expect(anna.page.get_by_text("exceed")).to_be_visible()
     anna.sees(".empty", "Drop a film")
 
 
-def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, shown, tiny_published, tmp_path):
-    from clips import make_world, render_world, write_mp4
-    from qtsplus import indexing, library, session
+def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, shown, shelf, tmp_path):
+    from benchmarks.world.clip import write_mp4
+    from benchmarks.world.crowd import make_crowd, render_crowd
+    from qtsplus import app
 
-    films = tmp_path / "folder"
-    films.mkdir()
-    shutil.copyfile(CLIP, films / "one.mp4")
-    write_mp4(films / "two.mp4", render_world(make_world(12)), 2)
-    loaded = session.load(tiny_published, "cpu")
-    indexing.index(films, tmp_path / "library", *loaded)
-    books = library.Library(tmp_path / "library", *loaded)
-    anna = visit(shown(*loaded, books, films))
+    write_mp4(tmp_path / "two.mp4", render_crowd(make_crowd(12)), 2)
+    books, root = shelf(**{"one.mp4": CLIP, "two.mp4": tmp_path / "two.mp4"})
+    anna = visit(shown(books.model, books.processor, books, app.Films(books, root, print)))
     anna.sees(".empty", "Ask about the 2 films of the library")
     expected = books.ask(RING.question, retention=0.1)
     best = expected.evidence[0]

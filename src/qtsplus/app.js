@@ -7,19 +7,19 @@ const clock = (s) => `${Math.floor(s / 60)}:${(s % 60).toFixed(1).padStart(4, "0
 const percent = (part) => `${(100 * part).toFixed(part < 0.1 ? 1 : 0)}%`;
 
 class Pane {
-  constructor(parent, films, answer) {
-    Object.assign(this, { films, answer, evidence: answer?.evidence ?? [] });
+  constructor(parent, films, answer, which) {
+    Object.assign(this, { films, answer, which, evidence: answer?.evidence ?? [] });
     this.root = make("section", "pane", parent);
     if (answer) make("div", "question", this.root, answer.question);
     if (answer) make("div", "answer", this.root, answer.answer || "(an empty answer)");
     this.screen = make("div", "screen", this.root);
-    this.line = make("div", "timeline", this.root, "", { tabIndex: 0, role: "slider", ariaLabel: "Position", ariaValueMin: 0 });
+    this.line = make("div", "timeline", this.root, "", { tabIndex: 0, role: "slider", ariaValueMin: 0 });
     const row = make("div", "row", this.root);
     make("button", "play", row, "Play", { onclick: play });
     this.time = make("span", "time", row);
     for (const { video, start, end, weight } of this.evidence.slice(0, 6)) {
       const text = `${answer.named ? video + ", " : ""}${clock(start)} to ${clock(end)} · ${percent(weight)}`;
-      make("button", "chip", row, text, { onclick: () => this.open(video, start) });
+      make("button", "chip", row, text, { ariaLabel: text + which, onclick: () => this.open(video, start) });
     }
     if (answer) make("div", "small", this.root, answer.facts);
     this.open(this.evidence[0]?.video ?? Object.keys(films)[0], this.evidence[0]?.start ?? 0);
@@ -33,7 +33,9 @@ class Pane {
   change(name) {
     Object.assign(this, { name, drawn: null, map: this.answer?.maps[name] });
     this.screen.replaceChildren();
-    this.video = make("video", "", this.screen, "", { src: this.films[name]?.url ?? "", playsInline: true, onclick: play });
+    this.line.ariaLabel = `Position in ${name}${this.which}`;
+    const more = { ariaLabel: `Film ${name}${this.which}`, playsInline: true, onclick: play };
+    this.video = make("video", "", this.screen, "", { src: this.films[name].url, ...more });
     this.video.onloadedmetadata = () => {
       this.root.style.maxWidth = `${(62 * this.video.videoWidth) / this.video.videoHeight}vh`;
       this.scale();
@@ -79,7 +81,8 @@ class Pane {
     this.line.ariaValueNow = now;
     this.line.ariaValueText = clock(now);
     this.time.textContent = `${clock(now)} / ${clock(this.length || 0)}`;
-    this.root.querySelector(".play").textContent = this.video.paused ? "Play" : "Pause";
+    const verb = this.video.paused ? "Play" : "Pause";
+    Object.assign(this.root.querySelector(".play"), { textContent: verb, ariaLabel: verb + this.which });
     const seen = lit && this.evidence.find(({ video, start, end }) => video === this.name && start <= now && now < end);
     const [left, top, right, bottom] = (seen?.box ?? []).map((part) => 100 * part);
     this.box.style.cssText = seen ? `left:${left}%;top:${top}%;width:${right - left}%;height:${bottom - top}%` : "display:none";
@@ -108,9 +111,9 @@ const play = () => {
 const show = (value) => {
   const { films, facts, warnings, answers, error } = value, stage = element.querySelector(".stage");
   stage.replaceChildren();
-  if (error) make("div", "note", stage, error, { role: "alert" });
-  const row = make("div", "panes", stage, "", { ariaLive: "polite" });
-  panes = Object.keys(films).length ? (answers ?? [null]).map((answer) => new Pane(row, films, answer)) : [];
+  if (error) make("div", "note", stage, error);
+  const row = make("div", "panes", stage), which = (index) => (answers?.[1] ? `, answer ${index + 1}` : "");
+  panes = Object.keys(films).length ? (answers ?? [null]).map((answer, index) => new Pane(row, films, answer, which(index))) : [];
   if (!panes.length) return error || make("div", "empty", stage, facts);
   for (const warning of warnings) make("div", "note", stage, warning);
   if (answers) make("label", "small", stage, "Dim the rest of the film").prepend(make("input", "lit", stage, "", { type: "checkbox", checked: true }));
@@ -127,6 +130,8 @@ const update = () => {
   about = value.about;
   if (value.answers) asked.unshift(value);
   show({ ...(asked[0] ?? value), error: value.error });
+  const said = value.answers?.map(({ question, answer }) => `${question} ${answer || "(an empty answer)"}`).join(" ");
+  element.querySelector(".said").textContent = value.error ?? said ?? value.facts; // its place stays: screen readers watch it
 };
 watch("value", update);
 update();

@@ -1,26 +1,40 @@
 """`qtsplus app`: a page on which people ask about a film, and see in it what each answer rests on."""
 
+import asyncio
 import os
+import secrets
+import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
-from copy import copy
-from functools import partial
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import numpy as np
 import safehttpx
 import torch
-from transformers import StoppingCriteria
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
-from .data.media import VIDEO_SUFFIXES
+from .data.media import UNREADABLE, VIDEO_SUFFIXES
+from .decoding_qtsplus import open_video
 from .library import Library
 from .output import printable
 from .session import Answer, VideoSession
+from .storage import film_state, measure
 
-LARGEST_FILM = "1gb"
-VISITS = 64  # whose films are held at a time; who comes after takes the place of the oldest
+LARGEST_FILM = 10**9  # bytes
+ALL_FILMS = 16 * 10**9  # bytes on disk of the films that visitors dropped
+FILM_AGE = 86400  # seconds, after which one of them goes
+LONGEST_UPLOAD = 3600  # seconds
+VISITS = 64  # whose films are held in memory; of others the film is read again
 FAILURES = (ValueError, torch.OutOfMemoryError)  # of one request, and the page goes on
 _HERE = Path(__file__)
 _STYLE, _SCRIPT = _HERE.with_suffix(".css"), _HERE.with_suffix(".js")
@@ -29,50 +43,35 @@ _FONTS: Any = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]
 _THEME = gr.themes.Base(primary_hue="amber", neutral_hue="slate", radius_size="lg", font=_FONTS, font_mono="monospace")
 _HEADER = """# Ask a film
 It is read once. For each question the model keeps the few visual tokens that matter, and the film shows which."""
-_FILM = f"A film, of at most {LARGEST_FILM[:-2]} GB"
+_FILM = f"A film, of at most {LARGEST_FILM / 10**9:.0f} GB"
+_MOST = {"queue/join": 10**6, "run/predict": 10**6, "cancel": 10**6, "reset": 10**6, "upload": LARGEST_FILM + 10**6}
 _SHARE = "As a share of all, in percent. At 0 the model decides."
 
 
-class _Stoppable(StoppingCriteria):
-    """The model, for one visit: Stop ends its work between two pieces of a film, or after a token."""
+class _Stoppable:
+    """The model for one visit: it encodes no further piece of a film once `check` raises."""
 
-    def __init__(self, model: Any, visit: "Visit") -> None:
-        self._whole, self._visit = model, visit
+    def __init__(self, model: Any, check: Callable[[], None]) -> None:
+        self._model, self._check = model, check
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
-        return torch.full((len(input_ids),), self._visit.is_stopped, device=input_ids.device)
-
-    def _check(self) -> None:
-        if self._visit.is_stopped:
-            raise ValueError("Stopped.")
+        return getattr(self._model, name)
 
     def encode_videos(self, *inputs: Any, **options: Any) -> Any:
         self._check()
-        features = self._whole.encode_videos(*inputs, **options)
+        features = self._model.encode_videos(*inputs, **options)
         self._check()
         return features
-
-    def generate_from(self, prompt: Any, **options: Any) -> Any:
-        self._check()
-        output = self._whole.generate_from(prompt, **options, stopping_criteria=[self])
-        self._check()
-        return output
 
 
 class Visit:
     """What the server holds for one open page, and does for its buttons; all visits share the model and the library."""
 
-    def __init__(self, model: Any, processor: Any, library: Any, paths: Mapping[str, str]) -> None:
+    def __init__(self, model: Any, processor: Any, library: Any, addresses: Mapping[str, str]) -> None:
         self.begun = self.served = self.stopped = 0  # requests, which are served in turn; of those stopped the last
         self.path = ""
-        own = _Stoppable(model, self)
-        self.session, self.paths = VideoSession(own, processor), paths
-        self.library = copy(library)
-        if library is not None:
-            self.library.model = own
+        self.session = VideoSession(_Stoppable(model, self._check), processor)
+        self.library, self.addresses = library, addresses
 
     @property
     def is_stopped(self) -> bool:
@@ -83,43 +82,49 @@ class Visit:
         """Ends the requests of this visit, and none that comes later."""
         self.stopped = self.begun
 
-    def _serve(self, work: Callable[[], dict[str, Any]]) -> Any:
+    def _check(self) -> None:
+        if self.is_stopped:
+            raise ValueError("Stopped.")
+
+    def _ends(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """A stopping criterion: per answer whether it shall end after this token."""
+        return torch.full((len(input_ids),), self.is_stopped, device=input_ids.device)
+
+    def serve(self, work: Callable[..., dict[str, Any]], *inputs: Any) -> Any:
+        """Does what the next request in line asks for."""
         try:
-            result = work()
+            result = work(*inputs)
             return gr.skip() if self.is_stopped and self.served + 1 < self.begun else result  # the next is shown
         finally:
             self.served += 1
 
-    def read(self, path: str | None) -> Any:
+    def read(self, path: str | None) -> dict[str, Any]:
         """Forgets the film that was there, and encodes another if there is one."""
-        return self._serve(lambda: self._read(path))
-
-    def ask(self, first: str, second: str, share: float) -> Any:
-        """Answers one question, or two beside each other."""
-        return self._serve(lambda: self._ask(first, second, share))
-
-    def _read(self, path: str | None) -> dict[str, Any]:
         for name in self.session.names:
             self.session.remove(name)
         self.path = path or ""
         try:
+            self._check()
             if path is not None:
                 self.session.add(path, device="cpu")  # the model's device may have no room for the films of all visits
         except FAILURES as error:
             return self.stage(error=str(error).replace(self.path, Path(self.path).name))
         return self.stage()
 
-    def _ask(self, first: str, second: str, share: float) -> dict[str, Any]:
+    def ask(self, path: str | None, first: str, second: str, share: float) -> dict[str, Any]:
+        """Answers one question, or two beside each other, about the film on the page or else the library."""
         questions = [question for question in (first, second) if question.strip()]
+        if path and not self.path and (error := self.read(path)["error"]):  # other visits took the place of this one
+            return self.stage(error=error)
         if not (self.session.names or self.library):
             return self.stage(error="Drop a film first.")
         if not questions:
             return self.stage(error="Write a question first.")
         try:
-            answers = self._answers(questions, retention=share / 100 or None)
+            answers = self._answers(questions, retention=share / 100 or None, stopping_criteria=[self._ends])
+            self._check()
         except FAILURES as error:
-            text = str(error)
-            return self.stage(error=text.replace(f"{self.library.folder}/", "") if self.library else text)
+            return self.stage(error=str(error).replace(f"{self.library.folder}/" if self.library else "", ""))
         return self.stage([self._pane(*pair) for pair in zip(questions, answers, strict=True)])
 
     def _answers(self, questions: list[str], **options: Any) -> list[Answer]:
@@ -135,11 +140,10 @@ class Visit:
         for name, film in self.session.videos.items():
             frames = f"{len(film.metadata.frames_indices)} frames read in {film.seconds:.1f} s"
             facts = f"{name}: {frames}, {len(film.features):,} visual tokens."
-        paths = dict.fromkeys(self.session.names, self.path) or self.paths
-        names = self.session.names or {span["video"] for answer in answers or () for span in answer["evidence"]}
-        # Gradio adds the address of a file in what goes to app.js.
-        kind = {"meta": {"_type": "gradio.FileData"}}
-        films = {name: {"path": paths[name], **kind} if name in paths else None for name in names}
+        names = {span["video"] for answer in answers or () for span in answer["evidence"]}
+        films: dict[str, Any] = {name: {"url": self.addresses.get(name, "")} for name in names}
+        if self.session.names:  # Gradio adds the address of a file in what goes to app.js
+            films = {self.session.names[0]: {"path": self.path, "meta": {"_type": "gradio.FileData"}}}
         warnings = [warning for film in self.session.videos.values() for warning in film.warnings]
         now = {"about": self.path, "films": films, "facts": facts, "warnings": warnings}
         return {**now, "answers": answers, "error": error}
@@ -162,24 +166,94 @@ class Visit:
         return {**fields, **shown, "maps": maps, "named": named}
 
 
-def build(model: Any, processor: Any, library: Library | None = None, media_root: Path | None = None) -> gr.Blocks:
-    """The page of [`launch`]."""
-    paths = {}
-    if library is not None and media_root is not None:
-        named = [name for name in library.names if printable(name) == name]  # others have no address
-        paths = {name: str(Path(media_root, name).resolve()) for name in named}
-        gr.set_static_paths(list(paths.values()))
+class Films:
+    """The films of a library that lie in a folder; their addresses do not say where, and lead to what was indexed."""
+
+    def __init__(self, library: Any, media_root: Path | None, say: Callable[[str], object]) -> None:
+        root = os.path.realpath(media_root or "")
+        absent: list[str] = []
+        self.addresses: dict[str, str] = {}  # by the name that is shown
+        self._files: dict[str, tuple[str, str]] = {}  # by token a path, and the digest of what was indexed
+        for name in library.names if library and media_root else ():
+            entry, token = library.index.entries[name], secrets.token_urlsafe()
+            with suppress(OSError, ValueError):  # a name may be anything
+                path = os.path.realpath(os.path.join(root, name), strict=True)
+                if Path(path).is_relative_to(root) and os.path.isfile(path) and os.path.getsize(path) == entry["size"]:
+                    self._files[token], self.addresses[printable(name)] = (path, entry["content"]), f"films/{token}"
+                    continue
+            absent.append(printable(name))
+        if absent:
+            line = f"{len(absent)} films of the library are not in {media_root}, such as {', '.join(absent[:3])}."
+            if not self._files:
+                raise ValueError(f"{line} Expected the folder that it was made of.")
+            say(line)
+
+    def play(self, request: Request) -> Response:
+        """A film, or the part of it that a browser asks for."""
+        path, content = self._files.get(request.path_params["token"], ("", ""))
+        if not os.path.exists(path) or not _is_film(path, content, *film_state(Path(path)).values()):
+            return PlainTextResponse("The film is not here.", 404)
+        kind = "video/webm" if path.endswith((".webm", ".mkv")) else "video/mp4"  # and never a page
+        return FileResponse(path, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})
+
+
+@lru_cache(4096)
+def _is_film(path: str, content: str, *_: object) -> bool:
+    """Whether a file is a film, and the one that was indexed. It is read once for each state that it has been in."""
+    try:
+        return measure(Path(path))["digest"] == content and bool(open_video(path, lambda *_: np.zeros(1, np.int64)))
+    except UNREADABLE:
+        return False
+
+
+class Gate:
+    """Lets in what the page itself sends, to a name of this machine; the oldest films in `folder` go for new ones."""
+
+    def __init__(self, app: Any, hosts: Sequence[str], folder: str) -> None:
+        self.app = TrustedHostMiddleware(app, ["localhost", "127.0.0.1", "[::1]", *hosts], www_redirect=False)
+        self.folder, self.coming = Path(folder), 0  # bytes that are on their way
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        what = scope.get("path", "").rpartition("/gradio_api/")[2]
+        if scope.get("method", "GET") in ("GET", "HEAD") and what != "deep_link":  # which would write to the disk
+            return await self.app(scope, receive, send)
+        most = _MOST.get(what, -1)
+        length = int(dict(scope["headers"]).get(b"content-length", most + 1))
+        if length > most or self.coming + length > ALL_FILMS:
+            return await PlainTextResponse("This is too large, or too much at once.", 413)(scope, receive, send)
+        self.coming += length
+        try:
+            self._make_room()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.app(scope, receive, send), LONGEST_UPLOAD)
+        finally:
+            self.coming -= length
+
+    def _make_room(self) -> None:
+        there = []
+        for entry in self.folder.iterdir():  # a folder with a film, or a file that was not sent whole
+            with suppress(FileNotFoundError):
+                size = sum(file.stat().st_size for file in (entry, *entry.rglob("*")))
+                there.append((entry.stat().st_mtime, size, entry))
+        total = self.coming + sum(size for _, size, _ in there)
+        for when, size, entry in sorted(there):
+            if total > ALL_FILMS or when < time.time() - FILM_AGE:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                total -= size
+
+
+def build(model: Any, processor: Any, library: Library | None, films: Films, hosts: Sequence[str]) -> Any:
+    """The page of [`launch`], and how Gradio is to serve it. What visitors drop goes to GRADIO_TEMP_DIR."""
 
     def begin(visit: Visit | None, reads: bool = False) -> Visit:
         """Before a request waits in line, where Stop may already find it. Another film ends what is about the last."""
-        visit = visit or Visit(model, processor, library, paths)
+        visit = visit or Visit(model, processor, library, films.addresses)
         if reads:
             visit.stop()
         visit.begun += 1
         return visit
 
-    # A film stays for a day after its visit, unless the server ends before.
-    with gr.Blocks(title="QTSplus", analytics_enabled=False, fill_width=True, delete_cache=(3600, 86400)) as blocks:
+    with gr.Blocks(title="QTSplus", analytics_enabled=False, fill_width=True, delete_cache=(3600, FILM_AGE)) as blocks:
         visit = gr.State()
         gr.Markdown(_HEADER)
         with gr.Row():
@@ -192,18 +266,24 @@ def build(model: Any, processor: Any, library: Library | None = None, media_root
                     ask = gr.Button("Ask", variant="primary", min_width=80, scale=2, elem_id="ask")
                     stop = gr.Button("Stop", min_width=80, elem_id="stop")
             with gr.Column(scale=7, min_width=320):
-                empty, frame = Visit(model, processor, library, paths).stage(), "<div class='stage'></div>"
+                empty = Visit(model, processor, library, films.addresses).stage()
+                frame = "<div class='said' role='status'></div><div class='stage'></div>"
                 stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
         at_once: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         in_line: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
         for how in at_once, in_line:
             how["trigger_mode"] = "multiple"  # or else what comes while another is served would be dropped
         reading = gr.on([film.upload, film.clear], partial(begin, reads=True), visit, visit, **at_once)
-        reading.then(Visit.read, [visit, film], stage, **in_line)
+        reading.then(lambda visit, *inputs: visit.serve(visit.read, *inputs), [visit, film], stage, **in_line)
         asking = gr.on([ask.click, first.submit, second.submit], begin, visit, visit, **at_once)
-        asking.then(Visit.ask, [visit, first, second, share], stage, scroll_to_output=True, **in_line)
+        fields, in_line["scroll_to_output"] = [visit, film, first, second, share], True
+        asking.then(lambda visit, *inputs: visit.serve(visit.ask, *inputs), fields, stage, **in_line)
         stop.click(lambda visit: visit and visit.stop(), visit, **at_once)
-    return blocks.queue(api_open=False)
+    gate = Middleware(Gate, hosts=hosts, folder=os.environ["GRADIO_TEMP_DIR"])
+    options = {"max_file_size": LARGEST_FILM, "theme": _THEME, "css": _STYLE.read_text("utf-8"), "footer_links": []}
+    options |= {"run_history": False, "state_session_capacity": VISITS, "ssr_mode": False, "quiet": True}
+    options |= {"app_kwargs": {"routes": [Route("/films/{token}", films.play)], "middleware": [gate]}}
+    return blocks.queue(api_open=False), {**options, "prevent_thread_lock": True}
 
 
 async def _refuse(host: str) -> str:
@@ -219,6 +299,7 @@ def launch(
     *,
     host: str | None = None,
     port: int | None = None,
+    allow_hosts: Sequence[str] = (),
     say: Callable[[str], object] = print,
 ) -> None:
     """
@@ -229,25 +310,15 @@ def launch(
         media_root: the folder that the library was made of, whose films are played to everybody who sees the page.
         host: where to listen; this machine alone when absent, or what GRADIO_SERVER_NAME says, as on a Space.
         port: the first free one from 7860 when absent.
-        say: takes the page's address.
+        allow_hosts: names of this machine that browsers may use, beside `host` and localhost; `*` for all.
+        say: takes the page's address, and which films of the library are not there.
     """
     safehttpx.async_validate_url = _refuse
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
-        page = build(model, processor, library, media_root)
-        _, address, _ = page.launch(
-            server_name=host,
-            server_port=port,
-            max_file_size=LARGEST_FILM,
-            theme=_THEME,
-            css=_STYLE.read_text("utf-8"),
-            footer_links=[],
-            run_history=False,
-            state_session_capacity=VISITS,
-            ssr_mode=False,
-            quiet=True,
-            prevent_thread_lock=True,
-        )
+        films_of_library = Films(library, media_root, say)
+        page, options = build(model, processor, library, films_of_library, [host or "localhost", *allow_hosts])
+        _, address, _ = page.launch(server_name=host, server_port=port, **options)
         say(f"The page is at {address}")
         page.block_thread()

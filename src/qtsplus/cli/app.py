@@ -9,7 +9,7 @@ import typer
 
 from .console import fail, note, one_line_errors
 from .models import check_model_options, load_model, open_library
-from .options import Device, Dtype, Model, Revision, WeightType
+from .options import AllowHost, Device, Dtype, Model, Revision, WeightType
 
 
 def app(
@@ -23,6 +23,7 @@ def app(
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 7860,
+    allow_host: AllowHost = None,
     device: Device = None,
     dtype: WeightType = Dtype.auto,
 ) -> None:
@@ -39,7 +40,7 @@ def app(
         shelf = None if library is None else open_library(library, *loading)
         loaded = load_model(*loading) if shelf is None else (shelf.model, shelf.processor)
         try:
-            launch(*loaded, shelf, media_root, host=host, port=port, say=note)
+            launch(*loaded, shelf, media_root, host=host, port=port, allow_hosts=allow_host or (), say=note)
         except OSError as error:
             if "empty port" not in str(error):
                 raise

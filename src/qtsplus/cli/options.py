@@ -1,5 +1,6 @@
 """Options that several commands have."""
 
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,14 @@ def _check_rate(fps: float | None) -> float | None:
     if fps is not None and not 0 < fps < float("inf"):
         fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
     return fps
+
+
+def _check_hosts(hosts: list[str] | None) -> list[str] | None:
+    if wrong := [
+        host for host in hosts or [] if not re.fullmatch(r"\*|(\*\.)?[a-z0-9._-]+|\[[a-f0-9:.]+\]", host, re.I)
+    ]:
+        fail(f"--allow-host is {wrong[0]!r}; expected the name of a host without a port, such as videos.example.org")
+    return hosts
 
 
 Question = Annotated[str, typer.Argument(help="What to ask or look for.")]
@@ -54,6 +63,9 @@ Fps = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")]
 WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]
+AllowHost = Annotated[
+    list[str] | None, typer.Option(callback=_check_hosts, help="A name by which others reach this. May be repeated.")
+]
 Device = Annotated[
     str | None, typer.Option(help="Where to run, such as cuda or cpu. Without it, a GPU if there is one.")
 ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from qtsplus.app import launch
 from qtsplus import load
 
-launch(*load(Path(__file__).parent))
+launch(*load(Path(__file__).parent), allow_hosts=["*"])
 '''
 
 
