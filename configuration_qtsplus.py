@@ -1,6 +1,5 @@
 """Configuration of QTSplus, the query-aware visual-token selector, and of the Qwen-VL models with it."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from packaging.version import parse
@@ -11,19 +10,18 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 from transformers.utils import logging
 
-from .methods_qtsplus import METHODS
-from .relevance_qtsplus import REDUCTIONS
-from .selector_qtsplus import GATES
-
 VERSION = "0.1.0"  # of the code; stands as `qtsplus_version` in every config.json that it writes
+# Read and encoded at a time without gradients: enough rows to fill a GPU, a few hundred MB of activations in bfloat16.
+PATCHES_PER_CHUNK = 16384
 QUERY_STATES = ("embeddings", "layer")
+REDUCTIONS = ("max", "mean", "sum")
 POSITION_IDS = ("original", "sequential")
-_CHOICES: dict[str, Collection[str]] = {
+# A `selection` is looked up where the methods are, when a selector is made.
+CHOICES: dict[str, tuple[str, ...]] = {
     "budget": ("rho", "mass", "loss"),
     "query_states": QUERY_STATES,
     "reduction": REDUCTIONS,
-    "gate": GATES,
-    "selection": METHODS,
+    "gate": ("gumbel", "detached", "soft"),
     "position_ids": POSITION_IDS,
 }
 _BEFORE = {"query_states": "embeddings", "reduction": "max", "budget": "rho", "null_token": False}
@@ -158,8 +156,8 @@ class QTSplusConfig(PreTrainedConfig):
         _require(self.reencode_layers >= 0, self, "reencode_layers", "reencode_layers >= 0 (0 switches it off)")
         for share in ("evidence_share", "relevance_mass", "attention_mass"):
             _require(0 < getattr(self, share) <= 1, self, share, f"0 < {share} <= 1")
-        for name, choices in _CHOICES.items():
-            _require(getattr(self, name) in choices, self, name, f"one of {tuple(choices)}")
+        for name, choices in CHOICES.items():
+            _require(getattr(self, name) in choices, self, name, f"one of {choices}")
 
 
 def with_selector(config_class: type[PreTrainedConfig]) -> tuple[dict, dict]:

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import Features, QTSplusBackboneMixin
 from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Grid, VisualInputs
 
-# Encoded at a time without gradients: enough rows to fill a GPU, and a few hundred MB of activations in bfloat16.
-PATCHES_PER_CHUNK = 16384
 # Few rows fill a CPU, and their memory is used again. The C library maps what is larger than 32 MB anew each time: the
 # page faults, and caches that hold nothing, cost a third of the vision tower's time.
 PATCHES_PER_CHUNK_ON_CPU = 2048

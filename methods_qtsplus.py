@@ -8,8 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from numbers import Real
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -304,11 +307,42 @@ class Budget(NamedTuple):
 
 def find_method(selection: str | Method) -> Method:
     """The function that a `selection` names or is; `ValueError` for anything else."""
-    if isinstance(selection, str) and selection in METHODS:
-        return METHODS[selection]
-    if not callable(selection):
-        raise ValueError(f"selection={selection!r}; expected one of {tuple(METHODS)}, or a function like theirs.")
-    return selection
+    method = METHODS.get(selection) if isinstance(selection, str) else selection
+    if not callable(method):
+        hint = " What is stored imports nothing: name it in the command, the recipe or the call."
+        raise ValueError(
+            f"selection={selection!r}; expected one of {tuple(METHODS)}, or a function like theirs."
+            + (hint if ":" in str(selection) else "")
+        )
+    return method
+
+
+def add_method(name: str | None) -> None:
+    """
+    Takes a name that somebody types in a command, a recipe or a call: one of [`METHODS`], or `module:function` or
+    `file.py:function`, which runs the module and becomes one of them.
+
+    Raises:
+        ValueError: it is neither; there is no such module, file or function.
+    """
+    if name is None:
+        return
+    place, colon, function = name.rpartition(":")
+    if colon and name not in METHODS:
+        try:
+            if place.endswith(".py"):
+                spec: Any = spec_from_file_location(Path(place).stem, place)
+                module = module_from_spec(spec)
+                spec.loader.exec_module(module)
+                found = getattr(module, function)
+            else:
+                found = resolve_name(name)
+            if not callable(found):
+                raise ValueError("it is no function")
+            METHODS[name] = found
+        except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"selection={name!r} cannot be imported: {error}") from error
+    find_method(name)
 
 
 def check_kept(kept: Any, n: int, num_tokens: int, selection: str | Method) -> None:

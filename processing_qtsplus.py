@@ -22,8 +22,8 @@ from transformers import (
 from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
+from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .decoding_qtsplus import VideoFile, open_video
-from .encoding_qtsplus import PATCHES_PER_CHUNK
 from .prompt_qtsplus import find_query_mask
 from .video_qtsplus import (
     VideoChunks,

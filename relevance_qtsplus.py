@@ -25,8 +25,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-REDUCTIONS = ("max", "mean", "sum")
-
 # --- The layer ---
 
 
@@ -201,7 +199,7 @@ def log_relevance(
     Args:
         query_states: `[heads, L, head_dim]`.
         key_states: `[kv_heads, M, head_dim]`; every `heads / kv_heads` query heads share one.
-        reduction: over heads and query tokens, one of `REDUCTIONS`.
+        reduction: over heads and query tokens, one of `configuration_qtsplus.REDUCTIONS`.
         block_size: tokens scored at a time; by default so many that a block has about 2 million scores.
 
     Returns:

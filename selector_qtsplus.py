@@ -22,6 +22,7 @@ from .methods_qtsplus import (
     Method,
     QTSplusBudgetHead,
     QTSplusLossHead,
+    add_method,
     budget_features,
     cheapest_count,
     check_budget,
@@ -192,6 +193,7 @@ class QTSplusSelector(nn.Module):
         mrope_section: list[int] | tuple[int, ...] = (16, 24, 24),
     ):
         super().__init__()
+        find_method(config.selection)  # or a `ValueError`
         self.config = config
         self.hidden_size = hidden_size
         self.head_dim = hidden_size // num_attention_heads
@@ -260,7 +262,10 @@ class QTSplusSelector(nn.Module):
             if isinstance(retention, Sequence) and not isinstance(retention, str)
             else [retention] * len(visual)
         )
-        selection = self.config.selection if selection is None else selection
+        if selection is None:
+            selection = self.config.selection
+        elif isinstance(selection, str):
+            add_method(selection)
         check_budget(selection, retentions, len(visual), max_visual_tokens)
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
         sample_gate = self.training if sample_gate is None else sample_gate

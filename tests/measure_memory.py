@@ -31,7 +31,8 @@ def status(name: str) -> float:
 def relevance() -> dict[str, float]:
     """M = 180,000 visual tokens, 16 heads over 2 key/value heads, 64 query tokens; results and gradients subtracted."""
     from naive import naive_log_relevance
-    from qtsplus.relevance_qtsplus import REDUCTIONS, log_relevance
+    from qtsplus.configuration_qtsplus import REDUCTIONS
+    from qtsplus.relevance_qtsplus import log_relevance
 
     num_tokens, head_dim = 180_000, 16
     queries = torch.randn(16, 64, head_dim)

@@ -250,7 +250,6 @@ BAD_CONFIGS = {
     "rho_max above 1": ({"rho_max": 1.5}, "rho_max=1.5; expected .* <= 1"),
     "an unknown gate": ({"gate": "softmax"}, "gate='softmax'; expected one of .*detached"),
     "an unknown reduction": ({"reduction": "median"}, "reduction='median'; expected one of .*sum"),
-    "an unknown selection": ({"selection": "best"}, "selection='best'; expected one of .*uniform"),
     "unknown position_ids": ({"position_ids": "absolute"}, "position_ids='absolute'; expected one of .*sequential"),
     "tau_s 0": ({"tau_s": 0.0}, "tau_s=0.0; expected tau_s > 0"),
     "a negative tau_s": ({"tau_s": -1.0}, "tau_s=-1.0; expected tau_s > 0"),

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qtsplus.relevance_qtsplus import REDUCTIONS, QTSplusLayer, grouped_attention, rotary_tables
+from qtsplus.configuration_qtsplus import REDUCTIONS
+from qtsplus.relevance_qtsplus import QTSplusLayer, grouped_attention, rotary_tables
 from tiny import batch, prompt, tiny_model
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -40,7 +40,7 @@ for line, text in (
     (["chat", video, *named], "What moves?\\n/add VIDEO\\nAnd then?\\n".replace("VIDEO", video)),
     (["watch", video, "What moves?", *named, "--every", "2"], None),
     (["batch", f"{folder}/records.jsonl", "--out", f"{folder}/answers.jsonl", *named], None),
-    (["eval", "records", f"{folder}/records.jsonl", "--model", model], None),
+    (["eval", f"{folder}/records.jsonl", "--model", model], None),
     (["calibrate", model, f"{folder}/records.jsonl", "--out", f"{folder}/heads.json"], None),
     (["train", f"{folder}/recipe.yaml", "--dry-run"], None),
     (["train", f"{folder}/recipe.yaml"], None),

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from qtsplus import QTSplusConfig, QTSplusSelector
+from qtsplus.configuration_qtsplus import REDUCTIONS
 from qtsplus.methods_qtsplus import METHODS, TIE, Candidates
-from qtsplus.relevance_qtsplus import REDUCTIONS, log_relevance
+from qtsplus.relevance_qtsplus import log_relevance
 from qtsplus.selector_qtsplus import find_threshold, gumbel_gate, gumbel_noise, soft_gate
 from tiny import PAD, PAPER, batch, prompt, tiny_model
 

@@ -6,6 +6,7 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
+from qtsplus.configuration_qtsplus import CHOICES
 from qtsplus.methods_qtsplus import top_n
 from qtsplus.selector_qtsplus import GATES, Gated, find_threshold
 
@@ -26,6 +27,7 @@ def noiseless_gate(log_relevance, target, tau_s, n, n_max):
 
 
 GATES["noiseless"] = noiseless_gate
+CHOICES["gate"] += ("noiseless",)
 # What the paper's selector has, and older folders that do not say.
 PAPER = {"query_states": "embeddings", "reduction": "max", "budget": "rho", "null_token": False}
 

@@ -200,6 +200,8 @@ def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
     processor = loading.load_processor(asker.model, asker.revision)
     dtype = loading.stored_dtype(asker.model, asker.revision) if asker.dtype == "auto" else asker.dtype
     options: dict[str, Any] = {"revision": asker.revision, "limit_mm_per_prompt": {"video": 1, "image": 0}}
+    if asker.selection is not None:  # here, since vLLM takes no function from a request
+        options["mm_processor_kwargs"] = {"selection": asker.selection}
     llm = LLM(asker.model, dtype=dtype, worker_extension_cls="qtsplus.vllm.budget.BudgetWorker", **options)
     # For the model's own budget.
     llm.llm_engine.renderer.get_mm_processor().call_engine = lambda name, args: llm.collective_rpc(name, args=args)

@@ -9,9 +9,9 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig
 
 from qtsplus import QTSplusConfig
-from qtsplus.methods_qtsplus import METHODS
+from qtsplus.methods_qtsplus import METHODS, add_method
 from qtsplus.vllm.models import check_engine
-from qtsplus.vllm.processing import add_method, check_settings, count_kept, settings_of_request
+from qtsplus.vllm.processing import check_settings, count_kept, settings_of_request
 
 
 def start(select_images=False, stages=1, **graphs):
@@ -47,12 +47,12 @@ def test_without_a_way_to_ask_for_the_models_budget_one_has_to_be_stated():
     assert count_kept(QTSplusConfig(), 100, {"selection": "uniform", "retention": 0.05}) == 5
 
 
-def test_a_function_is_a_method_where_the_operator_names_it(monkeypatch):
-    monkeypatch.setattr("qtsplus.vllm.processing.METHODS", {**METHODS})
+def test_a_function_is_a_method_where_the_operator_names_it():
     name = "engine_runs:last_tokens"
     with pytest.raises(ValueError, match="expected one of"):  # a client's code is never imported
         check_settings(settings_of_request({}, {"selection": name, "retention": 0.5}))
-    add_method({"selection": name})
+    add_method(name)
     check_settings(settings_of_request({"selection": name}, {"retention": 0.5}))
-    with pytest.raises(ModuleNotFoundError):
-        add_method({"selection": "no_such_module:method"})
+    METHODS.pop(name)
+    with pytest.raises(ValueError, match="cannot be imported"):
+        add_method("no_such_module:method")

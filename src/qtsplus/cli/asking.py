@@ -13,7 +13,7 @@ from rich.table import Table
 from ..output import printable
 from . import options
 from .console import check_text, console, fail, note, notes, one_line_errors, wrote
-from .models import check_model_options, check_selection, load_model, open_library
+from .models import check_model_options, load_model, open_library
 
 if TYPE_CHECKING:
     from ..session import Answer
@@ -56,8 +56,9 @@ def ask(
     with one_line_errors():
         from ..decoding_qtsplus import shown_name
         from ..hub.folder import check_own
+        from ..methods_qtsplus import add_method
 
-        check_selection(selection)
+        add_method(selection)
         if evidence is not None:
             check_own(evidence)
         started = time.perf_counter()

@@ -11,7 +11,7 @@ import typer
 from . import options
 from .console import fail, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
-from .models import check_model_options, check_selection, name_model
+from .models import check_model_options, name_model
 
 
 class Engine(str, Enum):
@@ -57,9 +57,10 @@ def batch(
     _check_engine(engine, device, ray=ray, workers=workers)
     with one_line_errors(), resumable():
         from ..batch import Asker, answer_here, answer_in_vllm, read_questions, run
+        from ..methods_qtsplus import add_method
         from ..ray_workers import answer_on_ray
 
-        check_selection(selection)
+        add_method(selection)
         questions = read_questions(file, media_root)
         device, share = (device, (0, 1)) if engine is Engine.vllm else _share(device)
         name = name_model(model)

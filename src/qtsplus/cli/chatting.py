@@ -10,7 +10,7 @@ import typer
 from . import options
 from .asking import Talk, check_videos, print_answer
 from .console import console, describe, fail, note, one_line_errors
-from .models import check_model_options, check_selection
+from .models import check_model_options
 
 _HELP = "Commands: /evidence [FOLDER], /budget FRACTION, COUNT or auto, /add VIDEO, /quit. Anything else is a question."
 
@@ -46,7 +46,9 @@ def chat(
     choice["max_new_tokens"] = max_new_tokens
     try:
         with one_line_errors():
-            check_selection(selection)
+            from ..methods_qtsplus import add_method
+
+            add_method(selection)
             talk = Talk(videos[0], (model, revision, device, dtype.value), fps)
             for video in () if talk.is_library else videos:
                 _add(talk, video)

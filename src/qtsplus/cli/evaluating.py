@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from .console import console, fail, note, one_line_errors, require_fraction
-from .models import check_model_options, check_selection, load_model
+from .models import check_model_options, load_model
 from .options import AsJson, Device, MediaRoot, Model, Retention, Revision, Selection
 
 
@@ -36,9 +36,10 @@ def evaluate(
     with one_line_errors():
         from ..data.formats import read_records
         from ..evaluation.exact_match import exact_match, summarise
+        from ..methods_qtsplus import add_method
         from ..training.dataset import require_rates
 
-        check_selection(selection)
+        add_method(selection)
         questions = [record for record in read_records(records, media_root) if record.video is not None]
         if not questions:
             fail(f"{records} holds no question about a video")

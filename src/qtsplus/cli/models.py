@@ -13,14 +13,6 @@ def check_model_options(model: str | None, revision: str | None) -> None:
         fail("--revision is about a repository on the Hub; name one with --model ORG/NAME")
 
 
-def check_selection(selection: str | None) -> None:
-    """Ends the command for a name that is no selection method."""
-    from ..methods_qtsplus import METHODS
-
-    if selection is not None and selection not in METHODS:
-        fail(f"--selection is {selection!r}; expected one of {', '.join(METHODS)}")
-
-
 def load_model(model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> tuple[Any, Any]:
     """The model and its processor; the bundled ones without a name. Raises as `loading.load`."""
     from .. import loading

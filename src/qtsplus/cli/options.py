@@ -52,7 +52,10 @@ Retention = Annotated[
 ]
 Selection = Annotated[
     str | None,
-    typer.Option(help="Choose tokens in another way than the model's own, such as uniform, random or all."),
+    typer.Option(
+        help="Choose tokens in another way than the model's own: uniform, random, all, ...; or by a function of yours, "
+        "module:function or file.py:function."
+    ),
 ]
 MaxVisualTokens = Annotated[
     int | None, typer.Option(min=1, help="Keep at most this many visual tokens, also where --retention is more.")

@@ -18,6 +18,7 @@ from ..backbones import OURS, backbone_of, model_types
 from ..configuration_qtsplus import QTSplusConfig
 from ..lm_attention_qtsplus import attention_layer, check_attention
 from ..loading import load_config, load_generation_config, processor_of, refuse_adapter
+from ..methods_qtsplus import add_method
 from ..output import check_folder, first_line
 from ..settings import check_types
 from .card import card_data, matching_variant
@@ -156,6 +157,7 @@ def _from_base(
     if selector.get("selection", settings.get("selection")) == "lm_attention":
         settings["reencode_layers"] = 0  # which are there to be trained
     check_types("selector.", QTSplusConfig, selector)
+    add_method(selector.get("selection"))
     config: Any = backbone.config(**{**stock.to_dict(), **layout, "qtsplus_config": {**settings, **selector}})
     by_attention = config.qtsplus_config.selection == "lm_attention"
     check_attention(config.text_config, config.qtsplus_config)
@@ -168,6 +170,8 @@ def _from_base(
     config.dtype = tensors[EMBEDDINGS].dtype
     tensors.update(fresh_selector(config, tensors, initialise, seed))
     say(f"The selector is new: start {initialise}, seed {seed}.")
+    if ":" in (own := config.qtsplus_config.selection):
+        say(f"The folder imports nothing: whoever loads it names its selection too, as --selection {own}.")
     if by_attention:
         layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
         say(f"Nothing needs training: the attention of layer {layer} selects. `qtsplus calibrate` finds a better one.")

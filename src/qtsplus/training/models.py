@@ -17,6 +17,7 @@ from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
 from ..hub.folder import read_json
 from ..loading import find_device, processor_of, refuse_adapter
+from ..methods_qtsplus import add_method
 from ..output import first_line
 from ..settings import check_types
 
@@ -38,6 +39,7 @@ def load_config(variant: str | None, weights: str | None, selector: Mapping[str,
     if unknown:
         raise ValueError(f"The selector has no field {', '.join(unknown)}.")
     check_types("selector.", QTSplusConfig, selector or {})
+    add_method((selector or {}).get("selection"))
     config.qtsplus_config = made = QTSplusConfig(**{**settings, **(selector or {})})
     most = max(config.text_config.num_hidden_layers, settings["reencode_layers"])
     for name in ("scoring_layers", "reencode_layers"):

@@ -19,10 +19,11 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from ..backbones import backbone_of
 from ..layout_qtsplus import lay_out, splice
+from ..methods_qtsplus import add_method
 from ..mixin_qtsplus import choose
 from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs
 from ..selector_qtsplus import QTSplusOutput
-from .processing import QTSplusMultiModalProcessor, add_method
+from .processing import QTSplusMultiModalProcessor
 
 CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
 
@@ -43,7 +44,7 @@ class QTSplusForVLLM:
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         check_engine(vllm_config, self.config.qtsplus_config)
-        add_method(vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {})
+        add_method((vllm_config.model_config.get_multimodal_config().mm_processor_kwargs or {}).get("selection"))
         with torch.device("meta"):
             hooks = backbone_of(self.config.model_type).model.model_class(self.config)
         del hooks.visual, hooks.language_model

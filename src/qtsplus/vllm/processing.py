@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from transformers.video_utils import VideoMetadata
 from vllm.multimodal import inputs as mm
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 
-from ..methods_qtsplus import METHODS, check_budget
+from ..methods_qtsplus import METHODS, add_method, check_budget
 from ..prompt_qtsplus import find_query_mask, join
 from ..selector_qtsplus import kept_count
 from .budget import ask_budget
@@ -33,13 +32,6 @@ def settings_of_request(defaults: Mapping[str, Any], request: Mapping[str, Any])
     if set(BUDGET) & stated.keys() or stated.get("selection") == "all":
         left = {name: value for name, value in left.items() if name not in BUDGET}
     return {**left, **stated}
-
-
-def add_method(defaults: Mapping[str, Any]) -> None:
-    """A method of the operator's own, the `module:function` that the server's start names as selection."""
-    name = defaults.get("selection")
-    if isinstance(name, str) and ":" in name:
-        METHODS[name] = resolve_name(name)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -82,7 +74,7 @@ class QTSplusMultiModalProcessor:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        add_method(self._defaults)
+        add_method(self._defaults.get("selection"))  # which the operator names
         # vLLM's own would leave out of a request what the engine has seen already. An item of ours is new each time.
         self._processed = MultiModalProcessorOnlyCache(self.info.ctx.model_config)
 

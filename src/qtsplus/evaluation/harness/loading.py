@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ... import loading
-from ...methods_qtsplus import METHODS
+from ...methods_qtsplus import add_method
 from ...training import models
 
 
@@ -30,8 +30,7 @@ class Options:
     max_pixels: int | None = None
 
     def __post_init__(self) -> None:
-        if self.selection not in (None, *METHODS):
-            raise ValueError(f"selection is {self.selection!r}; expected one of {', '.join(METHODS)}.")
+        add_method(self.selection)
         for name in ("retention", "max_visual_tokens", "fps", "num_frames", "max_frames", "max_pixels"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
