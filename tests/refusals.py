@@ -63,7 +63,6 @@ def _write_models(folder: Path, published: Path) -> None:
     write("broken_config", b'{"model_type": ')
     write("binary_config", bytes(range(128, 256)))
     write("list_config", b"[1, 2]")
-    write("typeless", json.dumps({name: value for name, value in config.items() if name != "model_type"}).encode())
     write("number_type", changed(model_type=5))
     write("foreign", changed(model_type="bert", auto_map={}))
     write("wrong_types", changed(text_config={**config["text_config"], "hidden_size": "wide"}))
