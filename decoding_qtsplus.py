@@ -11,7 +11,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from transformers.utils import logging
@@ -246,14 +246,20 @@ def shown_name(video: str) -> str:
     return re.sub(r"(?<=//).*@", "***@", video, count=1) if secret else video
 
 
-def _request(address: str) -> urllib.request.Request:
-    """Raises `ValueError` for a host or a port that is none."""
-    parts = urllib.parse.urlsplit(address)
-    host = (parts.hostname or "").encode("idna").decode()
-    host = f"[{host}]" if ":" in host else host
-    netloc = host if parts.port is None else f"{host}:{parts.port}"
-    path, query = (urllib.parse.quote(part, safe="%/:=&?~+!$,;'@()*[]") for part in (parts.path, parts.query))
-    request = urllib.request.Request(urllib.parse.urlunsplit((parts.scheme, netloc, path, query, "")))
+def parse_address(address: str) -> urllib.request.Request:
+    """Raises `ValueError`, without a text that may hold a part of the password, for a host or a port that is none."""
+    try:
+        parts = urllib.parse.urlsplit(address)
+        host = (parts.hostname or "").encode("idna").decode()
+        host = f"[{host}]" if ":" in host else host
+        if not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", host, re.ASCII):  # such as %40, which urllib would take for an @
+            raise ValueError(host)
+        netloc = host if parts.port is None else f"{host}:{parts.port}"
+        path, query = (urllib.parse.quote(part, safe="%/:=&?~+!$,;'@()*[]") for part in (parts.path, parts.query))
+        request = urllib.request.Request(urllib.parse.urlunsplit((parts.scheme, netloc, path, query, "")))
+    except ValueError as error:
+        name = shown_name(address)
+        raise ValueError(f"Cannot load the video at {name!r}: expected http(s)://HOST:PORT/PATH.") from error
     if parts.username is not None:
         user = urllib.parse.unquote_to_bytes(f"{parts.username}:{parts.password or ''}")
         # Not sent on to wherever the server redirects to.
@@ -263,13 +269,16 @@ def _request(address: str) -> urllib.request.Request:
 
 def download(address: str) -> io.BytesIO:
     """The file at an `http(s)` address."""
-    name, data, until = shown_name(address), io.BytesIO(), time.monotonic() + ADDRESS_SECONDS
+    request, data = parse_address(address), io.BytesIO()
+    receive(shown_name(address), lambda: urllib.request.urlopen(request, timeout=ADDRESS_TIMEOUT), data)
+    return data
+
+
+def receive(name: str, ask: Callable[[], http.client.HTTPResponse], data: IO[bytes]) -> None:
+    """Writes the file that is the answer to `data`; a `ValueError` about the video `name` if it does not come whole."""
+    stated, until = None, time.monotonic() + ADDRESS_SECONDS
     try:
-        request = _request(address)
-    except ValueError as error:  # without its text, which may hold a part of the password
-        raise ValueError(f"Cannot load the video at {name!r}: expected http(s)://HOST:PORT/PATH.") from error
-    try:
-        with urllib.request.urlopen(request, timeout=ADDRESS_TIMEOUT) as response:
+        with ask() as response:
             stated = response.length
             while (stated or 0) <= ADDRESS_BYTES >= data.tell() and (block := response.read1(2**20)):
                 data.write(block)
@@ -286,4 +295,3 @@ def download(address: str) -> io.BytesIO:
     if stated is not None and data.tell() < stated:
         raise ValueError(f"The connection to {name!r} ended after {data.tell()} of {stated} bytes; try again.")
     data.seek(0)
-    return data

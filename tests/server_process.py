@@ -1,14 +1,17 @@
-"""A server in a process of its own, which others wrote or we did, for as long as a test needs it."""
+"""A server in a process of its own, which others wrote or we did, for as long as a test needs it; and a small host."""
 
 import contextlib
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 
 def free_port() -> int:
@@ -47,3 +50,27 @@ def healthy(port: int, path: str = "/health") -> bool:
             return answer.status == 200
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def hosting(context: ssl.SSLContext | None = None):
+    """The port of a server at 127.0.0.1 that leads from `/there` to `/secret`, and what it was asked."""
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append(self.path)
+            self.send_response(302 if self.path == "/there" else 200)
+            self.send_header("Location", "/secret")
+            self.end_headers()
+            self.wfile.write(b"film")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port, seen
+        server.shutdown()

@@ -5,51 +5,41 @@ import contextlib
 import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread, get_ident
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread, get_ident
 
 import pytest
 
 from qtsplus import session
-from server_process import free_port, healthy, running_server
+from server_process import free_port, healthy, hosting, running_server
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 QUESTION = "What colour is the circle?"
+KEY = "correct horse"
 
 
 @contextlib.contextmanager
-def serving(model, log, *options):
+def serving(model, log, *options, seconds=120):
     """A server; ends with the block."""
     port = free_port()
-    command = ["-m", "qtsplus.cli", "serve", str(model), "--engine", "transformers", "--port", str(port)]
+    code = f"from qtsplus import cli, serving; serving.ARRIVAL_SECONDS = {seconds}; cli.app()"
+    command = ["-c", code, "serve", str(model), "--engine", "transformers", "--port", str(port)]
     with running_server(port, log, *command, *map(str, options)) as process:
         yield port, process
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def other_host():
     """What must not be asked: each request to it is noted. `/there` leads on to `/secret`."""
-    seen = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            seen.append(self.path)
-            self.send_response(302 if self.path == "/there" else 404)
-            self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/secret")
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port, seen
-        server.shutdown()
+    with hosting() as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +50,16 @@ def shut(tmp_path_factory, tiny_published):
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory, tiny_published, tiny_mp4):
-    """A server that may read a folder, and ask one host."""
-    options = ("--allow-media-root", tiny_mp4.parent, "--allow-media-domain", "localhost", "--retention", "0.25")
-    with serving(tiny_published, tmp_path_factory.mktemp("serve") / "log", *options) as (port, process):
+def opened(tmp_path_factory, tiny_published, tiny_mp4, other_host):
+    """A server that may read a folder, ask one host, and wants a key; requests have to arrive in five seconds."""
+    options = ["--allow-media-root", tiny_mp4.parent, "--allow-media-domain", f"localhost:{other_host[0]}"]
+    options += ["--retention", "0.25", "--api-key", KEY, "--allow-host", "ask.example.org"]
+    with serving(tiny_published, tmp_path_factory.mktemp("serve") / "log", *options, seconds=5) as (port, process):
         yield port, process
 
 
 def ask(port, url, question=QUESTION, **more):
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0, timeout=120)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0, timeout=120)
     name = client.models.list().data[0].id
     content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": question}]
     asked = {"max_tokens": 4, "temperature": 0, **more}
@@ -117,7 +108,8 @@ def test_a_request_is_read_in_the_thread_that_generates(tiny_published, tiny_mp4
     """On a CPU a second one that computes would slow down both."""
     from fastapi.testclient import TestClient
 
-    from qtsplus.serving import Door, build_app
+    from qtsplus.door import Door
+    from qtsplus.serving import build_app
 
     model, processor = session.load(tiny_published, "cpu")
     threads = []
@@ -129,7 +121,7 @@ def test_a_request_is_read_in_the_thread_that_generates(tiny_published, tiny_mp4
 
         return noted
 
-    monkeypatch.setattr(Door, "inputs", noting(Door.inputs))
+    monkeypatch.setattr(type(processor), "conversation_inputs", noting(type(processor).conversation_inputs))
     monkeypatch.setattr(type(model), "generate", noting(type(model).generate))
     content = [{"type": "video_url", "video_url": {"url": inline(tiny_mp4)}}, {"type": "text", "text": QUESTION}]
     body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
@@ -142,6 +134,7 @@ def test_a_request_is_read_in_the_thread_that_generates(tiny_published, tiny_mp4
 @pytest.mark.slow
 def test_nothing_is_read_that_was_not_allowed(shut, opened, tiny_mp4, tmp_path, other_host):
     port, seen = other_host
+    seen.clear()
     (tmp_path / "secret.mp4").write_bytes(tiny_mp4.read_bytes())
     (tiny_mp4.parent / "link.mp4").symlink_to(tmp_path / "secret.mp4")
     secret, inside = str(tmp_path / "secret.mp4"), f"file://{tiny_mp4.parent}"
@@ -164,7 +157,7 @@ def test_nothing_is_read_that_was_not_allowed(shut, opened, tiny_mp4, tmp_path, 
     for address in addresses:
         for server in (shut, opened):
             with pytest.raises(
-                openai.BadRequestError, match=r"may not be read|Invalid IPv6|null byte|at .http:..\*\*\*@localhost"
+                openai.BadRequestError, match=r"may not be read|expected http|at .http:..\*\*\*@localhost"
             ):
                 ask(server[0], address)
     assert_refused("may not be read", shut[0], f"file://{tiny_mp4}")
@@ -183,6 +176,7 @@ SESSION = (
 @pytest.mark.slow
 def test_bytes_that_are_no_video_are_refused(shut, tiny_mp4, other_host):
     port, seen = other_host
+    seen.clear()
     good = tiny_mp4.read_bytes()
     contents = [b"", os.urandom(5000), good[:200], b"\x00" * 10_000, PLAYLIST % port, SESSION % port]
     for content in contents:
@@ -195,9 +189,21 @@ def test_bytes_that_are_no_video_are_refused(shut, tiny_mp4, other_host):
 
 def post(port, body, path="/v1/chat/completions", headers=None):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    connection.request("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
+    body = body if isinstance(body, bytes) or hasattr(body, "__next__") else json.dumps(body)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **(headers or {})}
+    connection.request("POST", path, body, headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
+
+
+def request(*parts, **more):
+    """The body of a request with these texts, and videos in it or elsewhere."""
+    kinds = [
+        {"type": "video_url", "video_url": {"url": part}} if ":" in part[:8] else {"type": "text", "text": part}
+        for part in parts
+    ]
+    messages = [{"role": "user", "content": kinds}]
+    return {"model": "qtsplus-tiny", "messages": messages, "max_tokens": 2, "temperature": 0, **more}
 
 
 @pytest.mark.slow
@@ -238,6 +244,7 @@ def test_bad_requests_are_answered_in_a_line(shut, tiny_mp4):
                 {"model": "/etc"},
                 {"model": "org/other"},
                 {"model": 5},
+                {"seed": 10**30},
             )
         ),
     ]
@@ -254,9 +261,9 @@ def test_bad_requests_are_answered_in_a_line(shut, tiny_mp4):
         "/v1/systemone",
         "/v1/audio/transcriptions",
     ):
-        assert post(port, json.dumps({"model": "org/other"}), path)[0] == 404
+        assert post(port, {"model": "org/other"}, path)[0] == 404
     assert process.poll() is None
-    status, text = post(port, json.dumps(good))
+    status, text = post(port, good)
     assert status == 200 and json.loads(text)["qtsplus"] == {}  # no video
 
 
@@ -279,6 +286,169 @@ def test_a_body_that_is_too_large_is_not_kept(shut):
 def resident(process: int) -> int:
     with open(f"/proc/{process}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_key_and_a_name_of_the_server_are_asked_for(opened):
+    port, _ = opened
+    for given in ("", "Bearer", "Bearer x", f"Basic {KEY}", KEY, "Bearer \xff"):
+        assert post(port, request("What?"), headers={"Authorization": given})[0] == 401, given
+    for headers, path, status in [
+        ({}, "/v1/models", 401),
+        ({"Authorization": f"bearer {KEY}"}, "/v1/models", 200),
+        ({"Authorization": f"bearer {KEY}", "Host": "ask.example.org"}, "/v1/models", 200),
+        ({"Authorization": f"bearer {KEY}", "Host": f"localhost:{port}"}, "/v1/models", 200),
+        ({"Authorization": f"bearer {KEY}", "Host": "rebound.example.com"}, "/v1/models", 400),
+        ({"Host": "rebound.example.com"}, "/health", 400),
+        ({}, "/health", 200),
+    ]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", path, headers=headers)
+        assert connection.getresponse().status == status, (headers, path)
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused_before_a_video_is_read(opened, other_host):
+    port, (host, seen) = opened[0], other_host
+    seen.clear()
+    cut = "data:video/mp4;base64,AAAA"
+    for body, words in [
+        (request(f"http://localhost:{host}/a.mp4", "a" * 1_500_000), "1500000 characters; expected at most 524288"),
+        (request(cut, "word " * 40_000), "positions, and the model has 32768"),
+        (request(cut, "word " * 30_000, max_tokens=8192), "positions, and the model has 32768"),
+        (request(cut, "word"), "Cannot decode"),
+    ]:
+        status, text = post(port, body)
+        assert status == 400 and words in text, text
+    assert seen == []
+
+
+def test_a_prompt_counts_with_its_video_before_it_is_encoded(tiny_published, tiny_mp4, monkeypatch):
+    from fastapi.testclient import TestClient
+
+    from qtsplus.door import Door
+    from qtsplus.serving import build_app
+
+    model, processor = session.load(tiny_published, "cpu")
+    monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", 60)
+    monkeypatch.setattr(type(model), "generate", lambda *_, **__: pytest.fail("computed"))
+    with TestClient(build_app("qtsplus-tiny", model, processor, Door(), {})) as client:
+        for body in (request(inline(tiny_mp4), "What is it?", max_tokens=40), request("Why?", max_tokens=59)):
+            answer = client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 400 and "and the model has 60" in answer.text
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
+HALF = HEAD + b'Content-Length: 1000\r\n\r\n{"model": '
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def test_what_is_sent_in_part_ends(opened):
+    port, process = opened
+    started = [b"", HEAD, HALF, HEALTH + HEAD, HEALTH + HALF, HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", b"x"]
+    connections = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in started]
+    for connection, sent in zip(connections, started, strict=True):
+        connection.sendall(sent)
+    for connection, sent in zip(connections, started, strict=True):
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))  # noqa: B023
+        assert b"did not arrive within 5 seconds" in answer and (HEALTH in sent) == (b'"ok"' in answer), answer
+    with contextlib.suppress(ConnectionError):  # closed before all was read
+        assert post(port, b"{}", headers={"X": "y" * 200_000})[0] == 400
+    assert process.poll() is None and healthy(port)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_computation(tiny_published, tiny_mp4, monkeypatch, stream):
+    """Before its video is read, before a layer of the tower, before one of the language model; the next is answered."""
+    import uvicorn
+
+    from qtsplus import serving as served
+    from qtsplus.door import Door
+
+    asks, original = [], served._require_client
+    monkeypatch.setattr(served, "_require_client", lambda left: asks.append(left) or original(left))
+    app = served.build_app("qtsplus-tiny", *session.load(tiny_published, "cpu"), Door(), {})
+    server = uvicorn.Server(uvicorn.Config(app, port=free_port(), http=served._Punctual, log_level="error"))
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.05)
+        port, body = server.config.port, json.dumps(request(inline(tiny_mp4), QUESTION, stream=stream)).encode()
+        whole = post(port, body)
+        count = len(asks)
+        for number in (1, 3, count - 1):
+            asks.clear()
+            at_work = Event()
+
+            def wait(left, number=number, at_work=at_work):
+                asks.append(left)
+                if len(asks) == number:
+                    at_work.set()
+                    assert left.wait(60)
+                original(left)
+
+            monkeypatch.setattr(served, "_require_client", wait)
+            with socket.create_connection(("127.0.0.1", port)) as leaving:
+                leaving.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                assert at_work.wait(60)
+            again = post(port, body)
+            assert len(asks) - number == count and again[0] == 200
+            if not stream:
+                assert json.loads(again[1])["choices"] == json.loads(whole[1])["choices"]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def under_load(port, total, good, answer):
+    """
+    Asks as many clients do at once: of `total` half hang, a tenth sends nonsense, a tenth leaves. Returns the seconds
+    of each of three tenths that behave, `good` is their request and `answer` what they have to be told.
+    """
+    tenth, body = total // 10, json.dumps(good).encode()
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    nonsense = [
+        b"\x16\x03\x01" + os.urandom(500),
+        HEAD + b"\r\n",
+        HEAD + b"Content-Length: 2\r\n\r\n[]",
+        b"GET " * 50_000,
+    ]
+    parts = [*(5 * tenth * [b"", HEAD, HALF, whole[:-10]])[: 5 * tenth], *(tenth * nonsense)[:tenth]]
+    left_open = [socket.create_connection(("127.0.0.1", port)) for _ in parts]
+    for connection, sent in zip(left_open, parts, strict=True):
+        connection.sendall(sent)
+    for _ in range(tenth):
+        with socket.create_connection(("127.0.0.1", port)) as leaving:
+            leaving.sendall(whole)
+    seconds = asked_at_once(port, 3 * tenth, body, answer)
+    for connection in left_open:
+        connection.close()
+    return seconds
+
+
+def asked_at_once(port, clients, body, answer):
+    def one(_):
+        start = time.perf_counter()
+        status, text = post(port, body)
+        assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == answer, text
+        return time.perf_counter() - start
+
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(one, range(clients)))
+
+
+@pytest.mark.parametrize("total", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_clients_that_behave_are_answered_beside_those_that_do_not(opened, tiny_mp4, total):
+    port, process = opened
+    good = request(inline(tiny_mp4), QUESTION, max_tokens=4)
+    answer = json.loads(post(port, good)[1])["choices"][0]["message"]["content"]
+    alone = asked_at_once(port, 3 * total // 10, json.dumps(good).encode(), answer)
+    before = resident(process.pid)
+    beside = under_load(port, total, good, answer)
+    after = resident(process.pid)
+    print(f"alone {max(alone):.1f} s, beside {max(beside):.1f} s; {before >> 20} MiB before, {after >> 20} after")
+    assert after < 1.2 * before and healthy(port)
+    if total == 200:
+        assert max(beside) < 2 * max(alone)
 
 
 @pytest.mark.slow

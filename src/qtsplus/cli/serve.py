@@ -15,6 +15,7 @@ from .console import fail, note, one_line_errors
 from .models import check_model_options, load_model
 from .options import MaxVisualTokens, Retention, Revision
 
+HOST = r"(?:[A-Za-z0-9._-]+|\[[\da-fA-F:.]+\])"
 ROOM = "qtsplus.vllm.budget"
 FRAMES = {"fps": 2, "num_frames": 768}  # of a video at most, as `qtsplus ask` takes them; vLLM would take 32
 
@@ -38,6 +39,13 @@ def serve(
     allow_media_domain: Annotated[
         list[str] | None, typer.Option(help="A host whose videos requests may name. May be repeated; none without it.")
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name by which requests may call this server, such as a proxy's. May be repeated."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="QTSPLUS_API_KEY", help="What requests have to bring as their API key.")
+    ] = None,
     retention: Retention = None,
     max_visual_tokens: MaxVisualTokens = None,
     revision: Revision = None,
@@ -50,9 +58,11 @@ def serve(
     check_model_options(model, revision)
     if allow_media_root is not None and not os.path.isdir(allow_media_root):  # where a Path may raise
         fail(f"there is no folder {allow_media_root}; expected the one that the videos lie in")
-    domains = allow_media_domain or []
-    if wrong := [domain for domain in domains if not re.fullmatch(r"[A-Za-z0-9._-]+", domain)]:
-        fail(f"--allow-media-domain is {wrong[0]!r}; expected the name of a host, such as videos.example.org")
+    domains = [domain.lower() for domain in allow_media_domain or []]
+    if wrong := [domain for domain in domains if not re.fullmatch(rf"{HOST}(:\d{{1,5}})?", domain)]:
+        fail(f"--allow-media-domain is {wrong[0]!r}; expected a host, such as videos.example.org or a.org:8443")
+    if wrong := [one for one in allow_host or [] if not re.fullmatch(HOST, one)]:
+        fail(f"--allow-host is {wrong[0]!r}; expected the name of a host without a port, such as ask.example.org")
     budget = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     budget = {name: value for name, value in budget.items() if value is not None}
     name = os.path.basename(os.path.abspath(model))
@@ -64,31 +74,37 @@ def serve(
 
             check_model(model, revision)
             weights = stored_dtype(model, revision)
+        if allow_host:
+            fail("--allow-host has no effect on vLLM, which answers to any name; let a proxy check that")
+        if ports := [domain for domain in domains if domain.rpartition(":")[2].isdigit()]:
+            fail(f"--allow-media-domain {ports[0]}: vLLM opens every port of a host; leave the port out")
         options = ["--model", model, "--served-model-name", name, "--host", host, "--port", str(port)]
         options += ["--dtype", weights, *(["--revision", revision] if revision else [])]
         options += [] if allow_media_root is None else ["--allowed-local-media-path", str(allow_media_root.resolve())]
         # vLLM fetches from anywhere unless some host is named; this one cannot exist.
         options += ["--allowed-media-domains", *(domains or ["none.invalid"]), *(more or [])]
-        _become_vllm(options + (["--mm-processor-kwargs", json.dumps(budget)] if budget else []))
+        _become_vllm(options + (["--mm-processor-kwargs", json.dumps(budget)] if budget else []), api_key)
     if more:
         fail(f"{more[0]} is for vLLM's server; leave it out with --engine transformers")
     if missing := [name for name in ("fastapi", "openai", "uvicorn") if find_spec(name) is None]:
         fail(f"the package {missing[0]} is not installed: pip install -e '.[serve]' in a clone")
     with one_line_errors():
-        import uvicorn
-
-        from ..serving import Door, build_app
+        from ..door import Door
+        from ..serving import build_app, run
 
         loaded, processor = load_model(model, revision, None)
-        app = build_app(name, loaded, processor, Door(allow_media_root, domains), budget)
+        hosts = ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *(allow_host or [])]
+        app = build_app(name, loaded, processor, Door(allow_media_root, domains), budget, api_key, hosts)
         note(f"Serving {name} at http://{host}:{port}/v1")
-        uvicorn.run(app, host=host, port=port, log_level="warning")
+        run(app, host, port)
 
 
-def _become_vllm(options: list[str]) -> NoReturn:
+def _become_vllm(options: list[str], api_key: str | None) -> NoReturn:
     # The model's own budget needs the first two, and the third says how many tokens were kept.
     ours = [f"--worker-extension-cls={ROOM}.BudgetWorker", f"--middleware={ROOM}.Connection"]
     ours += ["--enable-prompt-tokens-details", f"--media-io-kwargs={json.dumps({'video': FRAMES})}"]
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--trust-request-mm-kwargs"]
     # An allowed host could lead to one that is not.
-    os.execve(sys.executable, [*server, *ours, *options], {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", **os.environ})
+    environment = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0", **os.environ}
+    environment |= {} if api_key is None else {"VLLM_API_KEY": api_key}  # no other process can read it there
+    os.execve(sys.executable, [*server, *ours, *options], environment)

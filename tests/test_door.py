@@ -1,0 +1,147 @@
+"""Which videos a request may name: real servers over loopback, of which some must not be asked."""
+
+import os
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qtsplus.door import Door, _is_public
+from server_process import hosting
+
+REFUSED = "may not be read: expected data:video/mp4;base64"
+
+
+@pytest.fixture
+def host():
+    with hosting() as served:
+        yield served
+
+
+def test_a_video_is_fetched_from_the_host_that_was_named(host, tmp_path):
+    port, seen = host
+    for domain in ("localhost", "127.0.0.1"):
+        place = Door(domains=[f"{domain}:{port}"]).place(f"http://{domain}:{port}/a%20b.mp4?c=d#e", str(tmp_path))
+        assert Path(place).read_bytes() == b"film" and Path(place).parent == tmp_path
+    assert seen == ["/a%20b.mp4?c=d"] * 2
+
+
+def test_no_other_host_is_asked(host, tmp_path):
+    port, seen = host
+    door = Door(domains=["localhost", "videos.example.org", "localhost:1"])
+    addresses = [
+        f"http://videos.example.org:{'x' * 5000}@127.0.0.1:{port}/a",  # the user's part is long
+        f"http://videos.example.org@127.0.0.1:{port}/a",
+        f"http://127.0.0.1:{port}\\@localhost/a",
+        f"http://127.0.0.1:{port}/a",
+        f"http://localhost:{port}/a",  # another port
+        f"https://localhost:{port}/a",
+        f"http://localhost%3A{port}/a",
+        f"http://localhost%2Fx@127.0.0.1:{port}/a",
+        f"http://localhost.:{port}/a",
+        f"http://local\thost:{port}/a",
+        f"http://LOCALHOST:{port}/{'a' * 10_000}",
+        f"http://[::ffff:127.0.0.1]:{port}/a",
+        f"http://2130706433:{port}/a",
+        f"ftp://localhost:{port}/a",
+        "http://[::1/a",
+        "http:///a",
+        "http://localhost:99999/a",
+    ]
+    for address in addresses:
+        with pytest.raises(ValueError, match=f"{REFUSED}|Cannot load the video at"):
+            door.place(address, str(tmp_path))
+    assert seen == []
+
+
+def test_redirects_and_proxies_lead_nowhere(host, tmp_path, monkeypatch):
+    port, seen = host
+    with hosting() as (proxy, asked):
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy}")
+        door = Door(domains=[f"localhost:{port}"])
+        with pytest.raises(ValueError, match="Cannot load the video at .*302"):
+            door.place(f"http://localhost:{port}/there", str(tmp_path))
+        assert seen == ["/there"] and asked == []
+
+
+def test_a_name_is_looked_up_once_and_has_to_lead_to_a_public_address(host, tmp_path, monkeypatch):
+    port, seen = host
+    names, look_up = [], socket.getaddrinfo
+
+    def looked_up(name, *more, **options):
+        if name in ("127.0.0.1", "192.0.2.1"):
+            return look_up(name, *more, **options)
+        names.append(name)
+        return look_up("127.0.0.1" if len(names) % 2 else "192.0.2.1", *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    with pytest.raises(ValueError, match="leads to an address that is not public"):
+        Door(domains=[f"films.example.org:{port}"]).place(f"http://films.example.org:{port}/a", str(tmp_path))
+    assert names == ["films.example.org"] and seen == []
+    names.clear()
+    Door(domains=[f"localhost:{port}"]).place(f"http://localhost:{port}/a", str(tmp_path))
+    assert names == ["localhost"] and seen == ["/a"]
+
+
+@pytest.mark.parametrize(
+    ("address", "is_public"),
+    [("8.8.8.8", True), ("2606:4700::1111", True), ("::ffff:8.8.8.8", True)]
+    + [(inner, False) for inner in ("127.0.0.1", "10.1.2.3", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0")]
+    + [(inner, False) for inner in ("224.0.0.1", "240.0.0.1", "::1", "::", "fe80::1%lo", "fc00::1", "ff02::1")]
+    + [(inner, False) for inner in ("::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::")],
+)
+def test_what_is_a_public_address(address, is_public):
+    assert _is_public(address) is is_public
+
+
+def test_the_certificate_is_that_of_the_name(tmp_path, monkeypatch):
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", tmp_path / "key", "-out", tmp_path / "certificate"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *names, *files]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no openssl")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
+    with hosting(context) as (port, seen):
+        door = Door(domains=[f"localhost:{port}", f"127.0.0.1:{port}"])
+        with pytest.raises(ValueError, match="CERTIFICATE_VERIFY_FAILED"):
+            door.place(f"https://localhost:{port}/a", str(tmp_path))
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate"))
+        with pytest.raises(ValueError, match="CERTIFICATE_VERIFY_FAILED"):
+            door.place(f"https://127.0.0.1:{port}/a", str(tmp_path))
+        assert seen == []
+        door.place(f"https://localhost:{port}/a", str(tmp_path))
+        assert seen == ["/a"]
+
+
+def test_files_are_those_under_the_root(tmp_path):
+    root = tmp_path / "films"
+    root.mkdir()
+    for file in (root / "a b.mp4", tmp_path / "secret.mp4"):
+        file.write_bytes(b"film")
+    (root / "link.mp4").symlink_to(tmp_path / "secret.mp4")
+    (root / "loop").symlink_to(root / "loop")
+    os.mkfifo(root / "pipe")
+    door = Door(root)
+    assert door.place(f"file://{root}/a%20b.mp4", "") == str(root / "a b.mp4")
+    names = [
+        "x" * 300,
+        "x/" * 3000,
+        "%00",
+        "a%00b",
+        "a b.mp4/..",
+        "link.mp4",
+        "loop",
+        "pipe",
+        "../secret.mp4",
+        "%2e%2e/secret.mp4",
+    ]
+    for url in [*(f"file://{root}/{name}" for name in (*names, "\ud800", "")), f"file://other{root}/a%20b.mp4"]:
+        with pytest.raises(ValueError, match=REFUSED):
+            door.place(url, "")
+    with pytest.raises(ValueError, match=REFUSED):
+        Door().place(f"file://{root}/a%20b.mp4", "")
