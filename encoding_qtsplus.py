@@ -8,6 +8,7 @@ import torch
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .layout_qtsplus import Features, QTSplusBackboneMixin
+from .methods_qtsplus import is_number
 from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Grid, VisualInputs
 
 # Few rows fill a CPU, and their memory is used again. The C library maps what is larger than 32 MB anew each time: the
@@ -32,7 +33,7 @@ class Repeats:
     """
 
     def __init__(self, tolerance: float | None = 0.0):
-        if tolerance is not None and not tolerance >= 0:
+        if tolerance is not None and not (is_number(tolerance) and tolerance >= 0):
             raise ValueError(f"tolerance={tolerance!r}: expected 0 or more, or None to encode every step.")
         self.tolerance = tolerance
         self._size: list[int] = []

@@ -7,6 +7,7 @@ Of tokens that are as good as each other the earliest stay: [`top_n`] says what 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
@@ -363,10 +364,10 @@ def check_budget(
     if len(retentions) != rows:
         raise ValueError(f"{len(retentions)} retentions for {rows} rows: expected one for all, or one for each.")
     for retention in retentions:
-        if retention is not None and not (_is_number(retention) and 0 < retention <= 1):
+        if retention is not None and not (is_number(retention) and 0 < retention <= 1):
             raise ValueError(f"retention={retention!r}: expected a fraction of the visual tokens, a number in (0, 1].")
     count = max_visual_tokens
-    if count is not None and not (_is_number(count) and count >= 1 and count % 1 == 0):
+    if count is not None and not (is_number(count) and count >= 1 and count % 1 == 0):
         raise ValueError(f"max_visual_tokens={max_visual_tokens!r}: expected a whole number of tokens, at least 1.")
     fixed = any(retention not in (None, 1.0) for retention in retentions)
     if selection == "all" and (fixed or max_visual_tokens is not None):
@@ -376,5 +377,6 @@ def check_budget(
         )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    """Whether a caller gave a number that tensors take, which neither a truth value nor a `Fraction` is."""
+    return isinstance(value, Real) and not isinstance(value, (bool, Fraction))

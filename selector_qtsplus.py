@@ -378,7 +378,6 @@ class QTSplusSelector(nn.Module):
         if selection == "all":
             return self._fixed(zero + 1, num_tokens)
         if retention is not None:
-            retention = float(retention)  # a Fraction is one too
             return self._fixed(zero + retention, kept_count(retention, num_tokens, cap))
         if selection != "lm_attention" and config.budget == "rho":
             relevance = candidates.log_relevance.exp()

@@ -19,6 +19,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from .decoding_qtsplus import FrameChoice, Frames, VideoFile, open_video, shown_name
+from .methods_qtsplus import is_number
 
 logger = logging.get_logger(__name__)
 
@@ -230,6 +231,9 @@ def flatten_videos(videos: Any) -> list[Any]:
     flat = _flatten(videos)
     if not flat:
         raise ValueError("Got an empty video (0 frames); expected at least one frame.")
+    for video in flat:
+        if isinstance(video, np.ndarray) and video.dtype.kind not in "buif":
+            raise ValueError(f"Got frames of the type {video.dtype}; expected numbers, such as uint8.")
     return flat
 
 
@@ -294,7 +298,7 @@ def describe_frames(frames: Sequence[Any], metadata: Any, fps: float | None) -> 
 
 def require_positive(name: str, value: float) -> None:
     """Raises a `ValueError` for what is no finite number above 0."""
-    if not (value > 0 and np.isfinite(value)):
+    if not (is_number(value) and value > 0 and math.isfinite(value)):
         raise ValueError(f"Got {name}={value!r}; expected a finite number above 0.")
 
 

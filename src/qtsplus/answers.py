@@ -30,6 +30,7 @@ from .prompt_qtsplus import (
     take_inputs,
 )
 from .recall import Remembered, at_true_times, on_the_clock
+from .settings import check_count
 from .subtitles import check_subtitles, near
 from .two_passes import SecondPass, second_pass, second_prompt
 from .videos import EncodedVideo
@@ -436,6 +437,8 @@ def generation_options(model: Any, options: Mapping[str, Any], max_new_tokens: i
         value = options.get(name) or getattr(given or model.generation_config, name, None) or 1
         if value != 1:
             raise ValueError(f"{name}={value}: a question has one answer, written in one go; call `generate`.")
+    if max_new_tokens is not None:
+        check_count("max_new_tokens", max_new_tokens, "tokens")
     longest = max_new_tokens or getattr(given, "max_new_tokens", None) or MAX_NEW_TOKENS
     clock = Clock(options.get("streamer"))
     return {**options, "max_new_tokens": longest, "return_dict_in_generate": True, "streamer": clock}

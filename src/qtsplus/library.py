@@ -20,7 +20,7 @@ from .output import printable
 from .ranking import Piece, Ranking, Scorer
 from .results import STORED, Journal, Key, Line, Schema
 from .session import Answer, answer_questions
-from .settings import show
+from .settings import check_count, check_path, show
 from .storage import Digest, State, Stored, fingerprint, load_video, measure
 from .videos import IN_MEMORY, EncodedVideo
 
@@ -165,16 +165,11 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _check_count(name: str, count: int) -> None:
-    if count < 1:
-        raise ValueError(f"{name}={count!r}: expected a number, at least 1.")
-
-
 class Library:
     """Videos that [`index`] has encoded. Questions read their features from disk and never the videos."""
 
     def __init__(self, folder: str | Path, model: Any, processor: Any):
-        self.folder, self.model, self.processor = Path(folder), model, processor
+        self.folder, self.model, self.processor = Path(check_path("folder", folder)), model, processor
         self.index, self.made_by = Index(self.folder), fingerprint(model, processor)
         self.index.require(self.made_by)
         self.files = self.index.files
@@ -199,7 +194,7 @@ class Library:
         The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
         Their `weight` is the relevance of the best token among all tokens of the library.
         """
-        _check_count("top", top)
+        check_count("top", top, "moments")
         scorer, ranking = self._rank(question)
         moments = [moment for piece in ranking.pieces[:top] for moment in self._moments(scorer, piece, ranking.total)]
         return sorted(moments, key=lambda moment: -moment.weight)[:top]
@@ -213,7 +208,7 @@ class Library:
                 of one video, and from more it answers worse.
             generation: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
-        _check_count("pieces", pieces)
+        check_count("pieces", pieces, "videos or pieces of them")
         _, ranking = self._rank(question)
         return self.ask_pieces(question, ranking.pieces[:pieces], **generation)
 

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from .backbones import backbone_of, register
 from .hub.folder import read_json, reading
 from .output import first_line
+from .settings import check_path
 
 register()
 
@@ -99,7 +100,7 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
         OSError: no such repository.
         ValueError: no such folder, or none with a config.json; a revision of a folder.
     """
-    name = str(model)
+    name = str(check_path("model", model))
     if revision is not None and Path(model).is_dir():
         raise ValueError(f"{name!r} is a folder, and revision={revision!r} is about a repository on the Hub.")
     if not name.strip():
@@ -126,10 +127,10 @@ def stored_dtype(model: str | Path, revision: str | None = None) -> str:
 
 def find_device(device: str | None) -> str:
     """The device that was asked for, or else a GPU where there is one; `ValueError` if it cannot be used."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(f"The device {device!r} cannot be used: {first_line(error)}") from error
     if torch.device(device).type == "meta":
         raise ValueError("The device 'meta' holds no values and cannot answer; expected one such as 'cpu' or 'cuda'.")

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -19,6 +19,7 @@ from .hub.folder import whole_folder
 from .loading import load as load
 from .output import printable
 from .results import STORED, read_stored, seal
+from .settings import check_count, check_path
 from .storage import Stored, fingerprint, load_video, saved_video
 from .stream import Stream
 from .two_passes import TwoPasses
@@ -147,10 +148,9 @@ class VideoSession:
         self, questions: Sequence[str], videos: Sequence[str] | None = None, *, batch_size: int = 16, **generation: Any
     ) -> list[Answer]:
         """As [`VideoSession.ask`] for each question, `batch_size` of them in one batch."""
-        if isinstance(questions, str):
-            raise ValueError(f"Got the text {questions!r}; expected a list of questions.")
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: expected a number of questions, at least 1.")
+        if isinstance(questions, str) or not isinstance(questions, Iterable):
+            raise ValueError(f"Got {questions!r}; expected a list of questions.")
+        check_count("batch_size", batch_size, "questions")
         chosen, questions, answers = self._chosen(videos), list(questions), []
         for first in range(0, len(questions), batch_size):
             batch = questions[first : first + batch_size]
@@ -199,7 +199,7 @@ class VideoSession:
         Takes the videos and the conversation that [`VideoSession.save`] wrote, in place of those that it has; a
         `ValueError` for a broken folder, or one that was made with another vision tower or processor.
         """
-        saved, videos = read_stored(Path(folder, _SAVED), _Session), {}
+        saved, videos = read_stored(Path(check_path("folder", folder), _SAVED), _Session), {}
         for number, (name, stored) in enumerate(saved["videos"].items()):
             file = Path(folder, f"{number}.safetensors")
             videos[name] = load_video(file, self.fingerprint, self.model, stored, self.model.device)
@@ -207,7 +207,7 @@ class VideoSession:
 
     def _chosen(self, names: Sequence[str] | None) -> dict[str, EncodedVideo]:
         """The videos of these names, in their order, and of a stream what its cameras remember by now."""
-        self._check_names(names or ())
+        self._check_names(() if names is None else names)
         chosen: dict[str, EncodedVideo] = {}
         for name in self.names if names is None else names:
             own = {name: self.videos[name]} if name in self.videos else self.streams[name].videos(name)
@@ -217,6 +217,8 @@ class VideoSession:
         return chosen
 
     def _check_names(self, names: Sequence[str]) -> None:
+        if not isinstance(names, (list, tuple)):
+            raise ValueError(f"videos={names!r}; expected a list of names.")
         for name in names:
             if name not in self.names:
                 raise ValueError(f"There is no video {name!r}; expected some of {', '.join(self.names) or 'none'}.")

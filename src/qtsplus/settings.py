@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from itertools import islice
+from numbers import Integral
+from os import PathLike
 from typing import Any, TypeVar
 
 import yaml
@@ -133,6 +135,19 @@ def _name(place: Sequence[int | str], values: Any, missing: bool) -> str:
             names.append(str(part))
             values = values[part] if part < len(values) else None
     return ".".join(names)
+
+
+def check_count(name: str, value: Any, what: str) -> None:
+    """A `ValueError` for what is no whole number of at least 1."""
+    if isinstance(value, bool) or not (isinstance(value, Integral) and int(value) >= 1):
+        raise ValueError(f"{name}={value!r}: expected a whole number of {what}, at least 1.")
+
+
+def check_path(name: str, value: Any) -> Any:
+    """The path; a `ValueError` for what is none."""
+    if not isinstance(value, (str, PathLike)):
+        raise ValueError(f"{name}={value!r}: expected a path.")
+    return value
 
 
 def show(value: Any) -> str:

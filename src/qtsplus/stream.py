@@ -18,9 +18,11 @@ from transformers.video_utils import VideoMetadata
 
 from .answers import Answer, answer_questions, check_name
 from .encoding_qtsplus import Repeats
-from .methods_qtsplus import METHODS, Candidates, Method, check_kept, most_relevant
+from .loading import find_device
+from .methods_qtsplus import METHODS, Candidates, Method, check_kept, is_number, most_relevant
 from .ranking import StandingQuestion
 from .recall import Remembered, places_of, rows_of
+from .settings import check_count, check_path
 from .video_qtsplus import naming, stack_frames
 from .videos import EncodedVideo
 
@@ -131,25 +133,26 @@ class Stream:
                 "so many tokens stay, and a folder where all of them do (memory_tokens=None)."
             )
         policy = policy or ("diversity" if question is None else "question")
-        if isinstance(policy, str) and policy not in POLICIES:
+        if not callable(policy) and policy not in (*POLICIES,):
             raise ValueError(f"policy={policy!r}; expected one of {tuple(POLICIES)}, or a function like theirs.")
         if (policy == "question") != (question is not None):
             raise ValueError(f"Got policy={policy!r} and question={question!r}: expected a question with that policy.")
-        if memory_tokens is not None and not (memory_tokens >= 1 and memory_tokens % 1 == 0):
-            raise ValueError(f"memory_tokens={memory_tokens!r}: expected a whole number of tokens, at least 1.")
-        if not 1e-3 <= fps <= 1e3:
+        if memory_tokens is not None:
+            check_count("memory_tokens", memory_tokens, "tokens")
+        if not (is_number(fps) and 1e-3 <= fps <= 1e3):
             raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
-        if folder is not None and not Path(folder).is_dir():
+        if folder is not None and not Path(check_path("folder", folder)).is_dir():
             raise ValueError(f"There is no folder {str(folder)!r}; expected one for the memory.")
-        if sized_as is not None and sized_as < 1:
-            raise ValueError(f"sized_as={sized_as!r}: expected a number of frames, at least 1.")
+        if sized_as is not None:
+            check_count("sized_as", sized_as, "frames")
         self.model, self.processor, self.memory_tokens = model, processor, memory_tokens
         self.policy, self._method = policy, POLICIES[policy] if isinstance(policy, str) else policy
         self.question = None if question is None else StandingQuestion(model, processor, question)
         self.frames_per_step = processor.video_processor.temporal_patch_size
         self.fps, self.seconds_per_step = fps, self.frames_per_step / fps
         self.sized_as = sized_as or int(getattr(processor.video_processor, "max_frames", None) or 768)
-        self.folder, self.device = folder, torch.device("cpu" if folder else device or model.device)
+        self.folder = folder
+        self.device = torch.device("cpu" if folder else model.device if device is None else find_device(device))
         self.cameras: dict[str, Camera] = {}
         self._changing = threading.Lock()  # the memory, of which another thread may ask
         self._width = model.config.text_config.hidden_size  # a backbone may put more behind a token
@@ -172,6 +175,8 @@ class Stream:
                 before if absent. Of several cameras, on one clock.
             name: of the camera; that of a new one adds it.
         """
+        if not isinstance(frames, (Sequence, np.ndarray, torch.Tensor)):
+            raise ValueError(f"Got frames of type {type(frames).__name__}; expected a list of arrays.")
         if not len(frames):
             return
         times = self._check(frames, times, name)
@@ -195,7 +200,7 @@ class Stream:
 
     def _check(self, frames: Sequence[np.ndarray], times: Sequence[float] | None, name: str) -> list[float]:
         """The frames' times; a `ValueError` for what cannot follow what came before."""
-        known = self.cameras.get(name)
+        known = self.cameras.get(check_name(name))
         size = np.shape(frames[0]) if known is None else (*known.size, 3)
         for frame in frames:
             if np.shape(frame) != size or np.asarray(frame).dtype != np.uint8:
@@ -203,7 +208,10 @@ class Stream:
                 raise ValueError(f"Got a frame of {given} of {name!r}; expected uint8 of {size}, as the first.")
         first = -1 if known is None else known.frame
         clock = [(first + number) / self.fps for number in range(1, len(frames) + 1)] if times is None else times
-        taken = np.asarray(clock, dtype=np.float64)
+        try:
+            taken = np.asarray(clock, dtype=np.float64)
+        except (TypeError, ValueError):
+            taken = np.empty(0)
         before = -math.inf if known is None else known.last_time
         ascending = taken.shape == (len(frames),) and bool((np.diff(taken, prepend=before) > 0).all())
         if not (ascending and taken[0] >= 0 and taken[-1] < math.inf):
@@ -224,7 +232,6 @@ class Stream:
     def camera(self, name: str, shape: tuple[int, ...]) -> Camera:
         """The camera of a name, which is added if there is none; its frames have this shape, `(H, W, 3)`."""
         if name not in self.cameras:
-            check_name(name)
             if len(shape) != 3 or shape[2] != 3 or 0 in shape:
                 raise ValueError(f"Got a frame of shape {shape}; expected (height, width, 3).")
             with naming(name):

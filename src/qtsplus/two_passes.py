@@ -12,10 +12,11 @@ import torch
 
 from .encoding_qtsplus import Repeats
 from .layout_qtsplus import lay_out, splice
-from .methods_qtsplus import Method, check_budget
+from .methods_qtsplus import Method, check_budget, is_number
 from .mixin_qtsplus import choose
 from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, take_inputs
 from .selector_qtsplus import kept_count
+from .settings import check_count
 from .video_qtsplus import VideoChunks, resize_frame, stack_frames
 
 
@@ -28,12 +29,12 @@ class TwoPasses:
     tile: int | None = None  # side of a region in full-size tokens; the tower's windows, or else whole frames, if None
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < 1:
+        if not (is_number(self.scale) and 0 < self.scale < 1):
             raise ValueError(f"scale={self.scale!r}: expected a fraction of a frame's sides in (0, 1).")
-        if not 0 < self.tokens <= 1:
+        if not (is_number(self.tokens) and 0 < self.tokens <= 1):
             raise ValueError(f"tokens={self.tokens!r}: expected a fraction of the video's tokens in (0, 1].")
-        if self.tile is not None and (isinstance(self.tile, bool) or self.tile != int(self.tile) or self.tile < 1):
-            raise ValueError(f"tile={self.tile!r}: expected a whole number of tokens, at least 1.")
+        if self.tile is not None:
+            check_count("tile", self.tile, "tokens")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from transformers.image_utils import get_image_size
 
 from .decoding_qtsplus import shown_name
 from .encoding_qtsplus import Repeats
+from .loading import find_device
+from .settings import check_count
 from .subtitles import Subtitle, read_subtitles
 from .two_passes import Large, TwoPasses, open_twice
 from .video_qtsplus import flatten_videos
@@ -81,12 +83,15 @@ def encode(
             frame at one size, or tiles with one that has to see whole frames.
     """
     said = read_subtitles(video) if subtitles else ()
+    device = None if device is None else find_device(device)
+    if two_passes is not None and not isinstance(two_passes, TwoPasses):
+        raise ValueError(f"{two_passes=}: expected a `TwoPasses`.")
     if not isinstance(video, (str, Path)):
         if two_passes is not None:
             raise ValueError("Two passes read a video twice; expected a file, an address or a folder, and got frames.")
         return _encode_frames(model, processor, video, fps, device, frame_tolerance)
-    if max_frames is not None and max_frames < 1:
-        raise ValueError(f"max_frames={max_frames!r}: expected a number of frames, at least 1.")
+    if max_frames is not None:
+        check_count("max_frames", max_frames, "frames")
     started = time.perf_counter()
     chunks = processor.video_chunks(video, fps=fps, max_frames=max_frames, frames_per_chunk=frames_per_chunk)
     large = None
