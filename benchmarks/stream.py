@@ -24,7 +24,7 @@ from qtsplus.methods_qtsplus import Candidates, changes, most_relevant
 from qtsplus.output import check_output
 from qtsplus.results import write_json
 from qtsplus.stream import Stream
-from qtsplus.training.models import load_model, load_processor
+from qtsplus.training.models import make_model, make_processor
 
 from .bases import CROWD
 from .intervals import share_interval
@@ -295,8 +295,8 @@ def run_stream(
     """
     out.mkdir(parents=True, exist_ok=True)
     target = check_output(out / "stream.json")
-    model = load_model(None, str(CROWD)).eval()
-    processor = load_processor(None, str(CROWD), model.config)
+    model = make_model(None, str(CROWD)).eval()
+    processor = make_processor(None, str(CROWD), model.config)
     answers, costs, drifts = [], [], {}
     with steps("stream", len(KINDS) * films) as step:
         for kind in KINDS:

@@ -17,12 +17,12 @@ import gc, json, sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-import uvicorn
 from typer.testing import CliRunner
+from qtsplus import serving
 from qtsplus.cli import app
 
 folder, model, video = sys.argv[1:]
-uvicorn.run = lambda *_, **__: None
+serving.run = lambda *_, **__: None
 record = {"video": video, "question": "What moves?", "answer": "ball", "kind": "mark"}
 record["evidence"] = [[{"start": 0, "end": 2, "box": [0.2, 0.2, 0.6, 0.6]}]]
 records = [record, {**record, "video": f"{folder}/model/other.mp4"}]

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from qtsplus.results import Journal, read_json, write_json
+from qtsplus.results import Journal, read_result, write_json
 
 SETTINGS = {"shape": "cpu", "repeats": (1, 2)}
 
@@ -50,14 +50,14 @@ def test_only_the_whole_result_is_left(path, tmp_path):
     journal.add("a", 1)
     journal.finish(tmp_path / "speed-cpu.json", {"a": 1})
     assert [file.name for file in tmp_path.iterdir()] == ["speed-cpu.json"]
-    assert read_json(tmp_path / "speed-cpu.json") == {"a": 1}
+    assert read_result(tmp_path / "speed-cpu.json") == {"a": 1}
 
 
 def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path):
     write_json(tmp_path / "result.json", {"a": 1})
     with pytest.raises(TypeError):
         write_json(tmp_path / "result.json", {"a": object()})
-    assert read_json(tmp_path / "result.json") == {"a": 1}
+    assert read_result(tmp_path / "result.json") == {"a": 1}
 
 
 def test_results_are_plain_json(tmp_path):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from qtsplus.cli.console import fail, note, one_line_errors, require_fraction, wrote
-from qtsplus.cli.models import check_model_options, load_model
+from qtsplus.cli.models import check_model_options, load_named
 from qtsplus.cli.options import Device, Model, Overrides, Revision
 
 from .options import RESULTS, Results, typed
@@ -156,7 +156,7 @@ def ablation(
         common: dict[str, Any] = {"name": name, "budgets": budgets, "work": work, "batch_size": batch_size}
         common |= {"command": typed(), "say": note}
         if base is None:
-            loaded, processor = load_model(model, revision, device)
+            loaded, processor = load_named(model, revision, device)
             target = ablate_checkpoint(loaded, processor, test, out, **common)
         else:
             trained: dict[str, Any] = {"recipe": recipe, "overrides": overrides or (), "variants": variant or ()}
@@ -180,7 +180,7 @@ def library(
     with one_line_errors():
         from ..library import run_library
 
-        loaded, processor = load_model(model, revision, device)
+        loaded, processor = load_named(model, revision, device)
         target = run_library(loaded, processor, out, work, videos=videos, command=typed())
     wrote(target)
 
@@ -198,6 +198,6 @@ def evidence(
     with one_line_errors():
         from ..library import run_evidence
 
-        loaded, processor = load_model(model, revision, device)
+        loaded, processor = load_named(model, revision, device)
         target = run_evidence(loaded, processor, out, work, videos=videos, command=typed())
     wrote(target)

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from qtsplus.cli.console import console, fail, note, one_line_errors, require_fraction, wrote
 from qtsplus.cli.evaluating import fail_run
-from qtsplus.cli.models import check_model_options, load_model, name_model
+from qtsplus.cli.models import check_model_options, load_named, name_model
 from qtsplus.cli.options import Device, Dtype, Model, Retention, Revision, Selection, WeightType
 
 _Results = Annotated[Path, typer.Option(help="The folder of the results.")]
@@ -68,7 +68,7 @@ def needle(
         check_places(lengths, depths, selections)
         hidden = read_questions(needles)
         target = run_needle(
-            *load_model(model, revision, device),
+            *load_named(model, revision, device),
             hidden,
             background,
             out,
@@ -100,7 +100,7 @@ def analysis(
         from ..studies.analysis import run_analysis
 
         questions = read_records(records)
-        target = run_analysis(*load_model(model, revision, device), questions, out, work=work)
+        target = run_analysis(*load_named(model, revision, device), questions, out, work=work)
     wrote(target)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from qtsplus.results import read_json, write_json
-from qtsplus.training.features import fingerprint
-from qtsplus.training.models import load_config, load_model, load_processor
+from qtsplus.results import read_result, write_json
+from qtsplus.training.features import digest_of
+from qtsplus.training.models import make_config, make_model, make_processor
 from qtsplus.training.recipe import Recipe, load_recipe
 from qtsplus.training.running import is_finished, last_checkpoint, run
 
@@ -49,8 +49,8 @@ class Models:
     ):
         self.base, self.recipe, self.overrides, self.plan = base, recipe, list(overrides), plan
         self.work, self.say = work, say
-        self.base_model: Any = load_model(None, str(base)).eval()
-        self.processor = load_processor(None, str(base), self.base_model.config)
+        self.base_model: Any = make_model(None, str(base)).eval()
+        self.processor = make_processor(None, str(base), self.base_model.config)
         files = sorted(base.glob("*.safetensors"))
         weights = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
         self.setup = {
@@ -64,7 +64,7 @@ class Models:
     def _keep_setup(self, seed: int) -> None:
         """Refuses to mix what was made from other weights or by another recipe."""
         path = self.work / f"seed{seed}" / "setup.json"
-        earlier = read_json(path)
+        earlier = read_result(path)
         if earlier is None:
             write_json(path, self.setup)
             return
@@ -76,7 +76,7 @@ class Models:
         """A variant, [`BASE`], or [`FRESH`]: the default before its training."""
         if name == BASE:
             return self.base_model
-        return load_model(None, str(self.start(seed, DEFAULT) if name == FRESH else self.train(seed, name))).eval()
+        return make_model(None, str(self.start(seed, DEFAULT) if name == FRESH else self.train(seed, name))).eval()
 
     def folder(self, seed: int, name: str) -> Path:
         return self.work / f"seed{seed}" / name
@@ -85,7 +85,7 @@ class Models:
         """The base with a variant's selector drawn from this seed, where training starts."""
         folder = self.folder(seed, name) / "start"
         if not (folder / "processor_config.json").exists():
-            config = load_config(None, str(self.base), self._recipe(name).model.selector)
+            config = make_config(None, str(self.base), self._recipe(name).model.selector)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 drawn: Any = type(self.base_model)(config)
@@ -135,7 +135,7 @@ class Checkpoint:
 
     def __init__(self, model: Any, processor: Any, work: Path, say: Callable[[str], None]):
         self.base_model, self.processor, self.work, self.say = model, processor, work, say
-        self.setup = {"base": fingerprint({"model": model}, model.config.to_dict())}
+        self.setup = {"base": digest_of({"model": model}, model.config.to_dict())}
 
     def load(self, seed: int, name: str) -> Any:
         """The model, whatever is asked for."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qtsplus.settings import parse_yaml
-from qtsplus.training.models import load_config
+from qtsplus.training.models import make_config
 from qtsplus.training.recipe import Recipe, load_recipe
 
 from ..teaching.trainer import TinyWorldTrainer
@@ -48,7 +48,7 @@ def make_plan(recipe: Path, overrides: Sequence[str], base: Path, wanted: Sequen
     read = load_recipe(recipe, overrides, TinyWorldTrainer)
     if not read.training.freeze_vision_model:
         raise ValueError(f"{recipe} trains the vision tower: the benchmark encodes the videos once for all models.")
-    selector = load_config(None, str(base), read.model.selector).qtsplus_config
+    selector = make_config(None, str(base), read.model.selector).qtsplus_config
     chosen = {
         name: changes
         for name, changes in policies.VARIANTS.items()

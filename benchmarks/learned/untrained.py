@@ -11,7 +11,7 @@ import torch
 from qtsplus.evaluation.exact_match import model_inputs
 from qtsplus.lm_attention_qtsplus import attention_layer
 from qtsplus.results import write_json
-from qtsplus.training.models import load_model, load_processor
+from qtsplus.training.models import make_model, make_processor
 
 from ..machine import environment
 from ..speed.clock import busy
@@ -37,9 +37,9 @@ class GivenModels:
 
     def __init__(self, base: Path, trained: Path | None, work: Path, say: Callable[[str], None]):
         self.work, self.say = work, say
-        self.base_model: Any = load_model(None, str(base)).eval()
-        self.processor = load_processor(None, str(base), self.base_model.config)
-        self.trained: Any = None if trained is None else load_model(None, str(trained)).eval()
+        self.base_model: Any = make_model(None, str(base)).eval()
+        self.processor = make_processor(None, str(base), self.base_model.config)
+        self.trained: Any = None if trained is None else make_model(None, str(trained)).eval()
         files = [file for folder in (base, trained) if folder for file in sorted(folder.glob("*.safetensors"))]
         weights = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
         selector = self.base_model.config.qtsplus_config

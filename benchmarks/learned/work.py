@@ -15,7 +15,7 @@ from qtsplus.evaluation.exact_match import exact_match, model_inputs
 from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.results import Journal
 from qtsplus.selector_qtsplus import kept_count
-from qtsplus.training.models import load_model
+from qtsplus.training.models import make_model
 
 from .baselines import fewer_frames, full_video, lower_resolution
 from .models import Checkpoint, Models
@@ -249,7 +249,7 @@ class Work:
         return self.once(seed, f"{name}-agreement", partial(self._compare_gates, seed, name))
 
     def _compare_gates(self, seed: int, name: str) -> dict[str, float]:
-        model: Any = load_model(None, str(self.models.train(seed, name)))
+        model: Any = make_model(None, str(self.models.train(seed, name)))
         torch.manual_seed(seed)
         inferred = self._selected(model.eval(), self.test.records, retention=GATE_RETENTION)
         trained = self._selected(model.train(), self.test.records, sample_gate=True, retention=GATE_RETENTION)

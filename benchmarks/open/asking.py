@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from qtsplus.evidence import evidence_intervals
 from qtsplus.processing_qtsplus import _tokenize_query
 from qtsplus.training.dataset import IGNORED
-from qtsplus.training.features import encode_videos
-from qtsplus.training.models import load_config, load_model, load_processor
+from qtsplus.training.features import encode_files
+from qtsplus.training.models import make_config, make_model, make_processor
 
 from ..teaching.dataset import TinyWorldCollator, TinyWorldDataset, read_tinyworld
 from ..world.open_questions import in_words
@@ -65,7 +65,7 @@ class OpenTest:
         self.dataset = TinyWorldDataset(self.records, processor)
         self._folder = tempfile.TemporaryDirectory()
         videos = [(str(record.video), None) for record in self.records]
-        self.dataset.features = encode_videos(model, processor, videos, self._folder.name)
+        self.dataset.features = encode_files(model, processor, videos, self._folder.name)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -206,11 +206,11 @@ def _ask_otherwise(record: Any, text: str) -> Any:
 
 def open_test(folder: str, path: Path, limit: int | None = None) -> OpenTest:
     """A test set, its videos encoded by the model in a folder."""
-    return OpenTest(load(folder), load_processor(None, folder, load_config(None, folder, {})), path, limit)
+    return OpenTest(load(folder), make_processor(None, folder, make_config(None, folder, {})), path, limit)
 
 
 def load(folder: str, **selector: Any) -> Any:
-    return load_model(None, folder, selector).eval()
+    return make_model(None, folder, selector).eval()
 
 
 # --- Questions that ask for something else, or the same otherwise ---

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qtsplus.results import read_json, write_json
+from qtsplus.results import read_result, write_json
 
 # What `speed-cpu.json` and `speed-gpu.json` say in short, and how each figure is to be read.
 SUMMARY = {
@@ -51,7 +51,7 @@ def summarise(folder: Path, shape: str) -> dict[str, float | None]:
         a value for every name of [`SUMMARY`]; `None` where its benchmark has not been run.
     """
     name = label(shape)
-    documents = {kind: read_json(folder / f"{kind}-{name}.json") for kind in ("speed", "memory", "scaling", "train")}
+    documents = {kind: read_result(folder / f"{kind}-{name}.json") for kind in ("speed", "memory", "scaling", "train")}
     figures: dict[str, float] = {}
     for document in documents.values():
         figures.update((document or {}).get("figures", {}))
@@ -69,7 +69,7 @@ def _without(document: dict[str, Any], key: str) -> dict[str, Any]:
 def write_overview(folder: Path) -> None:
     """`summary.md` of a folder of results: the summaries side by side, then the stages beside their cost model."""
     found = sorted(path.stem.removeprefix("speed-") for path in folder.glob("speed-*.json"))
-    columns = {name: read_json(folder / f"speed-{name}.json") or {} for name in dict.fromkeys(("cpu", "gpu", *found))}
+    columns = {name: read_result(folder / f"speed-{name}.json") or {} for name in dict.fromkeys(("cpu", "gpu", *found))}
     lines = [
         "# Results",
         "",

@@ -18,7 +18,7 @@ from qtsplus.output import check_folder, check_output
 from qtsplus.results import write_json
 from qtsplus.selector_qtsplus import find_threshold
 from qtsplus.training.dataset import require_rates
-from qtsplus.training.features import encode_videos
+from qtsplus.training.features import encode_files
 
 from ..intervals import correlation, share_interval
 
@@ -60,7 +60,7 @@ def run_analysis(
     check_folder(work)
     records = [record for record in records if record.video is not None]
     require_rates(records)
-    features = encode_videos(model, processor, [(str(record.video), record.fps) for record in records], work)
+    features = encode_files(model, processor, [(str(record.video), record.fps) for record in records], work)
     measured: list[dict[str, float] | None] = []
     for record in track(records, "Asking", console=Console(stderr=True), disable=not progress):
         video = features.load(str(record.video), record.fps)

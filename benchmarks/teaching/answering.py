@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from qtsplus.training.dataset import IGNORED
-from qtsplus.training.features import encode_videos
-from qtsplus.training.models import load_config, load_model, load_processor
+from qtsplus.training.features import encode_files
+from qtsplus.training.models import make_config, make_model, make_processor
 
 from .dataset import TinyWorldCollator, TinyWorldDataset, read_tinyworld
 
@@ -34,7 +34,7 @@ def answer_all(model: Any, processor: Any, path: Path, batch: int = 16, blind: b
     dataset, collate = TinyWorldDataset(records, processor), TinyWorldCollator(processor)
     right: dict[str, list[bool]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        dataset.features = encode_videos(model, processor, [(str(record.video), None) for record in records], folder)
+        dataset.features = encode_files(model, processor, [(str(record.video), None) for record in records], folder)
         any_video = dataset.features.load(str(records[0].video))
         for first in range(0, len(records), batch):
             rows: list[Any] = [dataset.example(record) for record in records[first : first + batch]]
@@ -71,9 +71,9 @@ def main() -> None:
     parser.add_argument("sets", type=Path, nargs="+")
     parser.add_argument("--blind", action="store_true")
     given = parser.parse_args()
-    config = load_config(None, given.model, {"selection": "all"})
-    model = load_model(None, given.model, {"selection": "all"}).eval()
-    processor = load_processor(None, given.model, config)
+    config = make_config(None, given.model, {"selection": "all"})
+    model = make_model(None, given.model, {"selection": "all"}).eval()
+    processor = make_processor(None, given.model, config)
     for path in given.sets:
         shares = answer_all(model, processor, path, blind=given.blind)
         print(json.dumps({"set": str(path), **shares, "constant": constant_answers(path)}), flush=True)

@@ -10,7 +10,7 @@ import torch
 
 from qtsplus.modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.output import check_folder
-from qtsplus.training.models import load_config, load_processor
+from qtsplus.training.models import make_config, make_processor
 from qtsplus.training.recipe import load_stages
 from qtsplus.training.running import is_finished, last_checkpoint, run_stages
 
@@ -81,11 +81,11 @@ def make_tiny(
 
 def _draw_weights(folder: Path, seed: int) -> None:
     """A model of the shape of the committed one with random weights, and its processor."""
-    config = load_config(None, str(CROWD))
+    config = make_config(None, str(CROWD))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         Qwen2_5_VLQTSplusForConditionalGeneration(config).save_pretrained(folder)
-    load_processor(None, str(CROWD), config).save_pretrained(folder)
+    make_processor(None, str(CROWD), config).save_pretrained(folder)
 
 
 @contextlib.contextmanager

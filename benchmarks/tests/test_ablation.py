@@ -12,7 +12,7 @@ from benchmarks.learned.questions import QuestionSet, with_options
 from benchmarks.learned.work import configured
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus.data.records import VideoRecord
-from qtsplus.training.models import load_model
+from qtsplus.training.models import make_model
 
 RECIPE = """
 model: {{weights: nothing, selector: {{gate: detached, reduction: mean}}}}
@@ -26,7 +26,7 @@ training:
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model("qtsplus-tiny", None, seed=0).eval()
+    return make_model("qtsplus-tiny", None, seed=0).eval()
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_every_policy_reaches_the_model(model, tiny_processor, world, tmp_path, 
 
 
 def test_a_model_without_a_part_is_not_asked_without_it(model):
-    bare = load_model("qtsplus-tiny", None, {"reencode_layers": 0}).config.qtsplus_config
+    bare = make_model("qtsplus-tiny", None, {"reencode_layers": 0}).config.qtsplus_config
     asked = [name for name, changes in policies.ASKED.items() if changes_something(changes, bare)]
     assert not {"no_reencoding", "asked_no_time", "asked_time", "asked_sum", "asked_original"} & set(asked)
     assert {"uniform", "asked_max", "asked_sequential", "with_options"} <= set(asked)
@@ -120,7 +120,7 @@ def test_settings_hold_for_as_long_as_they_are_asked(model):
 
 def test_variants_are_trained_by_the_learned_benchmarks_machinery(world, tiny_processor, tmp_path):
     base = tmp_path / "base"
-    load_model("qtsplus-tiny", None, seed=1).save_pretrained(base)
+    make_model("qtsplus-tiny", None, seed=1).save_pretrained(base)
     tiny_processor.save_pretrained(base)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=world))
@@ -130,7 +130,7 @@ def test_variants_are_trained_by_the_learned_benchmarks_machinery(world, tiny_pr
     rows = {row["policy"]: row for row in document["rows"]}
     assert rows["no_time"]["trained"] and not rows["asked_no_time"]["trained"]
     assert rows["no_time"]["axis"] == rows["asked_no_time"]["axis"] == "absolute time"
-    trained = load_model(None, str(tmp_path / "work" / "seed3" / "no_time")).config.qtsplus_config
+    trained = make_model(None, str(tmp_path / "work" / "seed3" / "no_time")).config.qtsplus_config
     assert trained.reencode_rope is False
     assert document["variants"] == {"qtsplus": [], "no_time": ["model.selector.reencode_rope=false"]}
     with pytest.raises(ValueError, match="teaches no budget of the model's own"):

@@ -13,12 +13,12 @@ from benchmarks.world.tinyworld import build_dataset
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import model_inputs
-from qtsplus.training.models import load_model
+from qtsplus.training.models import make_model
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model("qtsplus-tiny", None, seed=0).eval()
+    return make_model("qtsplus-tiny", None, seed=0).eval()
 
 
 @pytest.fixture(scope="module")

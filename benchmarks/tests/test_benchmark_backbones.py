@@ -11,7 +11,7 @@ from benchmarks.speed import memory, speed
 from benchmarks.speed.cost import stage_costs
 from benchmarks.speed.shapes import MODEL_SHAPES, SIDES, build_pair, make_config, make_processor
 from model_checks import assert_one_model, counted_flops
-from qtsplus.results import read_json
+from qtsplus.results import read_result
 
 PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 # The toys' (time, height, width) in tokens.
@@ -38,7 +38,7 @@ def test_both_sides_are_one_model(toy):
 
 
 def test_speed(toy, tmp_path):
-    document = read_json(speed.run_speed(toy.name, tmp_path, dtype="float32", repeats=1, progress=False))
+    document = read_result(speed.run_speed(toy.name, tmp_path, dtype="float32", repeats=1, progress=False))
     tokens = math.prod(GRIDS[toy.variant])
     assert toy.grid == GRIDS[toy.variant]
     assert toy.visual_tokens == document["tokens"]["visual_tokens"] == tokens
@@ -70,7 +70,7 @@ def test_memory(toy, tmp_path, monkeypatch):
         memory, "in_own_process", lambda function, **arguments: {**function(**arguments), "extra_mb": [100.0]}
     )
     sizes = {"tokens": 2000, "heads": 4, "key_value_heads": 2, "head_dim": 16, "question_tokens": 16}
-    document = read_json(
+    document = read_result(
         memory.run_memory(toy.name, tmp_path, dtype="float32", repeats=1, relevance=sizes, progress=False)
     )
     assert document["repeats"]["stock"]["weights_mb"] < document["repeats"]["ours"]["weights_mb"]

@@ -9,7 +9,7 @@ from benchmarks.cli import app
 from benchmarks.learned import policies
 from benchmarks.learned.plan import make_plan
 from benchmarks.world.tinyworld import build_dataset
-from qtsplus.training.models import load_model
+from qtsplus.training.models import make_model
 from qtsplus.training.recipe import load_recipe
 
 TRAINING = """
@@ -38,7 +38,7 @@ def setting(tmp_path_factory, tiny_processor):
         build_dataset(folder / "crowd", split, 2, seconds=(2,), max_objects=20, progress=False, crowd=True)
         build_dataset(folder / "sparse", split, 2, seconds=(3,), max_objects=2, progress=False)
     for seed in (0, 1):
-        load_model("qtsplus-tiny", None, seed=seed).save_pretrained(folder / f"base{seed}")
+        make_model("qtsplus-tiny", None, seed=seed).save_pretrained(folder / f"base{seed}")
         tiny_processor.save_pretrained(folder / f"base{seed}")
     for name, recipe in (("taught", TAUGHT), ("adapted", ADAPTED)):
         (folder / f"{name}.yaml").write_text(recipe.format(folder=folder))

@@ -13,7 +13,7 @@ from benchmarks.teaching.naming import TokenWords
 from benchmarks.world.crowd import record_world
 from benchmarks.world.questions import evidence_tokens
 from benchmarks.world.tinyworld import ask_world, build_dataset
-from qtsplus.training.models import load_config, load_model, load_processor
+from qtsplus.training.models import make_config, make_model, make_processor
 from teaching_examples import make_trainer
 from training_examples import assert_same_training, collate, examples, steps
 
@@ -209,7 +209,7 @@ def test_a_crowd_says_what_its_answers_rest_on_and_a_batch_of_it_trains(tmp_path
         parts = evidence_tokens(found[question], (4, 6, 6))
         assert needles == sorted(int(token) for part in parts for token in part)
 
-    processor = load_processor("qtsplus-tiny", None, load_config("qtsplus-tiny", None))
+    processor = make_processor("qtsplus-tiny", None, make_config("qtsplus-tiny", None))
     dataset = TinyWorldDataset(read_tinyworld(path), processor)
     assert "needles" not in dataset[0]
     dataset.dense = True
@@ -217,7 +217,7 @@ def test_a_crowd_says_what_its_answers_rest_on_and_a_batch_of_it_trains(tmp_path
     labels, needles = batch.pop("labels"), batch.pop("needles")
     for name in ("source_ids", "skipped", "token_words"):
         batch.pop(name)
-    model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
+    model = make_model("qtsplus-tiny", None, {"selection": "all"}).train()
     with watching(model, batch, labels, needles, LAYER) as looks:
         model(**batch, use_cache=False)
     assert [len(look.by_kind["looking"].places) for look in looks] == [

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.speed import memory, peak
 from benchmarks.speed.shapes import MODEL_SHAPES, build
-from qtsplus.results import read_json
+from qtsplus.results import read_result
 
 RELEVANCE = {"tokens": 20_000, "heads": 4, "key_value_heads": 2, "head_dim": 16, "question_tokens": 16}
 
@@ -43,7 +43,7 @@ def test_document(tmp_path, monkeypatch):
         lambda function, **arguments: {**function(**arguments), "extra_mb": [100.0] * arguments["repeats"]},
     )
     file = memory.run_memory("tiny", tmp_path, dtype="float32", repeats=2, relevance=RELEVANCE, progress=False)
-    document = read_json(file)
+    document = read_result(file)
     assert set(document["repeats"]) == {"stock", "ours", "relevance ours", "relevance naive"}
     weights = {side: document["repeats"][side]["weights_mb"] for side in ("stock", "ours")}
     selector = build(MODEL_SHAPES["tiny"], "ours", "cpu", torch.float32).model.qtsplus

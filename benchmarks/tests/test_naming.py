@@ -12,7 +12,7 @@ from benchmarks.teaching.dataset import TinyWorldCollator, TinyWorldDataset, rea
 from benchmarks.world.tinyworld import build_dataset
 from benchmarks.world.token_words import UNNAMED, NamedTokens, read_token_words, write_token_words
 from qtsplus.hub.files import hub_configs
-from qtsplus.training.models import load_config, load_model, load_processor
+from qtsplus.training.models import make_config, make_model, make_processor
 from teaching_examples import make_trainer
 from training_examples import assert_same_training, collate, examples, steps
 
@@ -41,7 +41,7 @@ def words_of(grid: tuple[int, int, int], seed: int = 0) -> naming.TokenWords:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_processor("qtsplus-tiny", None, load_config("qtsplus-tiny", None)).tokenizer
+    return make_processor("qtsplus-tiny", None, make_config("qtsplus-tiny", None)).tokenizer
 
 
 def test_the_loss_is_that_of_every_token_by_itself():
@@ -272,7 +272,7 @@ def test_labels_of_another_grid_and_a_frozen_vision_tower_are_refused(tmp_path):
 
 def test_a_crowd_names_its_tokens_and_a_batch_of_it_trains(tmp_path):
     path = build_dataset(tmp_path, "train", 2, seconds=(2,), multiple_choice=0, crowd=True, progress=False)
-    processor = load_processor("qtsplus-tiny", None, load_config("qtsplus-tiny", None))
+    processor = make_processor("qtsplus-tiny", None, make_config("qtsplus-tiny", None))
     dataset = TinyWorldDataset(read_tinyworld(path)[::8], processor)
     assert "token_words" not in dataset[0]
     dataset.dense = True
@@ -280,7 +280,7 @@ def test_a_crowd_names_its_tokens_and_a_batch_of_it_trains(tmp_path):
     labels, words = batch.pop("labels"), batch.pop("token_words")
     for name in ("source_ids", "skipped", "needles"):
         batch.pop(name)
-    model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
+    model = make_model("qtsplus-tiny", None, {"selection": "all"}).train()
     inputs = naming.with_features(model, batch)
     loss = naming.naming_losses(model, inputs, labels, model(**inputs), words, LAYER).sum()
     loss.backward()

@@ -14,12 +14,12 @@ from benchmarks.world.haystack import write_background, write_needles
 from qtsplus import session
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.labelled import LabelledQuestion, read_questions
-from qtsplus.training.models import load_model
+from qtsplus.training.models import make_model
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model("qtsplus-tiny", None, seed=0).eval()
+    return make_model("qtsplus-tiny", None, seed=0).eval()
 
 
 @pytest.fixture(scope="module")

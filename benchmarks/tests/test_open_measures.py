@@ -16,7 +16,7 @@ from benchmarks.open.measures import (
 )
 from benchmarks.open.run import fewer, nothing_seen
 from benchmarks.world.open_sets import build_open
-from qtsplus.training.models import load_config, load_model, load_processor
+from qtsplus.training.models import make_config, make_model, make_processor
 
 OPEN = "hub_configs/qtsplus-tiny"
 COUNTS = (1, 2, 4)
@@ -60,8 +60,8 @@ def test_the_interval_draws_whole_videos():
 def asked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("open")
     path = build_open(folder, "test", 3, 8, variant="plain")
-    model = load_model(None, OPEN, {}).eval()
-    processor = load_processor(None, OPEN, load_config(None, OPEN, {}))
+    model = make_model(None, OPEN, {}).eval()
+    processor = make_processor(None, OPEN, make_config(None, OPEN, {}))
     return model, OpenTest(model, processor, path)
 
 

@@ -16,7 +16,7 @@ from benchmarks.world.crowd import CROWD_COLOURS
 from benchmarks.world.scene import OBJECT_SHAPES
 from benchmarks.world.tinyworld import build_dataset
 from benchmarks.world.token_words import read_token_words
-from qtsplus.training.models import load_config, load_model, load_processor
+from qtsplus.training.models import make_config, make_model, make_processor
 from qtsplus.training.recipe import load_recipe
 from qtsplus.training.running import build_trainer
 
@@ -41,7 +41,7 @@ def crowd(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def processor():
-    return load_processor("qtsplus-tiny", None, load_config("qtsplus-tiny", None))
+    return make_processor("qtsplus-tiny", None, make_config("qtsplus-tiny", None))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_names_and_the_answers_that_say_them_are_found(crowd, processor, batch):
 
 
 def test_the_shares_are_those_of_eager_attention_with_their_gradients(crowd, processor, batch):
-    model = load_model("qtsplus-tiny", None, {"selection": "all"}).train()
+    model = make_model("qtsplus-tiny", None, {"selection": "all"}).train()
     labels, needles, words = (batch.pop(name) for name in ("labels", "needles", "token_words"))
     for name in ("source_ids", "skipped"):
         batch.pop(name)

@@ -13,7 +13,7 @@ from benchmarks.rehearsal import run, tasks
 from benchmarks.rehearsal.steps import Found, Step
 from benchmarks.rehearsal.stock import SPECIAL_TOKENS, make_tokenizer, read_ranks
 from qtsplus.cli import app as qtsplus_app
-from qtsplus.results import read_json
+from qtsplus.results import read_result
 
 USAGE = {"seconds": 2.0, "processor_seconds": 3.0, "peak_gb": 1.0}
 
@@ -37,7 +37,7 @@ def test_every_step(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_run", take_here)
     result = rehearse(tmp_path)
     assert result.exit_code == 0, result.output
-    document = read_json(tmp_path / "out" / "rehearsal-tiny.json")
+    document = read_result(tmp_path / "out" / "rehearsal-tiny.json")
     assert {"convert", "every token kept", "calibrate", "LoRA", "load again"} <= set(document["steps"])
     assert all(entry["peak_gb"] == 1.0 and entry["checked"] for entry in document["steps"].values())
     assert document["steps"]["ask"]["least_gb"] > 0
@@ -77,7 +77,7 @@ def test_a_process_is_measured(tmp_path, monkeypatch):
     fill = ["timeit", "-n", "1", "-r", "1", "b'x' * 300_000_000"]
     planned(monkeypatch, Step("fill", fill, lambda output, done: Found(output.split()[0])))
     assert rehearse(tmp_path).exit_code == 0
-    entry = read_json(tmp_path / "out" / "rehearsal-tiny.json")["steps"]["fill"]
+    entry = read_result(tmp_path / "out" / "rehearsal-tiny.json")["steps"]["fill"]
     assert entry["checked"] == "1" and entry["seconds"] > 0
     assert entry["peak_gb"] > 0.3
 

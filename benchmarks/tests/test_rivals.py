@@ -11,7 +11,7 @@ from benchmarks.teaching.rivals import Rivals, may_show, name_asked, names_shown
 from benchmarks.world.open_sets import build_open
 from qtsplus.hub.files import hub_configs
 from qtsplus.training.attention import relevance_divergences
-from qtsplus.training.models import load_config, load_model, load_processor
+from qtsplus.training.models import make_config, make_model, make_processor
 from teaching_examples import make_trainer
 from training_examples import collate, steps
 
@@ -57,8 +57,8 @@ def test_a_video_that_may_show_it_is_no_rival(path):
 @pytest.fixture(scope="module")
 def watched(path):
     """A pass over a question about each of six videos."""
-    model = load_model(None, TINY, {}).eval()
-    processor = load_processor(None, TINY, load_config(None, TINY, {}))
+    model = make_model(None, TINY, {}).eval()
+    processor = make_processor(None, TINY, make_config(None, TINY, {}))
     records = {record.video: record for record in read_tinyworld(path) if "ring" in record.question}
     dataset = TinyWorldDataset(list(records.values()), processor)
     dataset.about = True

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.speed import scaling
 from qtsplus import mixin_qtsplus
-from qtsplus.results import read_json
+from qtsplus.results import read_result
 
 SIZES = (300, 1200, 2500)
 
@@ -23,7 +23,7 @@ def here(monkeypatch):
 
 
 def run(folder):
-    return read_json(scaling.run_scaling("tiny", folder, sizes=SIZES, repeats=2, progress=False))
+    return read_result(scaling.run_scaling("tiny", folder, sizes=SIZES, repeats=2, progress=False))
 
 
 def test_every_size_is_counted_and_kept(here, tmp_path):
@@ -42,7 +42,7 @@ def test_attention_is_measured_in_groups(here, tmp_path, monkeypatch):
     """And what it leaves in memory is a number per token."""
     monkeypatch.setattr(scaling, "TINY_GROUP", 200)
     file = scaling.run_scaling("tiny", tmp_path, selection="lm_attention", sizes=SIZES, repeats=2, progress=False)
-    document = read_json(file)
+    document = read_result(file)
     assert mixin_qtsplus.log_attention is attend
     assert file.name == "scaling-lm-attention-tiny.json" and "--selection lm_attention" in document["command"]
     assert here == list(SIZES) and document["settings"]["group"] == 200

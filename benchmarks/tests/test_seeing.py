@@ -11,7 +11,7 @@ from benchmarks.world.open_model import make_open_model
 from benchmarks.world.open_sets import build_open
 from benchmarks.world.scene import CELL
 from qtsplus.hub.files import hub_configs
-from qtsplus.training.models import load_config, load_model, load_processor
+from qtsplus.training.models import make_config, make_model, make_processor
 
 BASE = hub_configs() / "qtsplus-tiny"
 
@@ -24,11 +24,11 @@ def start(tmp_path_factory):
 
 
 def weights(folder):
-    return load_model(None, str(folder), {"selection": "all"}).state_dict()
+    return make_model(None, str(folder), {"selection": "all"}).state_dict()
 
 
 def test_clips_reach_the_tower_as_the_video_processor_gives_them(start):
-    processor = load_processor(None, str(start), load_config(None, str(start)))
+    processor = make_processor(None, str(start), make_config(None, str(start)))
     frames, labels = draw_batch(32, 3)
     by_processor = processor.video_processor(
         videos=[torch.from_numpy(clip).movedim(-1, 1) for clip in frames], do_sample_frames=False, return_tensors="pt"
@@ -57,9 +57,9 @@ def test_only_the_tower_and_the_words_learn_and_a_stopped_run_goes_on(start, tmp
 
 def test_a_base_is_asked_by_kind(start, tmp_path):
     path = build_open(tmp_path, "test", 2, 4)
-    config = load_config(None, str(start), {"selection": "all"})
-    model = load_model(None, str(start), {"selection": "all"}).eval()
-    shares = answer_all(model, load_processor(None, str(start), config), path, batch=5)
+    config = make_config(None, str(start), {"selection": "all"})
+    model = make_model(None, str(start), {"selection": "all"}).eval()
+    shares = answer_all(model, make_processor(None, str(start), config), path, batch=5)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     kinds = {line["kind"] for line in lines}
     assert set(shares) == kinds | {"all", "questions"} and shares["questions"] == len(lines)
@@ -69,8 +69,8 @@ def test_a_base_is_asked_by_kind(start, tmp_path):
 def test_the_taught_base_answers_wherever_things_are(tmp_path):
     """A few videos each; benchmarks/notebook.md has what it answers in sixty."""
     folder = str(BASE)
-    processor = load_processor(None, folder, load_config(None, folder, {"selection": "all"}))
-    model = load_model(None, folder, {"selection": "all"}).eval()
+    processor = make_processor(None, folder, make_config(None, folder, {"selection": "all"}))
+    model = make_model(None, folder, {"selection": "all"}).eval()
     for variant in ("shift5", "portrait"):
         path = build_open(tmp_path / variant, "test", 3, 8, variant=variant)
         assert answer_all(model, processor, path)["all"] > 75

@@ -13,7 +13,7 @@ from benchmarks.speed.clock import StageClock
 from benchmarks.speed.results import SUMMARY
 from benchmarks.speed.shapes import MODEL_SHAPES, SIDES, build_pair, find_shape, make_config
 from model_checks import assert_one_model
-from qtsplus.results import read_json
+from qtsplus.results import read_result
 
 REPEATS = 2
 PNG = b"\x89PNG"
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def document(folder):
-    return read_json(folder / "speed-tiny.json")
+    return read_result(folder / "speed-tiny.json")
 
 
 def test_both_sides_are_one_model(models):
@@ -89,7 +89,7 @@ def test_every_repeat_is_kept_and_the_figures_follow(document):
 def test_attention_selection_stands_beside(tmp_path):
     how = {"selection": "lm_attention", "dtype": "float32", "repeats": 1, "sweep": False, "progress": False}
     file = speed.run_speed("tiny", tmp_path, **how)
-    document = read_json(file)
+    document = read_result(file)
     assert file.name == "speed-lm-attention-tiny.json" and "--selection lm_attention" in document["command"]
     ours = document["repeats"]["ours"][0]
     assert ours["relevance"] == ours["selection"] > 0 and not {"gate", "re-encode"} & set(ours)
@@ -104,7 +104,7 @@ def test_two_passes_stand_beside(tmp_path):
     """8 frames of 4 x 4 tokens for each two: a small video of 4 x 2 x 2, then one window of 16."""
     how = {"two_passes": True, "dtype": "float32", "repeats": 1, "sweep": False, "progress": False}
     file = speed.run_speed("tiny", tmp_path, **how)
-    document = read_json(file)
+    document = read_result(file)
     assert file.name == "speed-two-passes-tiny.json" and "--two-passes" in document["command"]
     assert document["settings"]["two_passes"] == {"scale": 0.5, "tokens": 0.25, "tile": None}
     ours, twice = (document["repeats"][side][0] for side in ("ours", "two_passes"))
@@ -173,7 +173,7 @@ def test_an_interruption_leaves_no_result_and_loses_no_repeat(tmp_path, monkeypa
     assert finished.exit_code == 0, finished.stderr
     assert "first_token_speedup" in finished.stdout
     assert calls == ["tiny-8.mp4"] * 5, "warmed up again, and only the second repeat measured"
-    assert len(read_json(tmp_path / "speed-tiny.json")["repeats"]["ours"]) == 2
+    assert len(read_result(tmp_path / "speed-tiny.json")["repeats"]["ours"]) == 2
 
 
 def test_what_was_measured_without_the_sweep_counts_with_it(tmp_path, monkeypatch):

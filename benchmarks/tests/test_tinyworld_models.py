@@ -11,7 +11,7 @@ from benchmarks.world.clip import write_mp4
 from benchmarks.world.tinyworld import FPS, render, split_world
 from benchmarks.world.tinyworld_models import write_tinyworld_models
 from qtsplus.hub.files import hub_configs
-from qtsplus.training.models import load_model, load_processor
+from qtsplus.training.models import make_model, make_processor
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,8 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["internvl", "llava_onevision"])
 def test_a_second_has_36_tokens(name, written, tmp_path):
-    model = load_model(None, str(written / name))
-    processor = load_processor(None, str(written / name), model.config)
+    model = make_model(None, str(written / name))
+    processor = make_processor(None, str(written / name), model.config)
     write_mp4(tmp_path / "clip.mp4", render(split_world("test", 0, (4,))), FPS)
     content = [{"type": "video", "path": str(tmp_path / "clip.mp4")}, {"type": "text", "text": "What moves?"}]
     inputs = processor.apply_chat_template(

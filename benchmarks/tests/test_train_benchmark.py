@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from benchmarks.cli import app
 from benchmarks.speed import training_step
 from benchmarks.speed.shapes import MODEL_SHAPES, SIDES, build
-from qtsplus.results import read_json
+from qtsplus.results import read_result
 
 CALL = {"device": "cpu", "dtype": "float32", "attention": None, "frames": 4, "retention": 0.25, "repeats": 2}
 
@@ -56,7 +56,7 @@ def test_the_command(here, tmp_path):
     assert result.exit_code == 0, result.output
     assert "train_step_speedup" in result.stdout
     assert {file.name for file in tmp_path.iterdir()} == {"train-tiny.json", "summary.md"}
-    document = read_json(tmp_path / "train-tiny.json")
+    document = read_result(tmp_path / "train-tiny.json")
     seconds = {side: document["repeats"][side]["seconds"][0] for side in SIDES}
     assert document["figures"]["train_step_speedup"] == seconds["stock"] / seconds["ours"]
     assert document["settings"]["frames"] == 4 and document["settings"]["gradient_checkpointing"]

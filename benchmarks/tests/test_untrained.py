@@ -8,14 +8,14 @@ from typer.testing import CliRunner
 from benchmarks.cli import app
 from benchmarks.learned import policies, untrained
 from benchmarks.world.tinyworld import build_dataset
-from qtsplus.training.models import load_model
+from qtsplus.training.models import make_model
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory, tiny_processor):
     folder = tmp_path_factory.mktemp("untrained")
     build_dataset(folder, "test", 2, seconds=(2,), max_objects=20, progress=False, crowd=True)
-    load_model("qtsplus-tiny", None).save_pretrained(folder / "base")
+    make_model("qtsplus-tiny", None).save_pretrained(folder / "base")
     tiny_processor.save_pretrained(folder / "base")
     return folder
 

@@ -29,13 +29,13 @@ from .library import Library
 from .output import printable
 from .session import Answer, VideoSession
 from .storage import film_state, measure
+from .videos import FAILURES
 
 LARGEST_FILM = 10**9  # bytes
 ALL_FILMS = 16 * 10**9  # bytes on disk of the films that visitors dropped
 FILM_AGE = 86400  # seconds, after which one of them goes
 LONGEST_UPLOAD = 3600  # seconds
 VISITS = 64  # whose films are held in memory; of others the film is read again
-FAILURES = (ValueError, torch.OutOfMemoryError)  # of one request, and the page goes on
 _HERE = Path(__file__)
 _STYLE, _SCRIPT = _HERE.with_suffix(".css"), _HERE.with_suffix(".js")
 # By their names alone: a font of Google's would be fetched from there.

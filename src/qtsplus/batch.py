@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
@@ -21,15 +20,15 @@ from rich.progress import track
 
 from . import loading, session
 from .data.formats import Row, iter_rows, media_folder
-from .data.media import UNREADABLE, find_media
+from .data.media import find_media
 from .data.records import Rate, String, Text
 from .output import check_output, whole_file
 from .results import STORED, Journal, Line, Schema
 from .settings import explain, show
+from .videos import FAILURES
 
 # By the numbers of the rows: the fields of an answer, or `error`.
 Results = Iterator[tuple[int, dict[str, Any]]]
-FAILURES = (*UNREADABLE, torch.OutOfMemoryError)  # of one video or question, and the run goes on
 
 
 class Question(BaseModel):

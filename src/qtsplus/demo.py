@@ -15,7 +15,7 @@ from .hub.publish import assemble_folder
 CLIP = Path(__file__).with_name("demo.mp4")  # 8 s of shapes, which training never saw
 
 
-class Question(NamedTuple):
+class Example(NamedTuple):
     """What the demo asks about [`CLIP`], and what is true."""
 
     question: str
@@ -23,12 +23,12 @@ class Question(NamedTuple):
 
 
 QUESTIONS = (
-    Question("What is in the yellow ring?", "ball"),
-    Question("Which colours does the cross take?", "yellow blue orange"),
+    Example("What is in the yellow ring?", "ball"),
+    Example("Which colours does the cross take?", "yellow blue orange"),
 )
 
 
-def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Question, session.Answer]]:
+def run_demo(out: Path, say: Callable[[str], None]) -> list[tuple[Example, session.Answer]]:
     """
     Publishes the tiny model, loads it back, asks two questions about a clip, and draws what it kept.
 

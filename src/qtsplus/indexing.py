@@ -17,9 +17,8 @@ from .known import KnownModel, remember_model
 from .library import INDEX, MADE, Entry, Index, refuse_links
 from .output import check_folder, first_line, printable, require_space, size
 from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, saved_video
-from .videos import EncodedVideo, encode
+from .videos import FAILURES, EncodedVideo, encode
 
-FAILURES = (ValueError, OSError, torch.OutOfMemoryError)  # of one video, and the others are indexed
 _PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.safetensors)\.\d+\.part")  # of one that was killed
 _DTYPES = ("auto", "float16", "bfloat16", "float32")
 

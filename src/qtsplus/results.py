@@ -228,6 +228,6 @@ def write_json(path: Path, document: dict[str, Any] | list[Any]) -> None:
         file.write(json.dumps(document, indent=1) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_result(path: Path) -> dict[str, Any] | None:
     """A result, or `None` where there is none yet."""
     return json.loads(path.read_text()) if path.exists() else None

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from qtsplus.backbones import backbone_of
 from qtsplus.hub.convert import convert
-from qtsplus.training.models import load_model, load_processor
+from qtsplus.training.models import make_model, make_processor
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +88,9 @@ def test_weights_that_the_stock_model_leaves_out_are_left_out(backbone, saved, t
 
 def test_training_starts_from_a_stock_model(backbone, saved, prepare):
     """As a recipe names it: the stock model's weights with a fresh selector, and a processor that fits."""
-    model = load_model(None, str(saved), {"rho_max": 0.25}, dtype="float32")
+    model = make_model(None, str(saved), {"rho_max": 0.25}, dtype="float32")
     assert isinstance(model, backbone.model) and model.config.qtsplus_config.rho_max == 0.25
-    processor = load_processor(None, str(saved), model.config)
+    processor = make_processor(None, str(saved), model.config)
     assert isinstance(processor, type(backbone.processor()))
     assert torch.isfinite(model(**prepare("text")).logits).all()
 

@@ -8,7 +8,7 @@ from qtsplus.data.records import VideoRecord
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import VideoQADataset
-from qtsplus.training.features import encode_videos
+from qtsplus.training.features import encode_files
 from qtsplus.training.freezing import part_of
 
 QUESTION = "What moves?"
@@ -133,7 +133,7 @@ def test_newlines_and_frame_texts_are_no_visual_tokens_to_the_trainer(backbone, 
 
 def test_training_from_features_is_training_from_pixels(model, processor, records, tmp_path):
     options = {"processor_kwargs": {"fps": 2}}
-    features = encode_videos(model, processor, [(str(record.video), None) for record in records], tmp_path, **options)
+    features = encode_files(model, processor, [(str(record.video), None) for record in records], tmp_path, **options)
     collate, batches = VideoQACollator(processor), []
     for given in (None, features):
         dataset = VideoQADataset(records, processor, features=given, **options)

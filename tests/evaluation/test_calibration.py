@@ -18,7 +18,7 @@ from qtsplus.evaluation.labelled import Sighting
 from qtsplus.training.attention import AttentionChoice
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import VideoQADataset
-from qtsplus.training.models import load_model
+from qtsplus.training.models import make_model
 
 NEEDLES = np.array([3, 4, 7])
 LAYERS, HEADS, TOKENS = 4, 4, 20  # two tokens are a tenth
@@ -37,7 +37,7 @@ def questions(records):
 
 @pytest.fixture(scope="module")
 def tiny(tiny_published):
-    return load_model(None, str(tiny_published)).eval()
+    return make_model(None, str(tiny_published)).eval()
 
 
 def planted(finders):
@@ -176,7 +176,7 @@ def test_the_command_prints_a_recipes_lines_and_writes_json(records, tiny_publis
     assert all(0 <= row["tokens"] <= 1 for row in content["measured"])
     config = json.loads((folder / "config.json").read_text())
     assert config == {**before, "qtsplus_config": {**before["qtsplus_config"], **content["qtsplus_config"]}}
-    assert load_model(None, str(folder)).config.qtsplus_config.attention_layer in range(4)
+    assert make_model(None, str(folder)).config.qtsplus_config.attention_layer in range(4)
     assert "selection=lm_attention: " in result.stdout
     for words in ("needle tokens", "all layers: ", "best: ", "relevance_heads: [[0, 3], [2, 1]]"):
         assert words in result.stdout

@@ -8,12 +8,12 @@ from clips import write_records
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import Outcome, exact_match, model_inputs, summarise
-from qtsplus.training.models import load_model
+from qtsplus.training.models import make_model
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model("qtsplus-tiny", None).eval()
+    return make_model("qtsplus-tiny", None).eval()
 
 
 def encode(model, processor, video):

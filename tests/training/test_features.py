@@ -7,7 +7,7 @@ import torch
 
 from clips import render_clip
 from qtsplus.training import features
-from qtsplus.training.models import load_config, load_processor
+from qtsplus.training.models import make_config, make_processor
 from qtsplus.training.recipe import load_recipe
 from qtsplus.training.running import build_trainer, run
 from training_examples import steps
@@ -91,9 +91,9 @@ def test_no_process_encodes_before_all_have_seen_what_is_missing(recipe_file, tm
 
     monkeypatch.setattr(features, "PartialState", Second)
     monkeypatch.setattr(features, "vision_modules", lambda model: {"visual": model.visual})
-    processor = load_processor("qtsplus-tiny", None, load_config("qtsplus-tiny", None))
+    processor = make_processor("qtsplus-tiny", None, make_config("qtsplus-tiny", None))
     videos = [(str(tiny_mp4), None), (str(tmp_path / "other.mp4"), None)]
-    found = features.encode_videos(Model(), processor, videos, tmp_path / "features")
+    found = features.encode_files(Model(), processor, videos, tmp_path / "features")
     assert happened == ["waited", "encoded", "waited"]
     assert [found.file(*video).exists() for video in sorted(videos, key=str)] == [False, True]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from qtsplus.training.models import load_model
+from qtsplus.training.models import make_model
 from tiny import batch, prompt, stock_twin, tiny_model, token_types
 
 
@@ -14,7 +14,7 @@ def test_a_stock_model_in_bfloat16_is_that_model(tmp_path, tied):
     stock_twin(tiny_model(tie_word_embeddings=tied)).bfloat16().save_pretrained(tmp_path)
     stock = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype="bfloat16")
     everything = {"selection": "all", "reencode_layers": 0}
-    loaded = load_model(None, str(tmp_path), everything, "bfloat16").eval()
+    loaded = make_model(None, str(tmp_path), everything, "bfloat16").eval()
     loaded.set_attn_implementation({"vision_config": "sdpa"})
     loaded.model.visual.patch_embed.proj.__class__ = torch.nn.Conv3d  # ours rounds otherwise in bfloat16
     inputs = batch(prompt(videos=[(4, 8, 12)], question=200))
@@ -27,7 +27,7 @@ def test_a_stock_model_in_bfloat16_is_that_model(tmp_path, tied):
 
 def test_a_fresh_selector_is_the_seed_s(tmp_path):
     stock_twin(tiny_model()).save_pretrained(tmp_path)
-    selectors = [load_model(None, str(tmp_path), seed=seed).model.qtsplus.state_dict() for seed in (0, 0, 1)]
+    selectors = [make_model(None, str(tmp_path), seed=seed).model.qtsplus.state_dict() for seed in (0, 0, 1)]
     name = "scoring_layers.0.q_proj.weight"
     assert torch.equal(selectors[0][name], selectors[1][name])
     assert not torch.equal(selectors[0][name], selectors[2][name])

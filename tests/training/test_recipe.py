@@ -12,7 +12,7 @@ from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
 from qtsplus.hub.card import card_data
 from qtsplus.hub.files import variants
-from qtsplus.training.models import load_config, load_model
+from qtsplus.training.models import make_config, make_model
 from qtsplus.training.plan import make_plan
 from qtsplus.training.recipe import load_recipe, load_stages
 from qtsplus.training.running import last_checkpoint, run
@@ -58,7 +58,7 @@ def on_cpu(*overrides):
 def test_the_papers_recipe_holds_its_table(name, column):
     (recipe,) = load_stages(RECIPES / "paper.yaml", on_cpu(f"model.variant={name}"))
     training = recipe.training
-    selector = load_config(recipe.model.variant, None, recipe.model.selector).qtsplus_config.to_dict()
+    selector = make_config(recipe.model.variant, None, recipe.model.selector).qtsplus_config.to_dict()
     found = {
         **selector,
         "reencode": selector["reencode_layers"] > 0,
@@ -99,7 +99,7 @@ def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeyp
     assert answers.training.freeze_scores and not answers.training.relevance_weight
     assert str(answers.output_dir) == f"runs/{name}"
     for stage in (relevance, answers):
-        selector = load_config(name, None, stage.model.selector).qtsplus_config
+        selector = make_config(name, None, stage.model.selector).qtsplus_config
         assert (selector.gate, selector.reduction, selector.query_states) == ("detached", "mean", "layer")
     plan = make_plan(replace(relevance, model=replace(relevance.model, weights=None))).lines
     assert "trainable parameters" in plan[0] and "of memory" in plan[1] and "of disk" in plan[3]
@@ -190,9 +190,9 @@ def test_weights_that_cannot_be_used_are_refused(tiny_published, tmp_path):
         if stored is not None:
             (tmp_path / name / "model.safetensors").write_bytes(stored)
         with pytest.raises(ValueError, match=message):
-            load_model("qtsplus-tiny", str(tmp_path / name))
+            make_model("qtsplus-tiny", str(tmp_path / name))
     with pytest.raises(ValueError, match="There is no folder"):
-        load_model("qtsplus-tiny", str(tmp_path / "nowhere"))
+        make_model("qtsplus-tiny", str(tmp_path / "nowhere"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .console import fail, note, one_line_errors
-from .models import check_model_options, load_model, open_library
+from .models import check_model_options, load_named, open_library
 from .options import AllowHost, Device, Dtype, Model, Revision, WeightType
 
 
@@ -38,7 +38,7 @@ def app(
 
         loading = model, revision, device, dtype.value
         shelf = None if library is None else open_library(library, *loading)
-        loaded = load_model(*loading) if shelf is None else (shelf.model, shelf.processor)
+        loaded = load_named(*loading) if shelf is None else (shelf.model, shelf.processor)
         try:
             launch(*loaded, shelf, media_root, host=host, port=port, allow_hosts=allow_host or (), say=note)
         except OSError as error:

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..output import printable
 from . import options
 from .console import check_text, console, fail, note, notes, one_line_errors, wrote
-from .models import check_model_options, load_model, open_library
+from .models import check_model_options, load_named, open_library
 
 if TYPE_CHECKING:
     from ..session import Answer
@@ -83,7 +83,7 @@ class Talk:
         if self.is_library:
             self.about: Any = open_library(Path(video), *loading)
         else:
-            self.about = session.VideoSession(*load_model(*loading))
+            self.about = session.VideoSession(*load_named(*loading))
         self.reading = {"fps": fps, "two_passes": session.TwoPasses() if two_passes else None}
         self.places: dict[str, str] = {}  # of the videos, as they were named here
         self.warnings: set[str] = set()  # that were said when they were added

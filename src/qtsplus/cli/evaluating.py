@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from .console import console, fail, note, one_line_errors, require_fraction
-from .models import check_model_options, load_model
+from .models import check_model_options, load_named
 from .options import AsJson, Device, MediaRoot, Model, Retention, Revision, Selection
 
 
@@ -44,7 +44,7 @@ def evaluate(
         if not questions:
             fail(f"{records} holds no question about a video")
         require_rates(questions)
-        loaded = load_model(model, revision, device)
+        loaded = load_named(model, revision, device)
         summary = summarise(
             exact_match(*loaded, questions, retention=retention, selection=selection, progress=not as_json)
         )

@@ -12,7 +12,7 @@ from ..output import printable
 from .asking import place
 from .console import check_text, console, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
-from .models import check_model_options, load_model, open_library
+from .models import check_model_options, load_named, open_library
 from .options import AsJson, Device, Dtype, Fps, Model, Question, Revision
 
 
@@ -39,7 +39,7 @@ def index(
     with one_line_errors(), resumable():
         from .. import indexing
 
-        loaded, processor = load_model(model, revision, device)
+        loaded, processor = load_named(model, revision, device)
         made: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "max_frames": max_frames}
         options: dict[str, Any] = {"dtype": dtype.value, "prune": prune, "say": note}
         made_index = indexing.index(folder, out, loaded, processor, **made, **options)

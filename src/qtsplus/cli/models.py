@@ -13,7 +13,7 @@ def check_model_options(model: str | None, revision: str | None) -> None:
         fail("--revision is about a repository on the Hub; name one with --model ORG/NAME")
 
 
-def load_model(model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> tuple[Any, Any]:
+def load_named(model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> tuple[Any, Any]:
     """The model and its processor; the bundled ones without a name. Raises as `loading.load`."""
     from .. import loading
 
@@ -28,7 +28,7 @@ def open_library(folder: Path, model: str | None, revision: str | None, device: 
 
     if model is None:
         model, revision = Index(folder).model
-    library = Library(folder, *load_model(model, revision, device, dtype))
+    library = Library(folder, *load_named(model, revision, device, dtype))
     if library.missing:
         note(f"{len(library.missing)} videos of the library are not encoded yet: run `qtsplus index` again.")
     return library

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from .console import fail, note, one_line_errors
-from .models import check_model_options, load_model
+from .models import check_model_options, load_named
 from .options import MaxVisualTokens, Retention, Revision
 
 HOST = r"(?:[A-Za-z0-9._-]+|\[[\da-fA-F:.]+\])"
@@ -92,7 +92,7 @@ def serve(
         from ..door import Door
         from ..serving import build_app, run
 
-        loaded, processor = load_model(model, revision, None)
+        loaded, processor = load_named(model, revision, None)
         hosts = ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *(allow_host or [])]
         app = build_app(name, loaded, processor, Door(allow_media_root, domains), budget, api_key, hosts)
         note(f"Serving {name} at http://{host}:{port}/v1")

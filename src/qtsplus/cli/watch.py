@@ -14,7 +14,7 @@ import typer
 from ..output import printable
 from .asking import place
 from .console import check_text, console, fail, note, one_line_errors
-from .models import check_model_options, load_model
+from .models import check_model_options, load_named
 from .options import AsJson, Device, MaxNewTokens, Model, Question, Revision
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def watch(
     with one_line_errors():
         from .. import watching
 
-        loaded, processor = load_model(model, revision, device)
+        loaded, processor = load_named(model, revision, device)
         if when_seen is not None and not loaded.config.qtsplus_config.null_token:
             fail("--when-seen needs a model with a null token, which says how sure it is; use --on-change")
         options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "fps": fps, "timeout": timeout}

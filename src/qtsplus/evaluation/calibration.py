@@ -23,7 +23,7 @@ from ..selector_qtsplus import kept_count
 from ..training.attention import EVERYTHING, AttentionChoice, evaluating, noting_attention
 from ..training.collator import VideoQACollator
 from ..training.dataset import SkippedRecord, VideoQADataset
-from ..training.features import encode_videos
+from ..training.features import encode_files
 from .labelled import LabelledQuestion, read_questions, sighting_tokens
 
 SHARE = 0.1  # of the visual tokens that a layer or a head may keep
@@ -131,7 +131,7 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
     """
     with tempfile.TemporaryDirectory() as folder:
         named = list(dict.fromkeys((str(one.record.video), one.record.fps) for one in questions))
-        features = encode_videos(model, processor, named, folder)
+        features = encode_files(model, processor, named, folder)
         unreadable = list(dict.fromkeys(video for video, fps in named if not features.file(video, fps).exists()))
         left_out = f" Left out, for they cannot be read: {', '.join(unreadable)}." if unreadable else ""
         videos = [video for video in dict.fromkeys(video for video, _ in named) if video not in unreadable]

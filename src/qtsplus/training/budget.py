@@ -40,7 +40,7 @@ class RunningMeans:
         return {name: total / weight for name, (total, weight) in zip(self.names, totals, strict=True) if weight > 0}
 
 
-class Budget:
+class RhoControl:
     """
     The penalties on rho, the running mean of rho and the dual variable; see [`QTSplusTrainer`].
 
@@ -69,7 +69,7 @@ class Budget:
         return {"alpha": self.alpha}
 
     def set_price(self, state: Mapping[str, Any]) -> None:
-        """As [`Budget.price`] gave it."""
+        """As [`RhoControl.price`] gave it."""
         for name in self.price():
             setattr(self if name == "alpha" else self.selector.config, name, state[name])
 

@@ -81,7 +81,7 @@ class VideoQADataset(Dataset):
         model_max_length: most text tokens of an example, prompt and answer; placeholders of visual tokens do not count,
             since most of them never reach the language model. What is longer is cut at its end.
         processor_kwargs: for every call of the processor, such as `{"fps": 1, "max_frames": 64}`.
-        features: of the videos, see [`encode_videos`]; they take the place of the pixels.
+        features: of the videos, see [`encode_files`]; they take the place of the pixels.
 
     Raises:
         ValueError: a folder of frames whose rate neither its record nor `processor_kwargs` gives.

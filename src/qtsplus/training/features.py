@@ -70,7 +70,7 @@ class AttentionTargets:
         return load_file(path)["attention"] if path.exists() else None
 
 
-def encode_videos(
+def encode_files(
     model: Any,
     processor: Any,
     videos: Sequence[tuple[str, float | None]],
@@ -144,13 +144,13 @@ def features_of(
     processor_kwargs: Mapping[str, Any] | None = None,
     autocast_dtype: torch.dtype | None = None,
 ) -> VideoFeatures:
-    """Where in `folder` the features of a model's vision tower are kept; see [`encode_videos`]."""
+    """Where in `folder` the features of a model's vision tower are kept; see [`encode_files`]."""
     reading = {name: value for name, value in processor.video_processor.to_dict().items() if name not in _CLASSES}
     settings = [reading, dict(processor_kwargs or {}), str(autocast_dtype)]
-    return VideoFeatures(Path(folder) / fingerprint(vision_modules(model), settings))
+    return VideoFeatures(Path(folder) / digest_of(vision_modules(model), settings))
 
 
-def fingerprint(modules: Mapping[str, Any], settings: Any) -> str:
+def digest_of(modules: Mapping[str, Any], settings: Any) -> str:
     """Of the weights of some modules, by name, and of settings that JSON can hold."""
     digest = hashlib.sha256()
     weights = {

@@ -22,7 +22,7 @@ from ..output import first_line
 from ..settings import check_types
 
 
-def load_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None) -> Any:
+def make_config(variant: str | None, weights: str | None, selector: Mapping[str, Any] | None = None) -> Any:
     """
     The configuration of a variant, a folder of `hub_configs`; without one that of weights, a folder or Hub id.
 
@@ -62,7 +62,7 @@ def _read_config(variant: str | None, weights: str | None) -> Any:
     return backbone.config(**AutoConfig.from_pretrained(weights).to_dict())
 
 
-def load_model(
+def make_model(
     variant: str | None,
     weights: str | None,
     selector: Mapping[str, Any] | None = None,
@@ -72,14 +72,14 @@ def load_model(
 ) -> Any:
     """
     Args:
-        variant, weights, selector: as for [`load_config`]. Without weights they are random.
+        variant, weights, selector: as for [`make_config`]. Without weights they are random.
         dtype, attn_implementation: as for `from_pretrained`.
         seed: of random weights, a fresh selector's too. The global random state is left as it was.
 
     Raises:
-        ValueError: as for [`load_config`]; weights that are not there, cut off, or do not fit the configuration.
+        ValueError: as for [`make_config`]; weights that are not there, cut off, or do not fit the configuration.
     """
-    config = load_config(variant, weights, selector)
+    config = make_config(variant, weights, selector)
     if weights is not None:
         check_weights(weights, config.model_type)
     loading: dict[str, Any] = {"dtype": getattr(torch, dtype)}
@@ -120,8 +120,8 @@ def load_teacher(weights: str, device: str | None = None, dtype: str = "auto") -
     where = find_device(device)
     automatic = "bfloat16" if where.startswith("cuda") else "float32"
     selector = {} if model_type(weights).endswith(OURS) else {"reencode_layers": 0}
-    model = load_model(None, weights, selector, automatic if dtype == "auto" else dtype)
-    return model.to(where).eval(), load_processor(None, weights, model.config)
+    model = make_model(None, weights, selector, automatic if dtype == "auto" else dtype)
+    return model.to(where).eval(), make_processor(None, weights, model.config)
 
 
 def check_weights(weights: str, expected: str) -> None:
@@ -137,7 +137,7 @@ def check_weights(weights: str, expected: str) -> None:
         read_checkpoint(Path(weights))  # raises what is cut off; the files of a Hub repository are checked on their way
 
 
-def load_processor(variant: str | None, weights: str | None, config: Any) -> Any:
+def make_processor(variant: str | None, weights: str | None, config: Any) -> Any:
     """The processor of the weights, or of a variant that carries one."""
     if weights is not None:
         return processor_of(weights, config)

@@ -14,7 +14,7 @@ from .arguments import QTSplusTrainingArguments
 from .attention import check_relevance
 from .freezing import PARTS, count_parameters, freeze, part_of
 from .lora import add_lora, lora_config
-from .models import load_config
+from .models import make_config
 from .recipe import Recipe
 
 FLOPS = 400e12  # a second, which an H100 reaches in bfloat16
@@ -39,7 +39,7 @@ def make_plan(recipe: Recipe) -> Plan:
         ValueError: weights that are not there, or settings that do not fit the model.
     """
     args, training, data = recipe.model, recipe.training, recipe.data
-    config = load_config(args.variant, args.weights, args.selector)
+    config = make_config(args.variant, args.weights, args.selector)
     model = _on_meta(recipe, config)
     counts, width = count_parameters(model), _BYTES[args.dtype]
     saved = width * (counts.total - counts.trainable) + 4 * counts.trainable

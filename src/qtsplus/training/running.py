@@ -20,9 +20,9 @@ from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice
 from .collator import VideoQACollator
 from .dataset import VideoQADataset, check_processor_kwargs
-from .features import AttentionTargets, VideoFeatures, encode_videos
+from .features import AttentionTargets, VideoFeatures, encode_files
 from .freezing import vision_modules
-from .models import check_weights, load_config, load_model, load_processor
+from .models import check_weights, make_config, make_model, make_processor
 from .plan import make_plan
 from .recipe import Recipe
 from .sharding import check_checkpoint
@@ -128,10 +128,10 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     )
     if not train:
         raise ValueError(f"{recipe.path}: data.train_files hold no record.")
-    config = load_config(args.variant, args.weights, args.selector)
+    config = make_config(args.variant, args.weights, args.selector)
     if args.weights is not None:
         check_weights(args.weights, config.model_type)
-    processor = load_processor(args.variant, args.weights, config)
+    processor = make_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
 
     def dataset(records: list[VideoRecord], features: VideoFeatures | None = None) -> VideoQADataset:
@@ -139,7 +139,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
 
     dataset(train).require_videos(training.max_skipped)
     loading = args.dtype, args.attn_implementation, training.seed
-    model = load_model(args.variant, args.weights, args.selector, *loading)
+    model = make_model(args.variant, args.weights, args.selector, *loading)
     relevance_teacher = _load_relevance_teacher(recipe, model, processor)
     features = None if data.features is None else _encode(recipe, model, processor, train + evaluation)
     train_dataset = dataset(train, features)
@@ -176,14 +176,14 @@ def _load_relevance_teacher(recipe: Recipe, model: Any, processor: Any) -> Any:
     if args.relevance_teacher in (None, "lm_attention") or not training.relevance_weight:
         return None
     weights, same = args.relevance_teacher, {"select_images": model.config.qtsplus_config.select_images}
-    config = load_config(None, weights, same)
+    config = make_config(None, weights, same)
     require_same_tokens(config, model.config)
-    if load_processor(None, weights, config).tokenizer.get_vocab() != processor.tokenizer.get_vocab():
+    if make_processor(None, weights, config).tokenizer.get_vocab() != processor.tokenizer.get_vocab():
         raise ValueError(
             f"model.relevance_teacher is {weights}, whose tokenizer has other tokens than the model's; expected a "
             "teacher with the same tokenizer."
         )
-    return load_model(None, weights, same, args.dtype, args.attn_implementation)
+    return make_model(None, weights, same, args.dtype, args.attn_implementation)
 
 
 def _note(
@@ -207,7 +207,7 @@ def _encode(recipe: Recipe, model: Any, processor: Any, records: list[VideoRecor
         raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
     for module in vision_modules(model).values():
         module.to(training.device)
-    return encode_videos(
+    return encode_files(
         model,
         processor,
         [(record.video, record.fps) for record in records if record.video is not None],

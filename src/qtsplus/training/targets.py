@@ -14,7 +14,7 @@ from rich.progress import track
 from .attention import EVERY_LAYER, AttentionChoice, answer_attention
 from .collator import VideoQACollator
 from .dataset import SkippedRecord, VideoQADataset
-from .features import AttentionTargets, fingerprint, write_tensors
+from .features import AttentionTargets, digest_of, write_tensors
 
 
 def note_targets(
@@ -32,7 +32,7 @@ def note_targets(
     Args:
         model: the teacher, used where it is.
         dataset: with the teacher's features, whose identity is the videos'.
-        folder, autocast_dtype: as for [`encode_videos`].
+        folder, autocast_dtype: as for [`encode_files`].
     """
     assert dataset.features is not None
     selector = model.config.qtsplus_config
@@ -46,7 +46,7 @@ def note_targets(
     ]
     if choice.grouped:
         settings += [getattr(selector, f"attention_{name}") for name in ("layer", "heads", "group")]
-    name = fingerprint({"language_model": model.model.language_model}, settings)
+    name = digest_of({"language_model": model.model.language_model}, settings)
     targets = AttentionTargets(Path(folder) / f"attention-{name}", dataset.features)
     targets.folder.mkdir(parents=True, exist_ok=True)
     dataset.targets = targets

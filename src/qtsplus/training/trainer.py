@@ -21,7 +21,7 @@ from ..methods_qtsplus import DOUBLINGS
 from ..results import write_json
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
-from .budget import Budget, RunningMeans, loss_differences, most_tokens
+from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
 from .collator import VideoQACollator
 from .dataset import IGNORED, SAID, SkippedRecord, VideoQADataset, check_skipped
 from .freezing import freeze, parameter_groups
@@ -143,7 +143,7 @@ class QTSplusTrainer(Trainer):
         self.running = {training: RunningMeans(logged, self.args.device) for training in (True, False)}
         self._counts: torch.Tensor | None = None
         self._retention: float | None = None
-        self.budget = Budget(self.selector, self.args, self.running)
+        self.budget = RhoControl(self.selector, self.args, self.running)
         self.add_callback(_StepCallback(self))
 
     def _check_whole_layers(self, grouped: bool) -> None:

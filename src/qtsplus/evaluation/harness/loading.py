@@ -79,6 +79,6 @@ def load(pretrained: str, revision: str | None, device: str, dtype: str, options
     if revision is not None:
         raise ValueError(f"{pretrained!r} is a stock model: download the revision, and name its folder.")
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
-    model = models.load_model(None, pretrained, {"reencode_layers": 0}, str(stored) if dtype == "auto" else dtype)
-    processor = models.load_processor(None, pretrained, model.config)
+    model = models.make_model(None, pretrained, {"reencode_layers": 0}, str(stored) if dtype == "auto" else dtype)
+    processor = models.make_processor(None, pretrained, model.config)
     return model.to(device).eval(), processor, replace(options, selection=options.selection or "all")
