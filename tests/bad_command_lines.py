@@ -136,6 +136,7 @@ def app_lines() -> list[list[str]]:
     return [
         *with_model("app", names=("{stock}", *FEW_MODELS)),
         *each_value(app, "--port", ("65536", *NO_COUNTS)),
+        *each_value(app, "--allow-host", ("", "http://a.org", "a.org:80")),
         *each_value(app, "--library", ("", "{missing}", "{empty_folder}", "{video}", "\x00")),
         *each_value([*app, "--library", "{empty_folder}"], "--media-root", ("{missing}", "{video}", "\x00")),
         *([*app, *more] for more in (["--media-root", "{frames}"], ["--revision", "main"], ["extra"])),

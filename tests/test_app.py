@@ -170,6 +170,9 @@ def test_a_corrupt_film_and_an_empty_question_are_told_and_the_page_stays(visit,
     anna.sees(".note", "Drop a film first.")
     anna.drop(tmp_path / "<b>broken.mp4")
     anna.sees(".note", "Cannot decode")
+    (tmp_path / "list.mp4").write_text(f"ffconcat version 1.0\nfile {CLIP}\n")
+    anna.drop(tmp_path / "list.mp4")
+    anna.sees(".note", "list.mp4")
     anna.drop(CLIP)
     anna.sees(".small", "288 visual tokens")
     anna.ask(" ")
@@ -200,6 +203,7 @@ def test_two_people_at_once_do_not_mix(visit, address, tiny_mp4):
 def test_no_file_beside_the_films_and_no_address_is_read_for_a_visitor(visit, address, place):
     anna = visit(address)
     assert anna.page.request.get(f"{address}gradio_api/file={place}").status == 403
+    assert anna.page.request.get(f"{address}monitoring/summary").status == 403
 
 
 @pytest.fixture

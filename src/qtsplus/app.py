@@ -24,11 +24,11 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from .data.media import UNREADABLE, VIDEO_SUFFIXES
-from .decoding_qtsplus import open_video
 from .library import Library
 from .output import printable
 from .session import Answer, VideoSession
 from .storage import film_state, measure
+from .video_qtsplus import open_video
 from .videos import FAILURES
 
 LARGEST_FILM = 10**9  # bytes
@@ -170,8 +170,7 @@ class Films:
     """The films of a library that lie in a folder; their addresses do not say where, and lead to what was indexed."""
 
     def __init__(self, library: Any, media_root: Path | None, say: Callable[[str], object]) -> None:
-        root = os.path.realpath(media_root or "")
-        absent: list[str] = []
+        root, absent = os.path.realpath(media_root or ""), []
         self.addresses: dict[str, str] = {}  # by the name that is shown
         self._files: dict[str, tuple[str, str]] = {}  # by token a path, and the digest of what was indexed
         for name in library.names if library and media_root else ():
@@ -219,7 +218,7 @@ class Gate:
             return await self.app(scope, receive, send)
         most = _MOST.get(what, -1)
         length = int(dict(scope["headers"]).get(b"content-length", most + 1))
-        if length > most or self.coming + length > ALL_FILMS:
+        if not 0 <= length <= most or self.coming + length > ALL_FILMS:
             return await PlainTextResponse("This is too large, or too much at once.", 413)(scope, receive, send)
         self.coming += length
         try:
@@ -283,7 +282,7 @@ def build(model: Any, processor: Any, library: Library | None, films: Films, hos
     options = {"max_file_size": LARGEST_FILM, "theme": _THEME, "css": _STYLE.read_text("utf-8"), "footer_links": []}
     options |= {"run_history": False, "state_session_capacity": VISITS, "ssr_mode": False, "quiet": True}
     options |= {"app_kwargs": {"routes": [Route("/films/{token}", films.play)], "middleware": [gate]}}
-    return blocks.queue(api_open=False), {**options, "prevent_thread_lock": True}
+    return blocks.queue(api_open=False), {**options, "enable_monitoring": False, "prevent_thread_lock": True}
 
 
 async def _refuse(host: str) -> str:

@@ -9,6 +9,8 @@ import typer
 
 from .console import fail, require_fraction
 
+HOST = r"(?:[A-Za-z0-9._-]+|\[[\da-fA-F:.]+\])"
+
 
 class Dtype(str, Enum):
     auto = "auto"
@@ -29,10 +31,8 @@ def _check_rate(fps: float | None) -> float | None:
 
 
 def _check_hosts(hosts: list[str] | None) -> list[str] | None:
-    if wrong := [
-        host for host in hosts or [] if not re.fullmatch(r"\*|(\*\.)?[a-z0-9._-]+|\[[a-f0-9:.]+\]", host, re.I)
-    ]:
-        fail(f"--allow-host is {wrong[0]!r}; expected the name of a host without a port, such as videos.example.org")
+    if wrong := [host for host in hosts or [] if not re.fullmatch(HOST, host)]:
+        fail(f"--allow-host is {wrong[0]!r}; expected the name of a host without a port, such as ask.example.org")
     return hosts
 
 
@@ -67,7 +67,8 @@ Fps = Annotated[
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")]
 WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]
 AllowHost = Annotated[
-    list[str] | None, typer.Option(callback=_check_hosts, help="A name by which others reach this. May be repeated.")
+    list[str] | None,
+    typer.Option(callback=_check_hosts, help="A name by which others reach this, such as a proxy's. May be repeated."),
 ]
 Device = Annotated[
     str | None, typer.Option(help="Where to run, such as cuda or cpu. Without it, a GPU if there is one.")

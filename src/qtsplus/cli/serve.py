@@ -13,9 +13,8 @@ import typer
 
 from .console import fail, note, one_line_errors
 from .models import check_model_options, load_named
-from .options import MaxVisualTokens, Retention, Revision
+from .options import HOST, AllowHost, MaxVisualTokens, Retention, Revision
 
-HOST = r"(?:[A-Za-z0-9._-]+|\[[\da-fA-F:.]+\])"
 ROOM = "qtsplus.vllm.budget"
 FRAMES = {"fps": 2, "num_frames": 768}  # of a video at most, as `qtsplus ask` takes them; vLLM would take 32
 
@@ -39,10 +38,7 @@ def serve(
     allow_media_domain: Annotated[
         list[str] | None, typer.Option(help="A host whose videos requests may name. May be repeated; none without it.")
     ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(help="A name by which requests may call this server, such as a proxy's. May be repeated."),
-    ] = None,
+    allow_host: AllowHost = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="QTSPLUS_API_KEY", help="What requests have to bring as their API key.")
     ] = None,
@@ -61,8 +57,6 @@ def serve(
     domains = [domain.lower() for domain in allow_media_domain or []]
     if wrong := [domain for domain in domains if not re.fullmatch(rf"{HOST}(:\d{{1,5}})?", domain)]:
         fail(f"--allow-media-domain is {wrong[0]!r}; expected a host, such as videos.example.org or a.org:8443")
-    if wrong := [one for one in allow_host or [] if not re.fullmatch(HOST, one)]:
-        fail(f"--allow-host is {wrong[0]!r}; expected the name of a host without a port, such as ask.example.org")
     budget = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     budget = {name: value for name, value in budget.items() if value is not None}
     name = os.path.basename(os.path.abspath(model))
