@@ -10,13 +10,17 @@ def test_answers_of_all_processes_are_found_by_the_next(tmp_path):
     asked, generation = {"video": "1.mp4", "prompt": "What?"}, {"max_new_tokens": 16}
     key = AnswerLog(None, 0, {"retention": 0.1}).key("task", 1, asked, generation)
     for rank in range(2):
-        AnswerLog(tmp_path, rank, {}).add({f"{rank}": Answered(f"answer {rank}")})
+        AnswerLog(tmp_path, rank, {}).add({f"{rank}": Answered(text=f"answer {rank}")})
     with (tmp_path / "answers-0.jsonl").open("a") as file:
         file.write('{"key": "cut')
     log = AnswerLog(tmp_path, 0, {})
-    log.add({key: Answered("yes", kept_visual_tokens=3), "failed": Answered("", failed="no video")})
+    log.add({key: Answered(text="yes", kept_visual_tokens=3), "failed": Answered(text="", failed="no video")})
     assert log.found["failed"].failed == "no video"
-    expected = {"0": Answered("answer 0"), "1": Answered("answer 1"), key: Answered("yes", kept_visual_tokens=3)}
+    expected = {
+        "0": Answered(text="answer 0"),
+        "1": Answered(text="answer 1"),
+        key: Answered(text="yes", kept_visual_tokens=3),
+    }
     assert AnswerLog(tmp_path, 5, {}).found == expected, "what failed is tried again"
     (tmp_path / "answers-7.jsonl").write_text('{"key": "0", "text": "of another program"}\n')
     with pytest.raises(ValueError, match="choose another folder"):

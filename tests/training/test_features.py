@@ -135,3 +135,19 @@ def test_a_teacher_that_trains_reads_every_time(recipe_file, tmp_path, monkeypat
         trainer = build_trainer(load_recipe(recipe_file, [*settings, *own]))
         trainer.train()
         assert any("loss_relevance" in line for line in steps(trainer))
+
+
+def test_damaged_features_are_one_line_and_train_nothing(tmp_path):
+    path, whole = tmp_path / "features.safetensors", {"attention": torch.ones(3)}
+    ranks = {"attention": 1}
+    assert features.read_tensors(path, ranks) is None
+    features.write_tensors(path, whole)
+    assert torch.equal(features.read_tensors(path, ranks)["attention"], whole["attention"])
+    shape, nan = torch.ones(3, 1), torch.tensor([torch.nan])
+    for damaged in ({"attention": shape}, {"attention": nan}, {"other": torch.ones(3)}):
+        features.write_tensors(path, damaged)
+        with pytest.raises(ValueError, match=f"{path} is damaged: remove it"):
+            features.read_tensors(path, ranks)
+    path.write_bytes(b"no features")
+    with pytest.raises(ValueError, match=f"{path} is damaged: remove it"):
+        features.read_tensors(path, ranks)

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import with_config
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
+from typing_extensions import TypedDict
 
 from ..output import check_folder, whole_file
-from ..results import Journal, write_json
+from ..results import STORED, Journal, Line, Schema, write_json
 
 JOURNAL = "journal.jsonl"
 COSTS = ("requests", "prompt_tokens", "completion_tokens")
@@ -62,8 +64,21 @@ class Result:
 
 
 Step = Callable[[Item, Ledger], Awaitable[Result]]
-# An item as the journal has it once it was tried: id, failed, kept, dropped, reasons, costs.
-Entry = dict[str, Any]
+
+
+@with_config(STORED)
+class Entry(TypedDict):
+    """An item as the journal has it once it was tried."""
+
+    id: str
+    failed: bool
+    kept: list[dict[str, Any]]
+    dropped: list[dict[str, Any]]
+    costs: dict[str, int]
+    reasons: list[str]
+
+
+_SCHEMA = Schema(line=Line[int, Entry])
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,7 @@ def run(job: Job, out: Path, *, concurrency: int = 64, limit: int | None = None)
     settings = {"step": job.name, "input": digest, "items": items, **job.settings}
     total = items if limit is None else min(items, limit)
     with _working_in(folder):
-        journal = Journal(folder / JOURNAL, settings, begin_anew=False)
+        journal = Journal(folder / JOURNAL, settings, _SCHEMA, begin_anew=False)
         finished = {position for position, entry in _entries(journal) if not entry["failed"]}
         records = enumerate(itertools.islice(job.read(), total))
         unfinished = (
@@ -157,8 +172,8 @@ def _write_failed(path: Path, journal: Journal) -> list[str]:
 
 def _entries(journal: Journal) -> Iterator[tuple[int, Entry]]:
     """All items that were tried by position, one at a time."""
-    for position in sorted(journal.done, key=int):
-        yield int(position), journal.done[position]
+    for position in sorted(journal.done):
+        yield position, journal.done[position]
 
 
 def _measure(records: Iterable[Any]) -> tuple[int, str]:

@@ -12,6 +12,7 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 from rich.progress import track
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.utils.data import DataLoader, Dataset
 from transformers.utils import logging
@@ -46,8 +47,7 @@ class VideoFeatures:
 
     def load(self, video: str, fps: float | None = None) -> dict[str, torch.Tensor] | None:
         """A video's features; `None` where it could not be read."""
-        path = self.file(video, fps)
-        return load_file(path) if path.exists() else None
+        return read_tensors(self.file(video, fps), {"video_features": 2, "video_grid_thw": 2, "second_per_grid_ts": 1})
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class AttentionTargets:
 
     def load(self, record: VideoRecord, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
         """A target; `None` where there is none yet."""
-        path = self.file(record, input_ids, labels)
-        return load_file(path)["attention"] if path.exists() else None
+        tensors = read_tensors(self.file(record, input_ids, labels), {"attention": 1})
+        return None if tensors is None else tensors["attention"]
 
 
 def encode_files(
@@ -161,6 +161,22 @@ def digest_of(modules: Mapping[str, Any], settings: Any) -> str:
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
+
+
+def read_tensors(path: Path, ranks: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
+    """What [`write_tensors`] wrote, of these ranks by name; `None` where there is no file, a `ValueError` for damage."""
+    if not path.exists():
+        return None
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: remove it, and it is made again ({error}).") from error
+    if ranks != {name: tensor.ndim for name, tensor in tensors.items()}:
+        raise ValueError(f"{path} is damaged: remove it, and it is made again (it holds {', '.join(tensors)}).")
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path} is damaged: remove it, and it is made again ({name} holds NaN or infinity).")
+    return tensors
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

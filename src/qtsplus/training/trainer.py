@@ -1,6 +1,5 @@
 """The Trainer of Transformers with the paper's objective, its diagnostics and its dual variable."""
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
 from peft import PeftModel
+from pydantic import with_config
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
+from typing_extensions import NotRequired, TypedDict
 
 from ..data.records import SOURCES
 from ..hub.model_card import known_front_matter, model_card
 from ..methods_qtsplus import DOUBLINGS
-from ..results import write_json
+from ..results import STORED, read_stored, write_json
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
 from .budget import RhoControl, RunningMeans, loss_differences, most_tokens
@@ -31,6 +32,18 @@ from .targets import require_same_tokens
 
 STATE_FILE = "qtsplus_state.json"
 SKIPPED_FILE = "skipped_files.json"
+
+
+@with_config(STORED)
+class _State(TypedDict):
+    """What [`STATE_FILE`] holds beside a checkpoint."""
+
+    excess: float
+    skipped: dict[str, str]
+    alpha: NotRequired[float]
+    token_price: NotRequired[float]
+    relevance_mass: NotRequired[float]
+
 
 logger = logging.get_logger(__name__)
 
@@ -428,7 +441,7 @@ class QTSplusTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and os.path.exists(os.path.join(checkpoint, STATE_FILE)):
-            state = json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))
+            state = read_stored(Path(checkpoint, STATE_FILE), _State)
             self.budget.set_price(state)
             self.budget.excess, self.skipped = state["excess"], state["skipped"]
 

@@ -4,16 +4,18 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...results import Journal
+from pydantic import BaseModel
+
+from ...results import STORED, Journal, Line, Schema
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(BaseModel):
     """One answer of the model."""
+
+    model_config = STORED
 
     text: str  # empty where the sample failed
     output_tokens: int = 0
@@ -22,6 +24,9 @@ class Answered:
     visual_tokens: int = 0
     kept_visual_tokens: int = 0  # those of them that the language model read
     failed: str | None = None  # why there is no answer, such as a video that cannot be read; it counts as wrong
+
+
+_SCHEMA = Schema(line=Line[str, Answered])
 
 
 class AnswerLog:
@@ -42,9 +47,9 @@ class AnswerLog:
         if folder is None:
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(Path(folder) / f"answers-{rank}.jsonl", {}, begin_anew=False)
+        self.journal = Journal(Path(folder) / f"answers-{rank}.jsonl", {}, _SCHEMA, begin_anew=False)
         for path in sorted(Path(folder).glob("answers-*.jsonl")):
-            answers = {str(key): Answered(**entry) for key, entry in Journal(path, {}, begin_anew=False).done.items()}
+            answers = Journal(path, {}, _SCHEMA, begin_anew=False).done
             self.found |= {key: answer for key, answer in answers.items() if answer.failed is None}
 
     def key(self, task: str, doc_id: Any, asked: Mapping[str, Any], generation: Mapping[str, Any]) -> str:
@@ -57,4 +62,4 @@ class AnswerLog:
         self.found.update(answers)
         if self.journal is not None:
             for key, answer in answers.items():
-                self.journal.add(key, asdict(answer))
+                self.journal.add(key, answer.model_dump())

@@ -4,7 +4,7 @@ import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any
 
@@ -30,7 +30,7 @@ class VisualTokenCounts(TokenCounts):
     def to_dict(self) -> dict[str, Any]:
         if self.answered is None:
             return super().to_dict()
-        return {name: value for name, value in asdict(self.answered).items() if name != "text"}
+        return self.answered.model_dump(exclude={"text"})
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class QTSplus(lmms):
             found = [self._encode(video) for video in request.videos]
             reasons = [reason for reason in found if isinstance(reason, str)]
             if reasons:
-                answers[request.key] = Answered("", video=request.names, failed="; ".join(reasons))
+                answers[request.key] = Answered(text="", video=request.names, failed="; ".join(reasons))
             else:
                 readable.append((request, [video for video in found if not isinstance(video, str)]))
         return {**answers, **(self._generate(readable) if readable else {})}
