@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 TYPECHECK := build/typecheck/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-cpus test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck bench gpu-wheels
+.PHONY: help demo test test-benchmarks test-cpus fuzz test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,10 @@ test-cpus: $(VENV)/.installed  ## the tests with the arithmetic of each kind of 
 		echo "ATEN_CPU_CAPABILITY=$$capability"; \
 		ATEN_CPU_CAPABILITY=$$capability $(BIN)/python -m pytest -q -n auto || exit 1; \
 	done
+
+SEED ?= 1
+fuzz: $(VENV)/.installed  ## a thousand damaged or hostile versions of every stored file, with a seed: make fuzz SEED=7
+	FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q tests/test_stored_fuzz.py
 
 test-slow: $(VENV)/.installed  ## only the slow tests
 	$(BIN)/python -m pytest -q -m slow

@@ -151,20 +151,20 @@ class _Head(BaseModel):
     settings: dict[str, Any]
 
 
-class _Entries(Mapping[Key, Any]):
+class _Entries(Mapping[Any, Any]):
     """The values of a journal, read when they are asked for."""
 
     def __init__(self, journal: Journal):
         self.journal = journal
-        self.places: dict[Key, int] = {}
+        self.places: dict[Any, int] = {}
 
-    def __getitem__(self, key: Key) -> Any:
+    def __getitem__(self, key: Any) -> Any:
         place = self.places[key]
         with self.journal.path.open("rb") as file:
             file.seek(place)
             return self.journal.parse(file.readline()).value
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.places)
 
     def __len__(self) -> int:

@@ -129,7 +129,7 @@ def _name(place: Sequence[int | str], values: Any, missing: bool) -> str:
     names = []
     for part in place:
         if isinstance(values, Mapping) and (part in values or (missing and part == place[-1])):
-            names.append(str(part))
+            names.append(str(part) if str(part).isprintable() and len(str(part)) < 80 else show(part))
             values = values.get(part)
         elif isinstance(values, (list, tuple)) and isinstance(part, int):
             names.append(str(part))

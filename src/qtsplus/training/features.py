@@ -164,7 +164,7 @@ def digest_of(modules: Mapping[str, Any], settings: Any) -> str:
 
 
 def read_tensors(path: Path, ranks: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
-    """What [`write_tensors`] wrote, of these ranks by name; `None` where there is no file, a `ValueError` for damage."""
+    """What [`write_tensors`] wrote, of these ranks by name; `None` without a file, a `ValueError` for damage."""
     if not path.exists():
         return None
     try:
