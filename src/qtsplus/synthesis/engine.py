@@ -195,8 +195,8 @@ async def _finish_all(job: Job, items: Iterator[Item], concurrency: int, recorde
                 result = await job.step(item, ledger)
             except ItemFailed:
                 failed = True
-            rows: Any = {**vars(result), **vars(ledger)}
-            recorder.record(item.position, {"id": item.id, "failed": failed, **rows})
+            entry: Any = {"id": item.id, "failed": failed, **vars(result), **vars(ledger)}
+            recorder.record(item.position, entry)
 
     async with job.teacher:
         workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.utils import logging
 
 from ..data.records import VideoRecord
-from ..output import require_space, size, whole_file
+from ..output import first_line, require_space, size, whole_file
 from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)
@@ -169,13 +169,12 @@ def read_tensors(path: Path, ranks: Mapping[str, int]) -> dict[str, torch.Tensor
         return None
     try:
         tensors = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged: remove it, and it is made again ({error}).") from error
-    if ranks != {name: tensor.ndim for name, tensor in tensors.items()}:
-        raise ValueError(f"{path} is damaged: remove it, and it is made again (it holds {', '.join(tensors)}).")
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise ValueError(f"{path} is damaged: remove it, and it is made again ({name} holds NaN or infinity).")
+        if ranks != {name: tensor.ndim for name, tensor in tensors.items()}:
+            raise ValueError("it holds other tensors")
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise ValueError("it holds NaN or infinity")
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: remove it, and it is made again ({first_line(error)}).") from error
     return tensors
 
 
