@@ -4,6 +4,7 @@ import base64
 import http.client
 import io
 import itertools
+import math
 import os
 import re
 import time
@@ -58,7 +59,7 @@ class _Stream:
     start: float = 0.0  # when a player shows it, in seconds
 
 
-def open_video(path: str, choose: FrameChoice) -> VideoFile:
+def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float | None] = (None, None)) -> VideoFile:
     """
     Opens a video file, the one at an `http(s)` address, or the one in a `data:` address.
 
@@ -77,7 +78,8 @@ def open_video(path: str, choose: FrameChoice) -> VideoFile:
         stream = _scan(source, name)
     except av.error.FFmpegError as error:
         raise _undecodable(name, error) from error
-    indices = choose(stream.total, stream.fps)
+    origin, stop = _stretch(name, stream.total, stream.fps, stream.start, within)
+    indices = origin + np.asarray(choose(stop - origin, stream.fps))
     # A quarter of a frame later, since containers round timestamps.
     instants = (np.asarray(indices) + 0.25) / stream.fps
 
@@ -91,9 +93,9 @@ def open_video(path: str, choose: FrameChoice) -> VideoFile:
     if first is None:
         raise _undecodable(name, "no frame could be decoded")
     metadata = VideoMetadata(
-        total_num_frames=stream.total,
+        total_num_frames=stop - origin,
         fps=stream.fps,
-        duration=stream.total / stream.fps,
+        duration=(stop - origin) / stream.fps,
         height=first.shape[0],
         width=first.shape[1],
         video_backend="pyav",
@@ -102,7 +104,24 @@ def open_video(path: str, choose: FrameChoice) -> VideoFile:
     warnings = [] if stream.missing is None else [f"The video {name!r} is incomplete: {stream.missing}."]
     for warning in warnings:
         logger.warning(warning)
-    return VideoFile(name, metadata, (len(indices), *first.shape[:2]), decode, stream.start, warnings)
+    return VideoFile(
+        name, metadata, (len(indices), *first.shape[:2]), decode, stream.start + origin / stream.fps, warnings
+    )
+
+
+def _stretch(
+    name: str, total: int, fps: float, begin: float, within: tuple[float | None, float | None]
+) -> tuple[int, int]:
+    """The first frame, and the one behind the last, that a player, which begins at a time, shows between two others."""
+    start, end = within
+    first = 0 if start is None else max(math.ceil((start - begin) * fps - 1e-3), 0)
+    stop = total if end is None else min(math.floor((end - begin) * fps + 1e-3) + 1, total)
+    if first >= stop:
+        bounds = f"from {0 if start is None else start:g} to {'its end' if end is None else f'{end:g} s'}"
+        raise ValueError(
+            f"The video {name!r} shows no frame {bounds}; it has {total / fps:.1f} s from {begin:.1f} s on."
+        )
+    return first, stop
 
 
 def _find(path: str) -> str | io.BytesIO:

@@ -4,8 +4,9 @@
 """
 
 import functools
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,11 @@ from .video_qtsplus import (
     frame_choice,
     naming,
     open_folder,
+    per_video,
+    read_messages,
     require_positive,
     resize_frame,
+    shrink,
 )
 
 _BLANK = "\ue000"  # where a text stands in a rendered chat template; a character of private use
@@ -101,7 +105,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
             images: as in the backbone's processor: images, their paths, addresses or base64, flat or in a list per row.
             text (`str` or `list[str]`): prompts made with the chat template, one per row.
             videos: per video a path (file, `http(s)` address, or folder of frames), or its frames: `[T, H, W, C]` or
-                `[T, C, H, W]` as an array or tensor, or a list of images. Alone, in a list, or in a list per row.
+                `[T, C, H, W]` as an array or tensor, or a list of images; or one of these as `video` of a dictionary,
+                beside `VIDEO_KEYS`. Alone, in a list, or in a list per row.
             query (`str` or `list[str]`, *optional*): the question to select by, one per row or one for all rows, where
                 it is not the text of the last user turn.
             video_grid_thw (`torch.Tensor`, *optional*): `[videos, 3]`, the grids of videos that were encoded before, in
@@ -152,6 +157,13 @@ class QTSplusProcessorMixin(ProcessorMixin):
             rows = len(inputs["input_ids"]) if text is not None else None
             inputs.update(_tokenize_query(self.tokenizer, query, rows, like=inputs.get("input_ids")))
         return inputs
+
+    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+        """
+        As stock. A video may also be a `video_url`, and `VIDEO_KEYS` beside it, as Qwen's messages have them, take
+        effect. What would be ignored is a `ValueError`.
+        """
+        return super().apply_chat_template(read_messages(conversation, kwargs.get("tokenize", False)), *args, **kwargs)
 
     def conversation_inputs(self, conversations: Sequence[list[dict[str, Any]]], **kwargs: Any) -> BatchFeature:
         """
@@ -319,12 +331,12 @@ class QTSplusProcessorMixin(ProcessorMixin):
             nested = videos_kwargs.pop(name, None)
             return kwargs.pop(name, nested)
 
-        videos = flatten_videos(videos)
+        parts = flatten_videos(videos)
         call_fps, num_frames, do_sample_frames = take("fps"), take("num_frames"), take("do_sample_frames")
         if num_frames is not None:
             require_positive("num_frames", num_frames)
-        rates = _per_video("fps", call_fps, len(videos))
-        metadata_list = _per_video("video_metadata", take("video_metadata"), len(videos))
+        rates = per_video("fps", call_fps, len(parts))
+        metadata_list = per_video("video_metadata", take("video_metadata"), len(parts))
         asked_to_sample = do_sample_frames or (do_sample_frames is None and (call_fps or num_frames))
         # Left in place too: the video processor takes them and, with nothing to sample, reads only the last.
         bounds = {
@@ -337,17 +349,29 @@ class QTSplusProcessorMixin(ProcessorMixin):
         # caller says how to resize, or where.
         names = set(self.video_processor.valid_kwargs.__annotations__) - {"input_data_format"}
         options = {name: value for name, value in {**kwargs, **videos_kwargs}.items() if name in names}
-        one_by_one = all(isinstance(video, str) for video in videos) and not {"do_resize", "device"} & options.keys()
+        one_by_one = (
+            all(isinstance(part["video"], str) for part in parts) and not {"do_resize", "device"} & options.keys()
+        )
 
         frames_list, described = [], []
-        for video, rate, metadata in zip(videos, rates, metadata_list, strict=True):
+        for part, rate, metadata in zip(parts, rates, metadata_list, strict=True):
+            video, count, samples = part["video"], num_frames, "fps" in part or "num_frames" in part
+            if samples:
+                rate, count = part.get("fps"), part.get("num_frames")
             if rate is not None:
                 require_positive("fps", rate)
-            choose = frame_choice(self.video_processor, rate, num_frames, bounds)
+            own = {name: part.get(name, value) for name, value in bounds.items()}
+            choose = frame_choice(self.video_processor, rate, count, own)
             if isinstance(video, str):
-                opened = open_video(video, choose_frames if do_sample_frames is False else choose)
+                everything = do_sample_frames is False and not samples
+                within = (part.get("video_start"), part.get("video_end"))
+                opened = open_video(video, choose_frames if everything else choose, within)
                 metadata = opened.metadata
-                frames = self._read(opened, options if one_by_one else {"do_resize": False})
+                frames = self._read(opened, options if one_by_one else {"do_resize": False}, part)
+            elif part.keys() - {"video", "fps"}:
+                raise ValueError(
+                    f"Got frames with {sorted(part.keys() - {'video'})}; expected those to look at, and fps."
+                )
             else:
                 frames = check_frames(video)
                 sample = metadata is not None and asked_to_sample
@@ -365,11 +389,17 @@ class QTSplusProcessorMixin(ProcessorMixin):
             kwargs["videos_kwargs"] = videos_kwargs
         return frames_list, kwargs
 
-    def _read(self, video: VideoFile, options: dict[str, Any]) -> np.ndarray:
+    def _read(self, video: VideoFile, options: dict[str, Any], part: dict[str, Any]) -> np.ndarray:
         """All chosen frames of a file, of the size that the video processor gives them."""
         resample = options.get("resample")
         with naming(video.name):
             size = self.frame_size(*video.shape, **options)
+        step = self.video_processor.temporal_patch_size
+        most = min(part.get("max_pixels", math.inf), part.get("total_pixels", math.inf) * step / video.shape[0])
+        if most < math.inf:
+            if not self.native_resolution or options.get("do_resize") is False:
+                raise ValueError("max_pixels and total_pixels of a video have no effect on frames of one size.")
+            size = shrink(size, most, self.video_processor.patch_size * self.video_processor.merge_size)
         return np.stack([resize_frame(self.video_processor, size, frame, resample) for frame in video.decode()])
 
     def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
@@ -423,19 +453,6 @@ def _tokenize_query(tokenizer: Any, query: str | list[str], rows: int | None, li
         "query_attention_mask": [[1] * len(ids) + [0] * (length - len(ids)) for ids in tokens],
     }
     return {name: torch.tensor(values) for name, values in padded.items()} if torch.is_tensor(like) else padded
-
-
-def _per_video(name: str, value: Any, count: int) -> list[Any]:
-    """One entry per video: a single number holds for all, nested lists are read in order."""
-    if isinstance(value, Mapping):
-        value = [value]
-    elif not isinstance(value, (list, tuple)):
-        value = [value] * count
-    elif any(isinstance(entry, (list, tuple)) for entry in value):
-        value = [entry for entries in value for entry in entries]
-    if len(value) != count:
-        raise ValueError(f"Got {len(value)} entries of `{name}` for {count} videos; expected one per video.")
-    return list(value)
 
 
 class Qwen2_5_VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2_5_VLProcessor):

@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +105,13 @@ def resize_frame(video_processor: Any, size: tuple[int, int], frame: np.ndarray,
     return resized.permute(1, 2, 0).numpy()
 
 
+def shrink(size: tuple[int, int], most: float, side: int) -> tuple[int, int]:
+    """A height and width, multiples of the `side` of a token, of a frame of that many pixels at most."""
+    scale = min(math.sqrt(most / math.prod(size)), 1)
+    height, width = (max(int(length * scale / side), 1) * side for length in size)
+    return height, width
+
+
 def read_video(path: str, choose: FrameChoice) -> tuple[np.ndarray, VideoMetadata]:
     """The chosen frames of a video `[T, H, W, 3]`, and its metadata, as [`open_video`] gives them."""
     video = open_video(path, choose)
@@ -118,6 +125,74 @@ def naming(video: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"The video {shown_name(video)!r} cannot be sized for the model: {error}") from error
+
+
+# --- Videos in messages ---
+
+_SOURCES = ("video", "url", "path")
+# What a message may say of a video: seconds on a player's clock, pixels of a frame, and of one per temporal patch.
+VIDEO_KEYS = ("fps", "num_frames", "min_frames", "max_frames", "video_start", "video_end", "max_pixels", "total_pixels")
+_KINDS = {"text": "text", "image": "image", "video": "video", "image_url": "image", "video_url": "video"}
+_IMAGE_KEYS = {"type", "image", "url", "path", "base64"}
+
+
+def read_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A `video`, and what its message says of it by `VIDEO_KEYS`; `ValueError` for what would have no effect."""
+    given = {"num_frames" if key == "nframes" else key: value for key, value in part.items() if value is not None}
+    sources = [_flatten(given.pop(key)) for key in _SOURCES if key in given]
+    given.pop("type", None)
+    unknown = [repr(key) for key in given if key not in VIDEO_KEYS]
+    if unknown or [len(videos) for videos in sources] != [1]:
+        raise ValueError(f"A message has {', '.join(unknown) or 'not one video'}; expected one, and {VIDEO_KEYS}.")
+    for key, value in given.items():
+        if key != "video_start" or value != 0:
+            require_positive(key, value)
+    return {**_as_part(sources[0][0]), **given}
+
+
+def _as_part(video: Any) -> dict[str, Any]:
+    return video if isinstance(video, dict) else {"video": video}
+
+
+def read_messages(messages: Any, loads: bool) -> Any:
+    """
+    Messages as Transformers takes them, from those that name images and videos as Qwen, vLLM and OpenAI do; `loads` if
+    they are not only written out. `ValueError` for what would be ignored.
+    """
+    if isinstance(messages, (list, tuple)):
+        return [read_messages(one, loads) for one in messages]
+    if not isinstance(messages, Mapping) or not isinstance(messages.get("content"), (list, tuple)):
+        return messages
+    return {**messages, "content": [_read_content(dict(part), loads) for part in messages["content"]]}
+
+
+def _read_content(part: dict[str, Any], loads: bool) -> dict[str, Any]:
+    name = part.pop("type", None) or next((kind for kind in _KINDS if kind in part), None)
+    if name not in _KINDS:
+        raise ValueError(f"A message has content of type {name!r}; expected one of {', '.join(_KINDS)}.")
+    kind = _KINDS[name]
+    if name != kind:  # {"video_url": {"url": ...}}, or the address itself
+        source = part.pop(name, None)
+        part |= source if isinstance(source, Mapping) else {"url": source}
+    ignored = [repr(key) for key, value in part.items() if key not in _IMAGE_KEYS and value is not None]
+    if loads and kind == "image" and ignored:
+        raise ValueError(f"A message has {', '.join(ignored)} of an image, which no processor takes from there.")
+    if loads and kind == "video" and any(part.get(key) is not None for key in _SOURCES):
+        part = {"video": part}
+    return {"type": kind, **part}
+
+
+def per_video(name: str, value: Any, count: int) -> list[Any]:
+    """One entry per video: a single number holds for all, nested lists are read in order."""
+    if isinstance(value, Mapping):
+        value = [value]
+    elif not isinstance(value, (list, tuple)):
+        value = [value] * count
+    elif any(isinstance(entry, (list, tuple)) for entry in value):
+        value = [entry for entries in value for entry in entries]
+    if len(value) != count:
+        raise ValueError(f"Got {len(value)} entries of `{name}` for {count} videos; expected one per video.")
+    return list(value)
 
 
 # --- Frames that are given ---
@@ -222,8 +297,9 @@ def _is_image_path(item: Any) -> bool:
 
 def flatten_videos(videos: Any) -> list[Any]:
     """
-    Flattens every nesting that a processor is called with: per video a path, or its frames, `[T, H, W, C]` or
-    `[T, C, H, W]`, as an array or tensor. A list of frames, or of paths of images, is one video.
+    Flattens every nesting that a processor is called with: per video a dictionary, as [`read_part`] gives it, with a
+    path, or its frames, `[T, H, W, C]` or `[T, C, H, W]`, as an array or tensor. A list of frames, or of paths of
+    images, is one video.
 
     Raises:
         ValueError: an item is no video, or there is none.
@@ -231,16 +307,19 @@ def flatten_videos(videos: Any) -> list[Any]:
     flat = _flatten(videos)
     if not flat:
         raise ValueError("Got an empty video (0 frames); expected at least one frame.")
-    for video in flat:
-        if isinstance(video, np.ndarray) and video.dtype.kind not in "buif":
-            raise ValueError(f"Got frames of the type {video.dtype}; expected numbers, such as uint8.")
-    return flat
+    parts = [_as_part(video) for video in flat]
+    for frames in (part["video"] for part in parts):
+        if isinstance(frames, np.ndarray) and frames.dtype.kind not in "buif":
+            raise ValueError(f"Got frames of the type {frames.dtype}; expected numbers, such as uint8.")
+    return parts
 
 
 def _flatten(videos: Any) -> list[Any]:
     if isinstance(videos, (str, os.PathLike)):
         path = os.fspath(videos)
         return [load_frames(path)] if os.path.isdir(path) else [path]
+    if isinstance(videos, Mapping):
+        return [read_part(videos)]
     if isinstance(videos, ARRAYS) and videos.ndim in (3, 4, 5):
         return list(videos) if videos.ndim == 5 else [videos if videos.ndim == 4 else videos[None]]
     if hasattr(videos, "convert"):

@@ -450,8 +450,8 @@ def test_an_empty_video_is_refused(processor, videos):
 
 
 def test_a_video_of_another_type_is_refused(processor):
-    with pytest.raises(ValueError, match="type dict"):
-        processor(text=PROMPT, videos=[{"video": "clip.mp4"}])
+    with pytest.raises(ValueError, match="type set"):
+        processor(text=PROMPT, videos=[{"clip.mp4"}])
     with pytest.raises(ValueError, match="differ in shape"):
         processor(text=PROMPT, videos=[np.zeros((28, 28, 3)), np.zeros((56, 28, 3))], fps=2.0)
 

@@ -133,7 +133,7 @@ def _encode_frames(
     pixels, grid, (metadata, *others) = map(inputs.get, ("pixel_values_videos", "video_grid_thw", "video_metadata"))
     if others:
         raise ValueError(f"Got {1 + len(others)} videos; expected the frames of one.")
-    metadata.height, metadata.width = get_image_size(np.asarray(flatten_videos(frames)[0][0]))
+    metadata.height, metadata.width = get_image_size(np.asarray(flatten_videos(frames)[0]["video"][0]))
     (features,) = model.encode_videos(pixels, grid, device=device, repeats=Repeats(frame_tolerance))
     seconds = [float(second) for second in inputs["second_per_grid_ts"]]
     return EncodedVideo(IN_MEMORY, features, grid, seconds, metadata, time.perf_counter() - started)
