@@ -25,7 +25,7 @@ from transformers.video_utils import VideoMetadata
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
 from .decoding_qtsplus import VideoFile, open_video
-from .prompt_qtsplus import find_query_mask
+from .prompt_qtsplus import find_query_mask, tokenize_query
 from .video_qtsplus import (
     VideoChunks,
     check_frames,
@@ -36,6 +36,7 @@ from .video_qtsplus import (
     naming,
     open_folder,
     per_video,
+    read_keys,
     read_messages,
     require_positive,
     resize_frame,
@@ -155,7 +156,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             inputs["query_mask"] = self._query_mask(inputs["input_ids"])
         if query is not None:
             rows = len(inputs["input_ids"]) if text is not None else None
-            inputs.update(_tokenize_query(self.tokenizer, query, rows, like=inputs.get("input_ids")))
+            inputs.update(tokenize_query(self.tokenizer, query, rows, like=inputs.get("input_ids")))
         return inputs
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,6 +232,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         min_frames: int | None = None,
         max_frames: int | None = None,
         frames_per_chunk: int | None = None,
+        **part: float | None,
     ) -> VideoChunks:
         """
         Opens a long video for reading in chunks of the pixel values that a call with `videos=` gives.
@@ -239,6 +241,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             video: a file, an `http(s)` address, or a folder of frames.
             fps, num_frames, min_frames, max_frames: as in a call; of a folder, `fps` is that of its frames.
             frames_per_chunk: frames at a time, cut down to whole temporal patches; by default about 16,384 patches.
+            part: of a file `video_start` and `video_end`, of any `max_pixels` and `total_pixels`, as in a message.
 
         Raises:
             ValueError: a video that is missing or cannot be decoded; a folder without `fps`; rates and counts that are
@@ -249,14 +252,18 @@ class QTSplusProcessorMixin(ProcessorMixin):
         for name, given in (("fps", fps), ("num_frames", num_frames), ("frames_per_chunk", frames_per_chunk)):
             if given is not None:
                 require_positive(name, given)
+        part = read_keys(part)
+        within = (part.get("video_start"), part.get("video_end"))
         if os.path.isdir(path):
+            if within != (None, None):
+                raise ValueError(f"Got a start or an end in the folder of frames {path!r}; expected those of a file.")
             opened = open_folder(path, fps)
         else:
             bounds = {"min_frames": min_frames, "max_frames": max_frames, "temporal_patch_size": None}
-            opened = open_video(path, frame_choice(self.video_processor, fps, num_frames, bounds))
+            opened = open_video(path, frame_choice(self.video_processor, fps, num_frames, bounds), within)
 
-        with naming(path):
-            grid = self.grid_of(*opened.shape)
+        size = self._size_of(opened, part)
+        grid = self.grid_of(opened.shape[0], *size, do_resize=not self.native_resolution)
         if frames_per_chunk is None:
             frames_per_chunk = PATCHES_PER_CHUNK // int(grid[0, 1] * grid[0, 2]) * temporal
         return VideoChunks(
@@ -265,7 +272,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             metadata=opened.metadata,
             frames_per_chunk=max(int(frames_per_chunk) // temporal, 1) * temporal,
             decode=opened.decode,
-            resize=functools.partial(resize_frame, self.video_processor, self.frame_size(*opened.shape)),
+            resize=functools.partial(resize_frame, self.video_processor, size),
             preprocess=functools.partial(self.preprocess_frames, grid=grid),
             start=opened.start,
             warnings=opened.warnings,
@@ -284,6 +291,18 @@ class QTSplusProcessorMixin(ProcessorMixin):
         patch_size = options.get("patch_size") or self.video_processor.patch_size
         _, rows, columns = self.grid_of(num_frames, height, width, **options)[0].tolist()
         return rows * patch_size, columns * patch_size
+
+    def _size_of(self, video: VideoFile, part: dict[str, Any], **options: Any) -> tuple[int, int]:
+        """[`frame_size`], or smaller by what a message says of the video."""
+        processor, frames = self.video_processor, video.shape[0]
+        with naming(video.name):
+            size = self.frame_size(*video.shape, **options)
+        if not part.keys() & {"max_pixels", "total_pixels"}:
+            return size
+        if not (self.native_resolution and options.get("do_resize", True)):
+            raise ValueError("max_pixels and total_pixels of a video have no effect on frames of one size.")
+        most = part.get("total_pixels", math.inf) * processor.temporal_patch_size / frames
+        return shrink(size, min(most, part.get("max_pixels", math.inf)), processor.patch_size * processor.merge_size)
 
     def preprocess_frames(self, frames: np.ndarray, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -392,14 +411,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
     def _read(self, video: VideoFile, options: dict[str, Any], part: dict[str, Any]) -> np.ndarray:
         """All chosen frames of a file, of the size that the video processor gives them."""
         resample = options.get("resample")
-        with naming(video.name):
-            size = self.frame_size(*video.shape, **options)
-        step = self.video_processor.temporal_patch_size
-        most = min(part.get("max_pixels", math.inf), part.get("total_pixels", math.inf) * step / video.shape[0])
-        if most < math.inf:
-            if not self.native_resolution or options.get("do_resize") is False:
-                raise ValueError("max_pixels and total_pixels of a video have no effect on frames of one size.")
-            size = shrink(size, most, self.video_processor.patch_size * self.video_processor.merge_size)
+        size = self._size_of(video, part, **options)
         return np.stack([resize_frame(self.video_processor, size, frame, resample) for frame in video.decode()])
 
     def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
@@ -437,22 +449,6 @@ def _require_placeholders(
     given = sum(row.count(token) for row in ([text] if isinstance(text, str) else text))
     if given != count:
         raise ValueError(f"Got {count} {kind} and {given} placeholders {token} in the text; expected as many.")
-
-
-def _tokenize_query(tokenizer: Any, query: str | list[str], rows: int | None, like: Any) -> dict[str, Any]:
-    queries = [query] * (rows or 1) if isinstance(query, str) else list(query)
-    if rows is not None and len(queries) != rows:
-        raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
-    tokens = tokenizer(queries, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    for row, ids in enumerate(tokens):
-        if not ids or not queries[row].strip():
-            raise ValueError(f"The query {queries[row]!r} of row {row} has no token; expected a question.")
-    length = max(map(len, tokens))
-    padded = {
-        "query_input_ids": [ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids in tokens],
-        "query_attention_mask": [[1] * len(ids) + [0] * (length - len(ids)) for ids in tokens],
-    }
-    return {name: torch.tensor(values) for name, values in padded.items()} if torch.is_tensor(like) else padded
 
 
 class Qwen2_5_VLQTSplusProcessor(QTSplusProcessorMixin, Qwen2_5_VLProcessor):

@@ -168,6 +168,22 @@ def given_queries(selection: SelectionInputs, rows: int) -> list[torch.Tensor] |
     return list(ids) if mask is None else [row[kept.bool()] for row, kept in zip(ids, mask, strict=True)]
 
 
+def tokenize_query(tokenizer: Any, query: str | list[str], rows: int | None, like: Any) -> dict[str, Any]:
+    queries = [query] * (rows or 1) if isinstance(query, str) else list(query)
+    if rows is not None and len(queries) != rows:
+        raise ValueError(f"Got {len(queries)} queries for {rows} rows of text; expected one per row, or a str.")
+    tokens = tokenizer(queries, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    for row, ids in enumerate(tokens):
+        if not ids or not queries[row].strip():
+            raise ValueError(f"The query {queries[row]!r} of row {row} has no token; expected a question.")
+    length = max(map(len, tokens))
+    padded = {
+        "query_input_ids": [ids + [tokenizer.pad_token_id] * (length - len(ids)) for ids in tokens],
+        "query_attention_mask": [[1] * len(ids) + [0] * (length - len(ids)) for ids in tokens],
+    }
+    return {name: torch.tensor(values) for name, values in padded.items()} if torch.is_tensor(like) else padded
+
+
 # --- Images and videos ---
 
 

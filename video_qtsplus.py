@@ -138,16 +138,22 @@ _IMAGE_KEYS = {"type", "image", "url", "path", "base64"}
 
 def read_part(part: Mapping[str, Any]) -> dict[str, Any]:
     """A `video`, and what its message says of it by `VIDEO_KEYS`; `ValueError` for what would have no effect."""
-    given = {"num_frames" if key == "nframes" else key: value for key, value in part.items() if value is not None}
-    sources = [_flatten(given.pop(key)) for key in _SOURCES if key in given]
-    given.pop("type", None)
-    unknown = [repr(key) for key in given if key not in VIDEO_KEYS]
-    if unknown or [len(videos) for videos in sources] != [1]:
-        raise ValueError(f"A message has {', '.join(unknown) or 'not one video'}; expected one, and {VIDEO_KEYS}.")
+    sources = [_flatten(part[key]) for key in _SOURCES if part.get(key) is not None]
+    if [len(videos) for videos in sources] != [1]:
+        raise ValueError(f"A video of a message is {sum(map(len, sources))} videos; expected one.")
+    keys = read_keys({key: value for key, value in part.items() if key not in ("type", *_SOURCES)})
+    return {**_as_part(sources[0][0]), **keys}
+
+
+def read_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are given of `VIDEO_KEYS`; `ValueError` for others, and for values that say nothing."""
+    given = {"num_frames" if key == "nframes" else key: value for key, value in keys.items() if value is not None}
     for key, value in given.items():
+        if key not in VIDEO_KEYS:
+            raise ValueError(f"Got {key!r} of a video; expected any of {', '.join(VIDEO_KEYS)}.")
         if key != "video_start" or value != 0:
             require_positive(key, value)
-    return {**_as_part(sources[0][0]), **given}
+    return given
 
 
 def _as_part(video: Any) -> dict[str, Any]:

@@ -177,3 +177,15 @@ def test_the_messages_of_the_caller_stay_as_they_are(ask, clip):
     part = {"type": "video", "video": clip, "nframes": 4}
     ask(part)
     assert part == {"type": "video", "video": clip, "nframes": 4}
+
+
+def test_a_long_video_is_read_by_the_same_keys(processor, clip):
+    keys = {"video_start": 1, "video_end": 3, "max_pixels": 60 * 60}
+    chunks = processor.video_chunks(clip, fps=2, **keys)
+    whole = processor(videos=[{"video": clip, "fps": 2, **keys}], return_tensors="pt")
+    (pixels, _), *more = chunks
+    assert torch.equal(pixels, whole["pixel_values_videos"]) and not more
+    assert torch.equal(chunks.video_grid_thw, whole["video_grid_thw"])
+    assert (chunks.start, chunks.second_per_grid_ts) == (1, pytest.approx(whole["second_per_grid_ts"]))
+    with pytest.raises(ValueError, match="expected any of fps, num_frames"):
+        processor.video_chunks(clip, start=1)

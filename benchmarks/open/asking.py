@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from qtsplus.evidence import evidence_intervals
-from qtsplus.processing_qtsplus import _tokenize_query
+from qtsplus.prompt_qtsplus import tokenize_query
 from qtsplus.training.dataset import IGNORED
 from qtsplus.training.features import encode_files
 from qtsplus.training.models import make_config, make_model, make_processor
@@ -131,7 +131,7 @@ class OpenTest:
                 inputs.pop(name, None)
             if queries is not None:
                 inputs.pop("query_mask", None)
-                made = _tokenize_query(self.processor.tokenizer, list(queries[rows]), None, like=None)
+                made = tokenize_query(self.processor.tokenizer, list(queries[rows]), None, like=None)
                 inputs |= {name: torch.tensor(values) for name, values in made.items()}
             yield rows, inputs, labels
 
