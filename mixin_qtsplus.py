@@ -384,6 +384,7 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
     post_init: Any
     model_class: Any  # of `model`
     stock_class: Any  # of Transformers, that it derives from
+    projections = r"self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj"  # of a layer of the language model, for LoRA
 
     def __init__(self, config: Any):
         super(self.stock_class, self).__init__(config)  # type: ignore[call-arg]  # the stock one would build its own model

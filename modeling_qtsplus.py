@@ -361,6 +361,7 @@ class Qwen3_5QTSplusForConditionalGeneration(QTSplusHeadMixin, QTSplusPreTrained
     stock_class = Qwen3_5ForConditionalGeneration
     model_class = Qwen3_5QTSplusModel
     backbone_name = "Qwen3.5"
+    projections = rf"{QTSplusHeadMixin.projections}|linear_attn\.(in_proj_(qkv|z|a|b)|out_proj)"
 
 
 __all__ = [

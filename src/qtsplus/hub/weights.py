@@ -20,7 +20,7 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
 STOCK = (
     (r"^language_model\.lm_head\.", "lm_head."),
     (r"^language_model\.model\.", "model.language_model."),
-    (r"^(visual|vision_tower|multi_modal_projector|image_newline|language_model|qtsplus)\b", r"model.\1"),
+    (r"^(?!model\.|lm_head\.)", "model."),
     (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),
 )
 REFERENCE = (

@@ -5,20 +5,13 @@ from typing import Any
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-# The vision tower and the selector have projections of the same names.
-LANGUAGE_MODEL_PROJECTIONS = (
-    r".*language_model\.layers\.\d+\."
-    r"(self_attn\.(q|k|v|o)_proj|linear_attn\.(in_proj_(qkv|z|a|b)|out_proj)|mlp\.(gate|up|down)_proj)"
-)
-
 
 def lora_config(rank: int, alpha: float = 32.0, dropout: float = 0.0) -> LoraConfig:
-    """Adapters on every projection of the language model, and the selector as a module that is saved whole."""
+    """Adapters for [`add_lora`], and the selector as a module that is saved whole."""
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # any number scales
         lora_dropout=dropout,
-        target_modules=LANGUAGE_MODEL_PROJECTIONS,
         modules_to_save=["qtsplus"],
         task_type="CAUSAL_LM",
     )
@@ -26,9 +19,12 @@ def lora_config(rank: int, alpha: float = 32.0, dropout: float = 0.0) -> LoraCon
 
 def add_lora(model: Any, config: LoraConfig) -> PeftModel:
     """
-    Puts adapters on the language model. PEFT trains a copy of the selector: here it reads the model's configuration, so
-    that a change of it counts, and keeps frozen what the selector itself keeps frozen.
+    Puts adapters on the language model, on every projection where the `config` names none. PEFT trains a copy of the
+    selector: here it reads the model's configuration, so that a change of it counts, and keeps frozen what the selector
+    itself keeps frozen.
     """
+    # The vision tower and the selector have projections of the same names.
+    config.target_modules = config.target_modules or rf".*language_model\.layers\.\d+\.({model.projections})"
     frozen = [name for name, weight in model.model.qtsplus.named_parameters() if not weight.requires_grad]
     adapted = get_peft_model(model, config)
     selector = active_selector(adapted)

@@ -104,10 +104,11 @@ def _longest_clip(config: Any, kwargs: dict[str, Any]) -> tuple[int, int]:
         return frames, frames * math.ceil(side // patch / 2) ** 2
     token = vision.temporal_patch_size * (vision.patch_size * vision.spatial_merge_size) ** 2
     longest = (kwargs.get("size") or {}).get("longest_edge")
-    if "qwen3" in config.model_type:  # whose limit is that of the whole video
-        return frames, int((longest or 25_165_824) / token)
+    processor = backbone_of(config.model_type).processor
+    if processor.video_pixels is not None:
+        return frames, int((longest or processor.video_pixels) / token)
     even = frames + frames % vision.temporal_patch_size
-    return frames, int(even * (longest or 768 * 28**2) / token)
+    return frames, int(even * (longest or processor.frame_pixels) / token)
 
 
 def _step(recipe: Recipe, config: Any, model: Any, tokens: int) -> tuple[int, float]:
