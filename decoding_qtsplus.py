@@ -11,12 +11,12 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from fractions import Fraction
 from typing import IO, Any
 
 import numpy as np
 from transformers.utils import logging
-from transformers.video_utils import VideoMetadata
 
 try:  # optional: who gives frames needs no decoder
     import av
@@ -25,103 +25,325 @@ except ImportError:
 
 logger = logging.get_logger(__name__)
 
-# From (number of frames, frames per second) to the indices of the frames to read.
-FrameChoice = Callable[[int, float], np.ndarray]
-Frames = Callable[[], Iterator[np.ndarray]]
-_ARBITRARY_CLOCK = 0x200  # AVFMT_TS_DISCONT: a format such as MPEG-TS, whose clock is not 0 where the video begins
+ARBITRARY_CLOCK = 0x200  # AVFMT_TS_DISCONT: a format such as MPEG-TS, whose clock is not 0 where the video begins
+# Seconds by which a clock goes back or ahead where it was set anew; far ahead where a file gives its frames a clock.
+_BACK, _AHEAD, _FAR_AHEAD = 0.1, 60.0, 86400.0
+_JOIN = 2  # packets before a key frame, of which FFmpeg calls one damaged where two recordings in MPEG-TS meet
+NEAR = 0.05  # seconds by which a frame of a constant rate may be early or late
+SLOWEST = 10.0  # frames per second of the clock of a variable rate
 
 ADDRESS_TIMEOUT = 30.0  # seconds in which a server sends nothing
 ADDRESS_SECONDS = 1800.0  # in which all of a video has to arrive
 ADDRESS_BYTES = 2**30  # of a video at an address, which is read into memory
 
-
-@dataclass
-class VideoFile:
-    """A video file that was opened: what it is, and how to read it."""
-
-    name: str  # what messages call it
-    metadata: VideoMetadata  # of the whole video, with the `frames_indices` that were chosen
-    shape: tuple[int, int, int]  # number of chosen frames, height and width
-    decode: Frames  # begins to read the chosen frames, [H, W, 3] uint8 RGB each, upright
-    start: float  # when a player shows the first frame, in seconds
-    warnings: list[str]  # what is wrong with the file, one sentence each
+# What FFmpeg would follow to other files and servers.
+_LIST = re.compile(rb"\W{0,3}\s*(#EXTM3U|ffconcat|file\s|v=0\s|\[\w+\]|(<\?xml[^>]*>\s*)?<(MPD|smil))", re.IGNORECASE)
 
 
-@dataclass
-class _Stream:
-    """What is in a video file."""
-
-    total: int  # frames
-    fps: float  # their mean rate per second
-    missing: str | None  # what of the file is not there
-    times: bool = False  # whether the frames have timestamps
-    first: float = 0.0  # the timestamp of the first frame, in seconds
-    start: float = 0.0  # when a player shows it, in seconds
-
-
-def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float | None] = (None, None)) -> VideoFile:
+class Film:
     """
-    Opens a video file, the one at an `http(s)` address, or the one in a `data:` address.
+    A video file, the one at an `http(s)` address, or in a `data:` address: when a player shows its frames, and those.
 
-    A variable frame rate is read as its mean rate: frame `i` is what the video shows at `i / fps` seconds. Of a file
-    that was cut off, what is there is read; the log and `warnings` say how much that is.
+    Attributes:
+        total, fps: frames and their rate on a regular clock. At a constant rate these are the file's own frames; at a
+            variable one frame `i` is what a player shows `i / fps` seconds after the first.
+        start: when a player shows the first frame, in seconds.
+        missing: what of the file is not there, or `None`.
 
     Raises:
-        ValueError: a file that is missing, cannot be decoded, or has no frame; an address that does not answer, holds
-            no base64, or has a file of more than 1 GiB.
+        ValueError: a file that is missing, cannot be decoded, has no frame, or is a list of others; an address that
+            does not answer, holds no base64, or has a file of more than 1 GiB.
         ImportError: PyAV is not installed.
     """
-    if av is None:
-        raise ImportError("Reading a video needs PyAV (`pip install av`).")
-    name, source = shown_name(path), _find(path)
-    try:
-        stream = _scan(source, name)
-    except av.error.FFmpegError as error:
-        raise _undecodable(name, error) from error
-    origin, stop = _stretch(name, stream.total, stream.fps, stream.start, within)
-    indices = origin + np.asarray(choose(stop - origin, stream.fps))
-    # A quarter of a frame later, since containers round timestamps.
-    instants = (np.asarray(indices) + 0.25) / stream.fps
 
-    def decode() -> Iterator[np.ndarray]:
+    def __init__(self, path: str):
+        if av is None:
+            raise ImportError("Reading a video needs PyAV (`pip install av`).")
+        self.name, self.source = shown_name(path), _find(path)
+        with self._naming(), open_container(self.source) as container:
+            stream = film_stream(container)
+            dated = self._read_packets(container, stream)
+            stated_frames, stated_fps = stream.frames, stream.average_rate or stream.guessed_rate
+            arbitrary = container.format.flags & ARBITRARY_CLOCK
+            begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
+            end = None if container.duration is None or arbitrary else container.duration / av.time_base
+            if stream.duration is not None and not arbitrary:
+                end = float(((stream.start_time or 0) + stream.duration) * stream.time_base)
+            if (stream.time_base or 1) >= 1 and (stream.codec_context.framerate or 0) > 1:
+                raise ValueError("it has no time scale, so when its frames are shown is unknown")
+        self.first, clock = 0.0, None  # when the first frame is shown by the file
+        if dated:
+            seconds = self._seconds(self.pts[self.order])
+            self.first, self.times = float(seconds[0]), seconds - seconds[0]
+            clock = _regular(self.times, self._seconds(self.end) - self.first)
+        if clock is None:
+            if not stated_fps:
+                states = "states neither times nor a frame rate"
+                raise ValueError(f"The video {self.name!r} {states}; pass its frames, with `fps=`.")
+            clock = len(self.order), float(stated_fps)
+        self.total, self.fps = clock
+        if not self.timed and self.total == len(self.order):
+            self.times = np.arange(self.total) / self.fps  # [N], when the frames are shown, in seconds from the first
+        self.start = max(self.first - begin, 0.0)
+        self.missing = self._missing(stated_frames, end, self.first + float(self.times[-1]) + 1 / self.fps)
+
+    def _read_packets(self, container: Any, stream: Any) -> bool:
+        """
+        Goes through the file without decoding: it may state no frame count, and a wrong mean rate. Returns whether it
+        says when each frame is shown.
+        """
+        clock, pts, flags = Clock(container, stream, self.name), [], []
+        for packet in container.demux(stream):
+            if packet.size:
+                clock.set(packet)
+                pts.append(packet.pts)
+                flags.append((packet.is_keyframe, packet.is_corrupt, packet.is_discard))
+        key, damaged, hidden = np.array(flags, bool).reshape(-1, 3).T
+        for place in np.flatnonzero(damaged):
+            damaged[place] = not key[place + 1 : place + 1 + _JOIN].any()
+        # Of the packets, in the order of the file: when a player shows each, which can be decoded without those before,
+        # and which are there.
+        self.time_base, self.end = stream.time_base or Fraction(1), clock.end
+        dated = None not in pts
+        self.pts = np.array(pts if dated else range(len(pts)), np.int64)
+        self.key, self.whole = key & ~damaged, ~damaged
+        # Whether a decoded frame has its packet's time; else frames have all the times in their order. MPEG-PS does not
+        # have the time of each, and FFmpeg guesses some twice.
+        self.timed = dated and len(set(pts)) == len(pts) and not (clock.is_avi and clock.reorders)
+        # [N], the packets that are frames, in the order in which they are shown, without what an edit list cuts off.
+        self.order = np.flatnonzero(~(hidden | damaged))
+        if not len(self.order):
+            raise ValueError("it has 0 frames")
+        self.order = self.order[np.argsort(self.pts[self.order], kind="stable")]
+        return dated
+
+    def _seconds(self, times: Any) -> Any:
+        """Seconds of times such as `pts`."""
+        return times * self.time_base.numerator / self.time_base.denominator
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """The error about a file that is no video, or a broken one."""
         try:
-            yield from _decode(source, stream, instants)
-        except av.error.FFmpegError as error:
-            raise _undecodable(name, error) from error
+            yield
+        except (av.error.FFmpegError, OSError, ValueError) as error:
+            expected = "Expected a complete file with a video stream."
+            raise ValueError(f"Cannot decode {self.name!r} as a video: {error}. {expected}") from error
 
-    first = next(decode(), None)
-    if first is None:
-        raise _undecodable(name, "no frame could be decoded")
-    metadata = VideoMetadata(
-        total_num_frames=stop - origin,
-        fps=stream.fps,
-        duration=(stop - origin) / stream.fps,
-        height=first.shape[0],
-        width=first.shape[1],
-        video_backend="pyav",
-        frames_indices=[int(index) for index in indices],
-    )
-    warnings = [] if stream.missing is None else [f"The video {name!r} is incomplete: {stream.missing}."]
-    for warning in warnings:
-        logger.warning(warning)
-    return VideoFile(
-        name, metadata, (len(indices), *first.shape[:2]), decode, stream.start + origin / stream.fps, warnings
-    )
+    def stretch(self, start: float | None, end: float | None) -> tuple[int, int]:
+        """The first frame of the clock, and the one behind the last, that a player shows between two times."""
+        first = 0 if start is None else max(math.ceil((start - self.start) * self.fps - 1e-3), 0)
+        stop = self.total if end is None else min(math.floor((end - self.start) * self.fps + 1e-3) + 1, self.total)
+        if first >= stop:
+            bounds = f"from {0 if start is None else start:g} to {'its end' if end is None else f'{end:g} s'}"
+            length = f"{self.total / self.fps:.1f} s from {self.start:.1f} s on"
+            raise ValueError(f"The video {self.name!r} shows no frame {bounds}; it has {length}.")
+        return first, stop
+
+    def _missing(self, stated: int, stated_end: float | None, end: float) -> str | None:
+        """What of a video is not there: its header states frames (or 0), and an end in seconds."""
+        packets, whole = len(self.whole), int(self.whole.sum())
+        # Of a trimmed video the header counts the frames that are not shown, but not their time.
+        if stated > whole and (stated_end is None or stated_end > end + 0.5 / self.fps):
+            return f"its header states {stated} frames, and {whole} can be read"
+        if whole < packets:
+            return f"{packets - whole} of its {packets} frames are damaged and left out"
+        # The last frame may last a little longer, and the sound much.
+        if not stated and stated_end is not None and stated_end > 1.05 * end + 1:
+            with open_container(self.source) as container:
+                others = (packet for packet in container.demux() if packet.pts is not None)
+                last = max(float((one.pts + (one.duration or 0)) * one.time_base) for one in others)
+            if stated_end > 1.05 * last + 1:
+                return f"its header states {stated_end:.1f} s, and {end:.1f} s can be read"
+        return None
+
+    def show(self, instants: np.ndarray) -> Iterator[np.ndarray]:
+        """
+        The frames shown at `instants`, increasing seconds from the first frame: `[H, W, 3]` uint8 each. Of a film whose
+        frames follow from its key frames only what they need is decoded.
+        """
+        chosen = self.order[np.maximum(np.searchsorted(self.times, instants, side="right") - 1, 0)]
+        given, reason = 0, self.missing and "it is incomplete"
+        if not self.timed:
+            reason = "it does not say when each is shown"
+        with self._naming():
+            if not reason:
+                for frame in self._show(instants, chosen):
+                    yield frame
+                    given += 1
+                reason = "not all follow from its key frames"
+            if given < len(instants):
+                if len(np.unique(chosen)) < len(self.order):
+                    logger.warning_once(f"Every frame of the video {self.name!r} is decoded, since {reason}.")
+                yield from itertools.islice(self._show(instants), given, None)
+
+    def _show(self, instants: np.ndarray, chosen: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """
+        With the packets `chosen` `[T]` that show the instants only what they need is decoded, and it ends where a frame
+        does not come out of the decoder at its time.
+        """
+        shown, given, upright = None, 0, Upright()
+        with open_container(self.source) as container:
+            stream = film_stream(container)
+            stream.thread_type = "AUTO"
+            frames = self._decode(container, stream, None if chosen is None else self.needed(chosen))
+            for number, frame in enumerate(itertools.chain(frames, [None])):
+                # Until this frame appears the one before it is shown.
+                before = len(instants) if frame is None else int(np.searchsorted(instants, self._time(frame, number)))
+                if shown is not None and before > given:
+                    if chosen is not None and (self.pts[chosen[given:before]] != shown.pts).any():
+                        return
+                    yield from itertools.repeat(upright(shown, stream), before - given)
+                    given = before
+                if given == len(instants):
+                    return
+                shown = frame
+        if not given:
+            raise ValueError("no frame could be decoded")
+
+    def _time(self, frame: Any, number: int) -> float:
+        """When a decoded frame, of a number, is shown, in seconds from the first."""
+        if self.timed and frame.pts is not None:
+            return self._seconds(frame.pts) - self.first
+        return float(self.times[number]) if number < len(self.times) else float("inf")
+
+    def needed(self, chosen: np.ndarray) -> np.ndarray:
+        """`[P]` int: 2 for the packets of frames by their numbers, 1 for others since their key frames, else 0."""
+        keys, changes = np.append(0, np.flatnonzero(self.key)), np.zeros(len(self.key) + 1, np.int64)
+        place = np.searchsorted(keys[1:], chosen, side="right")
+        # Some frames stand behind a key frame in the file and are shown before it.
+        place -= self.pts[keys[place]] > self.pts[chosen]
+        np.add.at(changes, keys[np.maximum(place, 0)], 1)
+        np.subtract.at(changes, chosen, 1)
+        needed = np.minimum(changes.cumsum()[:-1], 1)
+        needed[chosen] = 2
+        return needed
+
+    def _decode(self, container: Any, stream: Any, needed: np.ndarray | None) -> Iterator[Any]:
+        """The frames in the order in which they are shown: all of them, or at least those that are [`needed`]."""
+        decoder, number, holds = stream.codec_context, -1, False
+        last = len(self.key) - 1 if needed is None else int(needed.nonzero()[0][-1])
+        for packet in container.demux(stream):
+            number += packet.size > 0
+            if number > last:
+                break
+            if packet.size == 0 or not self.whole[number]:
+                continue
+            if needed is not None and not needed[number]:
+                if holds:
+                    yield from decoder.decode(None)
+                    decoder.flush_buffers()
+                    holds = False
+                continue
+            packet.pts = int(self.pts[number])
+            if needed is not None and decoder.name in ("h264", "hevc"):  # passes over what nothing is made from
+                decoder.skip_frame = "DEFAULT" if needed[number] == 2 else "NONREF"
+            yield from packet.decode()
+            holds = True
+        yield from decoder.decode(None)
 
 
-def _stretch(
-    name: str, total: int, fps: float, begin: float, within: tuple[float | None, float | None]
-) -> tuple[int, int]:
-    """The first frame, and the one behind the last, that a player, which begins at a time, shows between two others."""
-    start, end = within
-    first = 0 if start is None else max(math.ceil((start - begin) * fps - 1e-3), 0)
-    stop = total if end is None else min(math.floor((end - begin) * fps + 1e-3) + 1, total)
-    if first >= stop:
-        bounds = f"from {0 if start is None else start:g} to {'its end' if end is None else f'{end:g} s'}"
-        raise ValueError(
-            f"The video {name!r} shows no frame {bounds}; it has {total / fps:.1f} s from {begin:.1f} s on."
-        )
-    return first, stop
+def _regular(times: np.ndarray, length: float) -> tuple[int, float] | None:
+    """
+    The number of frames and the rate of a clock by which a film's own are shown at their times, of which the last is
+    over after a length in seconds; `None` where they have one time.
+    """
+    if times[-1] <= 0:
+        return None
+    fps = float((len(times) - 1) / times[-1])  # the last lasts as long as the mean
+    if np.abs(times - np.arange(len(times)) / fps).max() <= NEAR:
+        return len(times), fps
+    apart = np.diff(times)
+    fps = max(round(float(1 / np.median(apart[apart > 0])), 3), SLOWEST)
+    return max(round(length * fps), int(times[-1] * fps) + 1), fps
+
+
+@contextmanager
+def open_container(source: str | io.BytesIO) -> Iterator[Any]:
+    """A file, or one in memory. FFmpeg gets its bytes and no protocol: a file may name others, which it would go to."""
+    with open(source, "rb", buffering=0) if isinstance(source, str) else nullcontext(source) as file:
+        file.seek(0)
+        refuse_list(file.read(400))
+        file.seek(0)
+        with av.open(file, options={"protocol_whitelist": "none"}) as container:
+            yield container
+
+
+def refuse_list(head: bytes) -> None:
+    """Raises a `ValueError` for a file of which FFmpeg would read others, from its first 400 bytes."""
+    if _LIST.match(head):
+        raise ValueError("it is a list of other places, which is not followed; give the films themselves")
+
+
+def film_stream(container: Any) -> Any:
+    """The stream that a player shows; raises `ValueError` if there is none, or only a cover."""
+    films = [one for one in container.streams.video if not one.disposition & av.stream.Disposition.attached_pic]
+    if not films:
+        raise ValueError("it has a cover and no film" if container.streams.video else "it has no video stream")
+    best = container.streams.best("video")
+    return best if best in films else films[0]
+
+
+class Clock:
+    """
+    One clock for the packets of a stream, which come in the order of the file: where their own goes back or jumps far
+    ahead, as where recordings were joined, what follows is put behind what came before.
+    """
+
+    def __init__(self, container: Any, stream: Any, name: str):
+        ahead = _AHEAD if container.format.flags & ARBITRARY_CLOCK else _FAR_AHEAD
+        self.name, self.step = name, float(stream.time_base or 1)  # seconds
+        # AVI knows no times, but when a packet is decoded.
+        self.is_avi, self.reorders = container.format.name == "avi", stream.codec_context.has_b_frames
+        self.smallest, self.largest = -_BACK / self.step, ahead / self.step
+        self.last: int | None = None  # when the packet before was to be decoded, by the file
+        self.newest: int | None = None  # of the times so far, on the one clock
+        self.end = self.offset = self.apart = 0  # `end` is when that is over
+
+    def set(self, packet: Any) -> None:
+        """Brings the times of the next packet to the one clock."""
+        if self.is_avi and not self.reorders:
+            packet.pts = packet.dts
+        if packet.pts is None:
+            return
+        if packet.dts is not None:
+            since = 0 if self.last is None else packet.dts - self.last
+            if self.newest is not None and not self.smallest <= since <= self.largest:
+                self.offset = self.end - packet.pts
+                logger.warning_once(
+                    f"The clock of {self.name!r} is set anew after {self.end * self.step:.1f} s; what follows is put "
+                    "behind that."
+                )
+            else:
+                self.apart = since
+            self.last = packet.dts
+            packet.dts += self.offset
+        packet.pts += self.offset
+        if self.newest is None or packet.pts > self.newest:
+            self.newest, self.end = packet.pts, packet.pts + (packet.duration or self.apart)
+
+
+class Upright:
+    """
+    Brings the frames of one video to `[H, W, 3]` uint8 as they are shown, all as large as the first: in square pixels,
+    and upright, since phones store a portrait video lying down, and some front cameras a mirrored one.
+    """
+
+    def __init__(self) -> None:
+        # One for this video: PyAV 19's own serves all, and a process forked later would wait for its threads forever.
+        self.reformatter = av.video.reformatter.VideoReformatter()
+        self.size: tuple[int, int] | None = None
+
+    def __call__(self, frame: Any, stream: Any) -> np.ndarray:
+        if self.size is None:
+            aspect = float(stream.sample_aspect_ratio or 1)
+            self.size = round(frame.width * aspect) if 0.2 < aspect < 5 else frame.width, frame.height
+        pixels = self.reformatter.reformat(frame, *self.size, format="rgb24").to_ndarray()
+        matrix = frame.side_data.get("DISPLAYMATRIX")
+        if matrix is not None:
+            (a, b, _, c, d), _ = np.split(np.frombuffer(matrix, np.int32) / 2**16, [5])
+            pixels = pixels[::-1] if a * d < b * c else pixels
+        return np.rot90(pixels, k=round(frame.rotation / 90))
 
 
 def _find(path: str) -> str | io.BytesIO:
@@ -133,104 +355,6 @@ def _find(path: str) -> str | io.BytesIO:
     if os.path.isfile(path):
         return path
     raise ValueError(f"There is no video at {path!r}; expected a video file, a folder of frames or an http(s) address.")
-
-
-def _undecodable(name: str, reason: object) -> ValueError:
-    """The error about a file that is no video, or a broken one."""
-    return ValueError(f"Cannot decode {name!r} as a video: {reason}. Expected a complete file with a video stream.")
-
-
-def _scan(source: str | io.BytesIO, name: str) -> _Stream:
-    """Reads the packets, without decoding: containers may state no frame count, and a wrong mean rate."""
-    with _container(source) as container:
-        if not container.streams.video:
-            raise _undecodable(name, "it has no video stream")
-        stream = container.streams.video[0]
-        stated, stated_fps = stream.frames, stream.average_rate or stream.guessed_rate
-        packets = [(p.pts, p.is_discard, p.is_corrupt) for p in container.demux(stream) if p.size]
-        damaged = sum(corrupt for _, _, corrupt in packets)
-        whole = len(packets) - damaged
-        times = [time for time, discard, corrupt in packets if not (discard or corrupt)]
-        if (stream.time_base or 1) >= 1 and (stream.codec_context.framerate or 0) > 1:
-            raise _undecodable(name, "it has no time scale, so when its frames are shown is unknown")
-        if any(time is None for time in times):
-            fps = _mean_fps(name, len(times), 0.0, stated_fps)
-            return _Stream(len(times), fps, _missing(stated, whole, damaged, None, len(times) / fps, fps))
-        seconds = [float(time * stream.time_base) for time in times]
-        first, last = min(seconds, default=0.0), max(seconds, default=0.0)
-        fps = _mean_fps(name, len(times), last - first, stated_fps)
-        end = None if container.duration is None else container.duration / av.time_base
-        if stream.duration is not None:
-            end = float(((stream.start_time or 0) + stream.duration) * stream.time_base)
-        missing = _missing(stated, whole, damaged, end, last + 1 / fps, fps)
-        begin = (container.start_time or 0) / av.time_base if container.format.flags & _ARBITRARY_CLOCK else 0.0
-        return _Stream(len(times), fps, missing, True, first, max(first - begin, 0.0))
-
-
-def _decode(source: str | io.BytesIO, video: _Stream, instants: np.ndarray) -> Iterator[np.ndarray]:
-    """The frames shown at `instants`, increasing seconds from the first frame."""
-    shown, given = None, 0
-    # One for this video: PyAV 19's own serves all, and a process forked later would wait for its threads forever.
-    reformatter = av.video.reformatter.VideoReformatter()
-    with _container(source) as container:
-        stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
-        packets = (packet for packet in container.demux(stream) if not packet.is_corrupt)
-        for number, frame in enumerate(frame for packet in packets for frame in packet.decode()):
-            timed = video.times and frame.pts is not None
-            time = float(frame.pts * frame.time_base) - video.first if timed else number / video.fps
-            # Until this frame appears the one before it is shown.
-            before = int(np.searchsorted(instants, time))
-            if shown is not None and before > given:
-                yield from itertools.repeat(_upright(shown, reformatter), before - given)
-                given = before
-            shown = frame
-            if given == len(instants):
-                return
-    if shown is not None:
-        yield from itertools.repeat(_upright(shown, reformatter), len(instants) - given)
-
-
-def _container(source: str | io.BytesIO) -> Any:
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
-        # What strangers sent may be a list of other places, which FFmpeg would go to.
-        return av.open(source, options={"protocol_whitelist": "none"})
-    return av.open(source)
-
-
-def _upright(frame: Any, reformatter: Any) -> np.ndarray:
-    """`[H, W, 3]` uint8 as shown: phones store a portrait video lying down, and some front cameras a mirrored one."""
-    pixels = reformatter.reformat(frame, format="rgb24").to_ndarray()
-    matrix = frame.side_data.get("DISPLAYMATRIX")
-    if matrix is not None:
-        (a, b, _, c, d), _ = np.split(np.frombuffer(matrix, np.int32) / 2**16, [5])
-        pixels = pixels[::-1] if a * d < b * c else pixels
-    return np.rot90(pixels, k=round(frame.rotation / 90))
-
-
-def _missing(stated: int, whole: int, damaged: int, stated_end: float | None, end: float, fps: float) -> str | None:
-    """What of a video is not there: its header states frames (or 0), and an end in seconds."""
-    # Of a trimmed video the header counts the frames that are not shown, but not their time.
-    if stated > whole and (stated_end is None or stated_end > end + 0.5 / fps):
-        return f"its header states {stated} frames, and {whole} can be read"
-    if damaged:
-        return f"{damaged} of its {whole + damaged} frames are damaged and left out"
-    # Sound may last a little longer, and so may the last frame.
-    if not stated and stated_end is not None and stated_end > 1.05 * end + 1:
-        return f"its header states {stated_end:.1f} s, and {end:.1f} s can be read"
-    return None
-
-
-def _mean_fps(name: str, total: int, span: float, stated_fps: Any) -> float:
-    """Frames per second from the seconds between the first and the last; the last lasts as long as the mean."""
-    if total == 0:
-        raise ValueError(f"The video {name!r} is empty: it has 0 frames.")
-    if span > 0:
-        return (total - 1) / span
-    if not stated_fps:
-        raise ValueError(f"The video {name!r} states neither times nor a frame rate; pass its frames, with `fps=`.")
-    return float(stated_fps)
 
 
 def is_address(video: str) -> bool:

@@ -24,10 +24,10 @@ from transformers.image_utils import make_flat_list_of_images
 from transformers.video_utils import VideoMetadata
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
-from .decoding_qtsplus import VideoFile, open_video
 from .prompt_qtsplus import find_query_mask, tokenize_query
 from .video_qtsplus import (
     VideoChunks,
+    VideoFile,
     check_frames,
     choose_frames,
     describe_frames,
@@ -35,6 +35,7 @@ from .video_qtsplus import (
     frame_choice,
     naming,
     open_folder,
+    open_video,
     per_video,
     read_keys,
     read_messages,

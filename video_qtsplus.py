@@ -18,7 +18,7 @@ from transformers.utils import logging
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
-from .decoding_qtsplus import FrameChoice, Frames, VideoFile, open_video, shown_name
+from .decoding_qtsplus import Film, shown_name
 from .methods_qtsplus import is_number
 
 logger = logging.get_logger(__name__)
@@ -27,6 +27,10 @@ ARRAYS = (np.ndarray, torch.Tensor)
 DEFAULT_FPS = 2.0  # Qwen's own rate, for a saved processor that names none
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 FRAME_SUFFIXES = (*IMAGE_SUFFIXES, ".gif")  # in a folder; elsewhere a GIF is a video
+
+# From (number of frames, frames per second) to the indices of the frames to read.
+FrameChoice = Callable[[int, float], np.ndarray]
+Frames = Callable[[], Iterator[np.ndarray]]
 
 # --- Which frames of a video are looked at ---
 
@@ -110,6 +114,45 @@ def shrink(size: tuple[int, int], most: float, side: int) -> tuple[int, int]:
     scale = min(math.sqrt(most / math.prod(size)), 1)
     height, width = (max(int(length * scale / side), 1) * side for length in size)
     return height, width
+
+
+@dataclass
+class VideoFile:
+    """A video file that was opened: what it is, and how to read it."""
+
+    name: str  # what messages call it
+    metadata: VideoMetadata  # of the whole video, with the `frames_indices` that were chosen
+    shape: tuple[int, int, int]  # number of chosen frames, height and width
+    decode: Frames  # begins to read the chosen frames, [H, W, 3] uint8 RGB each, upright
+    start: float  # when a player shows the first frame, in seconds
+    warnings: list[str]  # what is wrong with the file, one sentence each
+
+
+def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float | None] = (None, None)) -> VideoFile:
+    """
+    Opens a [`Film`] and chooses from its regular clock, between two times of a player. Of a file that was cut off, what
+    is there is read; the log and `warnings` say how much that is.
+    """
+    film = Film(path)
+    warnings = [] if film.missing is None else [f"The video {film.name!r} is incomplete: {film.missing}."]
+    for warning in warnings:
+        logger.warning_once(warning)
+    origin, stop = film.stretch(*within)
+    indices = origin + np.asarray(choose(stop - origin, film.fps))
+    # A quarter of a frame later, since containers round timestamps.
+    decode = functools.partial(film.show, (indices + 0.25) / film.fps)
+    height, width, _ = next(decode()).shape
+    metadata = VideoMetadata(
+        total_num_frames=stop - origin,
+        fps=film.fps,
+        duration=(stop - origin) / film.fps,
+        height=height,
+        width=width,
+        video_backend="pyav",
+        frames_indices=[int(index) for index in indices],
+    )
+    start = film.start + origin / film.fps
+    return VideoFile(film.name, metadata, (len(indices), height, width), decode, start, warnings)
 
 
 def read_video(path: str, choose: FrameChoice) -> tuple[np.ndarray, VideoMetadata]:

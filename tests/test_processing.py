@@ -203,10 +203,9 @@ def test_a_variable_frame_rate_is_read_by_time(tmp_path):
     milliseconds = [*range(0, 1000, 100), 1000, *range(4000, 5000, 100)]
     write_at(tmp_path / "screen.mp4", shaded_frames(21), milliseconds)
     frames, metadata = read_video(str(tmp_path / "screen.mp4"), lambda total, fps: np.arange(total))
-    assert metadata.fps == pytest.approx(20 / 4.9) and metadata.duration == pytest.approx(21 * 4.9 / 20)
-    shown_at = [np.searchsorted(milliseconds, 1000 * (time + 0.06), side="right") - 1 for time in metadata.timestamps]
-    assert read_shades(frames) == shown_at
-    assert read_shades(frames).count(10) == pytest.approx(21 * 3 / 5, abs=1)
+    assert (metadata.fps, metadata.total_num_frames, metadata.duration) == (10, 50, 5)
+    shown_at = [np.searchsorted(milliseconds, 1000 * time + 1, side="right") - 1 for time in metadata.timestamps]
+    assert read_shades(frames) == shown_at and shown_at.count(10) == 30
 
 
 @pytest.mark.parametrize("turn", [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)])

@@ -155,7 +155,8 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, h
     answer = session.ask(*loaded, path, "What moves?", max_new_tokens=2)
     (warning,) = answer.as_dict()["warnings"]
     assert warning == f"The video {str(path)!r} is incomplete: its header states 48 frames, and 24 can be read."
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [warning]
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [warning, f"Every frame of the video {str(path)!r} is decoded, since it is incomplete."]
     assert answer.seconds_of_video == 3.0
     frames, metadata = read_video(str(path), every_frame)
     assert len(frames) == metadata.total_num_frames == 24
@@ -356,7 +357,7 @@ def test_what_was_sent_leads_nowhere(loaded):
             "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 40000 RTP/AVP 96\n",
         )
         for text in lists:
-            with pytest.raises(ValueError, match="Cannot decode.*(Invalid data|not permitted)"):
+            with pytest.raises(ValueError, match="Cannot decode.*a list of other places"):
                 session.encode(*loaded, f"data:video/mp4;base64,{base64.b64encode(text.encode()).decode()}")
     assert asked == []
 

@@ -13,14 +13,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from .decoding_qtsplus import VideoFile, open_video
 from .evidence import Interval
 from .figures import save_figure
 from .hub.folder import whole_folder
 from .output import printable
 from .recall import Remembered
 from .session import Answer
-from .video_qtsplus import open_folder
+from .video_qtsplus import VideoFile, open_folder, open_video
 from .videos import IN_MEMORY, EncodedVideo
 
 _DIMMED = 0.22  # brightness of what was dropped

@@ -16,7 +16,7 @@ import av
 import numpy as np
 from transformers.utils import logging
 
-from .decoding_qtsplus import _ARBITRARY_CLOCK, _upright, shown_name
+from .decoding_qtsplus import ARBITRARY_CLOCK, Clock, Upright, film_stream, refuse_list, shown_name
 from .methods_qtsplus import Method
 from .session import Answer
 from .stream import Stream
@@ -27,6 +27,13 @@ logger = logging.get_logger(__name__)
 ROOM = 16  # frames of a source that wait to be encoded, and of all that are encoded together
 DEVICES = ("v4l2:", "avfoundation:", "dshow:", "x11grab:", "lavfi:")  # of libavdevice, as FORMAT:NAME
 CAMERAS = ("rtsp://", "rtsps://", "rtmp://", "udp://", "rtp://", "srt://", "/dev/", *DEVICES)  # what waits for nobody
+# By what an address begins with, the protocols of FFmpeg to which what is sent may lead.
+_PROTOCOLS = {
+    **dict.fromkeys(("http", "https"), "http,https,httpproxy,tcp,tls,crypto,data"),
+    **dict.fromkeys(("rtsp", "rtsps"), "rtsp,rtsps,rtp,srtp,udp,tcp,tls"),
+    **dict.fromkeys(("rtmp", "rtmps"), "rtmp,rtmps,tcp,tls"),
+    **{"udp": "udp", "rtp": "rtp,srtp,udp", "srt": "srt", "tcp": "tcp"},
+}
 
 
 class GrowingFile(io.FileIO):
@@ -63,12 +70,16 @@ class Source:
     """
 
     def __init__(self, address: str, fps: float, timeout: float, began: float):
+        address = address.removeprefix("file://")
         self.address, self.fps, self.timeout, self.began = address, fps, timeout, began
-        self.name = shown_name(address)
-        self.is_camera = address.startswith(CAMERAS)
-        self.is_file = not (self.is_camera or "://" in address or address == "-")
+        self.name, scheme = shown_name(address), address.partition("://")[0].lower()
+        self.is_camera = address.lower().startswith(CAMERAS)
+        self.is_file = not (self.is_camera or scheme in _PROTOCOLS or address == "-")
         if self.is_file and not os.path.isfile(address):
-            raise ValueError(f"There is no stream at {self.name!r}; expected a file, an address, a device, or -.")
+            raise ValueError(
+                f"There is no stream at {self.name!r}; expected a file, an address ({', '.join(_PROTOCOLS)}), a device "
+                "such as /dev/video0, or -."
+            )
         self.dropped = 0
         self._waiting: queue.Queue[Any] = queue.Queue(ROOM)
         self._closed = False
@@ -116,51 +127,51 @@ class Source:
                     self.dropped += 1
 
     def _open(self) -> Any:
+        nothing = {"protocol_whitelist": "none"}  # what is sent may name other places
         if self.address == "-":
-            return av.open(open(0, "rb", buffering=0, closefd=False))
+            return av.open(open(0, "rb", buffering=0, closefd=False), options=nothing)
         if self.is_file:
+            with open(self.address, "rb") as file:
+                refuse_list(file.read(400))
             # Its end is not there yet to be looked at.
-            return av.open(GrowingFile(self.address, self.timeout), options={"skip_estimate_duration_from_pts": "1"})
+            options = {"skip_estimate_duration_from_pts": "1"} | nothing
+            return av.open(GrowingFile(self.address, self.timeout), options=options)
         if self.address.startswith(("/dev/", *DEVICES)):
             device = f"v4l2:{self.address}" if self.address.startswith("/dev/") else self.address
             kind, _, name = device.partition(":")
             return av.open(name, format=kind, timeout=self.timeout)
-        options = {"rtsp_transport": "tcp"} if self.address.startswith("rtsp") else {}
+        options = {"protocol_whitelist": _PROTOCOLS[self.address.partition("://")[0].lower()]}
+        if self.address.lower().startswith("rtsp"):
+            options["rtsp_transport"] = "tcp"
         return av.open(self.address, options=options, timeout=self.timeout)
 
     def _decode(self) -> Iterator[tuple[float, np.ndarray]]:
-        reformatter = av.video.reformatter.VideoReformatter()
         with self._open() as container:
-            if not container.streams.video:
-                raise ValueError("it has no video")
-            begin = (container.start_time or 0) / av.time_base if container.format.flags & _ARBITRARY_CLOCK else 0.0
-            step, last, apart = -1, 0.0, 0.0
-            for frame in self._frames(container):
+            stream, upright = film_stream(container), Upright()
+            begin = (container.start_time or 0) / av.time_base if container.format.flags & ARBITRARY_CLOCK else 0.0
+            step = -1
+            for frame in self._frames(container, stream):
                 if frame.time is None:
                     raise ValueError("its frames have no times")
                 if self.is_camera and step < 0:
                     begin = frame.time - (time.monotonic() - self.began)
-                if frame.time - begin < last - 1 and not self.is_camera:
-                    logger.warning(
-                        f"The clock of {self.name!r} went back after {last:.1f} s; what follows is behind that."
-                    )
-                    begin = frame.time - last - apart
                 seconds = max(frame.time - begin, 0.0)
-                last, apart = seconds, max(seconds - last, 0.0)
                 if int(seconds * self.fps + 1e-3) > step:
                     step = int(seconds * self.fps + 1e-3)
-                    yield seconds, _upright(frame, reformatter)
+                    yield seconds, upright(frame, stream)
 
-    def _frames(self, container: Any) -> Iterator[Any]:
-        video = container.streams.video[0]
+    def _frames(self, container: Any, stream: Any) -> Iterator[Any]:
+        clock = Clock(container, stream, self.name)
         try:
-            yield from container.decode(video)
+            for packet in container.demux(stream):
+                clock.set(packet)
+                yield from packet.decode()
         except OSError as error:
             # Where a server states no length, FFmpeg takes the end of what it sends for a fault.
             unstated = self.address.lower().startswith("http") and (container.size or 0) <= 0
             if error.errno != errno.EIO or not unstated:
                 raise
-            yield from video.decode()  # what the decoder still holds
+            yield from stream.decode()  # what the decoder still holds
 
 
 def watch(

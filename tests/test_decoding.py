@@ -1,0 +1,312 @@
+"""When a player shows the frames of films: those of many containers, codecs and clocks, with painted times."""
+
+import itertools
+import time
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+
+from films import CLOCKS, SIDE, paint, read_paint, write_film
+from qtsplus import session
+from qtsplus.decoding_qtsplus import Film
+from qtsplus.picture import draw_evidence
+from qtsplus.video_qtsplus import choose_frames, open_video
+from qtsplus.watching import Source
+
+NEAR = 50  # milliseconds
+H264, MPEG = {"g": "10", "preset": "veryfast"}, {"g": "10", "bf": "2"}
+VPX, AV1 = {"g": "10", "deadline": "realtime", "cpu-used": "8"}, {"g": "10", "preset": "8", "crf": "10"}
+CODECS = {
+    "libx264": H264,
+    "libx264 without B": {**H264, "bf": "0"},
+    "libx265": {"preset": "ultrafast", "x265-params": "log-level=error:keyint=12"},
+    "libvpx": VPX,
+    "libvpx-vp9": VPX,
+    "libsvtav1": AV1,
+    "mpeg4": MPEG,
+    "mpeg4 without B": {"g": "10"},
+    "mpeg2video": MPEG,
+    "mpeg1video": MPEG,
+    "mjpeg": {"pix_fmt": "yuvj420p"},
+    "flv": {"g": "10"},
+    "wmv2": {"g": "10"},
+    "msmpeg4": {},
+    "gif": {"pix_fmt": "rgb8"},
+    "prores_ks": {"pix_fmt": "yuv422p10le"},
+    "ffv1": {},
+}
+FILMS = [  # codec, containers, clocks
+    ("libx264", "mp4 mov mkv ts m4v 3gp", "constant variable dropped"),
+    ("libx264", "m2ts", "constant late"),
+    ("libx264", "mp4 mkv", "late"),
+    ("libx264", "avi", "constant"),
+    ("libx264 without B", "avi flv", "constant variable"),
+    ("libx264 without B", "flv", "late"),
+    ("libx265", "mp4 mkv ts", "constant variable"),
+    ("libvpx", "webm", "constant variable"),
+    ("libvpx-vp9", "webm mp4", "constant variable late"),
+    ("libsvtav1", "mkv mp4", "constant variable"),
+    ("mpeg4", "mp4 mkv avi", "constant"),
+    ("mpeg4 without B", "avi mkv", "variable"),
+    ("mpeg2video", "mpg vob ts mkv", "constant"),
+    ("mpeg1video", "mpeg", "constant"),
+    ("mjpeg", "avi mov", "constant dropped"),
+    ("flv", "flv", "constant"),
+    ("wmv2", "wmv", "constant variable"),
+    ("msmpeg4", "avi", "constant"),
+    ("gif", "gif", "constant variable"),
+    ("prores_ks", "mov", "constant"),
+    ("ffv1", "mkv", "constant variable"),
+]
+CORPUS = [
+    (codec, kind, clock)
+    for codec, kinds, clocks in FILMS
+    for kind, clock in itertools.product(kinds.split(), clocks.split())
+]
+BROADCASTS = ("ts", "m2ts", "mpg", "mpeg", "vob")  # whose clock is not 0 where a film begins
+
+
+def make(folder, codec, kind, clock):
+    """A film, and when its frames are shown, in milliseconds."""
+    name, milliseconds = codec.split()[0], CLOCKS[clock]
+    rate = None if clock == "variable" else 25
+    return write_film(folder / f"film.{kind}", name, milliseconds, rate, **CODECS[codec]), list(milliseconds)
+
+
+def shown_too_early_or_late(claimed, frames, shown, begin=0):
+    """Of frames and the seconds that are said of them, those that a player shows at other times: both times."""
+    wrong = []
+    for seconds, frame in zip(claimed, frames, strict=True):
+        at, paint = 1000 * seconds + begin, read_paint(frame)
+        until = next((one for one in shown if one > paint), np.inf)
+        if paint not in shown or not paint - NEAR <= at <= until + NEAR:
+            wrong.append((at, paint))
+    return wrong
+
+
+def look(path, **sampling):
+    """The seconds on a player's clock that are said of the frames of a film, and the frames."""
+    video = open_video(str(path), lambda total, fps: choose_frames(total, fps, **sampling))
+    return [video.start + one for one in video.metadata.timestamps], list(video.decode())
+
+
+@pytest.mark.parametrize(("codec", "kind", "clock"), CORPUS, ids=lambda one: one.replace(" ", "-"))
+def test_every_frame_says_when_it_is_shown(tmp_path, codec, kind, clock):
+    path, shown = make(tmp_path, codec, kind, clock)
+    begin = shown[0] if kind in BROADCASTS else 0
+    for sampling in ({}, {"fps": 2.0}, {"num_frames": 6}):
+        assert shown_too_early_or_late(*look(path, **sampling), shown, begin) == []
+    if kind != "vob" and not (kind == "avi" and codec in ("libx264", "mpeg4")):  # whose times the whole file says
+        watched = list(zip(*Source(str(path), 2.0, 0.01, time.monotonic()), strict=True))
+        assert shown_too_early_or_late(*watched, shown, begin) == []
+
+
+def test_the_corpus_is_large():
+    assert len(CORPUS) >= 60
+
+
+# --- Clocks ---
+
+
+JOINED = [("libx264", "ts", 3), ("mpeg4", "ts", 2), ("mpeg2video", "mpg", 3), ("libx264", "mkv", 2)]
+
+
+@pytest.mark.parametrize(("codec", "kind", "parts"), JOINED)
+def test_recordings_joined_end_to_end_are_read_to_their_end(tmp_path, codec, kind, parts):
+    """As `cat red.ts blue.ts`: their clocks are equal."""
+    path = tmp_path / f"joined.{kind}"
+    join(path, [write(tmp_path, codec, kind, later=4000 * part) for part in range(parts)])
+    for sampling in ({}, {"fps": 2.0}, {"num_frames": 6}):
+        claimed, frames = look(path, **sampling)
+        assert shown_too_early_or_late(claimed, frames, range(0, 4000 * parts, 40)) == []
+    video = open_video(str(path), choose_frames)
+    assert video.metadata.duration == pytest.approx(4 * parts, abs=0.05) and video.warnings == []
+    watched = list(zip(*Source(str(path), 2.0, 0.01, time.monotonic()), strict=True))
+    assert shown_too_early_or_late(*watched, range(0, 4000 * parts, 40)) == [] and len(watched[0]) == 8 * parts
+
+
+def write(folder, codec, kind, later=0, offset=0, **options):
+    """Four seconds; a player's clock begins at `offset` seconds."""
+    path = folder / f"part-{later}.{kind}"
+    more = {**CODECS[codec], **options}
+    return write_film(path, codec, range(0, 4000, 40), 25, later, offset=offset, **more)
+
+
+def join(path, parts):
+    path.write_bytes(b"".join(part.read_bytes() for part in parts))
+
+
+@pytest.mark.parametrize("offsets", [(0, 5000), (5000, 0), (0, 90), (0, 95000, 20)], ids=str)
+def test_what_comes_after_a_clock_that_jumps_is_put_behind(tmp_path, caplog, offsets):
+    path = tmp_path / "jumps.ts"
+    parts = [write(tmp_path, "libx264", "ts", 4000 * part, offset) for part, offset in enumerate(offsets)]
+    join(path, parts)
+    claimed, frames = look(path)
+    shown = range(0, 4000 * len(parts), 40)
+    assert shown_too_early_or_late(claimed, frames, shown) == [] and len(frames) == len(shown)
+    assert ["is set anew" in record.message for record in caplog.records] == [True] * (len(parts) - 1)
+    watched = list(zip(*Source(str(path), 2.0, 0.01, time.monotonic()), strict=True))
+    assert shown_too_early_or_late(*watched, shown) == []
+
+
+def test_a_recording_in_pieces_on_one_clock_has_no_damage(tmp_path):
+    """As a stream's segments: where they meet MPEG-TS counts its packets anew, which FFmpeg takes for damage."""
+    path = tmp_path / "stream.ts"
+    join(path, [write(tmp_path, "libx264", "ts", 4000 * part, 10 + 4 * part) for part in range(3)])
+    assert open_video(str(path), choose_frames).warnings == []
+    assert len(look(path)[1]) == 300
+
+
+def test_a_still_and_a_busy_stretch_are_looked_at_by_the_clock(tmp_path):
+    """As a screen that was recorded: a frame in 20 s, and 100 in 10 s."""
+    shown = [*range(0, 60_000, 20_000), *range(60_000, 65_000, 50)]
+    write_film(tmp_path / "screen.mp4", "libx264", shown)
+    claimed, frames = look(tmp_path / "screen.mp4", fps=2.0)
+    assert claimed == pytest.approx(np.arange(130) / 2, abs=NEAR / 1000)
+    assert shown_too_early_or_late(claimed, frames, shown) == []
+    assert len({read_paint(frame) for frame in frames}) == 3 + 10
+    assert len(look(tmp_path / "screen.mp4", fps=2.0, max_frames=64)[1]) == 64
+
+
+# --- What is decoded ---
+
+
+SKIPPED = [one for one in CORPUS if one[2] != "late" and one[1] not in ("vob", "avi")]
+
+
+@pytest.mark.parametrize(("codec", "kind", "clock"), SKIPPED, ids=lambda one: one.replace(" ", "-"))
+def test_what_is_skipped_changes_no_frame(tmp_path, codec, kind, clock):
+    path, _ = make(tmp_path, codec, kind, clock)
+    film = Film(str(path))
+    for count in (2, 3, 7, 25):
+        instants = (np.arange(count) + 0.3) / count * film.times[-1]
+        chosen = film.order[np.searchsorted(film.times, instants, side="right") - 1]
+        through = list(film._show(instants))
+        skipping = list(film._show(instants, chosen))
+        assert len(through) == count and np.array_equal(through, skipping)
+
+
+def test_only_what_a_frame_is_made_from_is_decoded(tmp_path):
+    write_film(tmp_path / "film.mp4", "libx264", range(0, 20_000, 40), 25, g="50", sc_threshold="0", bf="2")
+    needed = Film(str(tmp_path / "film.mp4")).needed(np.array([52, 449]))
+    assert np.count_nonzero(needed == 2) == 2 and needed[[52, 449]].tolist() == [2, 2]
+    assert np.count_nonzero(needed) <= 3 + 50 and needed[50] == 1 and not needed[53:400].any()
+
+
+def test_a_film_that_does_not_follow_from_its_key_frames_is_read_through(tmp_path, caplog):
+    """Its key frames are whole only after the frames behind them."""
+    x264 = {"x264-params": "intra-refresh=1:keyint=40", "preset": "veryfast"}
+    path = write_film(tmp_path / "refresh.mp4", "libx264", range(0, 8000, 40), 25, **x264)
+    claimed, frames = look(path, num_frames=4)
+    assert shown_too_early_or_late(claimed, frames, range(0, 8000, 40)) == []
+    (said,) = [record.message for record in caplog.records]
+    assert said == f"Every frame of the video {str(path)!r} is decoded, since not all follow from its key frames."
+
+
+# --- What is in a file ---
+
+
+def mux(path, *streams, **options):
+    """Streams of painted films and of silence: (codec, milliseconds, disposition)."""
+    with av.open(str(path), "w", **options) as container:
+        made = []
+        for codec, _, disposition in streams:
+            stream = container.add_stream(codec, rate=16000 if codec in ("aac", "libmp3lame", "libopus") else 25)
+            if stream.type == "video":
+                stream.width = stream.height = SIDE
+                stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+            stream.disposition = disposition
+            made.append(stream)
+        for stream, (_, milliseconds, _) in zip(made, streams, strict=True):
+            for index, one in enumerate(milliseconds):
+                if stream.type == "video":
+                    frame = av.VideoFrame.from_ndarray(paint(one), format="rgb24")
+                    frame.pts, frame.time_base = index, Fraction(1, 25)
+                else:
+                    frame = av.AudioFrame.from_ndarray(np.zeros((1, 640), np.float32), "fltp", "mono")
+                    frame.sample_rate, frame.pts, frame.time_base = 16000, 640 * index, Fraction(1, 16000)
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+    return path
+
+
+DEFAULT, COVER = av.stream.Disposition.default, av.stream.Disposition.attached_pic
+NONE = DEFAULT & COVER
+
+
+def test_the_default_stream_is_read(tmp_path):
+    other, main = range(10_000, 11_000, 40), range(0, 3000, 40)
+    path = mux(tmp_path / "two.mkv", ("libx264", other, NONE), ("libx264", main, DEFAULT))
+    claimed, frames = look(path)
+    assert [read_paint(frame) for frame in frames] == [*main]
+    assert open_video(str(path), choose_frames).warnings == []
+    assert {read_paint(frame) for _, frame in Source(str(path), 2.0, 0.01, 0.0)} <= {*main}
+
+
+def test_a_cover_is_no_film(tmp_path):
+    path = mux(tmp_path / "song.mp3", ("libmp3lame", range(50), DEFAULT), ("mjpeg", [7], COVER))
+    with pytest.raises(ValueError, match=r"song\.mp3' as a video: it has a cover and no film"):
+        open_video(str(path), choose_frames)
+    with pytest.raises(ValueError, match="it has a cover and no film"):
+        list(Source(str(path), 2.0, 0.01, 0.0))
+
+
+@pytest.mark.parametrize("kind, sound", [("mkv", "aac"), ("webm", "libopus")])
+def test_sound_may_be_longer_than_the_picture(tmp_path, kind, sound):
+    video = "libx264" if kind == "mkv" else "libvpx"
+    path = mux(tmp_path / f"long.{kind}", (video, range(0, 3000, 40), DEFAULT), (sound, range(300), DEFAULT))
+    assert open_video(str(path), choose_frames).warnings == []
+
+
+def test_pixels_that_are_not_square(tmp_path, tiny_published):
+    """As DVDs and DV tapes have them: a player stretches the frames."""
+    path = write_film(tmp_path / "wide.mp4", "libx264", range(0, 2000, 40), 25, aspect=Fraction(3, 2))
+    claimed, frames = look(path)
+    assert frames[0].shape == (SIDE, SIDE * 3 // 2, 3)
+    assert shown_too_early_or_late(claimed, frames, range(0, 2000, 40)) == []
+    model, processor = session.load(tiny_published, "cpu")
+    video = session.encode(model, processor, path)
+    answer = session.ask(model, processor, video, "What moves?", max_new_tokens=2, selection="all")
+    assert answer.evidence[0].pixels == (0, 0, SIDE * 3 // 2, SIDE)
+    draw_evidence(answer, {video.video: video}, tmp_path / "drawn")
+    with av.open(str(tmp_path / "drawn" / "kept.mp4")) as kept:
+        stream = kept.streams.video[0]
+        assert stream.width * (stream.sample_aspect_ratio or 1) == SIDE * 3 // 2 and stream.height == SIDE
+
+
+def test_frames_that_change_their_size_are_as_large_as_the_first(tmp_path):
+    small = write_film(tmp_path / "small.ts", "libx264", range(0, 2000, 40), 25, 2000, side=48)
+    join(tmp_path / "both.ts", [write_film(tmp_path / "large.ts", "libx264", range(0, 2000, 40), 25), small])
+    claimed, frames = look(tmp_path / "both.ts")
+    assert {frame.shape for frame in frames} == {(SIDE, SIDE, 3)}
+    assert shown_too_early_or_late(claimed, frames, range(0, 4000, 40)) == []
+
+
+LISTS = {
+    "list.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2.0,\nfilm.ts\n#EXT-X-ENDLIST\n",
+    "list.concat": "ffconcat version 1.0\nfile list.concat\n",
+    "list.txt": "file film.ts\n",
+    "list.sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 40000 RTP/AVP 96\n",
+    "list.mpd": '<?xml version="1.0"?>\n<MPD xmlns="urn:mpeg:dash:schema:mpd:2011"/>',
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_of_other_files_is_refused(tmp_path, name):
+    write_film(tmp_path / "film.ts", "libx264", range(0, 2000, 40), 25)
+    (tmp_path / name).write_text(LISTS[name])
+    for read in (lambda path: open_video(path, choose_frames), lambda path: list(Source(path, 2.0, 0.01, 0.0))):
+        with pytest.raises(ValueError, match=r"it is a list of other places, which is not followed") as refused:
+            read(str(tmp_path / name))
+        assert "\n" not in str(refused.value)
+
+
+def test_a_list_that_is_not_known_leads_nowhere(tmp_path):
+    """Before what tells it from a film stands something else."""
+    write_film(tmp_path / "film.ts", "libx264", range(0, 2000, 40), 25)
+    (tmp_path / "list.concat").write_text("# a comment\nffconcat version 1.0\nfile film.ts\n")
+    for read in (lambda path: open_video(path, choose_frames), lambda path: list(Source(path, 2.0, 0.01, 0.0))):
+        with pytest.raises(ValueError, match="Cannot"):
+            read(str(tmp_path / "list.concat"))
