@@ -163,10 +163,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
         return inputs
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        """
-        As stock. A video may also be a `video_url`, and `VIDEO_KEYS` beside it, as Qwen's messages have them, take
-        effect. What would be ignored is a `ValueError`.
-        """
+        """As stock; `video_url`, and the `VIDEO_KEYS` of a video, take effect, and other keys are a `ValueError`."""
         return super().apply_chat_template(read_messages(conversation, kwargs.get("tokenize", False)), *args, **kwargs)
 
     def conversation_inputs(self, conversations: Sequence[list[dict[str, Any]]], **kwargs: Any) -> BatchFeature:
@@ -283,7 +280,14 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     def grid_of(self, num_frames: int, height: int, width: int, **options: Any) -> torch.Tensor:
         """`[1, 3]`: the grid of a video, asked of the video processor itself with a video without values."""
-        blank = torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")
+        blank = torch.empty(
+            max(num_frames, self.video_processor.temporal_patch_size),
+            3,
+            height,
+            width,
+            dtype=torch.uint8,
+            device="meta",
+        )
         options = {**options, "do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
         return self.video_processor(videos=[blank], **options)["video_grid_thw"]
 
@@ -390,10 +394,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 opened = open_video(video, choose_frames if everything else choose, within)
                 metadata = opened.metadata
                 frames = self._read(opened, options if one_by_one else {"do_resize": False}, part)
-            elif part.keys() - {"video", "fps"}:
-                raise ValueError(
-                    f"Got frames with {sorted(part.keys() - {'video'})}; expected those to look at, and fps."
-                )
+            elif others := sorted(part.keys() - {"video", "fps"}):
+                raise ValueError(f"Got frames with {others}; expected the frames to look at, and fps alone.")
             else:
                 frames = check_frames(video)
                 sample = metadata is not None and asked_to_sample
@@ -402,6 +404,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
                     picked = choose(len(frames), metadata.sampled_fps)
                     frames = frames[picked]
                     metadata.frames_indices = np.asarray(metadata.frames_indices)[picked].tolist()
+            if len(frames) < self.video_processor.temporal_patch_size:  # one, which Qwen3-VL cannot size
+                frames = frames[[0] * self.video_processor.temporal_patch_size]
             frames_list.append(frames)
             described.append(metadata)
         kwargs.update(video_metadata=described, do_sample_frames=False)

@@ -61,3 +61,28 @@ def test_a_file_beside_given_frames(processor, video):
     whole = processor(videos=[frames, frames], video_metadata=[metadata, metadata], **options)
     mixed = processor(videos=[video, frames], video_metadata=[None, metadata], num_frames=8, **options)
     assert_same(mixed, whole)
+
+
+@pytest.mark.parametrize("source", ["file", "frames", "chunks"])
+def test_a_video_of_one_frame_is_answered_as_its_frame_shown_twice(model, processor, tmp_path, source):
+    write_mp4(tmp_path / "one.mp4", np.random.default_rng(0).integers(0, 255, (1, 48, 64, 3), np.uint8), 2)
+    frames, _ = read_video(str(tmp_path / "one.mp4"), lambda total, fps: np.arange(total))
+    assert len(frames) == 1
+    step = processor.video_processor.temporal_patch_size
+    expected = processor(videos=[frames.repeat(step, 0)], fps=2, return_tensors="pt")
+    if source == "chunks":
+        ((pixels, grid),) = processor.video_chunks(tmp_path / "one.mp4")
+    else:
+        inputs = processor(
+            videos=[str(tmp_path / "one.mp4") if source == "file" else frames], fps=2, return_tensors="pt"
+        )
+        pixels, grid = inputs["pixel_values_videos"], inputs["video_grid_thw"]
+    assert torch.equal(grid, expected["video_grid_thw"])
+    torch.testing.assert_close(pixels, expected["pixel_values_videos"])
+    video = {"video": str(tmp_path / "one.mp4")} if source == "file" else {"video": frames, "fps": 2}
+    words = [{"type": "video", **video}, {"type": "text", "text": "Where is the red ball?"}]
+    asked = processor.apply_chat_template(
+        [{"role": "user", "content": words}], tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    asked.pop("mm_token_type_ids", None)
+    assert len(model.generate(**asked, max_new_tokens=2)[0]) > asked["input_ids"].shape[1]
