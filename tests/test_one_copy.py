@@ -183,3 +183,9 @@ def test_a_version_that_is_none_is_one_line(version, folder):
     else:
         with pytest.raises(ValueError, match=r"config\.json cannot be used: Invalid version"):
             loading.load(folder)
+
+
+def test_the_package_and_the_hub_files_are_of_one_version():
+    import qtsplus
+
+    assert qtsplus.__version__ == VERSION

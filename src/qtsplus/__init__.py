@@ -4,10 +4,7 @@ The model's own files stand at the root of the repository, as a Hub repository h
 this package; an editable install finds them at the root, as `qtsplus.modeling_qtsplus` and so on.
 """
 
-import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,22 +25,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-
-class _HubFiles:
-    """Finds the model's files at the root of a clone."""
-
-    root = Path(__file__).resolve().parents[2]
-
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        package, _, module = name.rpartition(".")
-        file = cls.root / f"{module}.py"
-        ours = package == __name__ and "_qtsplus" in module and file.is_file()
-        return spec_from_file_location(name, file) if ours else None
-
-
 if not Path(__file__).with_name("configuration_qtsplus.py").exists():
-    sys.meta_path.append(_HubFiles)
+    __path__.append(str(Path(__file__).resolve().parents[2]))  # noqa: F405  # of a clone
 
 # Looked up on first use (PEP 562), so that `qtsplus --help` does not wait for torch.
 _EXPORTS = {

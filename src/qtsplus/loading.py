@@ -36,9 +36,8 @@ def load(
         revision: of a model on the Hub: a branch, a tag or a commit.
 
     Raises:
-        OSError: no such repository.
-        ValueError: no such folder; one without a QTSplus model or its processor, with a broken file, or of a later
-            version that this one cannot read; a device that cannot be used; a revision of a folder.
+        ValueError: no such folder or repository; one without a QTSplus model or its processor, with a broken file, or
+            of a later version that this one cannot read; a device that cannot be used; a revision of a folder.
     """
     device = find_device(device)
     processor = load_processor(model, revision)
@@ -97,8 +96,7 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
     What the config.json of a folder or a Hub repository holds.
 
     Raises:
-        OSError: no such repository.
-        ValueError: no such folder, or none with a config.json; a revision of a folder.
+        ValueError: no such folder or repository, or none with a config.json; a revision of a folder.
     """
     name = str(check_path("model", model))
     if revision is not None and Path(model).is_dir():
@@ -113,7 +111,10 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
         validate_repo_id(name)
     except HFValidationError as error:
         raise ValueError(f"There is no folder {name!r}; expected one, or a Hub id such as ORG/NAME.") from error
-    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    except OSError as error:
+        raise ValueError(f"There is no folder {name!r}, and the Hub did not give it: {first_line(error)}") from error
     if not config:
         raise ValueError(f"There is no config.json in {name!r}; expected the repository of a model.")
     return config

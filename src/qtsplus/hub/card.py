@@ -1,10 +1,74 @@
-"""What is known of a variant, for its model card."""
+"""The model card (README.md) of a Hub repository, and what is known of a variant for it."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import jinja2
+from huggingface_hub import ModelCard, ModelCardData
+from transformers.utils import cached_file
 
 from ..backbones import backbone_of
 from .files import hub_configs, variants
 from .folder import read_json
+
+_KEPT_FRONT_MATTER = ("license", "license_name", "license_link", "base_model", "base_model_relation", "language")
+SECTIONS = ("weights", "training_data", "hyperparameters", "recipe", "results", "limits")
+
+
+def model_card(model: Any, repository: str, about: Mapping[str, Any] | None = None) -> str:
+    """
+    The text of a repository's README.md, with its YAML front matter.
+
+    Args:
+        model: its configuration and size are written down; it may be on the meta device.
+        repository: the repository's id, such as `"org/QTSplus-3B"`, for the usage that is shown.
+        about: what is known of the weights. `weights`, `training_data`, `hyperparameters` (a mapping), `recipe`,
+            `results` and `limits` go into the text; everything else (`license`, `base_model`, ...) is front matter.
+    """
+    about = dict(about or {})
+    sections = {section: about.pop(section, None) for section in SECTIONS}
+    if "base_model" in about:
+        about.setdefault("base_model_relation", "finetune")
+    tags = dict.fromkeys(["custom_code", "qtsplus", "video", "token-selection", *about.pop("tags", [])])
+    front_matter = ModelCardData(
+        library_name="transformers", pipeline_tag="video-text-to-text", tags=list(tags), **about
+    ).to_yaml()
+    text = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
+    return jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True).render(
+        front_matter=front_matter.strip(),
+        name=repository.rpartition("/")[2],
+        backbone=model.backbone_name,
+        repository=repository,
+        base_model=about.get("base_model"),
+        parameters=_count_parameters(model),
+        selector_parameters=_count_parameters(model.model.qtsplus),
+        layers=model.config.text_config.num_hidden_layers,
+        width=model.config.text_config.hidden_size,
+        **sections,
+        **model.config.qtsplus_config.to_dict(),
+    )
+
+
+def known_front_matter(model: Any) -> dict[str, Any]:
+    """Licence and base model of the card that a model was loaded with; its results may be of other weights."""
+    if not model.config._name_or_path:
+        return {}
+    path = cached_file(
+        model.config._name_or_path,
+        "README.md",
+        revision=getattr(model.config, "_commit_hash", None),
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    fields = {} if path is None else ModelCard.load(path).data.to_dict()
+    return {name: fields[name] for name in _KEPT_FRONT_MATTER if name in fields}
+
+
+def _count_parameters(module: Any) -> int:
+    """Of a module, whole too where DeepSpeed has left this process a part of them."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
 def card_data(variant: str | None, *names: str) -> dict[str, Any]:

@@ -17,11 +17,10 @@ from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from ..output import check_folder
 from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from ..saving_qtsplus import auto_map, code_of
-from .card import card_data, matching_variant
+from .card import card_data, matching_variant, model_card
 from .checkpoint import read_checkpoint, weight_files, write_checkpoint
 from .files import hub_configs, variants
 from .folder import read_json, update_json, whole_folder
-from .model_card import model_card
 from .space import write_space
 from .weights import on_meta, read_weights
 

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from ..backbones import OURS, backbone_of
@@ -15,10 +13,8 @@ from ..configuration_qtsplus import QTSplusConfig
 from ..hub.checkpoint import in_memory, read_checkpoint
 from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
-from ..hub.folder import read_json
-from ..loading import find_device, processor_of, refuse_adapter
+from ..loading import find_device, load_config, processor_of, refuse_adapter, stored_config
 from ..methods_qtsplus import add_method
-from ..output import first_line
 from ..settings import check_types
 
 
@@ -52,14 +48,12 @@ def make_config(variant: str | None, weights: str | None, selector: Mapping[str,
 
 def _read_config(variant: str | None, weights: str | None) -> Any:
     if variant is not None:
-        folder = require_variant(variant)
-        return backbone_of(model_type(str(folder))).config.from_pretrained(folder)
+        return load_config(require_variant(variant))
     if weights is None:
         raise ValueError("The model section names neither a variant nor weights; expected at least one of them.")
-    backbone = backbone_of(model_type(weights))
     if model_type(weights).endswith(OURS):
-        return backbone.config.from_pretrained(weights)
-    return backbone.config(**AutoConfig.from_pretrained(weights).to_dict())
+        return load_config(weights)
+    return backbone_of(model_type(weights)).config(**AutoConfig.from_pretrained(weights).to_dict())
 
 
 def make_model(
@@ -148,16 +142,5 @@ def make_processor(variant: str | None, weights: str | None, config: Any) -> Any
 
 
 def model_type(weights: str) -> str:
-    """The `model_type` in a folder's or Hub repository's config.json; a `ValueError` where there is none."""
-    folder = Path(weights)
-    if folder.is_dir():
-        return str(read_json(folder / "config.json").get("model_type", ""))
-    if folder.exists():
-        raise ValueError(f"{weights} is a file; expected the folder that it stands in, with its config.json.")
-    try:
-        validate_repo_id(weights)
-        return str(PreTrainedConfig.get_config_dict(weights)[0].get("model_type", ""))
-    except HFValidationError as error:
-        raise ValueError(f"There is no folder {weights}.") from error
-    except OSError as error:
-        raise ValueError(f"There is no folder {weights}, and the Hub did not give it: {first_line(error)}") from error
+    """The `model_type` in a folder's or Hub repository's config.json; raises as `loading.stored_config`."""
+    return str(stored_config(weights).get("model_type", ""))

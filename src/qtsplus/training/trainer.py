@@ -17,7 +17,7 @@ from transformers.utils import logging
 from typing_extensions import NotRequired, TypedDict
 
 from ..data.records import SOURCES
-from ..hub.model_card import known_front_matter, model_card
+from ..hub.card import known_front_matter, model_card
 from ..methods_qtsplus import DOUBLINGS
 from ..results import STORED, read_stored, write_json
 from .arguments import QTSplusTrainingArguments
