@@ -430,7 +430,7 @@ def test_a_model_that_is_gone_is_named(library, videos, loaded, tmp_path):
 
 @pytest.mark.parametrize("call", [{"top": 0}, {"top": -1}, {"pieces": 0}, {"pieces": -1}])
 def test_numbers_below_one_are_refused(library, call):
-    with pytest.raises(ValueError, match="expected a number, at least 1"):
+    with pytest.raises(ValueError, match="expected a whole number of"):
         (library.find if "top" in call else library.ask)(QUESTION, **call)
 
 
