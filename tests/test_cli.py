@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -317,3 +318,43 @@ def test_a_line_break_in_a_name_does_not_cut_the_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["publish", "a\nb", "--to", "out"])
     assert result.exit_code == 2 and "is neither a folder" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is a place of Linux's")
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["ask", "--help"], ["ask", "{clip}", "Who?"], ["ask", "{clip}", "Who?", "--json"]]
+)
+def test_output_that_nobody_takes(tiny_mp4, tiny_published, arguments):
+    """A full disk is one line, and a closed pipe none, as with other tools."""
+    line = [sys.executable, "-m", "qtsplus.cli", *(one.format(clip=tiny_mp4) for one in arguments)]
+    line += ["--model", str(tiny_published), "--max-new-tokens", "2"] * ("{clip}" in arguments)
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
+    (said,) = (one for one in result.stderr.splitlines() if one.startswith("qtsplus: "))
+    assert result.returncode in (1, 2) and "No space left on device" in said and "Traceback" not in result.stderr
+    ours, theirs = os.pipe()
+    os.close(ours)
+    result = subprocess.run(line, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert result.returncode == 1 and not re.search("qtsplus: |Traceback|Broken pipe|Exception", result.stderr)
+
+
+def test_no_name_of_a_film_moves_the_cursor(tiny_mp4, tiny_published, shared_model, tmp_path):
+    name, films = "a\x1b[31m\u202e\nb", tmp_path / "films"
+    films.mkdir()
+    shutil.copy(tiny_mp4, films / f"{name}.mp4")
+    (films / f"{name}.avi").write_bytes(b"no film")
+    model = ["--model", str(tiny_published)]
+    lines = {
+        "ask": [str(films / f"{name}.avi"), "Who?", *model],
+        "chat": [str(films / f"{name}.mp4"), *model],
+        "watch": [str(films / f"{name}.mp4"), "Who?", *model],
+        "batch": [str(films / f"{name}.avi"), "--out", str(tmp_path / "out"), *model],
+        "index": [str(films), "--out", str(tmp_path / "library"), *model],
+        "find": [str(tmp_path / "library"), "Who?", *model],
+        "convert": [str(films / name), "--out", str(tmp_path / name)],
+    }
+    for command, arguments in lines.items():
+        result = CliRunner().invoke(app, [command, *arguments], input=f"Who?\n/evidence\n/add {films}/{name[:6]}\n")
+        said = result.stdout + result.stderr
+        assert "a\\x1b[31m\\u202e" in said and not re.search("[\x1b\u202e]", said), (command, said)

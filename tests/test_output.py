@@ -1,10 +1,13 @@
 """What commands write appears whole or not at all, and where it can be written is known before the work begins."""
 
 import os
+import unicodedata
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from qtsplus.output import check_folder, check_output, first_line, whole_file
+from qtsplus.output import check_folder, check_output, first_line, printable, whole_file
 
 
 @pytest.mark.parametrize(("mode", "content"), [("w", "ä\n"), ("wb", b"\xff")])
@@ -47,6 +50,28 @@ def test_a_place_without_permission(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     with pytest.raises(ValueError, match="cannot be written"):
         check_output(tmp_path / "file")
+
+
+@given(
+    st.text(st.characters(exclude_categories=())) | st.sampled_from(["a\x1b[31mb", "\u202egpj.mp4", "a\nb", "\udcff"])
+)
+def test_what_is_printed_is_one_line_that_a_terminal_does_not_obey(text):
+    shown = printable(text)
+    shown.encode()
+    assert (
+        not {unicodedata.category(one) for one in shown} & {"Cc", "Cs", "Zl", "Zp"} and len([*shown.splitlines()]) < 2
+    )
+    assert not {unicodedata.bidirectional(one) for one in shown} & {
+        "LRE",
+        "RLE",
+        "LRO",
+        "RLO",
+        "PDF",
+        "LRI",
+        "RLI",
+        "FSI",
+    }
+    assert printable(shown) == shown and (shown == text or not text.isprintable() or "\u200e" in text)
 
 
 def test_texts():

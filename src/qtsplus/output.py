@@ -1,6 +1,7 @@
 """What commands leave behind: files that are never seen half written, and texts about them."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,6 +79,16 @@ def first_line(error: object) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def printable(name: str) -> str:
-    """A file's name as text, also where its bytes are none."""
-    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+# Controls, the ends of lines, what turns the direction of writing, and halves of characters.
+_UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A text of others, such as a file's name, on one line: what a terminal would obey, or cannot show, written out."""
+
+    def written_out(one: re.Match[str]) -> str:
+        code = ord(one[0])
+        byte = 0xDC80 <= code <= 0xDCFF  # of a file's name, that is no UTF-8
+        return f"\\x{code - 0xDC00:02x}" if byte else one[0].encode("unicode_escape").decode()
+
+    return _UNSEEN.sub(written_out, text)

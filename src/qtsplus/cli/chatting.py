@@ -9,7 +9,7 @@ import typer
 
 from . import options
 from .asking import Talk, check_videos, print_answer
-from .console import console, describe, fail, note, one_line_errors
+from .console import complain, console, describe, fail, note, one_line_errors
 from .models import check_model_options
 
 _HELP = "Commands: /evidence [FOLDER], /budget FRACTION, COUNT or auto, /add VIDEO, /quit. Anything else is a question."
@@ -76,9 +76,11 @@ def _listen(talk: Talk, choice: dict[str, Any], as_json: bool) -> int:
                 _answer(talk, text, choice, as_json)
         except EOFError:
             return failed
+        except BrokenPipeError:
+            raise  # nobody reads on
         except (ValueError, OSError) as error:
             failed += 1
-            typer.echo(f"qtsplus: {' '.join(describe(error).split())}", err=True)
+            complain(describe(error))
 
 
 def _answer(talk: Talk, text: str, choice: dict[str, Any], as_json: bool) -> None:

@@ -1,5 +1,6 @@
 """What the commands print, and how they end."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,22 +9,43 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.segment import Segment
 from typer.core import TyperGroup
 
-# Standard output carries results only; everything said on the way goes to standard error. Names of films may hold
-# [brackets] and :words:, which Rich would take for styles and pictures.
-console = Console(markup=False, emoji=False)
-notes = Console(stderr=True, highlight=False, markup=False, emoji=False)
+from ..output import printable
+
+
+class _Console(Console):
+    """
+    A terminal obeys none of what is printed: names of films, answers and errors are texts of others. Nor does Rich,
+    which would take [brackets] and :words: for styles and pictures.
+    """
+
+    def render(self, *renderable: Any, **options: Any) -> Iterator[Segment]:
+        for text, style, control in super().render(*renderable, **options):
+            yield Segment(text if control else "\n".join(map(printable, text.split("\n"))), style, control)
+
+
+# Standard output carries results only; everything said on the way goes to standard error.
+console = _Console(markup=False, emoji=False)
+notes = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def note(line: str) -> None:
     """Says something on the way."""
-    notes.print(line, soft_wrap=True)
+    notes.print(printable(line), soft_wrap=True)
 
 
 def wrote(target: object) -> None:
     """Names what a command has made."""
-    console.print(f"Wrote {target}", soft_wrap=True, highlight=False)
+    console.print(f"Wrote {printable(str(target))}", soft_wrap=True, highlight=False)
+
+
+def complain(message: str) -> None:
+    """Says in one line on standard error what is wrong."""
+    # A name in it may hold line breaks, and some libraries write whole paragraphs.
+    line = printable(" ".join(message.split()))
+    typer.echo(f"qtsplus: {line or 'failed without a message'}", err=True)
 
 
 def fail(message: str) -> NoReturn:
@@ -31,14 +53,31 @@ def fail(message: str) -> NoReturn:
     if "tqdm" in sys.modules:
         for bar in list(sys.modules["tqdm"].tqdm._instances):
             bar.close()  # a Trainer's bar does not end its line by itself
-    # A name in it may hold line breaks, and some libraries write whole paragraphs.
-    line = " ".join(message.split())
-    typer.echo(f"qtsplus: {line or 'failed without a message'}", err=True)
+    complain(message)
     raise typer.Exit(2)
 
 
 class FilledArguments(TyperGroup):
     """A command without empty arguments: those are a script's unset variables, and none means the current folder."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """As Typer's; where standard output takes no more, one line, or none if nobody reads it."""
+        code: Any = 0
+        try:
+            try:
+                super().main(*args, **options)
+            except SystemExit as end:
+                code = end.code
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError as error:
+            if error.filename is not None or sys.stdout is not sys.__stdout__:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains when it ends
+            if not code and not isinstance(error, BrokenPipeError):
+                complain(f"standard output: {error.strerror}")
+            code = code or 1
+        sys.exit(code)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for before, argument in pairwise(["", *args]):
@@ -75,6 +114,8 @@ def one_line_errors() -> Iterator[None]:
         disable_progress_bars()
     try:
         yield
+    except BrokenPipeError:
+        raise  # nobody reads on
     except (ValueError, OSError) as error:
         fail(describe(error))
     except StrictDataclassError as error:
@@ -93,8 +134,8 @@ def resumable() -> Iterator[None]:
 
 def describe(error: Exception) -> str:
     """What went wrong, for people."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"  # without "[Errno 21]"
+    if isinstance(error, OSError) and error.strerror:  # without "[Errno 21]"
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     text = str(error).strip()
     if text.startswith("Caught ") and "DataLoader worker" in text:
         text = text.splitlines()[-1]  # PyTorch puts the worker's traceback in front of what happened

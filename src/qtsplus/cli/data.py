@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..output import printable
 from .console import fail, one_line_errors
 from .options import AsJson, MediaRoot
 
@@ -59,7 +60,7 @@ def check(
 def _print_check(checked: "Checked") -> None:
     for bad in checked.bad:
         name = "" if bad.id is None else f" ({bad.id})"
-        print(f"Row {bad.row}{name}, {bad.check}: {' '.join(bad.reason.split())}")
+        print(f"Row {bad.row}{name}, {bad.check}: {printable(' '.join(bad.reason.split()))}")
     bad_rows = len({bad.row for bad in checked.bad})
     rows = f"{checked.rows} row{'' if checked.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
     print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")

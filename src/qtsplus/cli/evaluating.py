@@ -7,7 +7,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.table import Table
 
-from .console import console, fail, note, one_line_errors, require_fraction
+from .console import complain, console, fail, note, one_line_errors, require_fraction
 from .models import check_model_options, load_named
 from .options import AsJson, Device, MediaRoot, Model, Retention, Revision, Selection
 
@@ -66,7 +66,7 @@ def evaluate(
 def fail_run(*lines: str) -> NoReturn:
     """Ends the command for a run that failed, whatever was typed."""
     for line in lines:
-        typer.echo(f"qtsplus: {' '.join(line.split())}", err=True)
+        complain(line)
     raise typer.Exit(1)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import console, fail, one_line_errors, resumable, wrote
+from .console import complain, console, fail, one_line_errors, resumable, wrote
 from .options import MediaRoot
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _one_line() -> Iterator[None]:
         try:
             yield
         except RunFailed as error:
-            typer.echo(f"qtsplus: {' '.join(str(error).split())}", err=True)
+            complain(str(error))
             raise typer.Exit(1) from None
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "openai":

@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .formats import Row, iter_records, iter_rows, locate, media_folder, printable
+from ..output import printable
+from .formats import Row, iter_records, iter_rows, locate, media_folder
 from .media import media_key, media_problem
 from .records import (
     SPECIAL_TOKEN,

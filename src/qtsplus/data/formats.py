@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..output import printable
 from ..settings import show
 from .media import find_media
 from .records import Caption, Record, VideoRecord, media_name, parse_record, to_video_record
@@ -36,11 +37,6 @@ class Row:
         named = (content.get(name) for name in ("id", "vision_id", "video"))
         name = next((str(name) for name in named if name is not None), None)
         return None if name is None else printable(name)
-
-
-def printable(text: str) -> str:
-    """The text with what UTF-8 has no place for written out: the name of a file may be any bytes."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def iter_rows(path: str | os.PathLike) -> Iterator[Row]:
