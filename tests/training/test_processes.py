@@ -27,7 +27,9 @@ def start(out: Path, settings: dict, *launcher: str) -> subprocess.CompletedProc
     "added",
     [
         {"selector": {"target_n": 3}},
-        {"selector": {"gate": "detached", "reduction": "mean"}, "relevance_weight": 1.0},
+        pytest.param(
+            {"selector": {"gate": "detached", "reduction": "mean"}, "relevance_weight": 1.0}, marks=pytest.mark.slow
+        ),
         {"selector": {"gate": "detached"}, "relevance_weight": 1.0, "teacher_seed": 1},
     ],
 )
