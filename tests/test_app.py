@@ -282,6 +282,36 @@ def test_stop_ends_an_answer_and_the_next_person_is_served(visit, gated):
     assert anna.stage.locator(".answer").count() == 0
 
 
+def test_stop_ends_reading_between_two_pieces_of_a_film(visit, shown, tiny_published, monkeypatch):
+    from qtsplus import app, session
+
+    model, processor = session.load(tiny_published, "cpu")
+    pieces, began, stopped, gate, press = [], Event(), Event(), Event(), app.Visit.stop
+
+    def wait(*_) -> None:
+        pieces.append(1)
+        began.set()
+        assert gate.wait(60)
+
+    def stop(visit) -> None:
+        press(visit)
+        if began.is_set():
+            stopped.set()
+
+    chunks = processor.video_chunks
+    monkeypatch.setattr(processor, "video_chunks", lambda film, **more: chunks(film, **{**more, "frames_per_chunk": 4}))
+    monkeypatch.setattr(app.Visit, "stop", stop)
+    model.model.visual.register_forward_pre_hook(wait)
+    anna = visit(shown(model, processor))
+    anna.drop(CLIP)
+    assert began.wait(60)
+    anna.page.click("#stop")
+    assert stopped.wait(60)
+    gate.set()
+    anna.sees(".note", "Stopped.")
+    assert pieces == [1]
+
+
 def test_another_film_takes_the_place_of_one_that_is_read(visit, gated_tower, tiny_mp4):
     """And of what waits behind it; a film that is removed is gone."""
     address, began, gate = gated_tower

@@ -90,10 +90,10 @@ class Visit:
         """A stopping criterion: per answer whether it shall end after this token."""
         return torch.full((len(input_ids),), self.is_stopped, device=input_ids.device)
 
-    def serve(self, work: Callable[..., dict[str, Any]], *inputs: Any) -> Any:
-        """Does what the next request in line asks for."""
+    def serve(self, *inputs: Any, work: Callable[..., dict[str, Any]]) -> Any:
+        """Does the work of the next request in line."""
         try:
-            result = work(*inputs)
+            result = work(self, *inputs)
             return gr.skip() if self.is_stopped and self.served + 1 < self.begun else result  # the next is shown
         finally:
             self.served += 1
@@ -268,15 +268,15 @@ def build(model: Any, processor: Any, library: Library | None, films: Films, hos
                 empty = Visit(model, processor, library, films.addresses).stage()
                 frame = "<div class='said' role='status'></div><div class='stage'></div>"
                 stage = gr.HTML(empty, html_template=frame, js_on_load=_SCRIPT.read_text("utf-8"), elem_id="stage")
-        at_once: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-        in_line: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
-        for how in at_once, in_line:
-            how["trigger_mode"] = "multiple"  # or else what comes while another is served would be dropped
+        # "multiple", or else what comes while another is served would be dropped.
+        every: dict[str, Any] = {"trigger_mode": "multiple", "api_visibility": "private"}
+        at_once = {**every, "queue": False, "show_progress": "hidden"}
+        in_line = {**every, "concurrency_limit": 1, "concurrency_id": "model"}
         reading = gr.on([film.upload, film.clear], partial(begin, reads=True), visit, visit, **at_once)
-        reading.then(lambda visit, *inputs: visit.serve(visit.read, *inputs), [visit, film], stage, **in_line)
+        reading.then(partial(Visit.serve, work=Visit.read), [visit, film], stage, **in_line)
         asking = gr.on([ask.click, first.submit, second.submit], begin, visit, visit, **at_once)
-        fields, in_line["scroll_to_output"] = [visit, film, first, second, share], True
-        asking.then(lambda visit, *inputs: visit.serve(visit.ask, *inputs), fields, stage, **in_line)
+        fields = [visit, film, first, second, share]
+        asking.then(partial(Visit.serve, work=Visit.ask), fields, stage, scroll_to_output=True, **in_line)
         stop.click(lambda visit: visit and visit.stop(), visit, **at_once)
     gate = Middleware(Gate, hosts=hosts, folder=os.environ["GRADIO_TEMP_DIR"])
     options = {"max_file_size": LARGEST_FILM, "theme": _THEME, "css": _STYLE.read_text("utf-8"), "footer_links": []}
@@ -316,8 +316,8 @@ def launch(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the films go then too
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
-        films_of_library = Films(library, media_root, say)
-        page, options = build(model, processor, library, films_of_library, [host or "localhost", *allow_hosts])
+        hosts = [host or "localhost", *allow_hosts]
+        page, options = build(model, processor, library, Films(library, media_root, say), hosts)
         _, address, _ = page.launch(server_name=host, server_port=port, **options)
         say(f"The page is at {address}")
         page.block_thread()
