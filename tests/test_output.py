@@ -1,6 +1,8 @@
 """What commands write appears whole or not at all, and where it can be written is known before the work begins."""
 
 import os
+import subprocess
+import sys
 import unicodedata
 
 import pytest
@@ -18,6 +20,21 @@ def test_a_file_appears_whole(tmp_path, mode, content):
         assert not target.exists()
     assert target.read_bytes() == (content if mode == "wb" else content.encode())
     assert os.listdir(target.parent) == ["file"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="asks whether a process is there")
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
+    """And what belongs to one that is at work stays."""
+    script = (
+        "import os, sys; from qtsplus.output import whole_file\nwith whole_file(sys.argv[1]): os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "file [1]")])
+    (left,) = os.listdir(tmp_path)
+    other = f".file [1].{os.getppid()}.part"
+    (tmp_path / other).touch()
+    with whole_file(tmp_path / "file [1]") as file:
+        file.write("whole")
+    assert sorted(os.listdir(tmp_path)) == sorted(["file [1]", other])
 
 
 def test_a_failure_leaves_what_was_there(tmp_path):

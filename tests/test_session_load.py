@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor, loading, session
@@ -103,6 +104,24 @@ def test_a_broken_folder_is_one_line(folder, tiny_mp4, spoil, words, capfd):
     error = result.stderr.splitlines()[-1]
     assert result.exit_code == 2 and error.startswith("qtsplus: ") and str(folder) in error, result.stderr
     assert f"cannot be used: {words}" in error and "executed" not in capfd.readouterr().out + result.stdout
+
+
+@pytest.mark.parametrize("size", [0, -4, 1.5, "x", None])
+def test_a_model_of_no_width(folder, size):
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["hidden_size"] = size
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="cannot be used"):
+        loading.load(folder, "cpu")
+
+
+@pytest.mark.parametrize("name", ["model.language_model.embed_tokens.weight", "model.visual.patch_embed.proj.weight"])
+def test_weights_that_hold_nan(folder, name):
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[5] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"hold NaN, such as {name}"):
+        loading.load(folder, "cpu")
 
 
 def test_a_revision_of_a_folder(folder):

@@ -391,7 +391,7 @@ def test_what_is_no_stream(loaded, options, words):
     "call, words",
     [
         ({"frames": FRAMES[:2, :, :, 0]}, r"expected \(height, width, 3\)"),
-        ({"frames": [FRAMES[0], FRAMES[1, :100]]}, "as the first"),
+        ({"frames": [FRAMES[0], FRAMES[1, :, :, 0]]}, r"expected \(height, width, 3\)"),
         ({"frames": FRAMES[:2], "times": [1.0]}, "do not ascend"),
         ({"frames": FRAMES[:2], "times": [1.0, 1.0]}, "do not ascend"),
         ({"frames": FRAMES[:2], "times": [1.0, float("nan")]}, "do not ascend"),
@@ -409,6 +409,17 @@ def test_what_is_no_piece(loaded, call, words):
     with pytest.raises(ValueError, match=words):
         one.append(**call)
     assert not one.cameras
+
+
+def test_a_camera_whose_size_changes_goes_on(loaded, whole, caplog):
+    """As if its frames had been brought to the first size before; that is said once."""
+    one, large = Stream(*loaded), FRAMES.repeat(2, axis=1).repeat(2, axis=2)
+    with caplog.at_level("WARNING"):
+        for first in range(0, 16, 4):
+            one.append((FRAMES, large)[first in (4, 12)][first : first + 4])
+    assert one.ask(QUESTION).answer == ANSWER and one.cameras["video"].size == FRAMES.shape[1:3]
+    assert torch.allclose(tokens_of(one).features[:72], whole.features[:72], atol=1e-5)
+    assert caplog.text.count("are brought to the first one") == 1
 
 
 def test_nothing_to_ask_about(loaded):

@@ -276,6 +276,8 @@ def _take_over(processor: Any, made: _Conversion) -> None:
     if made.variant is not None and settings.exists():
         content = read_json(settings)
         processor.video_processor = type(processor.video_processor)(**content["video_processor"])
+    if getattr(processor.video_processor, "cap_pixels_per_frame", True) is None:  # else frames of any size are tokens
+        processor.video_processor.cap_pixels_per_frame = True
 
 
 def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
