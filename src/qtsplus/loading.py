@@ -44,7 +44,10 @@ def load(
     backbone = backbone_of(stored_config(model, revision).get("model_type"))
     with reading(f"The model {str(model)!r}"):
         loaded = backbone.model.from_pretrained(model, dtype=dtype, revision=revision)
-    return loaded.to(device).eval(), processor
+    loaded = loaded.to(device).eval()
+    if names := [name for name, weight in loaded.named_parameters() if bool(weight.sum().isnan())]:
+        raise ValueError(f"The weights of {str(model)!r} hold NaN, such as {names[0]}; copy or train the model again.")
+    return loaded, processor
 
 
 def load_processor(model: str | Path, revision: str | None = None) -> Any:

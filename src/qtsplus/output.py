@@ -1,5 +1,6 @@
 """What commands leave behind: files that are never seen half written, and texts about them."""
 
+import glob
 import os
 import re
 import shutil
@@ -17,6 +18,8 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    if os.name == "posix":  # elsewhere a process cannot be asked whether it is there
+        _remove_left(target)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with part.open(mode, encoding=None if "b" in mode else "utf-8") as file:
@@ -24,6 +27,17 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _remove_left(target: Path) -> None:
+    """Removes what a process left of a file when it was killed."""
+    for part in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        try:
+            os.kill(int(part.stem.rpartition(".")[2]), 0)
+        except ProcessLookupError:
+            part.unlink(missing_ok=True)
+        except (ValueError, PermissionError):
+            pass  # not of ours, or of another user who is still at work
 
 
 def check_output(path: str | os.PathLike, overwrite: bool = False) -> Path:

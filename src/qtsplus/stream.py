@@ -14,17 +14,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import logging
 from transformers.video_utils import VideoMetadata
 
 from .answers import Answer, answer_questions, check_name
 from .encoding_qtsplus import Repeats
 from .loading import find_device
 from .methods_qtsplus import METHODS, Candidates, Method, check_kept, is_number, most_relevant
+from .output import printable
 from .ranking import StandingQuestion
 from .recall import Remembered, places_of, rows_of
 from .settings import check_count, check_path
-from .video_qtsplus import naming, stack_frames
+from .video_qtsplus import naming, resize_frame, stack_frames
 from .videos import EncodedVideo
+
+logger = logging.get_logger(__name__)
 
 
 def newest(candidates: Candidates, n: int) -> torch.Tensor:
@@ -96,6 +100,7 @@ class Camera:
     missing: int = 0  # frames that it lacks, as at the end of a video
     frame: int = -1  # the number of the newest frame, where there are `fps` a second
     last_time: float = -math.inf  # of the newest frame that came, in seconds
+    is_resized: bool = False  # whether frames of another size came
 
 
 class Stream:
@@ -170,7 +175,7 @@ class Stream:
         If it fails, the same frames can be appended again with their times: those that were encoded are known.
 
         Args:
-            frames: `[H, W, 3]` uint8 each, all of a camera of one size.
+            frames: `[H, W, 3]` uint8 each; of another size than the camera's first, they are brought to that.
             times: when each was taken, in seconds from the beginning of the stream, ascending; at `fps` behind those
                 before if absent. Of several cameras, on one clock.
             name: of the camera; that of a new one adds it.
@@ -190,7 +195,10 @@ class Stream:
             if waiting and step > waiting[0][0]:
                 steps.append(waiting)
                 waiting = []
-            waiting.append((step, frame))
+            if np.shape(frame)[:2] != camera.size and not camera.is_resized:
+                camera.is_resized = True
+                logger.warning(f"Frames of {printable(name)} have another size now, and are brought to the first one.")
+            waiting.append((step, resize_frame(self.processor.video_processor, camera.size, np.asarray(frame))))
             if number % self.frames_per_step == self.frames_per_step - 1:
                 steps.append(waiting)
                 waiting = []
@@ -201,11 +209,10 @@ class Stream:
     def _check(self, frames: Sequence[np.ndarray], times: Sequence[float] | None, name: str) -> list[float]:
         """The frames' times; a `ValueError` for what cannot follow what came before."""
         known = self.cameras.get(check_name(name))
-        size = np.shape(frames[0]) if known is None else (*known.size, 3)
         for frame in frames:
-            if np.shape(frame) != size or np.asarray(frame).dtype != np.uint8:
-                given = f"{np.asarray(frame).dtype} of shape {np.shape(frame)}"
-                raise ValueError(f"Got a frame of {given} of {name!r}; expected uint8 of {size}, as the first.")
+            shape, kind = np.shape(frame), np.asarray(frame).dtype
+            if len(shape) != 3 or shape[2] != 3 or 0 in shape or kind != np.uint8:
+                raise ValueError(f"Got {kind} of shape {shape} of {name!r}; expected (height, width, 3) of uint8.")
         first = -1 if known is None else known.frame
         clock = [(first + number) / self.fps for number in range(1, len(frames) + 1)] if times is None else times
         try:
@@ -232,8 +239,6 @@ class Stream:
     def camera(self, name: str, shape: tuple[int, ...]) -> Camera:
         """The camera of a name, which is added if there is none; its frames have this shape, `(H, W, 3)`."""
         if name not in self.cameras:
-            if len(shape) != 3 or shape[2] != 3 or 0 in shape:
-                raise ValueError(f"Got a frame of shape {shape}; expected (height, width, 3).")
             with naming(name):
                 grid = self.processor.grid_of(self.sized_as, *shape[:2])
             ((_, height, width),) = self.model.model.merged_grid(grid)
