@@ -283,6 +283,20 @@ def test_links_are_followed_once(mine, loaded, tmp_path):
     assert list(index(mine, tmp_path / "library", *loaded).files) == list(WORLDS)
 
 
+def test_films_of_any_container_are_found_and_what_is_left_out_is_named(mine, loaded, tmp_path):
+    films = ("disc.VOB", "phone.3gp", "camera.MTS", "loop.gif")
+    for name in films:
+        shutil.copy(next(mine.glob("**/*.mp4")), mine / name)
+    (mine / "notes.txt").write_text("not a film")
+    lines = []
+    made = index(mine, mine / "library", *loaded, say=lines.append)
+    assert {*films} < made.entries.keys()
+    for _ in range(2):
+        assert "1 files are no videos by their names, and left out: notes.txt" in lines
+        lines.clear()
+        index(mine, mine / "library", *loaded, say=lines.append)
+
+
 def test_what_leaves_is_named(mine, loaded, tmp_path):
     index(mine, tmp_path / "library", *loaded)
     (mine / "b.mp4").unlink()

@@ -7,7 +7,7 @@ from qtsplus.cli.console import FilledArguments
 from .comparing import ablation, attention, evidence, learned, library
 from .evaluating import analysis, evaluate, needle, report
 from .making import haystack, tiny, tinyworld, train
-from .measuring import efficiency, memory, rehearsal, scaling, speed, stream, training_step
+from .measuring import decoding, efficiency, memory, rehearsal, scaling, speed, stream, training_step
 
 app = typer.Typer(
     cls=FilledArguments,
@@ -34,6 +34,7 @@ for command in (
     speed,
     memory,
     scaling,
+    decoding,
     training_step,
     efficiency,
     rehearsal,

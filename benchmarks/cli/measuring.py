@@ -1,4 +1,4 @@
-"""`speed`, `memory`, `scaling`, `training-step`, `efficiency`, `stream`: seconds and bytes, beside the stock model."""
+"""`speed`, `memory`, `scaling`, `training-step`, `efficiency`, `stream`, `decoding`: seconds and bytes."""
 
 import json
 from pathlib import Path
@@ -178,6 +178,19 @@ def stream(
 
         target = run_stream(out, films=films, seconds=seconds, tokens=tokens or (512, 128), command=typed())
     wrote(target)
+
+
+def decoding(
+    out: Results = RESULTS,
+    minutes: Annotated[int, typer.Option(help="The film's length.", min=1)] = 60,
+    side: Annotated[int, typer.Option(help="Its height in pixels.", min=2)] = 720,
+    count: Annotated[list[int] | None, typer.Option(help="How many frames are seen; repeat for several.")] = None,
+) -> None:
+    """Processor time to see some frames of a long film, and to decode all of them."""
+    with one_line_errors(), resumable():
+        from ..speed.decoding import COUNTS, run_decoding
+
+        _print_figures(run_decoding(out, minutes=minutes, side=side, counts=count or COUNTS))
 
 
 def _print_figures(file: Path) -> None:

@@ -61,9 +61,12 @@ def index(
     videos, folder = Path(videos), Path(folder)
     if not videos.is_dir():
         raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
-    files = _find_videos(videos)
+    files, left_out = _find_videos(videos, folder)
     if not files:
         raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
+    if left_out:
+        names = ", ".join(map(printable, left_out[:3])) + (", ..." if left_out[3:] else "")
+        say(f"{len(left_out)} files are no videos by their names, and left out: {names}")
     check_folder(folder).mkdir(parents=True, exist_ok=True)
     others = {path.name for path in folder.iterdir()} - {".lock"}
     if others and INDEX not in others:
@@ -99,23 +102,29 @@ def _remember(made_by: str, model: KnownModel, say: Callable[[str], None]) -> No
         say(f"{error.filename} cannot be written: questions to the library will have to name the model with --model.")
 
 
-def _find_videos(root: Path) -> dict[str, Path]:
-    """By its path in a folder each video in there, also behind links to folders."""
+def _find_videos(root: Path, library: Path) -> tuple[dict[str, Path], list[str]]:
+    """
+    By its path in a folder each video in there, also behind links to folders; and the other files' names, without what
+    is hidden or the library's.
+    """
 
     def fail(error: OSError) -> None:
         raise error  # else what cannot be read would pass for what is gone
 
-    files: dict[str, Path] = {}
+    files, left_out = {}, []
     seen: set[str] = set()
     for place, folders, names in os.walk(root, onerror=fail, followlinks=True):
         if os.path.realpath(place) in seen:
             folders.clear()
             continue
         seen.add(os.path.realpath(place))
-        paths = [Path(place, name) for name in names]
-        videos = [path for path in paths if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file()]
-        files |= {path.relative_to(root).as_posix(): path for path in videos}
-    return {name: files[name] for name in sorted(files)}
+        for path in filter(Path.is_file, (Path(place, name) for name in names)):
+            name = path.relative_to(root).as_posix()
+            if path.suffix.lower() in VIDEO_SUFFIXES:
+                files[name] = path
+            elif path.name[0] != "." and library.resolve() not in path.resolve().parents:
+                left_out.append(name)
+    return {name: files[name] for name in sorted(files)}, sorted(left_out)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,19 @@ def test_a_stock_model_gets_a_selector(backbone, stock, converted, prepare):
         torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_frames_of_a_film_have_a_largest_size(backbone, saved, tmp_path):
+    """Qwen3-VL's own processor leaves it open, and a short clip then costs as many tokens as a long one."""
+    if backbone.name not in ("qwen3_vl", "qwen3_5"):
+        pytest.skip("its processor sizes frames otherwise")
+    shutil.copytree(saved, tmp_path / "open")
+    file = tmp_path / "open" / "processor_config.json"
+    content = json.loads(file.read_text())
+    content["video_processor"].pop("cap_pixels_per_frame", None)
+    file.write_text(json.dumps(content))
+    made = json.loads((convert(tmp_path / "open", tmp_path / "hub") / "processor_config.json").read_text())
+    assert made["video_processor"]["cap_pixels_per_frame"] is True
+
+
 def test_and_loses_it_again(saved, converted, tmp_path):
     """What is left are the stock model's weights."""
     back = convert(converted, tmp_path / "back")

@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 
 UNREADABLE = (ValueError, OSError)  # what reading a bad video raises
-VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".ts", ".m2ts", ".mpg", ".mpeg", ".wmv", ".flv")
+_SUFFIXES = (
+    "mp4 mkv webm mov avi m4v ts m2ts mpg mpeg wmv flv mts ogv gif 3gp 3g2 vob m2v asf f4v mxf dv mjpeg y4m nut ivf rm"
+)
+VIDEO_SUFFIXES = tuple(f".{suffix}" for suffix in _SUFFIXES.split())  # of what the reader can open
 
 
 def find_media(name: str, root: str | os.PathLike, source: str | None = None) -> str:

@@ -1,0 +1,104 @@
+"""What it costs to see some frames of a long film, and to decode all before them: the command `decoding`."""
+
+import hashlib
+import io
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import av
+import numpy as np
+
+from qtsplus.decoding_qtsplus import Film
+from qtsplus.results import Journal
+
+from ..machine import environment, steps
+
+COUNTS = (8, 64, 256, 1024, 4096, 7200)  # of an hour the last are 2 a second
+RATE, KEY = 25, 250  # frames a second, and from key frame to key frame
+MINUTE = 60 * RATE  # frames, of which the film is made again and again
+ALL = "all frames"
+
+
+def run_decoding(
+    out: Path, *, minutes: int = 60, side: int = 720, counts: Sequence[int] = COUNTS, progress: bool = True
+) -> Path:
+    """
+    Writes `decoding.json`: processor seconds to open a film and see so many frames, spread evenly, and the digest of
+    those frames; and the same where every frame is decoded, as far as to the last of the most. The film is H.264 of 16
+    to 9 with sides of `side` pixels. An interrupted run goes on.
+
+    Raises:
+        ValueError: no count, or numbers below 1.
+    """
+    counts = sorted(set(counts))
+    if not counts or min(counts[0], minutes, side) < 1:
+        raise ValueError(f"counts={counts}, minutes={minutes}, side={side}: expected numbers, at least 1.")
+    settings = {"minutes": minutes, "side": side, "rate": RATE, "key": KEY, "counts": counts}
+    journal = Journal(out / ".decoding.jsonl", settings)
+    film = out / ".decoding.mp4"
+    if not film.exists():
+        make_film(film, minutes, side)
+    ways = [(str(count), count) for count in counts] + [(ALL, counts[-1])]
+    with steps("decoding", len(ways), progress) as step:
+        for name, count in ways:
+            if name not in journal.done:
+                journal.add(name, measure(film, count, every_frame=name == ALL))
+            step(f"{name}: {journal.done[name]['seconds']:.1f} s of processor time")
+    everything = journal.done[ALL]
+    document = {
+        "command": f"python -m benchmarks decoding --minutes {minutes} --side {side} "
+        + " ".join(f"--count {count}" for count in counts),
+        "environment": environment("cpu"),
+        "settings": settings,
+        "figures": {
+            f"share_of_all_{count}": journal.done[str(count)]["seconds"] / everything["seconds"] for count in counts
+        }
+        | {"equal_to_the_byte": journal.done[str(counts[-1])]["digest"] == everything["digest"]},
+        "measured": dict(journal.done),
+    }
+    target = journal.finish(out / "decoding.json", document)
+    film.unlink()
+    return target
+
+
+def measure(film: Path, count: int, every_frame: bool) -> dict[str, Any]:
+    """Processor seconds of all threads, and the SHA-256 of the frames."""
+    started, digest = process_time(), hashlib.sha256()
+    opened = Film(str(film))
+    instants = (np.arange(count) * opened.total // count + 0.25) / opened.fps
+    for frame in opened._show(instants) if every_frame else opened.show(instants):
+        digest.update(frame.tobytes())
+    return {"frames": count, "seconds": process_time() - started, "digest": digest.hexdigest()}
+
+
+def make_film(path: Path, minutes: int, side: int) -> None:
+    """A minute of a moving picture with grain, as often as it takes."""
+    height, width = side, side * 16 // 9 // 2 * 2
+    grain = np.random.default_rng(0).integers(-12, 13, (2 * height, 2 * width), np.int16)
+    rows, columns = np.mgrid[:height, :width]
+    piece = io.BytesIO()
+    with av.open(piece, "w", format="mp4") as container:
+        options = {"g": f"{KEY}", "preset": "veryfast", "crf": "28"}
+        stream = container.add_stream("libx264", rate=RATE, options=options)
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        for index in range(MINUTE):
+            wave = 128 + 90 * np.sin((columns + 3 * index) / 97) * np.cos((rows - index) / 61)
+            top, left = (37 * index) % height, (53 * index) % width
+            grey = (wave + grain[top : top + height, left : left + width]).clip(0, 255).astype(np.uint8)
+            picture = av.VideoFrame.from_ndarray(grey, format="gray").reformat(format="yuv420p")
+            picture.pts, picture.time_base = index, Fraction(1, RATE)
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    with av.open(str(path), "w", format="mp4") as container:
+        copy = None
+        for minute in range(minutes):
+            with av.open(io.BytesIO(piece.getvalue())) as again:
+                copy = copy or container.add_stream_from_template(again.streams.video[0])
+                for packet in again.demux(video=0):
+                    if packet.size:
+                        later = round(60 * minute / packet.time_base)
+                        packet.pts, packet.dts, packet.stream = packet.pts + later, packet.dts + later, copy
+                        container.mux(packet)
