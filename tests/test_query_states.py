@@ -14,9 +14,8 @@ import qtsplus.relevance_qtsplus as relevance
 from model_checks import mixed_inputs, mixed_rows
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.configuration_qtsplus import QUERY_STATES
-from qtsplus.hub.convert import convert
+from qtsplus.hub.convert import convert, initialise_selector
 from qtsplus.hub.files import hub_configs
-from qtsplus.hub.initialise import initialise_selector
 from qtsplus.hub.reference import convert_reference_config
 from qtsplus.prompt_qtsplus import find_query_mask
 from reference import GOLDEN

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtsplus.hub.initialise import initialise_selector
+from qtsplus.hub.convert import initialise_selector
 from qtsplus.training.lora import add_lora, lora_config
 from tiny_backbones import QWEN3_5
 

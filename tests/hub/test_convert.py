@@ -16,9 +16,8 @@ from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGene
 from qtsplus.cli import app
 from qtsplus.hub import convert as conversion
 from qtsplus.hub.checkpoint import StoredTensor
-from qtsplus.hub.convert import convert
+from qtsplus.hub.convert import convert, initialise_selector
 from qtsplus.hub.files import hub_configs
-from qtsplus.hub.initialise import initialise_selector
 from qtsplus.hub.reference import find_vision_config
 from qtsplus.hub.weights import REFERENCE, SELECTOR, check_weights, on_meta, our_name
 from reference import GOLDEN, load, meta

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtsplus.hub.initialise import initialise_selector
+from qtsplus.hub.convert import initialise_selector
 from tiny import batch, prompt, tiny_model
 
 

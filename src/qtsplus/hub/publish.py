@@ -4,11 +4,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
+from huggingface_hub.repocard import metadata_load, metadata_save
 from huggingface_hub.utils import validate_repo_id
 
 from ..backbones import backbone_of, model_types
@@ -19,13 +21,24 @@ from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from ..saving_qtsplus import auto_map, code_of
 from .card import card_data, matching_variant, model_card
 from .checkpoint import read_checkpoint, weight_files, write_checkpoint
-from .files import hub_configs, variants
+from .files import hub_configs, hub_root, variants
 from .folder import read_json, update_json, whole_folder
-from .space import write_space
 from .weights import on_meta, read_weights
 
 # What a repository may hold from an earlier upload, and must not mix with this one's.
 _REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\w+_qtsplus\w*\.py")
+# A Space runs this page for the model beside it, from a copy of this package, which no index has.
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SPACE = {"sdk": "gradio", "sdk_version": "6.31.0", "app_file": "app.py"}
+_APP = '''"""The page of `qtsplus app` for the model in this folder."""
+
+from pathlib import Path
+
+from qtsplus.app import launch
+from qtsplus import load
+
+launch(*load(Path(__file__).parent), allow_hosts=["*"])
+'''
 # The line of the card's usage that names the repository.
 _CARD_REPOSITORY = re.compile(r'^repository = ".*"$', re.MULTILINE)
 
@@ -121,6 +134,19 @@ def write_repository(
     model.config.architectures = [type(model).__name__]
     model.config.auto_map = auto_map(backbone.model)
     model.config.save_pretrained(folder)
+
+
+def write_space(folder: Path, title: str) -> None:
+    """Adds what `python app.py` needs to the folder of a model, and what the Hub reads of a Space to its README.md."""
+    shutil.copytree(_PACKAGE, folder / "qtsplus", ignore=shutil.ignore_patterns("__pycache__", "hub_configs"))
+    for path in hub_root().glob("*_qtsplus*.py"):
+        shutil.copyfile(path, folder / "qtsplus" / path.name)
+    (folder / "app.py").write_text(_APP, encoding="utf-8")
+    needed = [line for line in requires("qtsplus") or () if "extra ==" not in line or "extra == 'app'" in line]
+    lines = [line.partition(";")[0].strip() + "\n" for line in needed]
+    (folder / "requirements.txt").write_text("".join(lines), encoding="utf-8")
+    card = folder / "README.md"
+    metadata_save(card, {**(metadata_load(card) or {}), "title": title, **_SPACE})
 
 
 def code_files(

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from ... import loading
 from ...methods_qtsplus import add_method
 from ...training import models
@@ -70,7 +68,7 @@ def load(pretrained: str, revision: str | None, device: str, dtype: str, options
     Raises:
         ValueError: a stock model is to select by a selector that it does not have.
     """
-    config, _ = PreTrainedConfig.get_config_dict(pretrained, revision=revision)
+    config = loading.stored_config(pretrained, revision)
     if "qtsplus_config" in config:
         return *loading.load(pretrained, device, dtype, revision=revision), options
     own_budget = options.selection is None and (options.retention or options.max_visual_tokens)
