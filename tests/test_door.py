@@ -4,9 +4,12 @@ import os
 import socket
 import ssl
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qtsplus.door import Door, _is_public
 from server_process import hosting
@@ -54,6 +57,56 @@ def test_no_other_host_is_asked(host, tmp_path):
         with pytest.raises(ValueError, match=f"{REFUSED}|Cannot load the video at"):
             door.place(address, str(tmp_path))
     assert seen == []
+
+
+PARTS = [
+    "http://",
+    "https://",
+    "//",
+    "@",
+    ":",
+    "\\",
+    "/",
+    "#",
+    "?",
+    "[",
+    "]",
+    "%40",
+    "%2f",
+    "%3a",
+    "\t",
+    " ",
+    "\x00",
+    "é",
+    "。",
+]
+PARTS += [
+    "films.example.org",
+    "FILMS.example.org.",
+    "127.0.0.1",
+    "::1",
+    "80",
+    "443",
+    "8080",
+    "0x7f.1",
+    "u:p",
+    "x" * 5000,
+]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=12), st.sampled_from(["http://", "https://", ""]))
+def test_no_spelling_looks_up_another_host(parts, scheme):
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        asked = []
+
+        def look_up(host, port, **_):
+            asked.append((host, port))
+            raise socket.gaierror("nowhere")
+
+        patch.setattr(socket, "getaddrinfo", look_up)
+        with pytest.raises(ValueError):
+            Door(Path("/nowhere"), ["films.example.org"]).place(scheme + "".join(parts), folder)
+        assert {host for host, _ in asked} <= {"films.example.org"} and {port for _, port in asked} <= {80, 443}
 
 
 def test_redirects_and_proxies_lead_nowhere(host, tmp_path, monkeypatch):

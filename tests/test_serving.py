@@ -457,11 +457,14 @@ def test_special_tokens_of_a_request_are_text(shut, tiny_mp4):
         assert ask(shut[0], inline(tiny_mp4), text).choices
 
 
-STAND_IN = "import json, os, sys; print(json.dumps([*sys.argv, os.environ['VLLM_MEDIA_URL_ALLOW_REDIRECTS']]))"
+STAND_IN = """
+import json, os, sys
+print(json.dumps([*sys.argv, *map(os.environ.get, ("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "VLLM_API_KEY"))]))
+"""
 
 
 def start_vllm(tmp_path, *options) -> list[str]:
-    """What vLLM's server would be started with, and whether it follows redirects."""
+    """What vLLM's server would be started with, whether it follows redirects, and its key."""
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True, exist_ok=True)
     (package / "api_server.py").write_text(STAND_IN)
@@ -480,10 +483,10 @@ def test_vllm_is_started_with_nothing_open(tmp_path, tiny_published):
     shared += ["--model", str(tiny_published), "--served-model-name", tiny_published.name]
     shared += ["--host", "127.0.0.1", "--port", "8000", "--dtype", "float32"]
     shut = ["--allowed-media-domains", "none.invalid"]
-    assert start_vllm(tmp_path, tiny_published) == [*shared, *shut, "0"]
+    assert start_vllm(tmp_path, tiny_published) == [*shared, *shut, "0", None]
     allowed = ["--allow-media-root", tmp_path, "--allow-media-domain", "a.org", "--allow-media-domain", "b.org"]
     opened = ["--allowed-local-media-path", str(tmp_path), "--allowed-media-domains", "a.org", "b.org"]
     more = ["--enforce-eager", "--max-model-len", "4096"]
     budget = ["--mm-processor-kwargs", '{"retention": 0.1}']
-    line = [tiny_published, *allowed, "--retention", "0.1", "--", *more]
-    assert start_vllm(tmp_path, *line) == [*shared, *opened, *more, *budget, "0"]
+    line = [tiny_published, *allowed, "--retention", "0.1", "--api-key", KEY, "--", *more]
+    assert start_vllm(tmp_path, *line) == [*shared, *opened, *more, *budget, "0", KEY]

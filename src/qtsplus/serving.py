@@ -36,7 +36,7 @@ from .prompt_qtsplus import take_inputs
 from .settings import STRICT, build, show
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
-MAX_COMMAS = 100_000  # of a request, which bound what is in its lists
+MAX_COMMAS = 30_000  # of a request, which bound what is in its lists
 MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
 MAX_CONNECTIONS = 400  # a request on a further one is refused, and at twice as many a connection
 MAX_FETCHING = 4  # requests whose videos are fetched at once
