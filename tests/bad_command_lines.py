@@ -115,7 +115,7 @@ def batch_lines() -> list[list[str]]:
 
 def serve_lines() -> list[list[str]]:
     serve = ["serve", "{model}", "--engine", "transformers"]
-    domains = ("", "http://a.org", "a.org/b", "a b", "*", "a.org:80", "user@a.org")
+    domains = ("", "http://a.org", "a.org/b", "a b", "*", "a.org:x", "user@a.org")
     return [
         *(["serve", model, "--engine", "transformers"] for model in ("{cut_weights}", "{list_config}", *FEW_MODELS)),
         *(["serve", model] for model in ("{stock}", "{video}", *FEW_MODELS)),
@@ -123,6 +123,7 @@ def serve_lines() -> list[list[str]]:
         *each_value(serve, "--host", ("", " ")),
         *each_value(serve, "--allow-media-root", ("", "{missing}", "{text}", "\x00")),
         *each_value(serve, "--allow-media-domain", domains),
+        *each_value(serve, "--allow-host", (*domains, "a.org:80")),
         *each_value(serve, "--retention", NO_FRACTIONS),
         *each_value(serve, "--max-visual-tokens", NO_COUNTS),
         *each_value(serve, "--engine", ("", "best", "sglang")),
