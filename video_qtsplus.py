@@ -419,8 +419,17 @@ def describe_frames(frames: Sequence[Any], metadata: Any, fps: float | None) -> 
         raise ValueError(
             f"Got {len(frames)} frames and {len(given['frames_indices'])} `frames_indices`; expected one per frame."
         )
-    if given.get("total_num_frames") is None:
-        given["total_num_frames"] = len(frames)
+    apart = np.diff(given["frames_indices"])
+    if (apart < 0).any() or given["frames_indices"][0] < 0:
+        raise ValueError(f"Got frames_indices={given['frames_indices'][:8]}...; expected ascending ones from 0 on.")
+    first, last = given["frames_indices"][0], given["frames_indices"][-1]
+    gap = max(int(np.median(apart)), 1) if len(apart) else 1
+    total = given.get("total_num_frames") or last + gap
+    if total <= last:
+        raise ValueError(f"Got total_num_frames={total} and the frame {last}; expected more.")
+    if first > gap or total > last + 2 * gap:  # a part of a video, which is as long as its frames say
+        total = min(total, last + gap) - first
+    given["total_num_frames"] = total
     return VideoMetadata(**given)
 
 

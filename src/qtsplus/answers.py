@@ -325,8 +325,10 @@ def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
     if width and height:
         left, top, right, bottom = interval.box
         pixels = floor(left * width), floor(top * height), ceil(right * width), ceil(bottom * height)
+    step, edges = float(video.second_per_grid_ts[0]), video.steps()
     # The last grid step is padded where the frames are odd in number.
-    start, end = video.start + interval.start, video.start + min(interval.end, video.length)
+    first, last = round(interval.start / step), min(round(interval.end / step), len(edges) - 1)
+    start, end = video.start + edges[first], video.start + edges[last]
     return replace(interval, start=start, end=end, name=name, pixels=pixels)
 
 

@@ -1,10 +1,11 @@
 """Encodes videos of any length, chunk by chunk, for any number of questions."""
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from transformers.image_utils import get_image_size
 
 from .decoding_qtsplus import shown_name
 from .encoding_qtsplus import Repeats
+from .forecast import forecast
 from .loading import find_device
 from .settings import check_count
 from .subtitles import Subtitle, read_subtitles
@@ -48,6 +50,17 @@ class EncodedVideo:
         """Seconds from the first frame to the end of the last."""
         return self.metadata.total_num_frames / self.metadata.fps
 
+    def steps(self) -> list[float]:
+        """When each step of the grid begins, and the last one ends, in seconds from the first frame."""
+        count, step = int(self.video_grid_thw[0, 0]), float(self.second_per_grid_ts[0])
+        edges = [number * step for number in range(count)]
+        indices, fps = self.metadata.frames_indices or [], self.metadata.fps
+        if len(indices) >= count:
+            own = [(index - indices[0]) / fps for index in indices[:: ceil(len(indices) / count)]]
+            if any(abs(one - even) * fps > 1 for one, even in zip(own, edges, strict=False)):  # not evenly apart
+                edges = own
+        return [*edges, min(max(count * step, edges[-1]), self.length)]
+
 
 def encode(
     model: Any,
@@ -55,7 +68,11 @@ def encode(
     video: Any,
     *,
     fps: float | None = None,
+    start: float | None = None,
+    end: float | None = None,
     max_frames: int | None = None,
+    max_pixels: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
     frames_per_chunk: int | None = None,
     device: str | None = None,
     frame_tolerance: float | None = 0.0,
@@ -71,7 +88,11 @@ def encode(
         video: a video file, an `http(s)` address (as a `str`), or a folder of frames. Or frames as the processor takes
             them: `[T, H, W, C]` or `[T, C, H, W]` as an array or tensor, or a list of images.
         fps: of a file, frames to look at per second; of frames, the rate at which they were taken.
+        start, end: of a file, the seconds on a player's clock between which it is looked at.
         max_frames: of a file, the most that are looked at; as the processor has it when absent.
+        max_pixels: of a file or a folder, the most of one frame.
+        metadata: of frames, in place of `fps`, that of the video which they are from: its `fps`, their
+            `frames_indices`, which need not be evenly apart, and perhaps its `total_num_frames`.
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
         frame_tolerance: see [`Repeats`]: 0 encodes equal frames once, `None` encodes every frame.
@@ -87,14 +108,20 @@ def encode(
     device = None if device is None else find_device(device)
     if two_passes is not None and not isinstance(two_passes, TwoPasses):
         raise ValueError(f"{two_passes=}: expected a `TwoPasses`.")
+    reading = {"video_start": start, "video_end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     if not isinstance(video, (str, Path)):
         if two_passes is not None:
             raise ValueError("Two passes read a video twice; expected a file, an address or a folder, and got frames.")
-        return _encode_frames(model, processor, video, fps, device, frame_tolerance)
+        if given := [name.removeprefix("video_") for name, value in reading.items() if value is not None]:
+            raise ValueError(f"Got {', '.join(given)} for frames; expected those to look at, in their size.")
+        return _encode_frames(model, processor, video, fps, metadata, device, frame_tolerance)
+    if metadata is not None:
+        raise ValueError("metadata is about frames that are given; the video says its own.")
     if max_frames is not None:
         check_count("max_frames", max_frames, "frames")
     started = time.perf_counter()
-    chunks = processor.video_chunks(video, fps=fps, max_frames=max_frames, frames_per_chunk=frames_per_chunk)
+    chunks = processor.video_chunks(video, fps=fps, frames_per_chunk=frames_per_chunk, **reading)
+    forecast(model, chunks).require_memory(device or model.device)
     large = None
     if two_passes is not None:
         large, chunks = open_twice(model, processor, chunks, two_passes, frame_tolerance)
@@ -125,18 +152,22 @@ def encode(
 
 
 def _encode_frames(
-    model: Any, processor: Any, frames: Any, fps: float | None, device: str | None, frame_tolerance: float | None
+    model: Any, processor: Any, frames: Any, fps: float | None, about: Any, device: Any, frame_tolerance: float | None
 ) -> EncodedVideo:
     """[`encode`] of frames that are in memory, which are one chunk."""
     started = time.perf_counter()
-    inputs = processor(videos=frames, fps=fps, return_metadata=True, return_tensors="pt")
+    if about is not None and fps is not None:
+        raise ValueError(f"Got {fps=} and metadata, which says its own; expected one of them.")
+    stated = {"fps": fps} if about is None else {"video_metadata": [dict(about)]}
+    inputs = processor(videos=frames, return_metadata=True, return_tensors="pt", **stated)
     pixels, grid, (metadata, *others) = map(inputs.get, ("pixel_values_videos", "video_grid_thw", "video_metadata"))
     if others:
         raise ValueError(f"Got {1 + len(others)} videos; expected the frames of one.")
     metadata.height, metadata.width = get_image_size(np.asarray(flatten_videos(frames)[0]["video"][0]))
     (features,) = model.encode_videos(pixels, grid, device=device, repeats=Repeats(frame_tolerance))
     seconds = [float(second) for second in inputs["second_per_grid_ts"]]
-    return EncodedVideo(IN_MEMORY, features, grid, seconds, metadata, time.perf_counter() - started)
+    begin = metadata.frames_indices[0] / metadata.fps
+    return EncodedVideo(IN_MEMORY, features, grid, seconds, metadata, time.perf_counter() - started, begin)
 
 
 def read_ahead(items: Iterable[T]) -> Generator[T, None, None]:

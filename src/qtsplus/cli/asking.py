@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from .console import check_text, console, fail, note, notes, one_line_errors, wr
 from .models import check_model_options, load_named, open_library
 
 if TYPE_CHECKING:
+    from ..forecast import Forecast
     from ..session import Answer
     from ..videos import EncodedVideo
 
@@ -31,9 +32,14 @@ def ask(
     max_visual_tokens: options.MaxVisualTokens = None,
     selection: options.Selection = None,
     fps: options.Fps = None,
+    start: options.Start = None,
+    end: options.End = None,
+    max_frames: options.MaxFrames = None,
+    max_pixels: options.MaxPixels = None,
     two_passes: Annotated[
         bool, typer.Option("--two-passes", help="Read only what the question chooses at full size: sooner, less sure.")
     ] = False,
+    subtitles: options.Subtitles = None,
     max_new_tokens: options.MaxNewTokens = 128,
     evidence: Annotated[
         Path | None, typer.Option(help="A folder for pictures of what the answer rests on, and the video with it lit.")
@@ -41,18 +47,22 @@ def ask(
     pieces: Annotated[
         int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what reading the video will take.")] = False,
     device: options.Device = None,
     dtype: options.WeightType = options.Dtype.auto,
     as_json: options.AsJson = False,
 ) -> None:
     """Answer a question about a video or a library, and say which seconds the answer rests on."""
     check_model_options(model, revision)
-    check_videos([video], fps, two_passes)
+    reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
+    check_videos(
+        [video], {**reading, "two_passes": two_passes or None, "subtitles": subtitles, "dry_run": dry_run or None}
+    )
     if pieces is not None and not is_library(video):
         fail("--pieces is about a library; leave it out")
     check_text(question)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
-    choice |= {"selection": selection, "max_new_tokens": max_new_tokens}
+    choice |= {"selection": selection, "max_new_tokens": max_new_tokens, "subtitles": subtitles}
     with one_line_errors():
         from ..decoding_qtsplus import shown_name
         from ..hub.folder import check_own
@@ -62,7 +72,10 @@ def ask(
         if evidence is not None:
             check_own(evidence)
         started = time.perf_counter()
-        talk = Talk(video, (model, revision, device, dtype.value), fps, two_passes)
+        talk = Talk(video, (model, revision, device, dtype.value), reading, subtitles, two_passes)
+        if dry_run:
+            print_forecast(talk.forecast(video, **choice), as_json)
+            return
         timings = {"load": time.perf_counter() - started}
         if not talk.is_library:
             timings["encode"] = talk.add(video, printable(shown_name(video))).seconds
@@ -76,7 +89,14 @@ def ask(
 class Talk:
     """Videos that are asked about in a session, or a library; and the answer that came last."""
 
-    def __init__(self, video: str, loading: tuple, fps: float | None = None, two_passes: bool = False) -> None:
+    def __init__(
+        self,
+        video: str,
+        loading: tuple,
+        reading: dict[str, Any],
+        subtitles: int | None = None,
+        two_passes: bool = False,
+    ) -> None:
         from .. import session
 
         self.is_library = is_library(video)
@@ -84,7 +104,8 @@ class Talk:
             self.about: Any = open_library(Path(video), *loading)
         else:
             self.about = session.VideoSession(*load_named(*loading))
-        self.reading = {"fps": fps, "two_passes": session.TwoPasses() if two_passes else None}
+        self.reading = {**reading, "two_passes": session.TwoPasses() if two_passes else None}
+        self.reading["subtitles"] = subtitles is not None
         self.places: dict[str, str] = {}  # of the videos, as they were named here
         self.warnings: set[str] = set()  # that were said when they were added
         self.last: Answer | None = None
@@ -104,6 +125,18 @@ class Talk:
         for warning in warnings:
             if warning not in self.warnings:
                 note(warning)
+
+    def forecast(self, video: str, **choice: Any) -> "Forecast":
+        """What reading the video will take; of two passes, what one at full size would."""
+        from ..forecast import forecast, measured
+
+        names = {"start": "video_start", "end": "video_end", "two_passes": None, "subtitles": None}
+        reading = {names.get(name, name): value for name, value in self.reading.items()}
+        reading.pop(None)
+        chunks = self.about.processor.video_chunks(video, **reading)
+        choice = {name: choice[name] for name in ("retention", "max_visual_tokens", "selection")}
+        with notes.status("Measuring"):
+            return measured(forecast(self.about.model, chunks, **choice), self.about.model, chunks)
 
     def ask(self, question: str, **choice: Any) -> "Answer":
         """A question to a library stands alone."""
@@ -138,18 +171,19 @@ def is_library(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "library.jsonl"))
 
 
-def check_videos(videos: list[str], fps: float | None, two_passes: bool = False) -> None:
+def check_videos(videos: list[str], reading: dict[str, Any]) -> None:
     """Ends the command for videos that are not there, or options about them, before anything heavy is imported."""
     if library := next(filter(is_library, videos), None):
         if videos[1:]:
             fail(f"{library} is a library, which is asked alone")
-        for option in ("--fps",) * (fps is not None) + ("--two-passes",) * two_passes:
+        for name in (name for name, value in reading.items() if value is not None):
+            option = f"--{name.replace('_', '-')}"
             fail(f"{option} is about a video, and those of a library are encoded already; leave it out")
     for video in videos:
         # os.path answers no where a Path raises, such as for a name that is too long.
         if "://" not in video and not os.path.exists(video):
             fail(f"there is no video at {video!r}")
-        if os.path.isdir(video) and fps is None and not library:
+        if os.path.isdir(video) and reading["fps"] is None and not library:
             fail(f"{video} is a folder of frames: give the rate at which they were taken, such as --fps 2")
 
 
@@ -175,6 +209,10 @@ def place(box: tuple[float, float, float, float]) -> str:
     row = ("top", "middle", "bottom")[min(int((top + bottom) / 2 * 3), 2)]
     column = ("left", "centre", "right")[min(int((left + right) / 2 * 3), 2)]
     return f"{row} {column}" if (row, column) != ("middle", "centre") else "centre"
+
+
+def print_forecast(forecast: "Forecast", as_json: bool) -> None:
+    print(json.dumps(asdict(forecast))) if as_json else console.print(str(forecast), soft_wrap=True, highlight=False)
 
 
 def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -> None:

@@ -25,6 +25,11 @@ def chat(
     max_visual_tokens: options.MaxVisualTokens = None,
     selection: options.Selection = None,
     fps: options.Fps = None,
+    start: options.Start = None,
+    end: options.End = None,
+    max_frames: options.MaxFrames = None,
+    max_pixels: options.MaxPixels = None,
+    subtitles: options.Subtitles = None,
     max_new_tokens: options.MaxNewTokens = 128,
     device: options.Device = None,
     dtype: options.WeightType = options.Dtype.auto,
@@ -41,15 +46,16 @@ def chat(
     ends. From a pipe, a line that fails makes the exit code 1.
     """
     check_model_options(model, revision)
-    check_videos(videos, fps)
+    reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
+    check_videos(videos, {**reading, "subtitles": subtitles})
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    choice["max_new_tokens"] = max_new_tokens
+    choice |= {"max_new_tokens": max_new_tokens, "subtitles": subtitles}
     try:
         with one_line_errors():
             from ..methods_qtsplus import add_method
 
             add_method(selection)
-            talk = Talk(videos[0], (model, revision, device, dtype.value), fps)
+            talk = Talk(videos[0], (model, revision, device, dtype.value), reading, subtitles)
             for video in () if talk.is_library else videos:
                 _add(talk, video)
         note(_HELP)

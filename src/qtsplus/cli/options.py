@@ -64,6 +64,16 @@ Fps = Annotated[
     float | None,
     typer.Option(callback=_check_rate, help="How many frames to look at per second; of a folder, how many it has."),
 ]
+Start = Annotated[float | None, typer.Option(min=0, help="Look at the film from this second on.")]
+End = Annotated[float | None, typer.Option(min=0, help="Look at the film up to this second.")]
+MaxFrames = Annotated[int | None, typer.Option(min=1, help="The most frames to look at in one video.")]
+MaxPixels = Annotated[
+    int | None, typer.Option(min=1, help="The most pixels of one frame; larger ones are read smaller.")
+]
+Subtitles = Annotated[
+    int | None,
+    typer.Option(min=1, help="Give a question so many tokens of the film's subtitles, those near what is kept first."),
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")]
 WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]
 AllowHost = Annotated[
