@@ -423,13 +423,12 @@ def describe_frames(frames: Sequence[Any], metadata: Any, fps: float | None) -> 
     if (apart < 0).any() or given["frames_indices"][0] < 0:
         raise ValueError(f"Got frames_indices={given['frames_indices'][:8]}...; expected ascending ones from 0 on.")
     first, last = given["frames_indices"][0], given["frames_indices"][-1]
-    gap = max(int(np.median(apart)), 1) if len(apart) else 1
-    total = given.get("total_num_frames") or last + gap
-    if total <= last:
-        raise ValueError(f"Got total_num_frames={total} and the frame {last}; expected more.")
-    if first > gap or total > last + 2 * gap:  # a part of a video, which is as long as its frames say
-        total = min(total, last + gap) - first
-    given["total_num_frames"] = total
+    if given.get("total_num_frames") is None:  # the last lasts as long as most
+        given["total_num_frames"] = last - first + (max(int(np.median(apart)), 1) if len(apart) else 1)
+    elif given["total_num_frames"] <= last - first:
+        raise ValueError(
+            f"Got total_num_frames={given['total_num_frames']} and frames from {first} to {last}; expected more."
+        )
     return VideoMetadata(**given)
 
 

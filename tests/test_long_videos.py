@@ -194,7 +194,8 @@ def test_a_video_is_read_ahead_where_the_encoder_leaves_the_processor_free(loade
         seen.append(len(readers()))
         return model.encode_videos(*args, **kwargs)
 
-    somewhere = SimpleNamespace(device=torch.device(device), encode_videos=encode_videos)
+    parts = {"config": model.config, "dtype": model.dtype, "model": model.model, "parameters": model.parameters}
+    somewhere = SimpleNamespace(device=torch.device(device), encode_videos=encode_videos, **parts)
     features = session.encode(somewhere, processor, wide_mp4, fps=10, frames_per_chunk=2).features
     assert torch.equal(features, session.encode(model, processor, wide_mp4, fps=10, frames_per_chunk=2).features)
     assert len(seen) > 2 and set(seen) == {0 if device == "cpu" else 1}

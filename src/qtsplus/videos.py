@@ -92,7 +92,7 @@ def encode(
         max_frames: of a file, the most that are looked at; as the processor has it when absent.
         max_pixels: of a file or a folder, the most of one frame.
         metadata: of frames, in place of `fps`, that of the video which they are from: its `fps`, their
-            `frames_indices`, which need not be evenly apart, and perhaps its `total_num_frames`.
+            `frames_indices`, which need not be evenly apart, and how many frames they stand for, `total_num_frames`.
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
         frame_tolerance: see [`Repeats`]: 0 encodes equal frames once, `None` encodes every frame.
