@@ -130,9 +130,9 @@ class Talk:
         """What reading the video will take; of two passes, what one at full size would."""
         from ..forecast import forecast, measured
 
-        names = {"start": "video_start", "end": "video_end", "two_passes": None, "subtitles": None}
-        reading = {names.get(name, name): value for name, value in self.reading.items()}
-        reading.pop(None)
+        names = {"fps": "fps", "start": "video_start", "end": "video_end"}
+        names |= {"max_frames": "max_frames", "max_pixels": "max_pixels"}
+        reading = {other: self.reading[name] for name, other in names.items()}
         chunks = self.about.processor.video_chunks(video, **reading)
         choice = {name: choice[name] for name in ("retention", "max_visual_tokens", "selection")}
         with notes.status("Measuring"):
