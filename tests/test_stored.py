@@ -415,3 +415,60 @@ def test_a_session_follows_no_link(session, tmp_path):
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="it is no file"):
         session.load(tmp_path / "saved")
+
+
+# --- What the system sees ---
+
+STRACE = "trace=open,openat,openat2,creat,unlink,unlinkat,rename,renameat,renameat2,truncate,mkdir,execve,connect"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is missing")
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [
+        ("find {library} What?", "model"),
+        ("find {library} What? --model {model}", "videos"),
+        ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "videos"),
+        ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "features"),
+        ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "key"),
+        ("chat {library} --model {model} --max-new-tokens 2", "videos"),
+        ("index {videos} --out {library} --model {model}", "videos"),
+        ("index {videos} --out {library} --model {model}", "content"),
+        ("index {videos} --out {library} --model {model}", "link"),
+    ],
+)
+def test_a_strangers_library_reaches_nothing(folder, mine, tiny_published, tmp_path, command, field):
+    """No file outside the library, the films, the cache, the model and Python's own; no process; no address."""
+    secret = tmp_path / "secret"
+    shutil.copytree(mine, secret)
+    (secret / "model_qtsplus.py").write_text("raise SystemExit('it ran')")
+    shutil.copy(tiny_published / "config.json", secret)
+    rewrite(folder, made_of(model=str(secret) if field == "model" else "stranger/model", videos=str(secret)))
+    if field == "content":
+        rewrite(folder, entry("content", "../secret/a"))
+    elif field == "key":
+        rewrite(folder, lambda line: line.update(key="../secret/a.mp4") if line.get("key") == "a.mp4" else None)
+    elif field == "features":
+        path, features, header = stored(folder)
+        changed = about(video=str(secret / "a.mp4"), warnings=[str(secret)])(features, header)
+        save_file({"features": changed[0]}, path, changed[1])
+    elif field == "link":
+        (folder / "c.safetensors").symlink_to(secret / "a.mp4")
+    places = {"library": folder, "model": tiny_published, "videos": mine, "out": tmp_path / "out"}
+    line = [sys.executable, "-m", "qtsplus.cli", *(one.format(**places) for one in command.split())]
+    log, before = tmp_path / "log", {path: path.read_bytes() for path in secret.iterdir()}
+    traced = ["strace", "-f", "--seccomp-bpf", "-qq", "-s", "4096", "-e", STRACE, "-o", str(log), *line]
+    done = subprocess.run(traced, input="What?\n", capture_output=True, text=True)
+    assert done.returncode == (0 if field in ("videos", "features") else 2), done.stderr
+    assert "Traceback" not in done.stderr
+    calls = log.read_text().splitlines()
+    begun = [call for call in calls if "execve(" in call and " = 0" in call and "ldconfig" not in call]  # PyTorch's
+    assert len(begun) == 1 and not [call for call in calls if "AF_INET" in call]
+    assert not [call for call in calls if f'"{secret}' in call or "../secret" in call]
+    writing = ("O_WRONLY", "O_RDWR", "O_CREAT", "unlink", "rename", "truncate", "mkdir")
+    roots = (str(tmp_path), "/dev/", "/proc/", "/tmp/", "__pycache__")
+    assert not [
+        call for call in calls if any(word in call for word in writing) and not any(one in call for one in roots)
+    ]
+    assert before == {path: path.read_bytes() for path in secret.iterdir()}
