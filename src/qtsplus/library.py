@@ -21,7 +21,7 @@ from .ranking import Piece, Ranking, Scorer
 from .results import STORED, Journal, Key, Line, Schema
 from .session import Answer, answer_questions
 from .settings import check_count, check_path, show
-from .storage import Digest, State, Stored, film_state, fingerprint, load_video, measure
+from .storage import Digest, State, Stored, film_state, fingerprint, load_video
 from .videos import IN_MEMORY, EncodedVideo
 
 INDEX = "library.jsonl"
@@ -152,10 +152,6 @@ class Index(Journal):
                 f"another dtype: name the model that made it, {self.made['model'] or 'the bundled one'}, "
                 "or index the videos into another folder."
             )
-
-
-def _content(path: Path) -> str:
-    return measure(path)["digest"]
 
 
 def _clock(seconds: float) -> str:
