@@ -204,6 +204,7 @@ def test_no_file_beside_the_films_and_no_address_is_read_for_a_visitor(visit, ad
     anna = visit(address)
     assert anna.page.request.get(f"{address}gradio_api/file={place}").status == 403
     assert anna.page.request.get(f"{address}monitoring/summary").status == 403
+    assert anna.page.request.get(f"{address}gradio_api/deep_link?session_hash=x").status == 413
 
 
 @pytest.fixture
