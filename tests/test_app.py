@@ -377,7 +377,7 @@ def shelf(tiny_published, tmp_path) -> Callable[..., Any]:
     return index
 
 
-NAME = os.fsdecode(b"<img src=x onerror=alert(1)> caf\xe9.mp4")
+NAME = os.fsdecode(b"<img src=x onerror=alert(1)> caf\xe9 \x1b[31m \xe2\x80\xae.mp4")
 
 
 def test_a_name_is_text_also_where_its_bytes_are_none(visit, shown, shelf):
@@ -388,7 +388,7 @@ def test_a_name_is_text_also_where_its_bytes_are_none(visit, shown, shelf):
     anna.page.on("dialog", lambda dialog: pytest.fail(dialog.message))
     anna.ask(RING.question)
     anna.sees(".answer", RING.answer)
-    anna.sees(".chip", "<img src=x onerror=alert(1)> caf\\xe9.mp4")
+    anna.sees(".chip", "<img src=x onerror=alert(1)> caf\\xe9 \\x1b[31m \\u202e.mp4")
     anna.stands_at(books.ask(RING.question).evidence[0].start)
 
 
