@@ -269,7 +269,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := FileLock(folder / ".lock")):
         journal = Journal(folder / "journal.jsonl", asker.settings(), _ENTRIES, begin_anew=False)
-    done = {key for key, result in journal.done.items() if not (retry_failed and isinstance(result, Failed))}
+    done = {key for key in journal.done if not (retry_failed and isinstance(journal.done[key], Failed))}
     keys = _keys(questions.tasks)
     first = {key: number for number, key in reversed(keys.items()) if key not in done}  # of rows that ask the same
     numbers = set(first.values())
