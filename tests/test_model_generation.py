@@ -7,6 +7,7 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import (
+    ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
@@ -251,13 +252,17 @@ def test_generate_in_training_mode_uses_the_gate_of_inference():
 def test_continuous_batching_answers_text_and_refuses_a_video():
     model, rows = tiny_model(), [prompt(question=6), prompt(question=9, seed=3)]
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=511)
-    made = model.generate_batch([row.ids for row in rows], generation_config=config)
+    small = {
+        "generation_config": config,
+        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
+    }
+    made = model.generate_batch([row.ids for row in rows], **small)
     for row, output in zip(rows, made.values(), strict=True):
         expected = model.generate(**batch(row), generation_config=config)[0, len(row.ids) :].tolist()
         assert output.generated_tokens == expected
     video = prompt(videos=[(2, 4, 4)])
     with pytest.raises(ValueError, match="8 video placeholders, but no video pixels"):
-        model.generate_batch([rows[0].ids, video.ids], generation_config=config)
-    manager = model.init_continuous_batching(config)
+        model.generate_batch([rows[0].ids, video.ids], **small)
+    manager = model.init_continuous_batching(**small)
     with pytest.raises(ValueError, match="8 video placeholders, but no video pixels"):
         manager.add_requests([video.ids])
