@@ -81,7 +81,7 @@ def test_the_video_is_dimmed_where_tokens_were_dropped_and_keeps_its_clock(tmp_p
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     video = video_of(tmp_path / "film.mp4", 8.0, 16, late)
-    draw_evidence(answer_about(video), {video.video: video}, tmp_path / "drawn")
+    draw_evidence(answer_about(video), {video.video: video}, tmp_path / "drawn", film=True)
     times, frames, metadata = decoded(tmp_path / "drawn" / "kept.mp4")
     assert times == pytest.approx([late + index / 8 for index in range(16)], abs=1e-3)
     assert metadata.duration == pytest.approx(2) and frames.shape[1:3] == size
@@ -96,7 +96,9 @@ def test_several_videos_are_numbered_and_frames_in_memory_are_not_drawn(tmp_path
     for index in range(5):
         Image.new("RGB", (31, 33), (50 * index, 90, 200)).save(tmp_path / "$folder$" / f"{index}.png")
     folder, frames = video_of(tmp_path / "$folder$", 2.5, 5), video_of(IN_MEMORY, 2.5, 5)
-    draw_evidence(answer_about(folder, frames), {one.video: one for one in (folder, frames)}, tmp_path / "drawn")
+    draw_evidence(
+        answer_about(folder, frames), {one.video: one for one in (folder, frames)}, tmp_path / "drawn", film=True
+    )
     names = sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".")
     assert names == ["answer.json", "frames-1.png", "kept-1.mp4", "timeline.png"]
     about = json.loads((tmp_path / "drawn" / "answer.json").read_text())["videos"]
@@ -109,6 +111,29 @@ def test_an_answer_without_evidence_is_drawn(tmp_path):
     write_mp4(tmp_path / "film.mp4", np.zeros((4, 32, 32, 3), np.uint8), 2)
     video = video_of(tmp_path / "film.mp4", 2.0, 4)
     answer = replace(answer_about(video), evidence=[])
+    for film, more in ((None, []), (True, ["kept.mp4"])):
+        draw_evidence(answer, {video.video: video}, tmp_path / "drawn", film)
+        names = sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".")
+        assert names == ["answer.json", *more, "timeline.png"]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_only_the_stretches_that_answer_are_drawn(tmp_path, folder):
+    bright, path = [10 * index for index in range(24)], tmp_path / "film"
+    if folder:
+        path.mkdir()
+        for index, value in enumerate(bright):
+            Image.new("RGB", (32, 32), (value,) * 3).save(path / f"{index:02}.png")
+    else:
+        path = path.with_suffix(".mp4")
+        write_mp4(path, (np.full((32, 32, 3), value, np.uint8) for value in bright), 8)
+    video = replace(video_of(path, 8.0, 24, seconds=0.5), video_grid_thw=torch.tensor([[6, 4, 4]]))
+    spans = [Interval(at, at + 0.5, 0.5, 0, (0.0, 0.0, 1.0, 1.0), video.video) for at in (2.0, 0.5)]
+    maps = {video.video: torch.ones(6, 2, 2, dtype=torch.bool)}
+    answer = replace(answer_about(video), evidence=spans, keep_maps=maps)
     draw_evidence(answer, {video.video: video}, tmp_path / "drawn")
-    names = sorted(path.name for path in (tmp_path / "drawn").iterdir() if path.name[0] != ".")
-    assert names == ["answer.json", "kept.mp4", "timeline.png"]
+    times, frames, _ = decoded(tmp_path / "drawn" / "kept.mp4")
+    assert times == pytest.approx([index / 8 for index in range(8)], abs=1e-3)
+    assert frames.mean((1, 2, 3)) == pytest.approx(bright[4:8] + bright[16:20], abs=4)
+    draw_evidence(answer, {video.video: video}, tmp_path / "drawn", film=False)
+    assert not (tmp_path / "drawn" / "kept.mp4").exists() and (tmp_path / "drawn" / "frames.png").exists()

@@ -1,10 +1,12 @@
 """Draws what an answer rests on: frames with the tokens lit that were kept, a timeline, a video."""
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -12,6 +14,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from rich.console import Console
+from rich.progress import track
 
 from .evidence import Interval
 from .figures import save_figure
@@ -22,7 +26,7 @@ from .session import Answer
 from .video_qtsplus import VideoFile, open_folder, open_video
 from .videos import IN_MEMORY, EncodedVideo
 
-_DIMMED = 0.22  # brightness of what was dropped
+_DIM = (0.22 * np.arange(256)).astype(np.uint8)  # by the brightness of a pixel, that where it was dropped
 _CLOCK = Fraction(1, 90_000)  # seconds between the times that a frame can have
 
 
@@ -55,22 +59,23 @@ def draw_kept_tokens(
 def _lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """`[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` `[H, W]` leaves out."""
     rows, columns = (np.arange(side) * tokens // side for side, tokens in zip(frame.shape, kept.shape, strict=False))
-    light = np.where(kept, 1.0, _DIMMED)[rows][:, columns]
-    return (frame * light[:, :, None]).astype(np.uint8)
+    return np.where(kept[rows][:, columns][:, :, None], frame, _DIM[frame])
 
 
-def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: str | Path) -> None:
+def draw_evidence(
+    answer: Answer, videos: Mapping[str, EncodedVideo], folder: str | Path, film: bool | None = None
+) -> None:
     """
     Draws what an answer rests on.
 
     The folder gets `answer.json`, with the kept tokens; `timeline.png`; and per video `frames.png`, the middle of each
-    stretch of evidence with its box, if it has some, and `kept.mp4`, the video itself as H.264, on its own clock, with
-    the tokens lit that were kept. Those of several videos are numbered. A video that was given as frames has neither,
-    and a stream too.
+    stretch of evidence with its box, and `kept.mp4`, these stretches as H.264, one behind the other, with the kept
+    tokens lit. Those of several videos are numbered. A video that was given as frames has neither, and a stream too.
 
     Args:
         videos: those that were asked about, by name; of a stream, its `videos()`.
         folder: as for [`whole_folder`].
+        film: true for `kept.mp4` of the whole video on its own clock, which takes long for a long one; false for none.
 
     Raises:
         FileExistsError: the folder holds files that no earlier call wrote.
@@ -89,8 +94,9 @@ def draw_evidence(answer: Answer, videos: Mapping[str, EncodedVideo], folder: st
             video, end = videos[name], f"-{number}" if len(answer.keep_maps) > 1 else ""
             files, spans = {}, [one for one in answer.evidence if one.name == name]
             if video.video != IN_MEMORY and not isinstance(video, Remembered):
-                files = {"kept_tokens": f"kept{end}.mp4"}
-                draw_kept_video(video, kept, staging / files["kept_tokens"])
+                if film or (spans and film is None):
+                    files["kept_tokens"] = f"kept{end}.mp4"
+                    draw_kept_video(video, kept, staging / files["kept_tokens"], None if film else spans)
                 if spans:
                     files["frames"] = f"frames{end}.png"
                     draw_spans(video, kept, spans, staging / files["frames"])
@@ -147,38 +153,48 @@ def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Inter
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def draw_kept_video(video: EncodedVideo, kept: torch.Tensor, path: str | Path) -> None:
+def draw_kept_video(
+    video: EncodedVideo, kept: torch.Tensor, path: str | Path, evidence: Sequence[Interval] | None = None
+) -> None:
     """
     The video's own frames as H.264 with the kept tokens lit and the others dimmed, each frame when a player shows it.
 
     Args:
         kept: bool `[T, H, W]`, tokens.
         path: where the mp4 goes.
+        evidence: only these stretches of the video, one behind the other.
     """
-    fps, light = video.metadata.fps, kept.numpy()
-    opened = _open(video, None)
+    fps, light, console = video.metadata.fps, kept.numpy(), Console(stderr=True)
+    indices: Any = range(video.metadata.total_num_frames or 0)
+    if evidence is not None:
+        bounds = [(round((one.start - video.start) * fps), round((one.end - video.start) * fps)) for one in evidence]
+        indices = sorted({index for first, last in bounds for index in indices[first : max(last, first + 1)]})
+    opened, begin = _open(video, indices), video.start if evidence is None else 0.0
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = (side // 2 * 2 for side in opened.shape[1:])  # H.264 has no odd sides
         stream.pix_fmt, stream.codec_context.time_base = "yuv420p", _CLOCK
-        for index, frame in enumerate(opened.decode()):
+        bar: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+        frames = track(zip(indices, opened.decode(), strict=False), "Drawing", len(indices), **bar)
+        for number, (index, frame) in enumerate(frames):
             lit = _lit(frame, light[_step(video, index / fps, kept)])[: stream.height, : stream.width]
             picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(lit), format="rgb24")
-            picture.pts, picture.time_base = round((video.start + index / fps) / _CLOCK), _CLOCK
+            picture.pts, picture.time_base = round((begin + number / fps) / _CLOCK), _CLOCK
             container.mux(stream.encode(picture))
         container.mux(stream.encode())
 
 
-def _open(video: EncodedVideo, indices: Sequence[int] | None) -> VideoFile:
-    """The video at its own rate: all frames, or those of these indices, in order."""
+def _open(video: EncodedVideo, indices: Sequence[int]) -> VideoFile:
+    """The video's frames of these indices at its own rate, in order."""
 
     def choose(total: int, fps: float) -> np.ndarray:
-        return np.arange(total) if indices is None else np.clip(indices, 0, total - 1)
+        return np.clip(indices, 0, total - 1)
 
     if not Path(video.video).is_dir():
-        return open_video(video.video, choose)
+        end = video.start + video.length - 0.5 / video.metadata.fps
+        return open_video(video.video, choose, (video.start, end))
     folder = open_folder(video.video, video.metadata.fps)
-    return folder if indices is None else replace(folder, decode=lambda: _pick(folder, indices))
+    return replace(folder, decode=lambda: _pick(folder, indices))
 
 
 def _pick(folder: VideoFile, indices: Sequence[int]) -> Iterator[np.ndarray]:
@@ -189,7 +205,7 @@ def _pick(folder: VideoFile, indices: Sequence[int]) -> Iterator[np.ndarray]:
 
 def _step(video: EncodedVideo, seconds: float, kept: torch.Tensor) -> int:
     """The step of the grid of tokens that shows a time from the first frame on."""
-    return min(int(seconds / float(video.second_per_grid_ts[0]) + 1e-6), len(kept) - 1)
+    return min(bisect_right(video.steps(), seconds + 1e-6), len(kept)) - 1
 
 
 def _rows(video: EncodedVideo, kept: torch.Tensor) -> Sequence[int]:

@@ -42,7 +42,11 @@ def ask(
     subtitles: options.Subtitles = None,
     max_new_tokens: options.MaxNewTokens = 128,
     evidence: Annotated[
-        Path | None, typer.Option(help="A folder for pictures of what the answer rests on, and the video with it lit.")
+        Path | None,
+        typer.Option(help="A folder for pictures of what the answer rests on, and these stretches as a film."),
+    ] = None,
+    film: Annotated[
+        bool | None, typer.Option("--film/--no-film", help="Of the evidence, the whole film, or no film.")
     ] = None,
     pieces: Annotated[
         int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")
@@ -60,6 +64,8 @@ def ask(
     )
     if pieces is not None and not is_library(video):
         fail("--pieces is about a library; leave it out")
+    if film is not None and evidence is None:
+        fail("--film and --no-film are about --evidence; name its folder")
     check_text(question)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
     choice |= {"selection": selection, "max_new_tokens": max_new_tokens, "subtitles": subtitles}
@@ -83,7 +89,7 @@ def ask(
         answer = talk.last = replace(answer, timings={**timings, **answer.timings})
         print_answer(answer, talk.is_library, as_json)
         if evidence is not None:
-            talk.draw(evidence)
+            talk.draw(evidence, film)
 
 
 class Talk:
@@ -146,13 +152,12 @@ class Talk:
         self._warn(self.last.warnings)
         return self.last
 
-    def draw(self, folder: Path) -> None:
+    def draw(self, folder: Path, film: bool | None = None) -> None:
         """Draws what the last answer rests on."""
         from ..picture import draw_evidence
 
         assert self.last is not None
-        with notes.status("Drawing"):
-            draw_evidence(self.last, {name: self._film(name) for name in self.last.keep_maps}, folder)
+        draw_evidence(self.last, {name: self._film(name) for name in self.last.keep_maps}, folder, film)
         note(f"Wrote {folder}")
 
     def _film(self, name: str) -> "EncodedVideo":
