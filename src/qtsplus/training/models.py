@@ -28,7 +28,13 @@ def make_config(variant: str | None, weights: str | None, selector: Mapping[str,
     Raises:
         ValueError: neither is given, an unknown variant, another kind of model, or a field that cannot be so.
     """
-    config = _read_config(variant, weights)
+    if variant is None and weights is None:
+        raise ValueError("The model section names neither a variant nor weights; expected at least one of them.")
+    source = str(weights) if variant is None else str(require_variant(variant))
+    if (kind := model_type(source)).endswith(OURS):
+        config = load_config(source)
+    else:
+        config = backbone_of(kind).config(**AutoConfig.from_pretrained(source).to_dict())
     current: Any = config.qtsplus_config
     settings = {name: value for name, value in current.to_dict().items() if hasattr(QTSplusConfig, name)}
     unknown = sorted(str(name) for name in set(selector or {}) - set(settings))
@@ -44,16 +50,6 @@ def make_config(variant: str | None, weights: str | None, selector: Mapping[str,
                 f"selector.{name} is {getattr(made, name)}; expected at most {most}, as the language model."
             )
     return config
-
-
-def _read_config(variant: str | None, weights: str | None) -> Any:
-    if variant is not None:
-        return load_config(require_variant(variant))
-    if weights is None:
-        raise ValueError("The model section names neither a variant nor weights; expected at least one of them.")
-    if model_type(weights).endswith(OURS):
-        return load_config(weights)
-    return backbone_of(model_type(weights)).config(**AutoConfig.from_pretrained(weights).to_dict())
 
 
 def make_model(
