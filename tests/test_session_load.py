@@ -67,6 +67,14 @@ def test_weights_that_were_cut_off(folder, bytes_left):
         loading.load(folder)
 
 
+def test_an_index_of_weights_names_files_beside_it(folder):
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"names '\.\./elsewhere\.safetensors'; expected names of files beside it"):
+        loading.load(folder)
+
+
 class Bomb:
     def __reduce__(self):
         return print, ("executed",)

@@ -11,6 +11,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import GenerationConfig, PreTrainedConfig
 
 from .backbones import backbone_of, register
+from .hub.checkpoint import INDEX, weight_map
 from .hub.folder import read_json, reading
 from .output import first_line
 from .settings import check_path
@@ -42,6 +43,8 @@ def load(
     device = find_device(device)
     processor = load_processor(model, revision)
     backbone = backbone_of(stored_config(model, revision).get("model_type"))
+    if Path(model, INDEX).is_file():
+        weight_map(Path(model, INDEX))
     with reading(f"The model {str(model)!r}"):
         loaded = backbone.model.from_pretrained(model, dtype=dtype, revision=revision)
     loaded = loaded.to(device).eval()

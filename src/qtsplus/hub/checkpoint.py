@@ -16,7 +16,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from .folder import read_json
 
 _DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # as safetensors names them
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if (folder / _FILE).is_file():
         return [folder / _FILE]
-    if not (folder / _INDEX).is_file():
+    if not (folder / INDEX).is_file():
         raise ValueError(
-            f"{folder} has no weights; expected {_FILE} or {_INDEX}. Load others with Transformers and save them again."
+            f"{folder} has no weights; expected {_FILE} or {INDEX}. Load others with Transformers and save them again."
         )
-    shards = sorted({folder / name for name in _weight_map(folder / _INDEX).values()})
+    shards = sorted({folder / name for name in weight_map(folder / INDEX).values()})
     absent = [shard.name for shard in shards if not shard.is_file()]
     if absent:
-        raise ValueError(f"{folder} lacks {', '.join(absent)}, which its {_INDEX} names.")
-    return [folder / _INDEX, *shards]
+        raise ValueError(f"{folder} lacks {', '.join(absent)}, which its {INDEX} names.")
+    return [folder / INDEX, *shards]
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
@@ -97,18 +97,19 @@ def write_checkpoint(
             "metadata": {"total_parameters": total, **split.metadata},
             "weight_map": dict(sorted(split.tensor_to_filename.items())),
         }
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+def weight_map(index: Path) -> dict[str, str]:
+    """By the name of a tensor the shard that holds it; a `ValueError` for an index that leads out of its folder."""
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index} has no weight_map: it is no index of a checkpoint.")
     # An index from elsewhere must not reach files outside its folder.
-    strange = sorted(str(name) for name in weight_map.values() if not _is_file_name(name))
+    strange = sorted(str(name) for name in shards.values() if not _is_file_name(name))
     if strange:
         raise ValueError(f"{index} names {strange[0]!r}; expected names of files beside it.")
-    return weight_map
+    return shards
 
 
 def _is_file_name(name: object) -> bool:
