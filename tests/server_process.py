@@ -54,7 +54,7 @@ def healthy(port: int, path: str = "/health") -> bool:
 
 @contextlib.contextmanager
 def hosting(context: ssl.SSLContext | None = None):
-    """The port of a server at 127.0.0.1 that leads from `/there` to `/secret`, and what it was asked."""
+    """The port of a server at 127.0.0.1 that leads from `/there` to `/secret`, has a `/list`, and what it was asked."""
     seen = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -63,7 +63,8 @@ def hosting(context: ssl.SSLContext | None = None):
             self.send_response(302 if self.path == "/there" else 200)
             self.send_header("Location", "/secret")
             self.end_headers()
-            self.wfile.write(b"film")
+            list_of_films = b"#EXTM3U\n#EXTINF:2.0,\nhttp://127.0.0.1:%d/secret\n" % self.server.server_port
+            self.wfile.write(list_of_films if self.path == "/list" else b"film")
 
         def log_message(self, *_):
             pass

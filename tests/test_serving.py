@@ -163,7 +163,10 @@ def test_nothing_is_read_that_was_not_allowed(shut, opened, tiny_mp4, tmp_path, 
     assert_refused("may not be read", shut[0], f"file://{tiny_mp4}")
     assert seen == []
     assert_refused("302", opened[0], f"http://localhost:{port}/there")
-    assert seen == ["/there"]
+    # A list of films leads nowhere, and is called as the request calls it.
+    for name in ("list", "film"):
+        assert_refused(f"localhost:{port}/{name}'", opened[0], f"http://localhost:{port}/{name}")
+    assert seen == ["/there", "/list", "/film"]
     assert shut[1].poll() is None and opened[1].poll() is None
 
 
