@@ -101,6 +101,7 @@ def _as_json(values: Mapping[str, Any]) -> str:
 _SAID = {
     **dict.fromkeys(("missing", "missing_argument"), "is missing"),
     **dict.fromkeys(("unexpected_keyword_argument", "extra_forbidden"), "is no field"),
+    "json_invalid": "a text holds half a character (a lone surrogate); expected Unicode",
 }
 _EXPECTED = {"string_type": "a text", "dict_type": "a mapping", "tuple_type": "a list"}
 _WORDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
@@ -119,7 +120,7 @@ def explain(error: ValidationError, values: Any, where: str = "") -> str:
             said = str(problem["ctx"]["error"])
         clause, _, expected = said.partition("; expected ")
         name = where + _name(problem["loc"], values, kind in _SAID)
-        wrong.setdefault(f"{name} {clause}".strip(), []).extend([expected] if expected else [])
+        wrong.setdefault(f"{name.rstrip()} {clause}".strip(), []).extend([expected] if expected else [])
     clauses = ((clause, " or ".join(dict.fromkeys(kinds))) for clause, kinds in islice(wrong.items(), 3))
     return "; ".join(f"{clause}; expected {kinds}" if kinds else clause for clause, kinds in clauses) + "."
 
