@@ -500,7 +500,7 @@ def test_features_of_another_tower_are_refused(loaded, fresh, tiny_published, tm
 def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "session.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"session\.json cannot be used: it lacks format"):
+    with pytest.raises(ValueError, match=r"session\.json cannot be used: format is missing"):
         VideoSession(*loaded).load(tmp_path / "other")
     made_by = both.fingerprint
     with pytest.raises(ValueError, match=r"There is no .*session\.json"):
