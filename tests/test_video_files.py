@@ -2,6 +2,8 @@
 
 import base64
 import functools
+import subprocess
+import sys
 import threading
 import tracemalloc
 from contextlib import contextmanager
@@ -160,6 +162,14 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, h
     assert answer.seconds_of_video == 3.0
     frames, metadata = read_video(str(path), every_frame)
     assert len(frames) == metadata.total_num_frames == 24
+
+
+def test_the_command_line_says_it_once(header_first, tiny_published, tmp_path):
+    (tmp_path / "cut.mp4").write_bytes(header_first)
+    (tmp_path / "cut.mp4").write_bytes(header_first[: packet_ends(tmp_path / "cut.mp4")[23]])
+    command = [sys.executable, "-m", "qtsplus.cli", "ask", str(tmp_path / "cut.mp4"), "What moves?"]
+    asked = subprocess.run([*command, "--model", str(tiny_published)], capture_output=True, text=True, timeout=120)
+    assert asked.returncode == 0 and asked.stderr.count("header states 48 frames") == 1, asked.stderr
 
 
 def test_a_file_that_states_only_its_length(tmp_path):

@@ -113,7 +113,7 @@ class Talk:
         self.reading = {**reading, "two_passes": session.TwoPasses() if two_passes else None}
         self.reading["subtitles"] = subtitles is not None
         self.places: dict[str, str] = {}  # of the videos, as they were named here
-        self.warnings: set[str] = set()  # that were said when they were added
+        self.warnings: set[str] = set()  # that the log said when they were added
         self.last: Answer | None = None
 
     def add(self, video: str, name: str | None = None) -> "EncodedVideo":
@@ -123,14 +123,8 @@ class Talk:
         name = self.about.add(video, name, progress=True, **self.reading)
         self.places[name] = video
         encoded = self.about.videos[name]
-        self._warn(encoded.warnings)
         self.warnings.update(encoded.warnings)
         return encoded
-
-    def _warn(self, warnings: list[str]) -> None:
-        for warning in warnings:
-            if warning not in self.warnings:
-                note(warning)
 
     def forecast(self, video: str, **choice: Any) -> "Forecast":
         """What reading the video will take; of two passes, what one at full size would."""
@@ -149,7 +143,9 @@ class Talk:
         ask = self.about.ask if self.is_library else self.about.chat
         with notes.status("Asking"):
             self.last = ask(question, **choice)
-        self._warn(self.last.warnings)
+        for warning in self.last.warnings:
+            if warning not in self.warnings:
+                note(warning)
         return self.last
 
     def draw(self, folder: Path, film: bool | None = None) -> None:
