@@ -538,11 +538,10 @@ def test_a_film_that_is_too_large_is_refused(visit, shown, tiny_published):
 
 
 def test_a_library_is_asked_and_its_films_play_where_the_answer_rests(visit, shown, shelf, tmp_path):
-    from benchmarks.world.clip import write_mp4
-    from benchmarks.world.crowd import make_crowd, render_crowd
+    from clips import make_world, render_world, write_mp4
     from qtsplus import app
 
-    write_mp4(tmp_path / "two.mp4", render_crowd(make_crowd(12)), 2)
+    write_mp4(tmp_path / "two.mp4", render_world(make_world(12)), 2)
     books, root = shelf(**{"one.mp4": CLIP, "two.mp4": tmp_path / "two.mp4"})
     anna = visit(shown(books.model, books.processor, books, app.Films(books, root, print)))
     anna.sees(".empty", "Ask about the 2 films of the library")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from qtsplus import loading
 from qtsplus.cli import app
-from qtsplus.library import index
+from qtsplus.indexing import index
 from refusals import fill
 
 LINES = 300
