@@ -146,6 +146,42 @@ def send_until_it_closes(handler, content):
     handler.wfile.write(content)
 
 
+@contextmanager
+def served_list(film, place):
+    """A playlist on loopback, as HLS has it, and a film beside it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            listed = f"#EXTM3U\n#EXT-X-TARGETDURATION:8\n#EXTINF:8,\n{place}\n#EXT-X-ENDLIST\n"
+            data = film.read_bytes() if self.path == "/film.ts" else listed.encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/list.m3u8"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_list_at_an_address_is_followed_to_its_server(film):
+    with served_list(film, "film.ts") as address:
+        assert read(address) == pytest.approx(np.arange(16) / 2, abs=0.01)
+
+
+@pytest.mark.parametrize("scheme", ["file://", "concat:", "subfile,,start,0,end,0,,:", ""])
+def test_a_list_at_an_address_leads_to_no_file(film, scheme):
+    with served_list(film, f"{scheme}{film}") as address, pytest.raises(ValueError, match="Cannot read the stream"):
+        read(address)
+
+
 @pytest.mark.parametrize("send", [send_in_chunks, send_until_it_closes])
 def test_a_server_that_sends_as_it_goes(loaded, film, send):
     content = film.read_bytes()
