@@ -6,9 +6,11 @@ import torch
 from typer.testing import CliRunner
 
 from clips import write_mp4
-from qtsplus import session
+from qtsplus import session, watching
 from qtsplus.cli import app
 from qtsplus.forecast import forecast
+from qtsplus.indexing import index
+from qtsplus.library import Library
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +117,31 @@ def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published,
     part = run("--start", "4", "--end", "7.9", "--max-frames", "6", "--max-pixels", "4000")
     assert part.exit_code == 0 and "4.0 s, 6 frames looked at" in part.output, part.output
     assert run("--start", "20").exit_code == 2
+
+
+def test_a_library_holds_the_same_stretch_and_is_not_mixed_with_another(loaded, noise, tmp_path):
+    reading = {"fps": 2, "start": 4, "end": 7.9, "max_pixels": 56 * 84}
+    index(noise.parent, tmp_path / "library", *loaded, **reading)
+    library = Library(tmp_path / "library", *loaded)
+    stored, again = library.film(noise.name), session.encode(*loaded, noise, **reading)
+    assert torch.equal(stored.features, again.features) and stored.start == again.start == pytest.approx(4)
+    with pytest.raises(ValueError, match=r"start=4.*and with.*|was begun with"):
+        index(noise.parent, tmp_path / "library", *loaded, **{**reading, "start": 5})
+
+
+def test_a_stream_is_looked_at_from_when_to_when(loaded, noise):
+    def ends(**options):
+        answers = watching.watch(
+            *loaded, {"film": str(noise)}, "What?", every=3, timeout=0.2, max_new_tokens=1, **options
+        )
+        answers = list(answers)
+        return [one.seconds_of_video for one in answers], answers[-1]
+
+    times, last = ends(start=4, end=7.9)
+    assert times[-1] == pytest.approx(8) and last.frames == 8
+    assert min(one.start for one in last.evidence) >= 4
+    times, last = ends(max_frames=6, max_pixels=56 * 84)
+    assert last.frames == 6 and times[-1] == pytest.approx(3)
+    assert last.visual_tokens == 3 * 2 * 3
+    with pytest.raises(ValueError, match="the end behind the start"):
+        ends(start=4, end=4)

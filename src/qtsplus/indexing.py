@@ -17,7 +17,7 @@ from .known import KnownModel, remember_model
 from .library import INDEX, MADE, Entry, Index, refuse_links
 from .output import check_folder, first_line, printable, require_space, size
 from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, saved_video
-from .videos import FAILURES, EncodedVideo, encode
+from .videos import FAILURES, EncodedVideo, encode, open_chunks
 
 _PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.safetensors)\.\d+\.part")  # of one that was killed
 _DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -32,7 +32,10 @@ def index(
     name: str | None = None,
     revision: str | None = None,
     fps: float | None = None,
+    start: float | None = None,
+    end: float | None = None,
     max_frames: int | None = None,
+    max_pixels: int | None = None,
     dtype: str = "auto",
     prune: bool = False,
     say: Callable[[str], None] = print,
@@ -46,7 +49,7 @@ def index(
         videos: the folder; a video is called by its path in it.
         folder: the library, which need not be there yet.
         name, revision: of the model, for [`Library.open`]; without a name the bundled one's.
-        fps, max_frames: as for [`encode`].
+        fps, start, end, max_frames, max_pixels: as for [`encode`].
         dtype: of the features on disk, `"float16"`, `"bfloat16"` or `"float32"`; `"auto"` is the model's.
         prune: let go of what is gone, also where that is most of the library.
         say: takes a line: what is to be done, and its size on disk.
@@ -72,9 +75,10 @@ def index(
     if others and INDEX not in others:
         raise ValueError(f"{folder} holds other files, such as {min(others)}: choose another folder for the library.")
     refuse_links(folder)
-    made_by, sampling = fingerprint(model, processor), {"fps": fps, "max_frames": max_frames}
+    made_by = fingerprint(model, processor)
+    reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     settings = {name: getattr(processor.video_processor, name, None) for name in SAMPLING}
-    settings |= {name: value for name, value in sampling.items() if value is not None}
+    settings |= {name: value for name, value in reading.items() if value is not None or name not in settings}
     name = str(Path(name).resolve()) if name and Path(name).is_dir() else name
     try:
         with FileLock(folder / ".lock", timeout=0):
@@ -84,7 +88,7 @@ def index(
             if others and (folder / INDEX).stat().st_size:
                 Index(folder).require(made_by)
             library = Index(folder, {"made_by": made_by, "dtype": dtype, **settings})
-            indexing = _Indexing(library, model, processor, sampling, say)
+            indexing = _Indexing(library, model, processor, reading, say)
             indexing.recognise(files, str(videos.resolve()), prune)
             library.add(MADE, {"model": name, "revision": revision, "videos": str(videos.resolve())})
             if name:
@@ -134,7 +138,7 @@ class _Indexing:
     index: Index
     model: Any
     processor: Any
-    sampling: dict[str, Any]
+    reading: dict[str, Any]
     say: Callable[[str], None]
 
     def recognise(self, files: dict[str, Path], folder: str, prune: bool) -> None:
@@ -196,7 +200,7 @@ class _Indexing:
             if not entry["content"] or self._is_stored(name, entry):
                 continue
             try:
-                grid = self.processor.video_chunks(str(files[name]), **self.sampling).video_grid_thw
+                grid = open_chunks(self.processor, files[name], **self.reading).video_grid_thw
             except FAILURES as error:
                 self._refuse(name, error)
                 continue
@@ -245,7 +249,7 @@ class _Indexing:
             copies[content] = features
 
     def _encode(self, path: Path) -> EncodedVideo:
-        encoded = encode(self.model, self.processor, path, device="cpu", **self.sampling)
+        encoded = encode(self.model, self.processor, path, device="cpu", **self.reading)
         features = encoded.features.to(self._dtype())
         if not features.isfinite().all():
             raise ValueError(f"Its features are too large for {features.dtype}; index with --dtype bfloat16.")

@@ -68,6 +68,9 @@ class _Settings(TypedDict):
     num_frames: int | None
     min_frames: int | None
     max_frames: int | None
+    start: float | None
+    end: float | None
+    max_pixels: int | None
 
 
 _Film = Line[Annotated[str, AfterValidator(_inside)], Entry | None]  # of a film that has left, `None`

@@ -108,19 +108,17 @@ def encode(
     device = None if device is None else find_device(device)
     if two_passes is not None and not isinstance(two_passes, TwoPasses):
         raise ValueError(f"{two_passes=}: expected a `TwoPasses`.")
-    reading = {"video_start": start, "video_end": end, "max_frames": max_frames, "max_pixels": max_pixels}
+    reading: dict[str, Any] = {"start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     if not isinstance(video, (str, Path)):
         if two_passes is not None:
             raise ValueError("Two passes read a video twice; expected a file, an address or a folder, and got frames.")
-        if given := [name.removeprefix("video_") for name, value in reading.items() if value is not None]:
+        if given := [name for name, value in reading.items() if value is not None]:
             raise ValueError(f"Got {', '.join(given)} for frames; expected those to look at, in their size.")
         return _encode_frames(model, processor, video, fps, metadata, device, frame_tolerance)
     if metadata is not None:
         raise ValueError("metadata is about frames that are given; the video says its own.")
-    if max_frames is not None:
-        check_count("max_frames", max_frames, "frames")
     started = time.perf_counter()
-    chunks = processor.video_chunks(video, fps=fps, frames_per_chunk=frames_per_chunk, **reading)
+    chunks = open_chunks(processor, video, fps, frames_per_chunk=frames_per_chunk, **reading)
     forecast(model, chunks).require_memory(device or model.device)
     large = None
     if two_passes is not None:
@@ -149,6 +147,23 @@ def encode(
         subtitles=said,
         large=large,
     )
+
+
+def open_chunks(
+    processor: Any,
+    video: str | Path,
+    fps: float | None = None,
+    start: float | None = None,
+    end: float | None = None,
+    max_frames: int | None = None,
+    max_pixels: int | None = None,
+    frames_per_chunk: int | None = None,
+) -> Any:
+    """The pieces of a video in which [`encode`] reads it, not decoded yet."""
+    if max_frames is not None:
+        check_count("max_frames", max_frames, "frames")
+    keys = {"video_start": start, "video_end": end, "max_frames": max_frames, "max_pixels": max_pixels}
+    return processor.video_chunks(video, fps=fps, frames_per_chunk=frames_per_chunk, **keys)
 
 
 def _encode_frames(

@@ -3,6 +3,8 @@
 import errno
 import heapq
 import io
+import itertools
+import math
 import os
 import queue
 import threading
@@ -19,8 +21,9 @@ from transformers.utils import logging
 from .decoding_qtsplus import ARBITRARY_CLOCK, Clock, Upright, film_stream, refuse_list, shown_name
 from .methods_qtsplus import Method
 from .session import Answer
+from .settings import check_count
 from .stream import Stream
-from .video_qtsplus import require_positive
+from .video_qtsplus import require_positive, resize_frame, shrink
 
 logger = logging.get_logger(__name__)
 
@@ -182,6 +185,10 @@ def watch(
     *,
     every: float = 10.0,
     fps: float = 2.0,
+    start: float = 0.0,
+    end: float | None = None,
+    max_frames: int | None = None,
+    max_pixels: int | None = None,
     memory_tokens: int = 4096,
     policy: str | Method = "question",
     timeout: float = 10.0,
@@ -194,6 +201,9 @@ def watch(
         sources: by name a file that may still grow (MPEG-TS, Matroska, fragmented mp4), `-` for standard input, an
             address (http, rtsp, ...) or a device such as `/dev/video0`. All share one clock and one memory.
         every: seconds of video from answer to answer.
+        start, end: seconds of the clock between which is looked at.
+        max_frames: the most to look at, of all sources together.
+        max_pixels: the most of one frame; a larger one is looked at smaller.
         fps, memory_tokens, policy: as for [`Stream`].
         timeout: seconds without a frame after which a source has failed, and a file has ended.
         choice: as for [`Stream.ask`].
@@ -210,6 +220,12 @@ def watch(
         raise ValueError("There is nothing to watch; name a file, an address or a device.")
     if not 0 < timeout <= 1e6:
         raise ValueError(f"timeout={timeout!r}: expected seconds above 0, at most a million.")
+    for name, most in (("max_frames", max_frames), ("max_pixels", max_pixels)):
+        if most is not None:
+            check_count(name, most, name.removeprefix("max_"))
+    last = math.inf if end is None else end
+    if not 0 <= start < last:
+        raise ValueError(f"start={start!r} and end={end!r}: expected seconds, the end behind the start.")
     standing = question if policy == "question" else None
     options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "question": standing, "fps": fps}
     stream, began = Stream(model, processor, **options), time.monotonic()
@@ -223,13 +239,18 @@ def watch(
 
     try:
         due = every
-        for seconds, name, frame in heapq.merge(*map(_named, opened, opened.values()), key=itemgetter(0)):
+        coming: Iterator[tuple[float, str, np.ndarray]] = heapq.merge(
+            *map(_named, opened, opened.values()), key=itemgetter(0)
+        )
+        coming = itertools.takewhile(lambda item: item[0] <= last, coming)
+        coming = itertools.dropwhile(lambda item: item[0] < start, coming)
+        for seconds, name, frame in itertools.islice(coming, max_frames):
             if seconds >= due:
                 due = (seconds // every + 1) * every
                 _append(stream, waiting)
                 if stream.num_tokens:
                     yield answer()
-            waiting[name].append((seconds, frame))
+            waiting[name].append((seconds, _smaller(processor, frame, max_pixels)))
             if sum(map(len, waiting.values())) >= ROOM:
                 _append(stream, waiting)
         _append(stream, waiting)
@@ -242,6 +263,13 @@ def watch(
 
 def _named(name: str, source: Source) -> Iterator[tuple[float, str, np.ndarray]]:
     return ((seconds, name, frame) for seconds, frame in source)
+
+
+def _smaller(processor: Any, frame: np.ndarray, max_pixels: int | None) -> np.ndarray:
+    size = frame.shape[0], frame.shape[1]
+    if max_pixels is None or math.prod(size) <= max_pixels:
+        return frame
+    return resize_frame(processor.video_processor, shrink(size, max_pixels, 1), frame)
 
 
 def _append(stream: Stream, waiting: dict[str, list[tuple[float, np.ndarray]]]) -> None:

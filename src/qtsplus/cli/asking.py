@@ -129,11 +129,10 @@ class Talk:
     def forecast(self, video: str, **choice: Any) -> "Forecast":
         """What reading the video will take; of two passes, what one at full size would."""
         from ..forecast import forecast, measured
+        from ..videos import open_chunks
 
-        names = {"fps": "fps", "start": "video_start", "end": "video_end"}
-        names |= {"max_frames": "max_frames", "max_pixels": "max_pixels"}
-        reading = {other: self.reading[name] for name, other in names.items()}
-        chunks = self.about.processor.video_chunks(video, **reading)
+        names = ("fps", "start", "end", "max_frames", "max_pixels")
+        chunks = open_chunks(self.about.processor, video, **{name: self.reading[name] for name in names})
         choice = {name: choice[name] for name in ("retention", "max_visual_tokens", "selection")}
         with notes.status("Measuring"):
             return measured(forecast(self.about.model, chunks, **choice), self.about.model, chunks)

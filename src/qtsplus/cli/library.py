@@ -13,7 +13,7 @@ from .asking import place
 from .console import check_text, console, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import check_model_options, load_named, open_library
-from .options import AsJson, Device, Dtype, Fps, Model, Question, Revision
+from .options import AsJson, Device, Dtype, End, Fps, MaxFrames, MaxPixels, Model, Question, Revision, Start
 
 
 def index(
@@ -22,7 +22,10 @@ def index(
     model: Model = None,
     revision: Revision = None,
     fps: Fps = None,
-    max_frames: Annotated[int | None, typer.Option(min=1, help="The most frames to look at in one video.")] = None,
+    start: Start = None,
+    end: End = None,
+    max_frames: MaxFrames = None,
+    max_pixels: MaxPixels = None,
     dtype: Annotated[
         Dtype, typer.Option(help="The type of what is kept on disk. auto takes that of the model.")
     ] = Dtype.auto,
@@ -40,7 +43,8 @@ def index(
         from .. import indexing
 
         loaded, processor = load_named(model, revision, device)
-        made: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "max_frames": max_frames}
+        made: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "start": start, "end": end}
+        made |= {"max_frames": max_frames, "max_pixels": max_pixels}
         options: dict[str, Any] = {"dtype": dtype.value, "prune": prune, "say": note}
         made_index = indexing.index(folder, out, loaded, processor, **made, **options)
     for name, entry in made_index.entries.items():

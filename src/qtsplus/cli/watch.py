@@ -15,7 +15,7 @@ from ..output import printable
 from .asking import place
 from .console import check_text, console, fail, note, one_line_errors
 from .models import check_model_options, load_named
-from .options import AsJson, Device, MaxNewTokens, Model, Question, Revision
+from .options import AsJson, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Question, Revision, Start
 
 if TYPE_CHECKING:
     from ..session import Answer
@@ -42,6 +42,10 @@ def watch(
     memory_tokens: Annotated[int, typer.Option(min=1, help="How many visual tokens are remembered.")] = 4096,
     policy: Annotated[str, typer.Option(help="Which: question, diversity or oldest_first.")] = "question",
     fps: Annotated[float, typer.Option(help="How many frames to look at per second.")] = 2.0,
+    start: Start = None,
+    end: End = None,
+    max_frames: MaxFrames = None,
+    max_pixels: MaxPixels = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds without a frame after which a file has ended, and anything else has failed.")
     ] = 10.0,
@@ -71,7 +75,8 @@ def watch(
         if when_seen is not None and not loaded.config.qtsplus_config.null_token:
             fail("--when-seen needs a model with a null token, which says how sure it is; use --on-change")
         options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "fps": fps, "timeout": timeout}
-        options |= {"every": every, "max_new_tokens": max_new_tokens}
+        options |= {"every": every, "max_new_tokens": max_new_tokens, "start": start or 0.0, "end": end}
+        options |= {"max_frames": max_frames, "max_pixels": max_pixels}
         try:
             answers = watching.watch(loaded, processor, named, question, **options)
             for answer in _told(answers, on_change, when_seen):
