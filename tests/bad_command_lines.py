@@ -86,7 +86,6 @@ def watch_lines() -> list[list[str]]:
 
 def batch_lines() -> list[list[str]]:
     batch = ["batch", "{records}", "--out", "{out}.jsonl", "--model", "{model}"]
-    ray = [*batch, "--engine", "ray"]
     return [
         *(
             ["batch", path, "--out", "{out}.jsonl", "--model", "{model}"]
@@ -103,11 +102,9 @@ def batch_lines() -> list[list[str]]:
         *each_value(batch, "--fps", NO_RATES),
         *each_value(batch, "--selection", SELECTIONS),
         *each_value(batch, "--device", NO_DEVICES),
-        *each_value(batch, "--engine", ("", "best", "Ray")),
+        *each_value(batch, "--engine", ("", "best", "vLLM")),
         *each_value(batch, "--media-root", ("", " ")),
-        *([*batch, *more] for more in (["--workers", "2"], ["--ray", "auto"], ["extra"])),
-        *each_value(ray, "--workers", NO_COUNTS),
-        *each_value(ray, "--ray", ("", " ", "127.0.0.1:9")),
+        [*batch, "extra"],
         [*batch, "--revision", "main"],
         ["batch", "{records}"],
     ]

@@ -1,6 +1,5 @@
 """`qtsplus batch`: every row of a file once, whatever is wrong with some and however often the run is killed."""
 
-import contextlib
 import csv
 import json
 import os
@@ -8,12 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from datetime import datetime
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,9 +18,7 @@ from typer.testing import CliRunner
 
 from clips import render_clip
 from qtsplus import session
-from qtsplus.batch import Asker, read_questions, run
 from qtsplus.cli import app
-from qtsplus.ray_workers import answer_on_ray
 
 FIELDS = {"id", "video", "question", "answer", "kept_tokens", "visual_tokens", "evidence", "warnings"}
 COLOURS = ("red", "blue", "green")
@@ -325,70 +320,3 @@ def test_processes_share_the_videos(launcher, batch, videos, rows, tiny_publishe
     assert batch(file, tmp_path / "one", "--media-root", videos).exit_code == 0
     assert read(tmp_path / "two") == read(tmp_path / "one")
     assert len(entries(tmp_path / "two")) == len(rows)
-
-
-@pytest.fixture
-def ray_folder(monkeypatch):
-    """A new Ray cluster's; its sockets need a short path."""
-    pytest.importorskip("ray.data", reason="needs Ray Data: pip install -e '.[ray]'")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    with tempfile.TemporaryDirectory(prefix="ray") as folder:
-        monkeypatch.setenv("RAY_TMPDIR", folder)
-        yield folder
-
-
-def ray_workers(folder: str) -> list[int]:
-    """The processes of a cluster that answer."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            line, settings = ((process / name).read_bytes() for name in ("cmdline", "environ"))
-            if line.startswith(b"ray::MapWorker") and folder.encode() in settings:
-                found.append(int(process.name))
-    return found
-
-
-@pytest.mark.slow
-def test_ray_answers_what_is_answered_here_though_a_worker_is_killed(
-    batch, videos, rows, tmp_path, ray_folder, tiny_published
-):
-    rows = [{**row, "question": f"{row['question']} {number}"} for number in range(6) for row in rows]
-    rows += [{"video": "cut.mp4", "question": "What?"}]
-    for index in range(20):
-        (tmp_path / f"{index}.mp4").symlink_to(videos / f"clip{index % 3}.mp4")
-        rows += [{"video": str(tmp_path / f"{index}.mp4"), "question": "What?"}]
-    file, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "ray.jsonl"
-    spread = ("--media-root", videos, "--engine", "ray", "--workers", "2")
-    process = start(file, out, tiny_published, *spread)
-    while len(entries(out)) < 5:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-    os.kill(ray_workers(ray_folder)[0], signal.SIGKILL)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert batch(file, tmp_path / "here.jsonl", "--media-root", videos).exit_code == 0
-    assert read(out) == read(tmp_path / "here.jsonl")
-    assert len({json.loads(line)["key"] for line in entries(out)}) == len(entries(out)) == len(rows)
-
-
-class Mortal(Asker):
-    """Whose process dies of one video."""
-
-    def __call__(self, tasks):
-        if Path(tasks[0].place).name == "deadly.mp4":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(tasks)
-
-
-@pytest.mark.slow
-def test_a_video_that_kills_its_worker_is_a_row_with_its_error(videos, rows, tmp_path, ray_folder, tiny_published):
-    (videos / "deadly.mp4").symlink_to(videos / "clip0.mp4")
-    deadly = [{"video": "deadly.mp4", "question": question} for question in ("What?", "Who?")]
-    questions = read_questions(write(tmp_path / "rows.jsonl", [*deadly, *rows]), videos)
-    asker = Mortal(str(tiny_published), max_new_tokens=3)
-    on_ray = partial(answer_on_ray, workers=2)
-    assert run(questions, tmp_path / "out", asker, on_ray) == {"error": 2, "answer": len(rows)}
-    assert [row["error"] for row in read(tmp_path / "out")[:2]] == ["The process that worked on it died 3 times."] * 2
-    assert len(entries(tmp_path / "out")) == len(rows) + 2

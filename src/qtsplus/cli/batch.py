@@ -1,10 +1,9 @@
 """`qtsplus batch`: the questions of a file."""
 
 from enum import Enum
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,7 +15,6 @@ from .models import check_model_options, name_model
 
 class Engine(str, Enum):
     here = "here"
-    ray = "ray"
     vllm = "vllm"
 
 
@@ -38,12 +36,6 @@ def batch(
     media_root: options.MediaRoot = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask the rows with an error again.")] = False,
     engine: Annotated[Engine, typer.Option(help="Where the model runs.")] = Engine.here,
-    ray: Annotated[
-        str | None, typer.Option(help="The cluster's address, auto, or local for a new one, as without it.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Models on the cluster; one on each GPU or else machine without it.", min=1)
-    ] = None,
     device: options.Device = None,
     dtype: options.WeightType = options.Dtype.auto,
 ) -> None:
@@ -54,20 +46,21 @@ def batch(
     its questions. Under `accelerate launch -m qtsplus.cli batch` or `torchrun`, the processes share the videos.
     """
     check_model_options(model, revision)
-    _check_engine(engine, device, ray=ray, workers=workers)
+    if engine is Engine.vllm and device is not None:
+        fail("--device has no effect with --engine vllm, which takes the device that it was built for")
+    if engine is Engine.vllm and find_spec("vllm") is None:
+        fail("the package vllm is not installed: pip install vllm")
     with one_line_errors(), resumable():
         from ..batch import Asker, answer_here, answer_in_vllm, read_questions, run
         from ..methods_qtsplus import add_method
-        from ..ray_workers import answer_on_ray
 
         add_method(selection)
         questions = read_questions(file, media_root)
         device, share = (device, (0, 1)) if engine is Engine.vllm else _share(device)
         name = name_model(model)
         asker = Asker(name, revision, device, dtype.value, fps, retention, max_visual_tokens, selection, max_new_tokens)
-        on_ray = partial(answer_on_ray, address=ray or "local", workers=workers)
-        engines: dict[Engine, Any] = {Engine.here: answer_here, Engine.ray: on_ray, Engine.vllm: answer_in_vllm}
-        counts = run(questions, out, asker, engines[engine], share=share, retry_failed=retry_failed)
+        answer = answer_in_vllm if engine is Engine.vllm else answer_here
+        counts = run(questions, out, asker, answer, share=share, retry_failed=retry_failed)
     if counts is None:
         note("The other processes are still at work; the last of them writes the answers.")
         return
@@ -88,15 +81,3 @@ def _share(device: str | None) -> tuple[str | None, tuple[int, int]]:
     if state.num_processes > 1 and device is None:
         device = str(state.device)
     return device, (state.process_index, state.num_processes)
-
-
-def _check_engine(engine: Engine, device: str | None, **of_ray: Any) -> None:
-    """Ends the command for what has no effect, and for an engine that is not here."""
-    for name, value in of_ray.items():
-        if value is not None and engine is not Engine.ray:
-            fail(f"--{name} is about a Ray cluster; give it with --engine ray")
-    if device is not None and engine is Engine.vllm:
-        fail("--device has no effect with --engine vllm, which takes the device that it was built for")
-    if engine is not Engine.here and find_spec(engine.value) is None:
-        how = "-e '.[ray]' in a clone" if engine is Engine.ray else "vllm"
-        fail(f"the package {engine.value} is not installed: pip install {how}")
