@@ -221,11 +221,14 @@ def synthesis_lines() -> list[list[str]]:
     )
     lines: list[list[str]] = []
     for name, source in (("vscq1", "{captions}"), ("vscq2", "{choices}"), ("vqa", "{choices}")):
-        make = ["data", name, source, "--out", "{out}"]
+        make = ["data", "make", name, source, "--out", "{out}"]
         both = [*make, *server]
         lines += [
-            *(["data", name, path, "--out", "{out}", *server] for path in ("", "{missing}", "{empty}", "{text}")),
-            *(["data", name, source, f"--out={out}", *server] for out in ("", "{text}", "{text}/x", "\x00")),
+            *(
+                ["data", "make", name, path, "--out", "{out}", *server]
+                for path in ("", "{missing}", "{empty}", "{text}")
+            ),
+            *(["data", "make", name, source, f"--out={out}", *server] for out in ("", "{text}", "{text}/x", "\x00")),
             *each_value(both, "--timeout", ("1e12", *NO_RATES)),
             *each_value(both, "--concurrency", ("4097", *NO_COUNTS)),
             *each_value(both, "--limit", NO_COUNTS),
@@ -237,6 +240,7 @@ def synthesis_lines() -> list[list[str]]:
         ]
         if name == "vscq1":
             lines += [[*make, f"--endpoint={address}", "--teacher", "m"] for address in addresses]
+            lines += [[*both, "--frames", "2"], [*both, "--media-root", "{empty_folder}"]]
         else:
             lines += each_value(both, "--frames", ("1000000000", *NO_COUNTS))
             lines += each_value(both, "--media-root", ("", "{missing}", "{text}"))

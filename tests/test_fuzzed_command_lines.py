@@ -32,9 +32,7 @@ GOOD = {
     "calibrate": ["{model}", "{records}", "--out", "{out}.json"],
     "eval": ["{records}", "--model", "{model}"],
     "data check": ["{records}"],
-    "data vscq1": ["{records}", "--out", "{out}", "--endpoint", "http://127.0.0.1:9/v1", "--teacher", "x"],
-    "data vscq2": ["{records}", "--out", "{out}", "--endpoint", "http://127.0.0.1:9/v1", "--teacher", "x"],
-    "data vqa": ["{records}", "--out", "{out}", "--endpoint", "http://127.0.0.1:9/v1", "--teacher", "x"],
+    "data make": ["vscq2", "{records}", "--out", "{out}", "--endpoint", "http://127.0.0.1:9/v1", "--teacher", "x"],
 }
 FILES = (
     *("{video}", "{records}", "{recipe}", "{missing}", "{empty}", "{garbage}", "{cut}", "{text}", "{frames}"),

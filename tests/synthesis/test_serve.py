@@ -57,11 +57,10 @@ def test_every_step_speaks_with_transformers_serve(tmp_path, tiny_published, tin
         assert ledger.costs["prompt_tokens"] > 100 and ledger.costs["completion_tokens"] > 0
         assert sum("holds no JSON object" in reason for reason in ledger.reasons) == 3
 
-        teacher = VideoTeacher(Endpoint(url, str(model), timeout=120.0), frames=2, max_tokens=12)
+        teacher = VideoTeacher(Endpoint(url, str(model), timeout=120.0), lambda name: str(tiny_mp4), 2, max_tokens=12)
 
         def job(name, step):
-            asked = partial(step, teacher, lambda name: str(tiny_mp4))
-            return Job(name, lambda: choices(3), asked, teacher.endpoint, teacher.settings())
+            return Job(name, lambda: choices(3), partial(step, teacher), teacher.endpoint, teacher.settings())
 
         run(job("vscq2", screen), tmp_path / "vscq2", concurrency=2)
         summary = json.loads((tmp_path / "vscq2" / "summary.json").read_text())

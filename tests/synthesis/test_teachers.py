@@ -26,8 +26,8 @@ def choice(question, answer="A", vision_id="clip.mp4", **more):
 
 
 def make(name, step, url, records, find, out):
-    teacher = VideoTeacher(Endpoint(url, "teacher", KEY, timeout=5.0), frames=4)
-    return run(Job(name, lambda: records, partial(step, teacher, find), teacher.endpoint, teacher.settings()), out)
+    teacher = VideoTeacher(Endpoint(url, "teacher", KEY, timeout=5.0), find, frames=4)
+    return run(Job(name, lambda: records, partial(step, teacher), teacher.endpoint, teacher.settings()), out)
 
 
 def rows(path):

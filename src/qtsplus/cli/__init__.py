@@ -14,7 +14,6 @@ from .evaluating import evaluate
 from .hub import convert, publish
 from .library import find, index
 from .serve import serve
-from .synthesis import vqa, vscq1, vscq2
 from .training import calibrate, train
 from .watch import watch
 
@@ -42,8 +41,6 @@ for command in (demo, ask, chat, watch, index, find, batch, serve, convert, publ
     app.command()(command)
 app.command("app")(page)
 app.command("eval")(evaluate)
-for making in (vscq1, vscq2, vqa):
-    data_app.command()(making)
 app.add_typer(data_app, name="data")
 
 __all__ = ["app"]

@@ -2,13 +2,17 @@
 
 import json
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..output import printable
-from .console import fail, one_line_errors
+from .console import complain, console, fail, one_line_errors, resumable, wrote
 from .options import AsJson, MediaRoot
 
 if TYPE_CHECKING:
@@ -64,3 +68,97 @@ def _print_check(checked: "Checked") -> None:
     bad_rows = len({bad.row for bad in checked.bad})
     rows = f"{checked.rows} row{'' if checked.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
     print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")
+
+
+class Kind(str, Enum):
+    vscq1 = "vscq1"
+    vscq2 = "vscq2"
+    vqa = "vqa"
+
+
+@data_app.command()
+def make(
+    kind: Annotated[Kind, typer.Argument(help="Which of the paper's sets.", metavar="vscq1|vscq2|vqa")],
+    source: Annotated[Path, typer.Argument(help="Of vscq1 captions; of the others single-choice questions.")],
+    out: Annotated[Path, typer.Option(help="The folder for the set and the journal.")],
+    endpoint: Annotated[str, typer.Option(help="An OpenAI-compatible API, such as http://localhost:8000/v1.")],
+    teacher: Annotated[str, typer.Option(help="The teacher's name at the endpoint.")],
+    media_root: MediaRoot = None,
+    frames: Annotated[
+        int | None, typer.Option(help="How many frames of a video the teacher is sent; 16.", min=1, max=4096)
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds until a reply must be whole.", min=0.001, max=86_400)] = 300.0,
+    extra_body: Annotated[str, typer.Option(help="JSON for every request, such as '{\"temperature\": 0.2}'.")] = "{}",
+    concurrency: Annotated[int, typer.Option(help="How many items are worked on at a time.", min=1, max=4096)] = 64,
+    limit: Annotated[
+        int | None, typer.Option(help="Only the first items, to see what they cost.", min=1, max=2**40)
+    ] = None,
+) -> None:
+    """
+    Make one of the paper's training sets with a teacher model.
+
+    vscq1: single-choice questions that a language model writes about captions. vscq2: those of them that a video
+    teacher answers right; the others go to dropped.jsonl. vqa: a video teacher's answers in words to what was kept.
+    """
+    if kind is Kind.vscq1 and (media_root is not None or frames is not None):
+        fail(f"--{'frames' if media_root is None else 'media-root'} is about videos, and vscq1 is made from captions")
+    with _one_line():
+        from ..data.formats import iter_captions, iter_choices, media_folder
+        from ..data.media import find_media
+        from ..synthesis.endpoint import Endpoint, read_key
+        from ..synthesis.engine import Job, run
+        from ..synthesis.questions import PROMPTS, write_questions
+        from ..synthesis.video_steps import VideoTeacher, screen, write_answers
+
+        server = Endpoint(endpoint, teacher, read_key(), timeout, extra_body=_read_extra(extra_body))
+        if kind is Kind.vscq1:
+            server.temperature = 0.7
+            step, settings = partial(write_questions, server), {**server.settings(), "prompts": PROMPTS}
+        else:
+            if media_root is not None and not media_root.is_dir():
+                raise ValueError(f"There is no folder {media_root}; expected the one that the videos lie in.")
+            find = partial(find_media, root=media_folder(source, media_root))
+            ask, max_tokens = (screen, 64) if kind is Kind.vscq2 else (write_answers, 128)
+            seeing = VideoTeacher(server, find, frames or 16, max_tokens)
+            step, settings = partial(ask, seeing), seeing.settings()
+        read = iter_captions if kind is Kind.vscq1 else iter_choices
+        kept = run(Job(kind.value, partial(read, source), step, server, settings), out, concurrency, limit)
+    _print_made(json.loads((kept.parent / "summary.json").read_text(encoding="utf-8")))
+    wrote(kept)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Ends a command in one line: for bad input with exit code 2, for a run of which nothing came with 1."""
+    from ..synthesis.engine import RunFailed
+
+    with one_line_errors(), resumable():
+        try:
+            yield
+        except RunFailed as error:
+            complain(str(error))
+            raise typer.Exit(1) from None
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != "openai":
+                raise
+            fail("the package openai is not installed: pip install -e '.[data]' in a clone")
+
+
+def _read_extra(extra_body: str) -> dict[str, Any]:
+    try:
+        extra = json.loads(extra_body)
+    except (ValueError, RecursionError):
+        extra = None
+    if not isinstance(extra, dict):
+        raise ValueError(f"--extra-body is {extra_body[:80]!r}; expected a JSON object.")
+    return extra
+
+
+def _print_made(summary: dict[str, Any]) -> None:
+    console.print(f"{summary['finished']} items: {summary['kept']} rows kept, {summary['dropped']} dropped.")
+    for reason, count in summary["dropped_because"].items():
+        console.print(f"  dropped, {reason}: {count}", highlight=False)
+    if summary["failed"]:
+        console.print(f"{summary['failed']} items failed, as failed.jsonl says; the same command tries them again.")
+    tokens = f"{summary['prompt_tokens']:,} tokens read and {summary['completion_tokens']:,} written"
+    console.print(f"{summary['requests']:,} requests, {tokens}.", highlight=False)

@@ -14,7 +14,7 @@ from typing import Any
 from ..output import printable
 from ..settings import show
 from .media import find_media
-from .records import Caption, Record, VideoRecord, media_name, parse_record, to_video_record
+from .records import Caption, Choice, Record, VideoRecord, media_name, parse_record, to_video_record
 
 ROWS_AT_ONCE = 1000  # of a table
 
@@ -95,6 +95,14 @@ def iter_captions(path: str | os.PathLike) -> Iterator[Caption]:
             yield record
     if not any_caption:
         raise ValueError(f"{path} holds no caption; expected rows with vision_id and caption.")
+
+
+def iter_choices(path: str | os.PathLike) -> Iterator[Choice]:
+    """The single-choice questions of a set; the first row that is none raises a `ValueError`."""
+    for number, record in enumerate(iter_records(path), start=1):
+        if not isinstance(record, Choice):
+            raise ValueError(f"Row {number} of {path} is no single-choice question; expected what `vscq1` makes.")
+        yield record
 
 
 def _tells_all(record: VideoRecord) -> bool:

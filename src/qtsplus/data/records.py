@@ -172,7 +172,7 @@ def to_video_record(record: Record, video: str | None = None) -> VideoRecord:
         return replace(record, video=video or record.video)
     if isinstance(record, Caption):
         raise ValueError(
-            "it is a caption, which asks nothing; make questions of captions with `qtsplus data vscq1` first."
+            "it is a caption, which asks nothing; make questions of captions with `qtsplus data make vscq1` first."
         )
     shared = {"video": video or record.vision_id, "kind": record.type or "", "fps": record.fps, "id": record.id}
     if isinstance(record, Choice):

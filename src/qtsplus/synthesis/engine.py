@@ -92,7 +92,7 @@ class Job:
     settings: Mapping[str, Any]  # all that decides the rows beside the input; a run goes on only with the same
 
 
-def run(job: Job, out: Path, *, concurrency: int = 64, limit: int | None = None) -> Path:
+def run(job: Job, out: Path, concurrency: int = 64, limit: int | None = None) -> Path:
     """
     Runs a job to its end, or goes on where it was stopped: what is finished is in the journal and is not asked again,
     and what failed is tried again. With a `limit` only the first items are taken.

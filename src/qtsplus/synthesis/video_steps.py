@@ -40,6 +40,7 @@ class VideoTeacher:
     """A model that sees, behind an endpoint, which is sent frames as images."""
 
     endpoint: Endpoint
+    find: Callable[[str], str]  # where a video lies, by its `vision_id`
     frames: int = 16  # evenly spread over the video
     max_tokens: int = 128  # of a reply
     _recent: dict[str, asyncio.Task[list[Part]]] = field(default_factory=dict, repr=False)
@@ -49,9 +50,9 @@ class VideoTeacher:
         return {**self.endpoint.settings(), "frames": self.frames, "max_tokens": self.max_tokens}
 
     async def ask(self, video: str, text: str, item: Item, ledger: Ledger) -> Reply:
-        """What it says about a video; [`ItemFailed`] where that cannot be read."""
+        """What it says about a video, by its `vision_id`; [`ItemFailed`] where that cannot be read."""
         try:
-            parts = await self._parts(video)
+            parts = await self._parts(self.find(video))
         except UNREADABLE as error:
             ledger.reasons.append(f"The video cannot be read: {first_line(error)}")
             raise ItemFailed from None
@@ -98,16 +99,13 @@ def _data_url(frame: np.ndarray) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
-async def screen(teacher: VideoTeacher, find: Callable[[str], str], item: Item, ledger: Ledger) -> Result:
+async def screen(teacher: VideoTeacher, item: Item, ledger: Ledger) -> Result:
     """
     The step from a [`Choice`] to one that the teacher has confirmed: what it answers wrong is dropped as "wrong", a
     reply without a letter as "no letter".
-
-    Args:
-        find: where a video lies, by its `vision_id`.
     """
     choice: Choice = item.record
-    reply = await teacher.ask(find(choice.vision_id), choice.prompt(), item, ledger)
+    reply = await teacher.ask(choice.vision_id, choice.prompt(), item, ledger)
     letter = read_letter(reply.text)
     if letter == choice.answer:
         return Result(kept=[choice.row()])
@@ -115,10 +113,10 @@ async def screen(teacher: VideoTeacher, find: Callable[[str], str], item: Item, 
     return Result(dropped=[{**choice.row(), "said": reply.text[:200], "reason": reason}])
 
 
-async def write_answers(teacher: VideoTeacher, find: Callable[[str], str], item: Item, ledger: Ledger) -> Result:
+async def write_answers(teacher: VideoTeacher, item: Item, ledger: Ledger) -> Result:
     """The step from a [`Choice`], which the teacher is asked without its options, to an [`Answer`]; see [`screen`]."""
     choice: Choice = item.record
-    reply = await teacher.ask(find(choice.vision_id), f"{choice.question}\n{FREE_ANSWER}", item, ledger)
+    reply = await teacher.ask(choice.vision_id, f"{choice.question}\n{FREE_ANSWER}", item, ledger)
     text = strip_thoughts(reply.text)
     shared = choice.model_dump(include={"vision_id", "id", "fps", "question", "type", "difficulty"}, exclude_none=True)
     reason = find_fault(text, MOST_WORDS) if reply.complete else "cut off"
