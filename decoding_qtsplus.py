@@ -198,14 +198,14 @@ class Film:
                 if given == len(instants):
                     return
                 shown = frame
-        if not given:
+        if not given and chosen is None:
             raise ValueError("no frame could be decoded")
 
     def _time(self, frame: Any, number: int) -> float:
         """When a decoded frame, of a number, is shown, in seconds from the first."""
         if self.timed and frame.pts is not None:
             return self._seconds(frame.pts) - self.first
-        return float(self.times[number]) if number < len(self.times) else float("inf")
+        return float(self.times[number]) if number < len(self.times) else math.inf
 
     def needed(self, chosen: np.ndarray) -> np.ndarray:
         """`[P]` int: 2 for the packets of frames by their numbers, 1 for others since their key frames, else 0."""
