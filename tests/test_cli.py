@@ -351,7 +351,6 @@ def test_no_name_of_a_film_moves_the_cursor(tiny_mp4, tiny_published, shared_mod
         "watch": [str(films / f"{name}.mp4"), "Who?", *model],
         "batch": [str(films / f"{name}.avi"), "--out", str(tmp_path / "out"), *model],
         "index": [str(films), "--out", str(tmp_path / "library"), *model],
-        "find": [str(tmp_path / "library"), "Who?", *model],
         "convert": [str(films / name), "--out", str(tmp_path / name)],
     }
     for command, arguments in lines.items():

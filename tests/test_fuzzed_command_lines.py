@@ -22,7 +22,6 @@ LINES = 300
 GOOD = {
     "ask": ["{video}", "What moves?", "--model", "{model}", "--max-new-tokens", "2"],
     "index": ["{videos}", "--out", "{out}", "--model", "{model}"],
-    "find": ["{library}", "What moves?"],
     "watch": ["{video}", "What moves?", "--model", "{model}", "--timeout", "1", "--max-new-tokens", "2"],
     "batch": ["{records}", "--out", "{out}.jsonl", "--model", "{model}", "--max-new-tokens", "2"],
     "demo": ["--out", "{out}"],

@@ -460,7 +460,7 @@ def test_names_of_any_kind_are_shown_and_asked_about(videos, tiny_published, tmp
     wide = {"env": {**os.environ, "COLUMNS": "150"}}
     folder = tmp_path / "library"
     assert qtsplus("index", tmp_path / "films", "--out", folder, "--model", tiny_published).returncode == 0
-    found = qtsplus("find", folder, "What is in the red circle?", **wide)
+    found = qtsplus("ask", folder, "What is in the red circle?", "--moments", 10, **wide)
     assert found.returncode == 0 and all(name in found.stdout for name in [*names[:3], "bad\\xff.mp4"])
     asked = qtsplus(
         "ask", folder, "What is in the red circle?", "--pieces", 4, "--evidence", tmp_path / "drawn", **wide
@@ -496,7 +496,7 @@ def test_the_commands_need_the_videos_once(mine, tiny_published, tmp_path):
     assert "The file of more/c.mp4 is gone or was changed, so its frames are not drawn.\n" in asked.stderr
 
     shutil.rmtree(mine)
-    moments = json.loads(qtsplus("find", folder, question, "--json", "--top", 2).stdout)["moments"]
+    moments = json.loads(qtsplus("ask", folder, question, "--json", "--moments", 2).stdout)["moments"]
     assert len(moments) == 2 and moments[0]["name"] == "a.mp4"
     assert item.appears_at <= moments[0]["start"] < moments[0]["end"] <= item.vanishes_at
     answer = json.loads(qtsplus("ask", folder, question, "--json", "--max-new-tokens", 4).stdout)
@@ -547,9 +547,9 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["find", "{empty}", QUESTION], "There is no library in"),
-        (["find", "{library}", " "], "empty"),
-        (["find", "{library}", QUESTION, "--revision", "main"], "--revision is about a repository"),
+        (["ask", "{empty}", QUESTION, "--moments", "3"], "--moments is about a library"),
+        (["ask", "{library}", QUESTION, "--moments", "3", "--pieces", "2"], "--pieces has no effect with --moments"),
+        (["ask", "{library}", QUESTION, "--revision", "main"], "--revision is about a repository"),
         (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
         (["ask", "{library}", QUESTION, "--two-passes"], "--two-passes is about a video"),
         (["ask", "{library}", QUESTION, "--evidence", "{videos}"], "holds files that an earlier run did not write"),
@@ -576,7 +576,7 @@ def test_a_run_in_which_nothing_could_be_encoded_fails(tiny_published, tmp_path)
     line = ["index", str(tmp_path), "--out", str(tmp_path / "library"), "--model", str(tiny_published)]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 1 and "could be encoded" in result.stderr
-    result = CliRunner().invoke(app, ["find", str(tmp_path / "library"), QUESTION])
+    result = CliRunner().invoke(app, ["ask", str(tmp_path / "library"), QUESTION, "--moments", "3"])
     assert result.exit_code == 2 and "holds no video yet" in result.stderr
 
 

@@ -35,7 +35,7 @@ for line, text in (
     (["ask", video, "What moves?", *named], None),
     (["ask", video, "What moves?", *named, "--two-passes"], None),
     (["index", folder, "--out", f"{folder}/library", "--model", model], None),
-    (["find", f"{folder}/library", "What moves?", "--model", model], None),
+    (["ask", f"{folder}/library", "What moves?", "--moments", "3", "--model", model], None),
     (["ask", f"{folder}/library", "What moves?", *named], None),
     (["chat", video, *named], "What moves?\\n/add VIDEO\\nAnd then?\\n".replace("VIDEO", video)),
     (["watch", video, "What moves?", *named, "--every", "2"], None),

@@ -93,13 +93,13 @@ def run(*arguments):
 # --- Whose model is loaded ---
 
 
-@pytest.mark.parametrize("command", ["find", "ask"])
+@pytest.mark.parametrize("moments", [(), ("--moments", 3)])
 @pytest.mark.parametrize("name", ["stranger/model", "/tmp", "../model", "http://127.0.0.1/model"])
-def test_a_model_is_not_loaded_because_a_library_names_it(folder, monkeypatch, command, name):
+def test_a_model_is_not_loaded_because_a_library_names_it(folder, monkeypatch, moments, name):
     rewrite(folder, made_of(model=name, revision="main"))
     monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("an address was asked for"))
     monkeypatch.setattr("qtsplus.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
-    line = first_line_of(run(command, folder, QUESTION))
+    line = first_line_of(run("ask", folder, QUESTION, *moments))
     assert f"made with the model {name!r}" in line and "name it with --model if you trust it" in line
     with pytest.raises(ValueError, match="nothing was indexed on this machine"):
         Library.open(folder)
@@ -120,7 +120,7 @@ def test_a_library_is_asked_with_the_model_that_this_user_has_indexed_with(folde
 
 def test_the_bundled_model_is_loaded_and_has_to_fit(folder):
     rewrite(folder, made_of(model=None, revision=None))
-    assert "another vision tower or processor" in first_line_of_last(run("find", folder, QUESTION))
+    assert "another vision tower or processor" in first_line_of_last(run("ask", folder, QUESTION, "--moments", 3))
 
 
 def first_line_of_last(result):
@@ -258,7 +258,7 @@ def test_a_full_disk_is_one_line(mine, tiny_published, tmp_path):
 def test_a_library_of_the_future_is_refused_by_every_reader(folder, mine, loaded):
     rewrite(folder, lambda line: line.update(format=2) if "format" in line else None)
     for line in (
-        first_line_of(run("find", folder, QUESTION)),
+        first_line_of(run("ask", folder, QUESTION, "--moments", 3)),
         first_line_of(run("ask", folder, QUESTION)),
         first_line_of(run("chat", folder)),
     ):
@@ -270,7 +270,7 @@ def test_a_library_of_the_future_is_refused_by_every_reader(folder, mine, loaded
 
 def test_a_library_from_before_formats_had_numbers_says_what_to_do(folder):
     (folder / "library.jsonl").write_text('{"made_by": "x", "dtype": "auto"}\n{"key": 0, "value": [null, null]}\n')
-    assert "an earlier version of qtsplus wrote it" in first_line_of(run("find", folder, QUESTION))
+    assert "an earlier version of qtsplus wrote it" in first_line_of(run("ask", folder, QUESTION, "--moments", 3))
 
 
 def stored(folder):
@@ -430,8 +430,8 @@ STRACE = "trace=open,openat,openat2,creat,unlink,unlinkat,rename,renameat,rename
 @pytest.mark.parametrize(
     ("command", "field"),
     [
-        ("find {library} What?", "model"),
-        ("find {library} What? --model {model}", "videos"),
+        ("ask {library} What? --moments 3", "model"),
+        ("ask {library} What? --moments 3 --model {model}", "videos"),
         ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "videos"),
         ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "features"),
         ("ask {library} What? --model {model} --max-new-tokens 2 --evidence {out}", "key"),

@@ -16,6 +16,7 @@ from .console import check_text, console, fail, note, notes, one_line_errors, wr
 from .models import check_model_options, load_named, open_library
 
 if TYPE_CHECKING:
+    from ..evidence import Interval
     from ..forecast import Forecast
     from ..session import Answer
     from ..videos import EncodedVideo
@@ -51,6 +52,9 @@ def ask(
     pieces: Annotated[
         int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")
     ] = None,
+    moments: Annotated[
+        int | None, typer.Option(min=1, help="Of a library: name so many moments, best first, and write no answer.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what reading the video will take.")] = False,
     device: options.Device = None,
     dtype: options.WeightType = options.Dtype.auto,
@@ -62,13 +66,15 @@ def ask(
     check_videos(
         [video], {**reading, "two_passes": two_passes or None, "subtitles": subtitles, "dry_run": dry_run or None}
     )
-    if pieces is not None and not is_library(video):
-        fail("--pieces is about a library; leave it out")
+    budget = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
+    if not is_library(video):
+        refuse({"pieces": pieces, "moments": moments}, "is about a library; leave it out")
+    if moments is not None:
+        refuse({**budget, "evidence": evidence, "pieces": pieces}, "has no effect with --moments: no answer is written")
     if film is not None and evidence is None:
         fail("--film and --no-film are about --evidence; name its folder")
     check_text(question)
-    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens}
-    choice |= {"selection": selection, "max_new_tokens": max_new_tokens, "subtitles": subtitles}
+    choice: dict[str, Any] = {**budget, "max_new_tokens": max_new_tokens, "subtitles": subtitles}
     with one_line_errors():
         from ..decoding_qtsplus import shown_name
         from ..hub.folder import check_own
@@ -81,6 +87,9 @@ def ask(
         talk = Talk(video, (model, revision, device, dtype.value), reading, subtitles, two_passes)
         if dry_run:
             print_forecast(talk.forecast(video, **choice), as_json)
+            return
+        if moments is not None:
+            print_moments(question, talk.about.find(question, moments), as_json)
             return
         timings = {"load": time.perf_counter() - started}
         if not talk.is_library:
@@ -171,14 +180,18 @@ def is_library(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "library.jsonl"))
 
 
+def refuse(options: dict[str, Any], why: str) -> None:
+    """Ends the command for the first of these options that was given."""
+    for name in (name for name, value in options.items() if value is not None):
+        fail(f"--{name.replace('_', '-')} {why}")
+
+
 def check_videos(videos: list[str], reading: dict[str, Any]) -> None:
     """Ends the command for videos that are not there, or options about them, before anything heavy is imported."""
     if library := next(filter(is_library, videos), None):
         if videos[1:]:
             fail(f"{library} is a library, which is asked alone")
-        for name in (name for name, value in reading.items() if value is not None):
-            option = f"--{name.replace('_', '-')}"
-            fail(f"{option} is about a video, and those of a library are encoded already; leave it out")
+        refuse(reading, "is about a video, and those of a library are encoded already; leave it out")
     for video in videos:
         # os.path answers no where a Path raises, such as for a name that is too long.
         if "://" not in video and not os.path.exists(video):
@@ -213,6 +226,17 @@ def place(box: tuple[float, float, float, float]) -> str:
 
 def print_forecast(forecast: "Forecast", as_json: bool) -> None:
     print(json.dumps(asdict(forecast))) if as_json else console.print(str(forecast), soft_wrap=True, highlight=False)
+
+
+def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> None:
+    if as_json:
+        rows = [{name: value for name, value in asdict(one).items() if name != "video"} for one in moments]
+        print(json.dumps({"question": question, "moments": rows}))
+        return
+    table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
+    for one in moments:
+        table.add_row(printable(one.name), f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
+    console.print(table)
 
 
 def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -> None:

@@ -1,19 +1,15 @@
-"""`qtsplus index` and `qtsplus find`: a folder of videos that is encoded once, and searched by every question."""
+"""`qtsplus index`: a folder of videos that is encoded once, and searched by every question."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..output import printable
-from .asking import place
-from .console import check_text, console, note, one_line_errors, resumable, wrote
+from .console import note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
-from .models import check_model_options, load_named, open_library
-from .options import AsJson, Device, Dtype, End, Fps, MaxFrames, MaxPixels, Model, Question, Revision, Start
+from .models import check_model_options, load_named
+from .options import Device, Dtype, End, Fps, MaxFrames, MaxPixels, Model, Revision, Start
 
 
 def index(
@@ -33,7 +29,7 @@ def index(
     device: Device = None,
 ) -> None:
     """
-    Encode the videos of a folder into a library, for `find` and `ask`.
+    Encode the videos of a folder into a library, for `ask` and `chat`.
 
     It can be stopped and goes on with what is missing. Run it again when the folder has changed: a file that was moved
     is known again by its content, one that was removed leaves the library.
@@ -53,27 +49,3 @@ def index(
     if not made_index.files:
         fail_run(f"no video of {folder} could be encoded")
     wrote(f"{out}, a library of {len(made_index.files)} videos")
-
-
-def find(
-    library: Annotated[Path, typer.Argument(help="A library that `qtsplus index` has made.")],
-    question: Question,
-    top: Annotated[int, typer.Option(min=1, help="How many moments to name at most.")] = 10,
-    model: Model = None,
-    revision: Revision = None,
-    device: Device = None,
-    as_json: AsJson = False,
-) -> None:
-    """Name the moments of a library that matter most for a question, best first; no answer is written."""
-    check_model_options(model, revision)
-    check_text(question)
-    with one_line_errors():
-        moments = open_library(library, model, revision, device).find(question, top)
-    if as_json:
-        rows = [{name: value for name, value in asdict(one).items() if name != "video"} for one in moments]
-        print(json.dumps({"question": question, "moments": rows}))
-        return
-    table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
-    for one in moments:
-        table.add_row(printable(one.name), f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
-    console.print(table)
