@@ -117,10 +117,12 @@ def explain(error: ValidationError, values: Any, where: str = "") -> str:
             expected = expected.replace(word, plain)
         said = _SAID.get(kind) or f"is {show(problem['input'])}; expected {expected}"
         if kind == "value_error":  # of the dataclass itself, or of a check of ours
-            said = str(problem["ctx"]["error"])
+            said = str(problem["ctx"]["error"]).removesuffix(".")
         clause, _, expected = said.partition("; expected ")
         name = where + _name(problem["loc"], values, kind in _SAID)
-        wrong.setdefault(f"{name.rstrip()} {clause}".strip(), []).extend([expected] if expected else [])
+        # What a dataclass says of itself begins with the name of a field.
+        name += " " * (name != where)
+        wrong.setdefault(f"{name}{clause}".strip(), []).extend([expected] if expected else [])
     clauses = ((clause, " or ".join(dict.fromkeys(kinds))) for clause, kinds in islice(wrong.items(), 3))
     return "; ".join(f"{clause}; expected {kinds}" if kinds else clause for clause, kinds in clauses) + "."
 
