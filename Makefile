@@ -5,11 +5,12 @@ VENV_OLDEST ?= .venv-oldest
 VENV_VLLM ?= .venv-vllm
 VENV_SWIFT ?= .venv-swift
 VENV_APP ?= .venv-app
+VENV_DOCS ?= .venv-docs
 BIN := $(VENV)/bin
-TYPECHECK := build/typecheck/qtsplus
+LAYOUT := build/layout/qtsplus
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-cpus fuzz test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck bench gpu-wheels
+.PHONY: help demo test test-benchmarks test-cpus fuzz test-slow test-quantization test-oldest test-vllm test-swift test-app lint typecheck layout docs bench gpu-wheels
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +44,13 @@ $(VENV_SWIFT)/.installed: pyproject.toml hatch_build.py
 $(VENV_APP)/.installed: pyproject.toml hatch_build.py
 	$(PYTHON) -m venv $(VENV_APP)
 	$(VENV_APP)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,app]' playwright
+	touch $@
+
+# A reference is made from the text of the package, which is not installed.
+$(VENV_DOCS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(VENV_DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --group docs
 	touch $@
 
 demo: $(VENV)/.installed  ## build and publish the tiny model, ask it about a clip twice, draw the kept tokens
@@ -88,11 +96,16 @@ lint: $(VENV)/.installed typecheck  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# A type checker has to see the package as the wheel lays it out, the Hub files beside the rest.
-typecheck: $(VENV)/.installed
-	rm -rf $(TYPECHECK) && mkdir -p $(dir $(TYPECHECK))
-	cp -Rp src/qtsplus $(TYPECHECK) && cp -p *_qtsplus*.py $(TYPECHECK)
-	$(BIN)/mypy $(TYPECHECK) benchmarks
+# As the wheel lays the package out, the Hub files beside the rest: so a type checker and a reference have to see it.
+layout:
+	rm -rf $(LAYOUT) && mkdir -p $(dir $(LAYOUT))
+	cp -Rp src/qtsplus $(LAYOUT) && cp -p *_qtsplus*.py $(LAYOUT)
+
+typecheck: $(VENV)/.installed layout
+	$(BIN)/mypy $(LAYOUT) benchmarks
+
+docs: $(VENV_DOCS)/.installed layout  ## the pages and the reference, as a site in build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict --quiet
 
 bench: $(VENV)/.installed  ## speed, memory and growth against the stock model, on the CPU (about 12 minutes)
 	$(BIN)/python -m benchmarks memory --shape cpu

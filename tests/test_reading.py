@@ -103,6 +103,10 @@ def test_a_forecast_counts_what_is_then_read(loaded, noise, monkeypatch):
     counts = (answer.frames, answer.visual_tokens, answer.kept_tokens, pytest.approx(answer.seconds_of_video))
     assert (expected.frames, expected.visual_tokens, expected.kept_tokens, expected.seconds_of_video) == counts
     assert expected.features == video.features.nbytes < expected.memory
+    options = {"retention": 0.1, "selection": "lm_attention"}
+    whole = forecast(model, processor.video_chunks(noise, fps=4), **options)
+    monkeypatch.setattr(model.config.qtsplus_config, "attention_group", 8)
+    assert forecast(model, processor.video_chunks(noise, fps=4), **options).memory < whole.memory, "read in groups"
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Free", (), {"available": expected.features - 1}))
     with pytest.raises(ValueError, match="fewer frames"):
         session.encode(*loaded, noise, fps=4)

@@ -64,7 +64,8 @@ def forecast(
     kept = kept_count(rho, tokens, min(max_visual_tokens or config.n_max, config.n_max))
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cache = 2 * text.num_hidden_layers * text.num_key_value_heads * head * (kept + _TEXT)
-    read = _TEXT + (tokens if selection == "lm_attention" else kept)
+    group = min(tokens, config.attention_group) if selection == "lm_attention" else 0  # that is read at a time
+    read = _TEXT + max(group, kept)
     features = tokens * model.model.token_width * width
     layer = read * (6 * text.hidden_size + 3 * text.intermediate_size)
     pieces = 3 * 4 * _VALUES * tokens // len(chunks)  # in float32, while one of them is encoded
