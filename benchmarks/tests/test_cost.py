@@ -123,7 +123,7 @@ def test_the_notebook_carries_the_table_and_the_page_what_follows_from_it():
 
 
 @pytest.mark.parametrize("size", ["3b", "7b"])
-def test_the_page_on_scaling_says_what_a_question_takes(size):
+def test_the_first_page_says_what_a_question_takes(size):
     config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / f"qtsplus-{size}")
     cells = []
     for frames in (64, 600, 3600):
@@ -131,4 +131,4 @@ def test_the_page_on_scaling_says_what_a_question_takes(size):
         lengths = (min(tokens // 10, config.qtsplus_config.n_max) + 100, tokens + 100)
         ours, everything = (least_memory(config, tokens, length) / 1e9 for length in lengths)
         cells.append(f"{ours:.1f} ({everything:.{0 if everything > 100 else 1}f})")
-    assert f"| {size.upper()} | {' | '.join(cells)} |" in (PAGE.parent / "scaling.md").read_text()
+    assert f"| {size.upper()} | {' | '.join(cells)} |" in (PAGE.parent / "start.md").read_text()
