@@ -13,7 +13,6 @@ NO_NUMBERS = ("abc", "", LONG)
 NO_COUNTS = ("0", "-1", "1.5", *NO_NUMBERS)
 NO_FRACTIONS = ("0", "1.0001", "nan", *NO_NUMBERS)
 NO_RATES = ("0", "nan", "inf", *NO_NUMBERS)
-NO_SEEDS = ("-1", "4294967296", "1.5", *NO_NUMBERS)
 NO_DEVICES = ("toaster", "cuda:99", "")
 NAMES_OF_NO_MODEL = ("", "{missing}", "a/b/c", "org/na me", "ünïcode/модель", "https://example.invalid/model", LONG)
 NO_MODELS = (
@@ -56,8 +55,6 @@ def ask_lines() -> list[list[str]]:
         *each_value(ask, "--device", NO_DEVICES),
         *each_value(ask, "--dtype", ("float8", "", "torch.float32")),
         *each_value(ask, "--selection", SELECTIONS),
-        ["ask", "{video}", QUESTION, "--revision", "main"],
-        [*ask, "--revision", ""],
         *([*ask, wrong] for wrong in ("--retentoin=0.5", "extra", "--json=yes", "--fps")),
         *(["ask", *some] for some in (["{video}"], ["--json"])),
     ]
@@ -75,11 +72,9 @@ def watch_lines() -> list[list[str]]:
         [*watch, "--timeout", "1e30"],
         *each_value(watch, "--memory-tokens", NO_COUNTS),
         *each_value(watch, "--max-new-tokens", NO_COUNTS),
-        *each_value(watch, "--policy", ("", "best", "lm_attention")),
         *each_value(watch, "--device", NO_DEVICES),
         ["watch", "a={video}", "a={video}", *rest],
         ["watch", "{video}", "{video}", *rest],
-        [*watch, "--revision", "main"],
         *(["watch", *some] for some in ([], ["{video}"], ["--json"])),
     ]
 
@@ -105,7 +100,6 @@ def batch_lines() -> list[list[str]]:
         *each_value(batch, "--engine", ("", "best", "vLLM")),
         *each_value(batch, "--media-root", ("", " ")),
         [*batch, "extra"],
-        [*batch, "--revision", "main"],
         ["batch", "{records}"],
     ]
 
@@ -124,7 +118,7 @@ def serve_lines() -> list[list[str]]:
         *each_value(serve, "--retention", NO_FRACTIONS),
         *each_value(serve, "--max-visual-tokens", NO_COUNTS),
         *each_value(serve, "--engine", ("", "best", "sglang")),
-        *([*serve, *more] for more in (["--", "--enforce-eager"], ["--enforce-eager"], ["--revision", "main"])),
+        *([*serve, *more] for more in (["--", "--enforce-eager"], ["--enforce-eager"])),
         ["serve"],
     ]
 
@@ -137,7 +131,7 @@ def app_lines() -> list[list[str]]:
         *each_value(app, "--allow-host", ("", "http://a.org", "a.org:80")),
         *each_value(app, "--library", ("", "{missing}", "{empty_folder}", "{video}", "\x00")),
         *each_value([*app, "--library", "{empty_folder}"], "--media-root", ("{missing}", "{video}", "\x00")),
-        *([*app, *more] for more in (["--media-root", "{frames}"], ["--revision", "main"], ["extra"])),
+        *([*app, *more] for more in (["--media-root", "{frames}"], ["extra"])),
     ]
 
 
@@ -150,8 +144,6 @@ def eval_lines() -> list[list[str]]:
         *each_value(run, "--device", NO_DEVICES),
         *each_value(run, "--selection", SELECTIONS),
         [*run, "--selection", "all", "--retention", "0.1"],
-        [*run, "--revision", "main"],
-        ["eval", "{records}", "--revision", "main"],
         *([*run, wrong] for wrong in ("--batch=2", "extra", "--json=1")),
         ["eval", "--json"],
     ]
@@ -171,10 +163,8 @@ def convert_lines() -> list[list[str]]:
         *each_value(convert, "--variant", ("qtsplus-99b", "", "../qtsplus-tiny")),
         *each_value(convert, "--init", ("best", "", "lm")),
         *each_value(convert, "--set", settings),
-        *each_value(convert, "--seed", NO_SEEDS),
         *each_value(convert, "--vision-config", ("{missing}", "{video}", "{stock}")),
         *each_value(convert, "--processor", ("", "{missing}", "{video}", "{empty_folder}")),
-        *each_value(convert, "--revision", ("", "main")),
         ["convert", "{stock}"],
         ["convert"],
         [*convert, "--sett", "n_max=5"],

@@ -122,17 +122,21 @@ def test_a_model_on_the_hub_is_loaded_at_its_revision(tiny_mp4, monkeypatch):
         raise ValueError("stop here")
 
     monkeypatch.setattr(loading, "load", load)
-    named = ["ask", str(tiny_mp4), QUESTION, "--model", "org/name"]
-    for revision in ([], ["--revision", "0123abc"]):
-        assert CliRunner().invoke(app, [*named, *revision]).stderr == "qtsplus: stop here\n"
+    for name in ("org/name", "org/name@0123abc"):
+        assert (
+            CliRunner().invoke(app, ["ask", str(tiny_mp4), QUESTION, "--model", name]).stderr == "qtsplus: stop here\n"
+        )
     assert asked_for == [
         (("org/name", None, "auto"), {"revision": None}),
         (("org/name", None, "auto"), {"revision": "0123abc"}),
     ]
 
 
-def test_a_folder_has_no_revision(ask, tiny_mp4):
-    assert_refused(ask(tiny_mp4, QUESTION, "--revision", "main"), "--revision is about a repository on the Hub")
+def test_a_folder_has_no_revision(tiny_mp4, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    result = CliRunner().invoke(app, ["ask", str(tiny_mp4), QUESTION, "--model", "model@main"])
+    assert_refused(result, "model is a folder, and @main is about a repository on the Hub")
 
 
 def test_the_human_output_names_tokens_seconds_and_stages(ask, tiny_mp4):

@@ -549,7 +549,6 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
     [
         (["ask", "{empty}", QUESTION, "--moments", "3"], "--moments is about a library"),
         (["ask", "{library}", QUESTION, "--moments", "3", "--pieces", "2"], "--pieces has no effect with --moments"),
-        (["ask", "{library}", QUESTION, "--revision", "main"], "--revision is about a repository"),
         (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
         (["ask", "{library}", QUESTION, "--two-passes"], "--two-passes is about a video"),
         (["ask", "{library}", QUESTION, "--evidence", "{videos}"], "holds files that an earlier run did not write"),

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from qtsplus.cli.console import fail, note, one_line_errors, require_fraction, wrote
-from qtsplus.cli.models import check_model_options, load_named
-from qtsplus.cli.options import Device, Model, Overrides, Revision
+from qtsplus.cli.models import load_named, split_revision
+from qtsplus.cli.options import Device, Model, Overrides
 
 from .options import RESULTS, Results, typed
 
@@ -100,7 +100,6 @@ def attention(
 def ablation(
     test: Annotated[Path, typer.Argument(help="A JSONL file of records with videos.", show_default=False)],
     model: Model = None,
-    revision: Revision = None,
     base: Annotated[
         Path | None,
         typer.Option(
@@ -141,7 +140,7 @@ def ablation(
     overrides: Overrides = None,
 ) -> None:
     """Measure what each part of a model is worth: one table, with intervals and paired tests."""
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     for share in retention or ():
         require_fraction(share)
     if base is None and (variant or seed or overrides):
@@ -169,14 +168,13 @@ Work = Annotated[Path, typer.Option(help="Where the videos and the library are k
 
 def library(
     model: Model = None,
-    revision: Revision = None,
     videos: Annotated[int, typer.Option(help="How many videos the library has.", min=2)] = 200,
     out: Results = RESULTS,
     work: Work = Path("runs/library"),
     device: Device = None,
 ) -> None:
     """Ask a library of crowds about objects that stand in one of its videos only; other rankings stand beside."""
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     with one_line_errors():
         from ..library import run_library
 
@@ -187,14 +185,13 @@ def library(
 
 def evidence(
     model: Model = None,
-    revision: Revision = None,
     videos: Annotated[int, typer.Option(help="How many crowds are asked about.", min=3)] = 200,
     out: Results = RESULTS,
     work: Work = Path("runs/library"),
     device: Device = None,
 ) -> None:
     """Ask about crowds whether evidence names what was to be seen, and which of two cameras has seen it."""
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     with one_line_errors():
         from ..library import run_evidence
 

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from qtsplus.cli.console import console, fail, note, one_line_errors, require_fraction, wrote
 from qtsplus.cli.evaluating import fail_run
-from qtsplus.cli.models import check_model_options, load_named, name_model
-from qtsplus.cli.options import Device, Dtype, Model, Retention, Revision, Selection, WeightType
+from qtsplus.cli.models import load_named, name_model, split_revision
+from qtsplus.cli.options import Device, Dtype, Model, Retention, Selection, WeightType
 
 _Results = Annotated[Path, typer.Option(help="The folder of the results.")]
 _RESULTS = Path("evaluation")
@@ -31,7 +31,6 @@ def needle(
         ),
     ],
     model: Model = None,
-    revision: Revision = None,
     length: Annotated[
         list[float] | None,
         typer.Option(help="A length in seconds. May be repeated. Without it, 60, 300, 600, 1800 and 3600."),
@@ -52,7 +51,7 @@ def needle(
     device: Device = None,
 ) -> None:
     """Hide clips at chosen depths in long videos, ask for them, and draw what is found by length and depth."""
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     require_fraction(retention)
     if retention is not None and max_visual_tokens is not None:
         fail("--retention and --max-visual-tokens exclude each other")
@@ -87,13 +86,12 @@ def analysis(
         Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
     ],
     model: Model = None,
-    revision: Revision = None,
     out: _Results = _RESULTS,
     work: Annotated[Path, typer.Option(help="Where the features of videos are kept.")] = Path("runs/analysis"),
     device: Device = None,
 ) -> None:
     """Hold the model's own budget against what it is made from."""
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     with one_line_errors():
         from qtsplus.data.formats import read_records
 
@@ -114,7 +112,6 @@ def evaluate(
         ),
     ],
     model: Model = None,
-    revision: Revision = None,
     retention: Retention = None,
     max_visual_tokens: Annotated[int | None, typer.Option(help="Keep at most this many visual tokens.")] = None,
     selection: Selection = None,
@@ -139,7 +136,7 @@ def evaluate(
 
     A video that cannot be read does not end the run. Its questions count as wrong, and the exit code is 1.
     """
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     with one_line_errors():
         from qtsplus.evaluation.harness.loading import Options
 

@@ -476,8 +476,6 @@ def test_a_model_of_another_type_is_refused(reference_folder, tmp_path):
         (["--init", "zeros"], ["'zeros'", "identity, language_model"]),
         (["--set", "n_max=3"], ["--set"]),
         (["--set", "n_max"], ["name=value"]),
-        (["--seed", "0"], ["--seed", "new selector"]),
-        (["--revision", "main"], ["--revision", "is a folder"]),
     ],
 )
 def test_an_argument_without_a_meaning_is_refused(arguments, words, tmp_path):

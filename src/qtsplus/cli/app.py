@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 
 from .console import fail, note, one_line_errors
-from .models import check_model_options, load_named, open_library
-from .options import AllowHost, Device, Dtype, Model, Revision, WeightType
+from .models import load_named, open_library, split_revision
+from .options import AllowHost, Device, Dtype, Model, WeightType
 
 
 def app(
     model: Model = None,
-    revision: Revision = None,
     library: Annotated[
         Path | None, typer.Option(help="What `qtsplus index` has made. Its questions need no film to be dropped.")
     ] = None,
@@ -28,7 +27,7 @@ def app(
     dtype: WeightType = Dtype.auto,
 ) -> None:
     """Open a page to ask about films, which shows in the film what each answer rests on."""
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     if media_root is not None and (library is None or not os.path.isdir(media_root)):
         fail(f"--media-root is {media_root}; expected the folder that the --library was made of")
     if find_spec("gradio") is None:

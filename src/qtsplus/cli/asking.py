@@ -13,7 +13,7 @@ from rich.table import Table
 from ..output import printable
 from . import options
 from .console import check_text, console, fail, note, notes, one_line_errors, wrote
-from .models import check_model_options, load_named, open_library
+from .models import load_named, open_library, split_revision
 
 if TYPE_CHECKING:
     from ..evidence import Interval
@@ -28,7 +28,6 @@ def ask(
     ],
     question: options.Question,
     model: options.Model = None,
-    revision: options.Revision = None,
     retention: options.Retention = None,
     max_visual_tokens: options.MaxVisualTokens = None,
     selection: options.Selection = None,
@@ -61,7 +60,7 @@ def ask(
     as_json: options.AsJson = False,
 ) -> None:
     """Answer a question about a video or a library, and say which seconds the answer rests on."""
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     check_videos(
         [video], {**reading, "two_passes": two_passes or None, "subtitles": subtitles, "dry_run": dry_run or None}

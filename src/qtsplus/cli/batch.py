@@ -10,7 +10,7 @@ import typer
 from . import options
 from .console import fail, note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
-from .models import check_model_options, name_model
+from .models import name_model, split_revision
 
 
 class Engine(str, Enum):
@@ -27,7 +27,6 @@ def batch(
     ],
     out: Annotated[Path, typer.Option(help="The JSONL file of the answers. A run that was stopped goes on.")],
     model: options.Model = None,
-    revision: options.Revision = None,
     retention: options.Retention = None,
     max_visual_tokens: options.MaxVisualTokens = None,
     selection: options.Selection = None,
@@ -45,7 +44,7 @@ def batch(
     Each row is answered once, however often the run is stopped and started again. A video is encoded once for all of
     its questions. Under `accelerate launch -m qtsplus.cli batch` or `torchrun`, the processes share the videos.
     """
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     if engine is Engine.vllm and device is not None:
         fail("--device has no effect with --engine vllm, which takes the device that it was built for")
     if engine is Engine.vllm and find_spec("vllm") is None:

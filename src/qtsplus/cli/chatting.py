@@ -10,7 +10,7 @@ import typer
 from . import options
 from .asking import Talk, check_videos, print_answer
 from .console import complain, console, describe, fail, note, one_line_errors
-from .models import check_model_options
+from .models import split_revision
 
 _HELP = "Commands: /evidence [FOLDER], /budget FRACTION, COUNT or auto, /add VIDEO, /quit. Anything else is a question."
 
@@ -20,7 +20,6 @@ def chat(
         list[str], typer.Argument(help="Video files, http(s) addresses of some, folders of frames; or a library.")
     ],
     model: options.Model = None,
-    revision: options.Revision = None,
     retention: options.Retention = None,
     max_visual_tokens: options.MaxVisualTokens = None,
     selection: options.Selection = None,
@@ -45,7 +44,7 @@ def chat(
     /budget 0.1, /budget 256 and /budget auto change how many visual tokens are kept; /add VIDEO adds a video; /quit
     ends. From a pipe, a line that fails makes the exit code 1.
     """
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     check_videos(videos, {**reading, "subtitles": subtitles})
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}

@@ -8,8 +8,8 @@ import typer
 from rich.table import Table
 
 from .console import complain, console, fail, note, one_line_errors, require_fraction
-from .models import check_model_options, load_named
-from .options import AsJson, Device, MediaRoot, Model, Retention, Revision, Selection
+from .models import load_named, split_revision
+from .options import AsJson, Device, MediaRoot, Model, Retention, Selection
 
 
 def evaluate(
@@ -17,7 +17,6 @@ def evaluate(
         Path, typer.Argument(help="A set of questions about videos, such as JSONL or Parquet.", show_default=False)
     ],
     model: Model = None,
-    revision: Revision = None,
     retention: Retention = None,
     selection: Selection = None,
     media_root: MediaRoot = None,
@@ -29,7 +28,7 @@ def evaluate(
 
     A video that cannot be read does not end the run. Its questions count as wrong, and it is listed.
     """
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     require_fraction(retention)
     if selection == "all" and retention is not None:
         fail("--retention has no effect with --selection all, which keeps every token")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .console import console, fail, note, notes, one_line_errors, wrote
+from .models import split_revision
 from .options import Overwrite
 
 
@@ -14,8 +15,8 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help="A folder or a Hub id. A stock model such as Qwen2.5-VL gets a new selector. A reference QTSplus "
-            "becomes one of ours. One of ours becomes a stock model again.",
+            help="A folder, or a Hub id, also as ORG/NAME@COMMIT. A stock model such as Qwen2.5-VL gets a new selector."
+            " A reference QTSplus becomes one of ours. One of ours becomes a stock model again.",
             show_default=False,
         ),
     ],
@@ -47,15 +48,10 @@ def convert(
     processor: Annotated[
         str | None, typer.Option(help="Take the processor from this folder or Hub id, if the source has none.")
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="The commit, branch or tag of the source, if it is on the Hub.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**32 - 1, help="The seed of a new selector; 0 when absent.")
-    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
+    source, revision = split_revision(source)
     with one_line_errors(), notes.status("Converting"):
         from ..hub import convert as conversion
 
@@ -68,7 +64,6 @@ def convert(
             vision_config=vision_config,
             processor=processor,
             revision=revision,
-            seed=seed,
             overwrite=overwrite,
             say=note,
         )

@@ -8,15 +8,14 @@ import typer
 from ..output import printable
 from .console import note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
-from .models import check_model_options, load_named
-from .options import Device, Dtype, End, Fps, MaxFrames, MaxPixels, Model, Revision, Start
+from .models import load_named, split_revision
+from .options import Device, Dtype, End, Fps, MaxFrames, MaxPixels, Model, Start
 
 
 def index(
     folder: Annotated[Path, typer.Argument(help="The folder of the videos, with those in it.")],
     out: Annotated[Path, typer.Option(help="The library. What is in it already is not encoded again.")],
     model: Model = None,
-    revision: Revision = None,
     fps: Fps = None,
     start: Start = None,
     end: End = None,
@@ -34,7 +33,7 @@ def index(
     It can be stopped and goes on with what is missing. Run it again when the folder has changed: a file that was moved
     is known again by its content, one that was removed leaves the library.
     """
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     with one_line_errors(), resumable():
         from .. import indexing
 

@@ -1,16 +1,23 @@
 """Loads the model that a question goes to."""
 
 import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .console import fail, note, notes
 
+Name = TypeVar("Name", str, str | None)
 
-def check_model_options(model: str | None, revision: str | None) -> None:
-    """Ends the command for a revision of no repository, before anything heavy is imported."""
-    if revision is not None and (model is None or os.path.isdir(model)):
-        fail("--revision is about a repository on the Hub; name one with --model ORG/NAME")
+
+def split_revision(model: Name) -> tuple[Name, str | None]:
+    """A folder or Hub id, and what stands behind the @ of an id: a commit, branch or tag."""
+    match = None if model is None or os.path.exists(model) else re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)@(.+)", model)
+    if match is None:
+        return model, None
+    if os.path.isdir(match[1]):
+        fail(f"{model}: {match[1]} is a folder, and @{match[2]} is about a repository on the Hub; leave it out")
+    return match[1], match[2]
 
 
 def load_named(model: str | None, revision: str | None, device: str | None, dtype: str = "auto") -> tuple[Any, Any]:

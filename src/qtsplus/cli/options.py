@@ -38,10 +38,10 @@ def _check_hosts(hosts: list[str] | None) -> list[str] | None:
 
 Question = Annotated[str, typer.Argument(help="What to ask or look for.")]
 Model = Annotated[
-    str | None, typer.Option(help="A folder or a Hub id. Without it, the tiny model that is bundled answers.")
-]
-Revision = Annotated[
-    str | None, typer.Option(help="A commit, branch or tag of the Hub repository. A commit pins its weights.")
+    str | None,
+    typer.Option(
+        help="A folder, or a Hub id; ORG/NAME@COMMIT pins its weights. Without it, the tiny bundled model answers."
+    ),
 ]
 Retention = Annotated[
     float | None,

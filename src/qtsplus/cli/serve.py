@@ -12,8 +12,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from .console import fail, note, one_line_errors
-from .models import check_model_options, load_named
-from .options import HOST, AllowHost, MaxVisualTokens, Retention, Revision
+from .models import load_named, split_revision
+from .options import HOST, AllowHost, MaxVisualTokens, Retention
 
 ROOM = "qtsplus.vllm.budget"
 FRAMES = {"fps": 2, "num_frames": 768}  # of a video at most, as `qtsplus ask` takes them; vLLM would take 32
@@ -25,7 +25,7 @@ class Engine(str, Enum):
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="A folder, or a Hub id, with @COMMIT or without.")],
     more: Annotated[list[str] | None, typer.Argument(help="Behind --, more options for vLLM's server.")] = None,
     engine: Annotated[
         Engine, typer.Option(help="vllm, to serve it; transformers, to try it: one request after another.")
@@ -44,14 +44,13 @@ def serve(
     ] = None,
     retention: Retention = None,
     max_visual_tokens: MaxVisualTokens = None,
-    revision: Revision = None,
 ) -> None:
     """
     Serve a model under an OpenAI-compatible API.
 
     A request may bring its videos as data:, and its own budget as mm_processor_kwargs.
     """
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     if allow_media_root is not None and not os.path.isdir(allow_media_root):  # where a Path may raise
         fail(f"there is no folder {allow_media_root}; expected the one that the videos lie in")
     domains = [domain.lower() for domain in allow_media_domain or []]

@@ -14,8 +14,8 @@ import typer
 from ..output import printable
 from .asking import place
 from .console import check_text, console, fail, note, one_line_errors
-from .models import check_model_options, load_named
-from .options import AsJson, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Question, Revision, Start
+from .models import load_named, split_revision
+from .options import AsJson, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Question, Start
 
 if TYPE_CHECKING:
     from ..session import Answer
@@ -37,10 +37,8 @@ def watch(
     ],
     question: Question,
     model: Model = None,
-    revision: Revision = None,
     every: Annotated[float, typer.Option(help="Seconds of video from answer to answer.")] = 10.0,
     memory_tokens: Annotated[int, typer.Option(min=1, help="How many visual tokens are remembered.")] = 4096,
-    policy: Annotated[str, typer.Option(help="Which: question, diversity or oldest_first.")] = "question",
     fps: Annotated[float, typer.Option(help="How many frames to look at per second.")] = 2.0,
     start: Start = None,
     end: End = None,
@@ -65,7 +63,7 @@ def watch(
     as_json: AsJson = False,
 ) -> None:
     """Answer a question again and again while video comes. Ctrl-C ends it."""
-    check_model_options(model, revision)
+    model, revision = split_revision(model)
     named, command = _named(sources), _command(run)
     check_text(question)
     with one_line_errors():
@@ -74,7 +72,7 @@ def watch(
         loaded, processor = load_named(model, revision, device)
         if when_seen is not None and not loaded.config.qtsplus_config.null_token:
             fail("--when-seen needs a model with a null token, which says how sure it is; use --on-change")
-        options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "fps": fps, "timeout": timeout}
+        options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": "question", "fps": fps, "timeout": timeout}
         options |= {"every": every, "max_new_tokens": max_new_tokens, "start": start or 0.0, "end": end}
         options |= {"max_frames": max_frames, "max_pixels": max_pixels}
         try:
