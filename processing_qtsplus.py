@@ -393,7 +393,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
                 within = (part.get("video_start"), part.get("video_end"))
                 opened = open_video(video, choose_frames if everything else choose, within)
                 metadata = opened.metadata
-                frames = self._read(opened, options if one_by_one else {"do_resize": False}, part)
+                frames = self.read_frames(opened, options if one_by_one else {"do_resize": False}, part)
             elif others := sorted(part.keys() - {"video", "fps"}):
                 raise ValueError(f"Got frames with {others}; expected the frames to look at, and fps alone.")
             else:
@@ -415,7 +415,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             kwargs["videos_kwargs"] = videos_kwargs
         return frames_list, kwargs
 
-    def _read(self, video: VideoFile, options: dict[str, Any], part: dict[str, Any]) -> np.ndarray:
+    def read_frames(self, video: VideoFile, options: dict[str, Any], part: dict[str, Any]) -> np.ndarray:
         """All chosen frames of a file, of the size that the video processor gives them."""
         resample = options.get("resample")
         size = self._size_of(video, part, **options)

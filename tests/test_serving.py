@@ -1,5 +1,6 @@
 """`qtsplus serve --engine transformers`: a real process, the stock client, and requests that mean harm."""
 
+import asyncio
 import base64
 import contextlib
 import http.client
@@ -248,6 +249,8 @@ def test_bad_requests_are_answered_in_a_line(shut, tiny_mp4):
                 {"model": "org/other"},
                 {"model": 5},
                 {"seed": 10**30},
+                {"messages": [{**message, "content": request(*["file:///a"] * 65)["messages"][0]["content"]}]},
+                {"stream_options": {"include_usage": "yes"}},
             )
         ),
     ]
@@ -289,6 +292,24 @@ def test_a_body_that_is_too_large_is_not_kept(shut):
 def resident(process: int) -> int:
     with open(f"/proc/{process}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_the_model_does_not_need_may_be_null_and_a_stream_tells_its_usage(shut):
+    message = {"role": "user", "content": QUESTION}
+    names = ("max_tokens", "stream", "stop", "n", "tools", "mm_processor_kwargs")
+    assert post(shut[0], {"model": "qtsplus-tiny", "messages": [message], **dict.fromkeys(names)})[0] == 200
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{shut[0]}/v1", api_key=KEY, max_retries=0, timeout=120)
+    options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 2}
+    *_, last = client.chat.completions.create(model="qtsplus-tiny", messages=[message], **options)
+    assert last.usage.completion_tokens > 0
+
+
+def test_a_page_elsewhere_cannot_make_the_model_work(shut):
+    """What a browser sends to any address without asking it first."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        headers = {"Content-Type": kind, "Origin": "http://evil.example.org"}
+        assert post(shut[0], request("What?"), headers=headers)[0] == 415, kind
+    assert post(shut[0], request("What?"), headers={"Content-Type": "Application/JSON; charset=utf-8"})[0] == 200
 
 
 def test_a_key_and_a_name_of_the_server_are_asked_for(opened):
@@ -340,6 +361,7 @@ def test_a_prompt_counts_with_its_video_before_it_is_encoded(tiny_published, tin
 
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
+HEAD += b"Content-Type: application/json\r\n"
 HALF = HEAD + b'Content-Length: 1000\r\n\r\n{"model": '
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -400,6 +422,20 @@ def test_a_client_that_leaves_ends_its_computation(tiny_published, tiny_mp4, mon
     finally:
         server.should_exit = True
         thread.join()
+
+
+def test_a_client_that_leaves_ends_the_reading_of_its_videos(tiny_published, tiny_mp4, monkeypatch):
+    from qtsplus import processing_qtsplus, serving
+    from qtsplus.door import Door
+
+    model, processor = session.load(tiny_published, "cpu")
+    served = serving._Served("qtsplus-tiny", model, processor, Door(), {})
+    opened, original, left = [], processing_qtsplus.open_video, Event()
+    body = request(*[inline(tiny_mp4)] * 3, QUESTION)
+    monkeypatch.setattr(processing_qtsplus, "open_video", lambda *given: opened.append(left.set()) or original(*given))
+    with pytest.raises(serving.ClientDisconnect):
+        asyncio.run(served.answer(serving._parse(bytearray(json.dumps(body), "utf-8")), left))
+    assert len(opened) == 1
 
 
 def under_load(port, total, good, answer):

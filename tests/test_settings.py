@@ -1,5 +1,6 @@
 """What is said about values that a schema refuses."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -38,6 +39,7 @@ class Outer:
         ({"name": 1, "inner": {"share": 2}}, "x.yaml: inner.share is 2; expected at most 1."),
         ({"name": 1, "inner": {"share": 0}}, "x.yaml: inner.share is 0; expected more than 0."),
         ({"name": 1, "inner": {"size": 2}}, "x.yaml: inner.size is no field."),
+        ({"many": json.loads("[" * 250 + "]" * 250)}, "x.yaml: it holds brackets in brackets, more than 200 deep."),
         ({"name": "\ud800"}, "x.yaml: a text holds half a character (a lone surrogate); expected Unicode."),
         ({"name": 1, "many": [{}, 5]}, "x.yaml: many.1 is 5; expected a mapping."),
     ],

@@ -9,7 +9,8 @@ import tempfile
 import threading
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ from .settings import STRICT, build, show
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 MAX_COMMAS = 30_000  # of a request, which bound what is in its lists
+MAX_VIDEOS = 64  # of a request
 MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
 MAX_CONNECTIONS = 400  # a request on a further one is refused, and at twice as many a connection
 MAX_FETCHING = 4  # requests whose videos are fetched at once
@@ -64,6 +66,7 @@ class _Chat:
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stream: bool = False
+    stream_options: dict[str, bool] | None = None  # a stream tells its usage in any case
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,10 @@ class _Served:
     def __init__(self, name: str, model: Any, processor: Any, door: Door, budget: Mapping[str, Any]):
         self.name, self.model, self.processor, self.door, self.budget = name, model, processor, door, budget
         self.positions = model.config.get_text_config().max_position_embeddings
+        self.reader = copy.copy(processor)
+        self.reader.read_frames = lambda video, *how: processor.read_frames(
+            replace(video, decode=lambda: map(self._heard, video.decode())), *how
+        )
         self.prepared = copy.copy(processor)  # for requests whose inputs were made before, beside the event loop
         self.prepared.apply_chat_template = lambda *_, inputs, **__: inputs
         self.state = GenerationState()
@@ -116,11 +123,13 @@ class _Served:
         characters, most = sum(map(len, said.texts)), CHARACTERS_PER_POSITION * self.positions
         if characters > most:
             raise ValueError(f"The prompt has {characters} characters; expected at most {most}.")
+        if len(said.videos) > MAX_VIDEOS:
+            raise ValueError(f"The request holds {len(said.videos)} videos; expected at most {MAX_VIDEOS}.")
         fetching = self.fetching if any(map(is_address, said.videos)) else contextlib.nullcontext()
         with tempfile.TemporaryDirectory(prefix="qtsplus-", ignore_cleanup_errors=True) as folder:
             async with fetching:
                 places = [
-                    await asyncio.to_thread(self.door.place, url, folder)
+                    await asyncio.to_thread(self.door.place, url, folder, partial(_require_client, left))
                     if is_address(url)
                     else self.door.place(url, "")
                     for url in said.videos
@@ -137,10 +146,11 @@ class _Served:
 
     def _prepare(self, turns: list[Any], said: _Said, places: list[str], asked: _Chat, left: threading.Event) -> Any:
         """The model's inputs; all of the text is text. A `ValueError` where the model has no positions for them."""
+        self.left = left
         _require_client(left)
         self._require_positions(sum(len(self.processor.text_ids(text)) for text in said.texts) + asked.max_tokens)
         try:
-            inputs = self.processor.conversation_inputs([turns], videos=places or None)
+            inputs = self.reader.conversation_inputs([turns], videos=places or None)
         except UNREADABLE as error:  # which calls a video as the request does, and not by its place here
             message = str(error)
             for place, url in zip(places, said.videos, strict=True):
@@ -153,6 +163,11 @@ class _Served:
         self._require_positions(positions_needed(self.model, layout, selection, asked.max_tokens))
         return inputs
 
+    def _heard(self, frame: Any) -> Any:
+        """A frame, if the client is still there."""
+        _require_client(self.left)
+        return frame
+
     def _require_positions(self, needed: int) -> None:
         if needed > self.positions:
             raise ValueError(
@@ -161,12 +176,13 @@ class _Served:
             )
 
     async def _generate(self, asked: _Chat, inputs: Any, left: threading.Event) -> Any:
-        body = {name: value for name, value in asdict(asked).items() if name != "mm_processor_kwargs"}
+        ours = ("mm_processor_kwargs", "stream_options")
+        body = {name: value for name, value in asdict(asked).items() if name not in ours}
         body |= {"messages": [], "chat_template_kwargs": {"inputs": inputs}}
         basis: dict[str, Any] = {}
         # The manager of Transformers finds no class of remote code; here the model is loaded already.
         manager: Any = SimpleNamespace(force_model=self.name, process_model_name=str)
-        manager.load_model_and_processor = lambda *_, **__: (self._noting(basis, left), self.prepared)
+        manager.load_model_and_processor = lambda *_, **__: (self._noting(basis), self.prepared)
         manager.get_model_modality = lambda *_, **__: Modality.VLM
         handler = ChatCompletionHandler(model_manager=manager, generation_state=self.state)
         answer: Any = await handler.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
@@ -175,12 +191,10 @@ class _Served:
             return answer
         return {**json.loads(answer.body), "qtsplus": basis}
 
-    def _noting(self, basis: dict[str, Any], left: threading.Event) -> Any:
+    def _noting(self, basis: dict[str, Any]) -> Any:
         """The model for one request, which notes what its answer rests on."""
 
         def generate(**inputs: Any) -> Any:
-            self.left = left
-            _require_client(left)
             output = self.model.generate(**inputs, return_dict_in_generate=True)
             if (grid := inputs.get("video_grid_thw")) is not None:
                 merge_size = self.processor.video_processor.merge_size
@@ -255,6 +269,9 @@ def build_app(
 
     @app.post("/v1/chat/completions", dependencies=[Depends(require_key)])
     async def chat(request: Request) -> Any:
+        # A page elsewhere may send other types unasked, which would make the model work for it.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "Expected Content-Type: application/json.")
         async with _arrived(request, served) as asked:
             left = threading.Event()
             work, leaving = asyncio.ensure_future(served.answer(asked, left)), asyncio.ensure_future(_left(request))
@@ -314,7 +331,7 @@ def _parse(body: bytearray) -> _Chat:
         raise ValueError("The request is no JSON object.")
     if "max_completion_tokens" in fields:  # the newer name
         fields["max_tokens"] = fields.pop("max_completion_tokens")
-    return build("", _Chat, fields)
+    return build("", _Chat, {name: value for name, value in fields.items() if value is not None})  # as OpenAI's
 
 
 class _Punctual(H11Protocol):

@@ -102,6 +102,7 @@ _SAID = {
     **dict.fromkeys(("missing", "missing_argument"), "is missing"),
     **dict.fromkeys(("unexpected_keyword_argument", "extra_forbidden"), "is no field"),
     "json_invalid": "a text holds half a character (a lone surrogate); expected Unicode",
+    "nested": "it holds brackets in brackets, more than 200 deep",
 }
 _EXPECTED = {"string_type": "a text", "dict_type": "a mapping", "tuple_type": "a list"}
 _WORDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
@@ -111,7 +112,7 @@ def explain(error: ValidationError, values: Any, where: str = "") -> str:
     """What pydantic found wrong with `values`, in a line: the first fields, what stands there and what is expected."""
     wrong: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False):
-        kind = problem["type"]
+        kind = "nested" if "recursion" in problem["msg"] else problem["type"]
         expected = _EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be ")
         for word, plain in _WORDS.items():
             expected = expected.replace(word, plain)

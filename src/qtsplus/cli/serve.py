@@ -36,7 +36,7 @@ def serve(
         Path | None, typer.Option(help="A folder whose videos requests may name as file:///...; none without it.")
     ] = None,
     allow_media_domain: Annotated[
-        list[str] | None, typer.Option(help="A host whose videos requests may name. May be repeated; none without it.")
+        list[str] | None, typer.Option(help="A host, or HOST:PORT, whose videos requests may name. May be repeated.")
     ] = None,
     allow_host: AllowHost = None,
     api_key: Annotated[
