@@ -35,6 +35,11 @@ class Remembered(EncodedVideo):
     places: torch.Tensor
     frames: int
 
+    def steps(self) -> list[float]:
+        """As if no step were missing between two that are there."""
+        step = float(self.second_per_grid_ts[0])
+        return [number * step for number in range(len(self.rows))] + [min(len(self.rows) * step, self.length)]
+
     def shown(self, interval: Interval) -> Interval:
         """A stretch of the grid on the stream's clock."""
         seconds = self.clock.seconds_per_step
