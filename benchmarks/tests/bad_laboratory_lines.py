@@ -130,7 +130,6 @@ def study_lines() -> list[list[str]]:
 
 def evaluate_lines() -> list[list[str]]:
     wrong = (
-        ["--revision", "main"],
         ["--selection", "all", "--retention", "0.1"],
         ["--selection", "all", "--max-visual-tokens", "9"],
         ["--retention", "0.1", "--max-visual-tokens", "9"],
