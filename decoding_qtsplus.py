@@ -48,7 +48,8 @@ class Film:
         total, fps: frames and their rate on a regular clock. At a constant rate these are the file's own frames; at a
             variable one frame `i` is what a player shows `i / fps` seconds after the first.
         start: when a player shows the first frame, in seconds.
-        missing: what of the file is not there, or `None`.
+        sound: whether the file has some, which is not read.
+        warnings: what is wrong with the file, one sentence each; `show` adds what it cannot decode.
 
     Raises:
         ValueError: a file that is missing, cannot be decoded, has no frame, or is a list of others; an address that
@@ -63,6 +64,7 @@ class Film:
         with self._naming(), open_container(self.source) as container:
             stream = film_stream(container)
             dated = self._read_packets(container, stream)
+            self.sound = bool(container.streams.audio)
             stated_frames, stated_fps = stream.frames, stream.average_rate or stream.guessed_rate
             arbitrary = container.format.flags & ARBITRARY_CLOCK
             begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
@@ -85,7 +87,9 @@ class Film:
         if not self.timed and self.total == len(self.order):
             self.times = np.arange(self.total) / self.fps  # [N], when the frames are shown, in seconds from the first
         self.start = max(self.first - begin, 0.0)
-        self.missing = self._missing(stated_frames, end, self.first + float(self.times[-1]) + 1 / self.fps)
+        self.warnings: list[str] = []
+        if missing := self._missing(stated_frames, end, self.first + float(self.times[-1]) + 1 / self.fps):
+            self._warn(f"is incomplete: {missing}")
 
     def _read_packets(self, container: Any, stream: Any) -> bool:
         """
@@ -116,6 +120,10 @@ class Film:
             raise ValueError("it has 0 frames")
         self.order = self.order[np.argsort(self.pts[self.order], kind="stable")]
         return dated
+
+    def _warn(self, state: str) -> None:
+        self.warnings.append(f"The video {self.name!r} {state}.")
+        logger.warning_once(self.warnings[-1])
 
     def _seconds(self, times: Any) -> Any:
         """Seconds of times such as `pts`."""
@@ -160,45 +168,57 @@ class Film:
     def show(self, instants: np.ndarray) -> Iterator[np.ndarray]:
         """
         The frames shown at `instants`, increasing seconds from the first frame: `[H, W, 3]` uint8 each. Of a film whose
-        frames follow from its key frames only what they need is decoded.
+        frames follow from its key frames only what they need is decoded. A frame that cannot be decoded whole is shown
+        as far as it goes, or else the one before it, and `warnings` say how many.
         """
-        chosen = self.order[np.maximum(np.searchsorted(self.times, instants, side="right") - 1, 0)]
-        given, reason = 0, self.missing and "it is incomplete"
+        given, lost, readable = 0, 0, int(self.whole.sum())
+        reason = "it is not whole" if self.warnings else ""
         if not self.timed:
             reason = "it does not say when each is shown"
         with self._naming():
             if not reason:
-                for frame in self._show(instants, chosen):
+                for frame, whole in self._show(instants, only=True):
                     yield frame
-                    given += 1
+                    given, lost = given + 1, lost + (not whole)
                 reason = "not all follow from its key frames"
             if given < len(instants):
-                if len(np.unique(chosen)) < len(self.order):
+                if len(np.unique(self._packets(instants))) < len(self.order):
                     logger.warning_once(f"Every frame of the video {self.name!r} is decoded, since {reason}.")
-                yield from itertools.islice(self._show(instants), given, None)
+                for frame, whole in itertools.islice(self._show(instants), given, None):
+                    yield frame
+                    lost += not whole
+        lost = max(lost, readable - int(self.whole.sum()))
+        if lost and not any("is damaged" in warning for warning in self.warnings):
+            self._warn(f"is damaged: {lost} of the {len(instants)} frames that are looked at cannot be decoded whole")
 
-    def _show(self, instants: np.ndarray, chosen: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    def _packets(self, instants: np.ndarray) -> np.ndarray:
+        """`[T]`, the packets of the frames that are shown at `instants`."""
+        return self.order[np.maximum(np.searchsorted(self.times, instants, side="right") - 1, 0)]
+
+    def _show(self, instants: np.ndarray, only: bool = False) -> Iterator[tuple[np.ndarray, bool]]:
         """
-        With the packets `chosen` `[T]` that show the instants only what they need is decoded, and it ends where a frame
-        does not come out of the decoder at its time.
+        The frames, and whether each is its packet's, and whole. With `only`, only what these need is decoded, and it
+        ends where a frame does not come out of the decoder at its time.
         """
+        chosen = self._packets(instants)
         shown, given, upright = None, 0, Upright()
         with open_container(self.source) as container:
             stream = film_stream(container)
             stream.thread_type = "AUTO"
-            frames = self._decode(container, stream, None if chosen is None else self.needed(chosen))
+            frames = self._decode(container, stream, self.needed(chosen) if only else None)
             for number, frame in enumerate(itertools.chain(frames, [None])):
                 # Until this frame appears the one before it is shown.
                 before = len(instants) if frame is None else int(np.searchsorted(instants, self._time(frame, number)))
                 if shown is not None and before > given:
-                    if chosen is not None and (self.pts[chosen[given:before]] != shown.pts).any():
+                    right = (self.pts[chosen[given:before]] == shown.pts) | (not self.timed)
+                    if only and not right.all():
                         return
-                    yield from itertools.repeat(upright(shown, stream), before - given)
+                    yield from zip(itertools.repeat(upright(shown, stream)), right & (not shown.is_corrupt))
                     given = before
                 if given == len(instants):
                     return
                 shown = frame
-        if not given and chosen is None:
+        if not given and not only:
             raise ValueError("no frame could be decoded")
 
     def _time(self, frame: Any, number: int) -> float:
@@ -238,7 +258,10 @@ class Film:
             packet.pts = int(self.pts[number])
             if needed is not None and decoder.name in ("h264", "hevc"):  # passes over what nothing is made from
                 decoder.skip_frame = "DEFAULT" if needed[number] == 2 else "NONREF"
-            yield from packet.decode()
+            try:
+                yield from packet.decode()
+            except av.error.InvalidDataError:
+                self.whole[number] = False
             holds = True
         yield from decoder.decode(None)
 

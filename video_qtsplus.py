@@ -126,6 +126,7 @@ class VideoFile:
     decode: Frames  # begins to read the chosen frames, [H, W, 3] uint8 RGB each, upright
     start: float  # when a player shows the first frame, in seconds
     warnings: list[str]  # what is wrong with the file, one sentence each
+    sound: bool = False  # whether it has some, which is not read
 
 
 def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float | None] = (None, None)) -> VideoFile:
@@ -134,9 +135,6 @@ def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float
     is there is read; the log and `warnings` say how much that is.
     """
     film = Film(path)
-    warnings = [] if film.missing is None else [f"The video {film.name!r} is incomplete: {film.missing}."]
-    for warning in warnings:
-        logger.warning_once(warning)
     origin, stop = film.stretch(*within)
     indices = origin + np.asarray(choose(stop - origin, film.fps))
     # A quarter of a frame later, since containers round timestamps.
@@ -152,7 +150,7 @@ def open_video(path: str, choose: FrameChoice, within: tuple[float | None, float
         frames_indices=[int(index) for index in indices],
     )
     start = film.start + origin / film.fps
-    return VideoFile(film.name, metadata, (len(indices), height, width), decode, start, warnings)
+    return VideoFile(film.name, metadata, (len(indices), height, width), decode, start, film.warnings, film.sound)
 
 
 def read_video(path: str, choose: FrameChoice) -> tuple[np.ndarray, VideoMetadata]:
@@ -454,6 +452,7 @@ class VideoChunks:
     preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]  # from frames to their pixel values and grid
     start: float = 0.0  # when a player shows the first frame, in seconds
     warnings: list[str] = field(default_factory=list)  # what is wrong with the file, one sentence each
+    sound: bool = False  # whether the file has some, which is not read
 
     def __len__(self) -> int:
         return -(-len(self.metadata.frames_indices or ()) // self.frames_per_chunk)

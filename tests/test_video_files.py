@@ -158,7 +158,7 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, h
     (warning,) = answer.as_dict()["warnings"]
     assert warning == f"The video {str(path)!r} is incomplete: its header states 48 frames, and 24 can be read."
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert said == [warning, f"Every frame of the video {str(path)!r} is decoded, since it is incomplete."]
+    assert said == [warning, f"Every frame of the video {str(path)!r} is decoded, since it is not whole."]
     assert answer.seconds_of_video == 3.0
     frames, metadata = read_video(str(path), every_frame)
     assert len(frames) == metadata.total_num_frames == 24
@@ -188,6 +188,32 @@ def test_a_damaged_end_is_left_out_and_said(tmp_path):
     (warning,) = open_video(str(tmp_path / "cut.mp4"), every_frame).warnings
     assert "1 of its 24 frames are damaged and left out" in warning
     assert len(read_video(str(tmp_path / "cut.mp4"), every_frame)[0]) == 23
+
+
+@pytest.mark.parametrize("kind, codec", [("mp4", "libx264"), ("mkv", "libx264"), ("avi", "mpeg4"), ("mp4", "mpeg4")])
+def test_frames_that_cannot_be_decoded_whole_are_said(loaded, tmp_path, kind, codec):
+    path = tmp_path / f"damaged.{kind}"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=8, options={"g": "12"})
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        pictures = np.random.default_rng(0).integers(0, 255, (24, 64, 64, 3), np.uint8)
+        for picture in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    with av.open(str(path)) as container:
+        packets = [bytes(packet) for packet in container.demux(video=0) if packet.size]
+    data = path.read_bytes()
+    hurt = (
+        bytes([packets[5][0]]) + bytes(len(packets[5]) - 1)
+        if codec == "mpeg4"
+        else packets[5][:40] + bytes(len(packets[5]) - 40)
+    )
+    assert data.count(packets[5]) == 1
+    path.write_bytes(data.replace(packets[5], hurt))
+    video = session.encode(*loaded, path, fps=8)
+    (warning,) = video.warnings
+    assert " is damaged: " in warning and " of the 24 frames that are looked at cannot be decoded whole" in warning
+    assert len(video.metadata.frames_indices) == 24 and session.ask(*loaded, video, "What moves?").warnings == [warning]
 
 
 def test_a_whole_file_has_no_warning(loaded, header_first, tmp_path):
