@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from clips import write_mp4
 from qtsplus import session, watching
 from qtsplus.cli import app
-from qtsplus.forecast import forecast
+from qtsplus.forecast import forecast, measured
 from qtsplus.indexing import index
 from qtsplus.library import Library
 
@@ -110,6 +110,14 @@ def test_a_forecast_counts_what_is_then_read(loaded, noise, monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Free", (), {"available": expected.features - 1}))
     with pytest.raises(ValueError, match="fewer frames"):
         session.encode(*loaded, noise, fps=4)
+
+
+def test_a_forecast_of_time_counts_the_opening_and_a_last_piece_that_is_shorter(loaded, noise, monkeypatch):
+    model, processor = loaded
+    chunks = processor.video_chunks(noise, fps=4, frames_per_chunk=32)
+    expected, clock = forecast(model, chunks), iter((100.0, 102.0))
+    monkeypatch.setattr("qtsplus.forecast.time.perf_counter", lambda: next(clock))
+    assert len(chunks) == 2 and measured(expected, model, chunks, opening=7.0).seconds == 7 + 2 * 48 / 32
 
 
 def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published, noise):
