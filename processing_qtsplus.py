@@ -276,6 +276,7 @@ class QTSplusProcessorMixin(ProcessorMixin):
             preprocess=functools.partial(self.preprocess_frames, grid=grid),
             start=opened.start,
             warnings=opened.warnings,
+            sound=opened.sound,
         )
 
     def grid_of(self, num_frames: int, height: int, width: int, **options: Any) -> torch.Tensor:

@@ -3,9 +3,10 @@
 import av
 import numpy as np
 import pytest
-from av import VideoFrame
+from av import AudioFrame, VideoFrame
 
 from qtsplus import session
+from qtsplus.cli.asking import print_answer
 from qtsplus.subtitles import read_subtitles
 
 LINES = [(second, f"line {second}") for second in range(0, 40, 2)]
@@ -14,8 +15,8 @@ SRT = "".join(
 )
 
 
-def write_film(path, seconds=40, subtitles=None):
-    """Noise, one frame a second, and a track of subtitles."""
+def write_film(path, seconds=40, subtitles=None, sound=False):
+    """Noise, one frame a second, a track of subtitles, and one of silence."""
     noise = np.random.default_rng(0)
     with av.open(str(path), "w") as film:
         video = film.add_stream("libx264", rate=1, options={"bf": "0"})
@@ -23,7 +24,12 @@ def write_film(path, seconds=40, subtitles=None):
         video.pix_fmt = "yuv420p"
         texts = None if subtitles is None else av.open(str(subtitles))
         track = None if texts is None else film.add_stream_from_template(texts.streams.subtitles[0])
-        for _ in range(seconds):
+        silence = film.add_stream("aac", rate=16000) if sound else None
+        for second in range(seconds):
+            if silence is not None:
+                frame = AudioFrame.from_ndarray(np.zeros((1, 16000), np.float32), "fltp", "mono")
+                frame.sample_rate, frame.pts = 16000, 16000 * second
+                film.mux(silence.encode(frame))
             film.mux(video.encode(VideoFrame.from_ndarray(noise.integers(0, 255, (112, 112, 3), np.uint8))))
         film.mux(video.encode())
         for packet in texts.demux(texts.streams.subtitles[0]) if texts is not None else ():
@@ -135,3 +141,24 @@ def test_a_video_without_its_subtitles_is_refused(loaded, film):
         session.ask(*loaded, video, "What?", subtitles=50)
     with pytest.raises(ValueError, match="expected the film's path"):
         session.encode(*loaded, np.zeros((4, 112, 112, 3), np.uint8), fps=1, subtitles=True)
+
+
+def test_a_film_with_sound_is_said_to_be_watched_without_it(loaded, film, tmp_path, capsys):
+    (tmp_path / "loud.srt").write_text(SRT)
+    talk = session.VideoSession(*loaded)
+    talk.add(str(write_film(tmp_path / "loud.mp4", sound=True)), "loud", subtitles=True)
+    talk.save(tmp_path / "saved")
+    talk.load(tmp_path / "saved")  # without its subtitles
+    talk.add(str(tmp_path / "loud.mp4"), "said", subtitles=True)
+    talk.add(str(film), "silent", subtitles=True)
+    for names, subtitles, unheard in (
+        (["loud"], None, True),
+        (["said"], 50, False),
+        (["said"], None, True),
+        (["loud", "said"], 50, True),
+        (["said", "silent"], 50, False),
+        (["silent"], None, False),
+    ):
+        answer = talk.ask("What?", names, subtitles=subtitles, max_new_tokens=2)
+        print_answer(answer)
+        assert ("looked at, without its sound" in capsys.readouterr().out) == unheard == answer.as_dict()["unheard"]

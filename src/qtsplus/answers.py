@@ -58,6 +58,7 @@ class Answer:
     # from the null token; `None` from a model without one.
     seen: float | None = None
     warnings: list[str] = field(default_factory=list)  # as in [`EncodedVideo`]
+    unheard: bool = False  # whether a video has sound, and the question had no subtitles in its place
 
     @property
     def keep_map(self) -> torch.Tensor:
@@ -151,7 +152,8 @@ def answer_questions(
     for row, ids in enumerate(output.sequences[:, prompts.inputs["input_ids"].shape[1] :]):
         answer = make_answer(model, processor, whole, ids, compact.qtsplus, timings, row, places, rho)
         answer = on_the_clock(answer, encoded) if remembered else answer
-        answers.append(replace(answer, warnings=answer.warnings + prompts.warnings))
+        unheard = any(video.sound and not (subtitles and video.subtitles) for video in encoded)
+        answers.append(replace(answer, warnings=answer.warnings + prompts.warnings, unheard=unheard))
     return answers
 
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, with_config
 from safetensors import SafetensorError, safe_open
 from transformers.video_utils import VideoMetadata
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from .hub.checkpoint import in_memory, write_tensors
 from .output import first_line, whole_file
@@ -82,6 +82,7 @@ class _About(TypedDict):
     seconds: Seconds
     start: Annotated[float, Field(ge=-1e9, le=1e9)]
     warnings: list[str]
+    sound: NotRequired[bool]  # not said before 2026-11-26
     video_grid_thw: Annotated[list[Annotated[list[Count], Field(min_length=3, max_length=3)]], _ONE]
     second_per_grid_ts: Annotated[list[Annotated[float, Field(ge=1e-6, le=1e9)]], _ONE]
     metadata: _Metadata
@@ -108,7 +109,7 @@ def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Sto
     file = Path(encoded.video)
     about = {
         "file": film_state(file) if file.is_file() else None,
-        **{name: getattr(encoded, name) for name in ("video", "seconds", "start", "warnings")},
+        **{name: getattr(encoded, name) for name in ("video", "seconds", "start", "warnings", "sound")},
         "video_grid_thw": encoded.video_grid_thw.tolist(),
         "second_per_grid_ts": [float(seconds) for seconds in encoded.second_per_grid_ts],
         "metadata": vars(encoded.metadata),

@@ -42,6 +42,7 @@ class EncodedVideo:
     seconds: float  # what reading and encoding took
     start: float = 0.0  # when a player shows the first frame, in seconds
     warnings: list[str] = field(default_factory=list)  # what is wrong with the file, one sentence each
+    sound: bool = False  # whether the file has some, which is not read
     subtitles: Sequence[Subtitle] = ()  # as [`read_subtitles`] gives them
     large: Large | None = None  # with two passes, the video at full size; features and grid are those of the small one
 
@@ -144,6 +145,7 @@ def encode(
         seconds=time.perf_counter() - started,
         start=getattr(chunks, "start", 0.0),  # a model brings its own code, which may be older
         warnings=chunks.warnings,
+        sound=getattr(chunks, "sound", False),
         subtitles=said,
         large=large,
     )

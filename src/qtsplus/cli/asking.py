@@ -140,10 +140,12 @@ class Talk:
         from ..videos import open_chunks
 
         names = ("fps", "start", "end", "max_frames", "max_pixels")
+        started = time.perf_counter()
         chunks = open_chunks(self.about.processor, video, **{name: self.reading[name] for name in names})
+        opening = time.perf_counter() - started
         choice = {name: choice[name] for name in ("retention", "max_visual_tokens", "selection")}
         with notes.status("Measuring"):
-            return measured(forecast(self.about.model, chunks, **choice), self.about.model, chunks)
+            return measured(forecast(self.about.model, chunks, **choice), self.about.model, chunks, opening)
 
     def ask(self, question: str, **choice: Any) -> "Answer":
         """A question to a library stands alone."""
@@ -245,9 +247,9 @@ def print_answer(answer: "Answer", named: bool = False, as_json: bool = False) -
         return
     console.print(answer.answer or "(an empty answer)", style="bold", highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    share = answer.kept_tokens / answer.visual_tokens
+    share, sound = answer.kept_tokens / answer.visual_tokens, ", without its sound" * answer.unheard
     table.add_row("kept", f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens ({share:.1%})")
-    table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at")
+    table.add_row("video", f"{answer.seconds_of_video:.1f} s, {answer.frames} frames looked at{sound}")
     for number, interval in enumerate(answer.evidence):
         name = f"{printable(interval.name)}, " if named or len(answer.keep_maps) > 1 else ""
         span = f"{name}{interval.start:.1f} to {interval.end:.1f} s, {place(interval.box)}"
