@@ -105,7 +105,7 @@ typecheck: $(VENV)/.installed layout
 	$(BIN)/mypy $(LAYOUT) benchmarks
 
 docs: $(VENV_DOCS)/.installed layout  ## the pages and the reference, as a site in build/site
-	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict
 
 bench: $(VENV)/.installed  ## speed, memory and growth against the stock model, on the CPU (about 12 minutes)
 	$(BIN)/python -m benchmarks memory --shape cpu

@@ -136,6 +136,13 @@ def test_files_it_names_exist(page):
         assert (ROOT / path).exists(), path
 
 
+def test_the_page_on_design_names_files_of_the_package():
+    table = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("| In `src/qtsplus/` | |")[2]
+    names = [name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)]
+    assert len(names) > 20
+    assert not [name for name in names if not (ROOT / "src" / "qtsplus" / name).exists()]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tests_it_names_exist(page):
     for file, name in re.findall(r"`(tests/\S+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
