@@ -1,17 +1,25 @@
 """What the pages show runs as pasted, in a folder where `make demo` ran, and what they point to exists."""
 
 import json
+import pkgutil
 import re
 import shlex
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
+import qtsplus
+from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
 from qtsplus.demo import run_demo
+from qtsplus.forecast import forecast
+from qtsplus.hub.files import hub_configs
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "notebook.md")
@@ -66,7 +74,7 @@ def test_the_notebook_runs(after_demo, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("ball - ")
 
 
-NUMBER = re.compile(r"\d[\d,.]*( [kMGT]?B\b| minutes\b| s\b)?")
+NUMBER = re.compile(r"(\d[\d,.]*|\bN\b)( [kMGT]?B\b| minutes\b| s\b)?")
 
 
 def test_the_first_page_runs_and_prints_what_it_says(after_demo, monkeypatch):
@@ -94,6 +102,21 @@ def test_the_first_page_runs_and_prints_what_it_says(after_demo, monkeypatch):
             assert result.exit_code == 0, result.output
             output = result.output.replace(str(after_demo), "/home/you")
             printed += [" ".join(NUMBER.sub("#", line).split()) for line in output.splitlines()]
+
+
+def test_the_first_page_says_what_a_forecast_of_a_7b_says():
+    config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / "qtsplus-7b")
+    config.qtsplus_config = QTSplusConfig(selection="lm_attention", reencode_layers=0)  # as convert makes it
+    with torch.device("meta"):
+        model = Qwen2_5_VLQTSplusForConditionalGeneration(config).to(torch.bfloat16)
+    metadata = SimpleNamespace(frames_indices=range(600), total_num_frames=600, fps=2)
+
+    class Pieces(list):
+        video_grid_thw = torch.tensor([[300, 40, 72]])  # of 1920 x 1080 pixels, at most 768 x 28 x 28 of them
+
+    pieces = Pieces([None] * 53)
+    pieces.metadata = metadata
+    assert str(forecast(model, pieces)) in (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
 
 
 def command_lines():
@@ -134,6 +157,14 @@ def test_files_it_names_exist(page):
         assert (ROOT / path).exists(), path
     for path in re.findall(r"`(\w+_qtsplus(?:_\w+)?\.py)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_the_reference_has_all_that_the_package_gives():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    names = [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    parts = [pkgutil.resolve_name(name) for name in names]
+    given = {name: getattr(qtsplus, name) for name in qtsplus.__all__ if name != "__version__"}
+    assert not [name for name, one in given.items() if one not in parts and sys.modules[one.__module__] not in parts]
 
 
 def test_the_page_on_design_names_files_of_the_package():
