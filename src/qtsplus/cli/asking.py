@@ -62,12 +62,12 @@ def ask(
     """Answer a question about a video or a library, and say which seconds the answer rests on."""
     model, revision = split_revision(model)
     reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
+    if not is_library(video):
+        refuse({"pieces": pieces, "moments": moments}, "is about a library, which `qtsplus index` makes; leave it out")
     check_videos(
         [video], {**reading, "two_passes": two_passes or None, "subtitles": subtitles, "dry_run": dry_run or None}
     )
     budget = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
-    if not is_library(video):
-        refuse({"pieces": pieces, "moments": moments}, "is about a library; leave it out")
     if moments is not None:
         refuse({**budget, "evidence": evidence, "pieces": pieces}, "has no effect with --moments: no answer is written")
     if film is not None and evidence is None:
