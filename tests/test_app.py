@@ -494,6 +494,8 @@ def test_a_film_that_is_not_sent_to_its_end_holds_no_room(send, tmp_path, monkey
 
 def test_nothing_is_sent_but_what_the_page_sends(send):
     assert send(1000, where="process_recording") == 413
+    assert send(1000, **{"Sec-Fetch-Site": "cross-site"}) == send(1000, **{"Sec-Fetch-Site": "same-site"}) == 403
+    assert send(1000, **{"Sec-Fetch-Site": "same-origin"}) == 200
     assert send(1000, **{"Content-Length": "2000000", "Content-Type": "application/json"}, where="queue/join") == 413
 
 

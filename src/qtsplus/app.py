@@ -216,8 +216,10 @@ class Gate:
         what = scope.get("path", "").rpartition("/gradio_api/")[2]
         if scope.get("method", "GET") in ("GET", "HEAD") and what != "deep_link":  # which would write to the disk
             return await self.app(scope, receive, send)
-        most = _MOST.get(what, -1)
-        length = int(dict(scope["headers"]).get(b"content-length", most + 1))
+        headers, most = dict(scope["headers"]), _MOST.get(what, -1)
+        if headers.get(b"sec-fetch-site", b"same-origin") not in (b"same-origin", b"none"):  # a browser says so
+            return await PlainTextResponse("A page elsewhere sent this.", 403)(scope, receive, send)
+        length = int(headers.get(b"content-length", most + 1))
         if not 0 <= length <= most or self.coming + length > ALL_FILMS:
             return await PlainTextResponse("This is too large, or too much at once.", 413)(scope, receive, send)
         self.coming += length
