@@ -1,6 +1,7 @@
 """What cannot be loaded ends in one sentence that says what was given and what to do."""
 
 import json
+import os
 import pickle
 import shutil
 
@@ -95,9 +96,18 @@ def with_template(text):
     return lambda folder: (folder / "chat_template.jinja").write_text(text)
 
 
+def with_config(**values):
+    def spoil(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (with_config(quantization_config={"quant_method": "gptq", "bits": 4}), ""),
         (with_n_max, "TypeError: '>='"),
         (with_a_pickle, "UnpicklingError: Weights only load failed"),
         (with_template("{% for message in"), "TemplateSyntaxError"),
@@ -112,6 +122,29 @@ def test_a_broken_folder_is_one_line(folder, tiny_mp4, spoil, words, capfd):
     error = result.stderr.splitlines()[-1]
     assert result.exit_code == 2 and error.startswith("qtsplus: ") and str(folder) in error, result.stderr
     assert f"cannot be used: {words}" in error and "executed" not in capfd.readouterr().out + result.stdout
+
+
+@pytest.mark.parametrize("kernel", ["org/kernel", "paged|org/kernel@main:f", {"text_config": "org/kernel"}], ids=str)
+def test_a_configuration_fetches_no_kernel(folder, kernel):
+    """Else Transformers runs code of the repository that it names."""
+    with_config(_attn_implementation=kernel)(folder)
+    with pytest.raises(ValueError, match=r"names the kernel .*org/kernel.*, whose code does not run here"):
+        loading.load(folder)
+
+
+def test_an_adapter_beside_a_model_is_not_added(folder):
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/other"}')
+    with pytest.raises(ValueError, match="holds a PEFT adapter; merge it"):
+        loading.load(folder)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
+def test_a_pipe_in_a_folder_is_not_waited_for(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=f"{name} is a pipe or a device; expected the files of a model"):
+        loading.load(folder)
 
 
 @pytest.mark.parametrize("size", [0, -4, 1.5, "x", None])

@@ -420,6 +420,13 @@ def test_a_session_follows_no_link(session, tmp_path):
         session.load(tmp_path / "saved")
 
 
+def test_features_that_grew_are_not_read_to_their_end(session, tmp_path, monkeypatch):
+    os.truncate(tmp_path / "saved/0.safetensors", 2**40)
+    monkeypatch.setattr(storage, "measure", lambda path: pytest.fail("a terabyte was read"))
+    with pytest.raises(ValueError, match="it was changed since it was written"):
+        session.load(tmp_path / "saved")
+
+
 # --- What the system sees ---
 
 STRACE = "trace=open,openat,openat2,creat,unlink,unlinkat,rename,renameat,renameat2,truncate,mkdir,execve,connect"

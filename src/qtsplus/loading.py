@@ -3,12 +3,14 @@
 No folder's own Python runs: that is for Transformers without this package. Its Auto classes too give ours from here on.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import find_adapter_config_file
 
 from .backbones import backbone_of, register
 from .hub.checkpoint import INDEX, weight_map
@@ -42,6 +44,7 @@ def load(
     """
     device = find_device(device)
     processor = load_processor(model, revision)
+    refuse_adapter(model, revision)
     backbone = backbone_of(stored_config(model, revision).get("model_type"))
     if Path(model, INDEX).is_file():
         weight_map(Path(model, INDEX))
@@ -112,7 +115,9 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
     if Path(model).is_dir():
         if not Path(model, "config.json").exists():
             raise ValueError(f"There is no config.json in {name!r}; expected the folder of a model.")
-        return read_json(Path(model, "config.json"))
+        if odd := [path for path in Path(model).iterdir() if path.exists() and not (path.is_file() or path.is_dir())]:
+            raise ValueError(f"{odd[0]} is a pipe or a device; expected the files of a model.")
+        return _without_kernels(read_json(Path(model, "config.json")), name)
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -123,6 +128,15 @@ def stored_config(model: str | Path, revision: str | None = None) -> dict[str, A
         raise ValueError(f"There is no folder {name!r}, and the Hub did not give it: {first_line(error)}") from error
     if not config:
         raise ValueError(f"There is no config.json in {name!r}; expected the repository of a model.")
+    return _without_kernels(config, name)
+
+
+def _without_kernels(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Raises `ValueError` for attention that is called like a repository: Transformers fetches it and runs its code."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+            if "/" in (kernel := json.dumps(part.get(key))):
+                raise ValueError(f"{name!r} names the kernel {kernel} in config.json, whose code does not run here.")
     return config
 
 
@@ -160,7 +174,7 @@ def check_model(model: str | Path, revision: str | None = None) -> None:
             )
 
 
-def refuse_adapter(folder: Path) -> None:
-    """Raises `ValueError` for the folder of a PEFT adapter, which has the weights of no whole model."""
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")
+def refuse_adapter(model: str | Path, revision: str | None = None) -> None:
+    """Raises `ValueError` for a PEFT adapter: it has the weights of no whole model, and names any other as its base."""
+    if find_adapter_config_file(str(model), revision=revision) is not None:
+        raise ValueError(f"{model} holds a PEFT adapter; merge it (merge_and_unload) and save the whole model first.")

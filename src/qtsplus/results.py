@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,8 @@ from .settings import explain
 K = TypeVar("K")
 V = TypeVar("V")
 Key = str | int
+
+_LONGEST = 2**24  # bytes of a line, or of a file that is read whole: nothing here writes as much
 
 # What is read back may be a stranger's: no value of another type, no unknown field, neither NaN nor infinity.
 STORED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
@@ -76,7 +79,7 @@ class Journal:
         self.path, self.schema = path, schema
         self.done = _Entries(self)
         wanted = None if settings is None else json.loads(json.dumps(settings))
-        earlier = self._read(wanted is not None) if path.exists() else None
+        earlier = self._read(wanted is not None) if os.path.lexists(path) else None
         if wanted is None and earlier is None:
             raise ValueError(f"{path} holds a run that never began: begin it first.")
         self.settings: Any = wanted or earlier
@@ -91,11 +94,15 @@ class Journal:
     def _read(self, goes_on: bool) -> dict[str, Any] | None:
         """The settings, with the places of the entries noted; `None` where the file ends before them."""
         settings, end = None, 0
-        with self.path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.endswith(b"\n"):
-                    break
+        if not is_plain_file(self.path):
+            raise ValueError(f"{self.path} is no file: choose another folder.")
+        with self.path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST), b""), start=1):
                 try:
+                    if len(line) == _LONGEST:
+                        raise ValueError(f"it is longer than {_LONGEST} bytes.")
+                    if not line.endswith(b"\n"):
+                        break
                     if settings is None:
                         settings = self._begin(line)
                     else:
@@ -207,9 +214,16 @@ def check_stored(kind: Any, content: Any) -> Any:
         raise ValueError(printable(explain(error, content))) from None
 
 
+def is_plain_file(path: Path) -> bool:
+    """Whether it is a file itself: a link may lead anywhere, and a pipe or a device has no end."""
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
 def read_stored(path: Path, kind: Any) -> Any:
     """A JSON file, sealed or not, as a type for pydantic; a `ValueError` of one line where it is none."""
     try:
+        if not is_plain_file(path) or path.stat().st_size > _LONGEST:
+            raise ValueError(f"it is no file of at most {_LONGEST} bytes.")
         return check_stored(kind, unseal(path.read_bytes()))
     except FileNotFoundError as error:
         raise ValueError(f"There is no {path}.") from error

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from .hub.checkpoint import in_memory, write_tensors
 from .output import first_line, whole_file
-from .results import STORED, check_stored
+from .results import STORED, check_stored, is_plain_file
 from .videos import IN_MEMORY, EncodedVideo
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -142,9 +141,9 @@ def load_video(path: Path, made_by: str, model: Any, stored: Stored | None = Non
         stored: what was noted of the file, by which every byte is checked, and every feature.
     """
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):
+        if not is_plain_file(path):
             raise ValueError("it is no file")
-        if stored is not None and measure(path) != stored:
+        if stored is not None and (path.stat().st_size != stored["size"] or measure(path) != stored):
             raise ValueError("it was changed since it was written")
         with safe_open(path, "pt") as file:
             header, features = file.metadata() or {}, file.get_tensor("features")

@@ -151,3 +151,19 @@ def test_damaged_features_are_one_line_and_train_nothing(tmp_path):
     path.write_bytes(b"no features")
     with pytest.raises(ValueError, match=f"{path} is damaged: remove it"):
         features.read_tensors(path, ranks)
+
+
+def test_changed_features_and_those_of_another_video_are_found(tmp_path):
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    for path in (one, other):
+        features.write_tensors(path, {"attention": torch.ones(3)})
+    whole = one.read_bytes()
+    damages = [other.read_bytes(), *(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(-12, -1))]
+    for damage in damages:
+        one.write_bytes(damage)
+        with pytest.raises(ValueError, match=f"{one} is damaged: remove it, .*it was changed since it was written"):
+            features.read_tensors(one, {"attention": 1})
+    one.unlink()
+    one.symlink_to(other)
+    with pytest.raises(ValueError, match="it is no file"):
+        features.read_tensors(one, {"attention": 1})

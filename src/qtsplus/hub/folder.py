@@ -27,7 +27,7 @@ _REPLACED = (
 
 
 # What Transformers and its parsers raise for a file that is there, but not what its name says.
-_SPEAKING = (OSError, ValueError, StrictDataclassError)
+_SPEAKING = (OSError, ValueError, ImportError, StrictDataclassError)
 _CODE = (TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError)
 _BROKEN = (*_SPEAKING, *_CODE, UnpicklingError, SafetensorError, TemplateError)
 

@@ -12,13 +12,14 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 from rich.progress import track
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch.utils.data import DataLoader, Dataset
 from transformers.utils import logging
 
 from ..data.records import VideoRecord
 from ..output import first_line, require_space, size, whole_file
+from ..results import is_plain_file
 from .freezing import vision_modules
 
 logger = logging.get_logger(__name__)
@@ -146,7 +147,7 @@ def features_of(
 ) -> VideoFeatures:
     """Where in `folder` the features of a model's vision tower are kept; see [`encode_files`]."""
     reading = {name: value for name, value in processor.video_processor.to_dict().items() if name not in _CLASSES}
-    settings = [reading, dict(processor_kwargs or {}), str(autocast_dtype)]
+    settings = ["with digests", reading, dict(processor_kwargs or {}), str(autocast_dtype)]
     return VideoFeatures(Path(folder) / digest_of(vision_modules(model), settings))
 
 
@@ -165,10 +166,15 @@ def digest_of(modules: Mapping[str, Any], settings: Any) -> str:
 
 def read_tensors(path: Path, ranks: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
     """What [`write_tensors`] wrote, of these ranks by name; `None` without a file, a `ValueError` for damage."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
-        tensors = load_file(path)
+        if not is_plain_file(path):
+            raise ValueError("it is no file")
+        with safe_open(path, "pt") as file:
+            tensors, header = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        if header != _header(path, tensors):
+            raise ValueError("it was changed since it was written")
         if ranks != {name: tensor.ndim for name, tensor in tensors.items()}:
             raise ValueError("it holds other tensors")
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
@@ -181,4 +187,10 @@ def read_tensors(path: Path, ranks: Mapping[str, int]) -> dict[str, torch.Tensor
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Writes a safetensors file that is never seen half written."""
     with whole_file(path, "wb") as file:
-        file.write(save(tensors))
+        file.write(save(tensors, _header(path, tensors)))
+
+
+def _header(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """A digest of the tensors and of the place where they belong: that of another video is damage too."""
+    place = f"{path.parent.name}/{path.name}".encode()
+    return {"digest": hashlib.sha256(place + save(tensors)).hexdigest()}

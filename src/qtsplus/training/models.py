@@ -122,7 +122,7 @@ def check_weights(weights: str, expected: str) -> None:
             f"{weights} holds a model of type {kind!r}; expected {expected!r}, or its stock model "
             f"{expected.removesuffix(OURS)!r}."
         )
-    refuse_adapter(Path(weights))
+    refuse_adapter(weights)
     if Path(weights).is_dir():
         read_checkpoint(Path(weights))  # raises what is cut off; the files of a Hub repository are checked on their way
 
