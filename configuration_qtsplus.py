@@ -67,7 +67,7 @@ class QTSplusConfig(PreTrainedConfig):
             paper's, every word by itself; `"layer"` has one self-attention layer of the selector over the question.
         scoring_layers (`int`, defaults to 1): cross-attention layers; the last one's attention is the relevance.
         null_token (`bool`, defaults to `True`): one learned token competes with the visual ones for the relevance and
-            stands for "none of them". What it takes, the visual tokens' relevance lacks to 1.
+            stands for "none of them". The visual tokens' relevance sums to 1 less its share.
         reduction (`str`, defaults to `"mean"`): how the relevance of a token is made of its scores over heads and words
             of the question: `"max"` (the paper), `"mean"`, or, for questions without options, `"sum"`; see
             relevance_qtsplus.py.

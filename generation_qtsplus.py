@@ -265,7 +265,7 @@ class QTSplusGenerationMixin:
         return next((value for value in values if value is not None), None)
 
     def _count_new_tokens(self, generation_config, kwargs, prompt_length: int):
-        """Lengths that count the prompt would count the shortened one: says them in new tokens instead."""
+        """Says lengths in new tokens, for those that count the prompt would count the shortened one."""
         config = copy.deepcopy(generation_config)
         for total, new, least in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
             length = self._setting(total, kwargs, config)

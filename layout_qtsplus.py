@@ -78,7 +78,7 @@ class QTSplusBackboneMixin:
 
     @property
     def candidate_modalities(self) -> tuple[int, ...]:
-        """Whose tokens compete."""
+        """Whether the tokens of images compete for the budget, or only those of videos."""
         return (IMAGE, VIDEO) if self.config.qtsplus_config.select_images else (VIDEO,)
 
     @property
@@ -267,11 +267,11 @@ def _rows(model, input_ids, mask, starts, grids, seconds, position_ids=None) -> 
     types = [row[real] for row, real in zip(model.token_types(input_ids), columns, strict=True)]
     spans = find_spans(types, {modality: model.visual_spans(modality, grids[modality]) for modality in MODALITIES})
     own_positions = None if position_ids is None else model.language_axes(position_ids)
-    rows = []
+    modalities, rows = model.candidate_modalities, []
     for b, real in enumerate(columns):
         positions = model.row_positions(spans[b], len(real), starts[b], seconds, input_ids.device)
         language = model.language_positions(spans[b], starts[b], positions)
-        competing = [span for span in spans[b] if span.modality in model.candidate_modalities]
+        competing = [span for span in spans[b] if span.modality in modalities]
         rows.append(
             PromptRow(
                 columns=real,
@@ -377,7 +377,7 @@ def splice(
         keep = row.keep(kept_indices.to(row.columns.device))
         columns.append(row.columns[keep])
         positions.append(row.language_positions[:, keep])
-        for name, kept in _row_features(model, row, keep, tokens, features).items():
+        for name, kept in _row_features(model, layout, row, keep, tokens, features).items():
             row_features[name].append(kept)
 
     pad_left = bool(layout.mask[:, -1].all()) if pad_left is None else pad_left
@@ -412,15 +412,22 @@ def splice(
 
 
 def _row_features(
-    model: QTSplusBackboneMixin, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor, features: Features
+    model: QTSplusBackboneMixin,
+    layout: Layout,
+    row: PromptRow,
+    keep: torch.Tensor,
+    tokens: torch.Tensor,
+    features: Features,
 ) -> dict[str, torch.Tensor]:
     """What stands in place of a row's image and video placeholders, `[k, token_width]` each."""
     row_features, types = {}, None
-    competing = {span.modality for span in row.spans}.intersection(model.candidate_modalities)
+    competing = {span.modality for span in row.spans}.intersection(layout.modalities)
     if len(competing) > 1 or any(span.line for span in row.spans):
-        tokens, types = _with_line_ends(model, row, keep, tokens)
+        competes = torch.isin(row.types, torch.tensor(layout.modalities, device=keep.device))
+        types = row.types[keep & competes].to(tokens.device)
+        tokens = _with_line_ends(model, row, keep & competes, tokens)
     for modality, name in MODALITIES.items():
-        if modality not in model.candidate_modalities:
+        if modality not in layout.modalities:
             untouched = [features[modality][span.index] for span in row.spans if span.modality == modality]
             row_features[name] = join(untouched, model.no_features(row.columns.device))
         elif types is None:
@@ -430,14 +437,13 @@ def _row_features(
     return row_features
 
 
-def _with_line_ends(model, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor):
-    """The kept tokens `[k, d]` with the newlines that stay among them, and the modality of each."""
+def _with_line_ends(model, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The kept tokens `[k, d]` with the newlines that stay among them."""
     is_token = torch.zeros_like(keep)
     is_token[row.candidates] = True
-    competes = torch.isin(row.types, torch.tensor(model.candidate_modalities, device=keep.device))
-    types, is_token = row.types[keep & competes], is_token[keep & competes].to(tokens.device)
+    is_token = is_token[keep].to(tokens.device)
     if len(is_token) > len(tokens):
         spread = model.line_end.to(tokens.device, tokens.dtype).expand(len(is_token), -1).clone()
         spread[is_token] = tokens
         tokens = spread
-    return tokens, types.to(tokens.device)
+    return tokens

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from .layout_qtsplus import Features, QTSplusBackboneMixin, find_questions, lay_out_again, splice
+from .methods_qtsplus import no_question
 from .prompt_qtsplus import Grid, Layout, PromptRow, SelectionInputs, given_queries
 from .relevance_qtsplus import take_rows
 from .selector_qtsplus import QTSplusOutput
@@ -230,8 +231,13 @@ def log_attention(
         sources: the features of the row's candidates, `[k, token_width]` of each video.
         grids: (time, height, width) of each of them.
         features: those of the batch.
+
+    Raises:
+        ValueError: a row without a question.
     """
     row, looking = reading.layout.rows[index], reading.looking[index]
+    if not len(looking):
+        raise no_question(index, len(row.candidates))
     device = row.columns.device
     groups = FrameGroups.deal(grids, model.config.qtsplus_config.attention_group, device)
     result, log_odds = torch.empty(len(row.candidates), device=device), []

@@ -1,4 +1,4 @@
-"""Which visual tokens stay, and how many: budgets, and methods, functions `select(candidates, n) -> kept indices`.
+"""Which visual tokens stay: methods, functions `select(candidates, n) -> kept indices`.
 
 `selection=` takes such a function in every call, or the name of one of [`METHODS`], which the configuration takes too.
 Of tokens that are as good as each other the earliest stay: [`top_n`] says what that means.
@@ -6,7 +6,7 @@ Of tokens that are as good as each other the earliest stay: [`top_n`] says what 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from importlib.util import module_from_spec, spec_from_file_location
@@ -14,18 +14,14 @@ from itertools import pairwise
 from numbers import Real
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 # Scores that differ by no more are a tie. Equal frames that are encoded in batches of other sizes differ by 1e-6 in
 # their features, in float32, and hardly more in log-relevance, where this is a ten-thousandth of a token's relevance.
 TIE = 1e-4
-DOUBLINGS = 15  # predicted are 1, 2, 4, ... 16,384 tokens, whatever n_max is; more lose nothing
-EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
-NEAR = 0.2  # of the highest relevance
 
 
 @dataclass
@@ -41,6 +37,7 @@ class Candidates:
     score: Callable[[torch.Tensor], torch.Tensor]  # from the states of the question's words to `log_relevance`
     contextualise: Callable[[], torch.Tensor] | None = None  # computes those states; `query` itself if `None`
     attend: Callable[[], torch.Tensor] | None = None  # computes `log_attention`
+    scores: torch.Tensor | None = field(default=None, init=False)  # `log_attention` or else `log_relevance`, once read
 
     @cached_property
     def query_states(self) -> torch.Tensor:
@@ -50,22 +47,20 @@ class Candidates:
     @cached_property
     def log_relevance(self) -> torch.Tensor:
         """`[M]` float32, at most 0: what the selector has learned to give each token."""
-        return self.score(self.query_states)
+        relevance = self.score(self.query_states)
+        if self.scores is None:
+            self.scores = relevance
+        return relevance
 
     @cached_property
     def log_attention(self) -> torch.Tensor:
         """`[M]` float32, at most 0: how much the language model attends to each token, in its first layers."""
         if self.attend is None:
             raise ValueError("This selection asks the language model: call the whole model, not only the selector.")
-        return self.attend()
+        attention = self.scores = self.attend()
+        return attention
 
-    @property
-    def scores(self) -> torch.Tensor:
-        """What has been computed of `log_attention`, or else of `log_relevance`; empty where neither was read."""
-        read = [vars(self)[name] for name in ("log_attention", "log_relevance") if name in vars(self)]
-        return read[0] if read else torch.empty(0, device=self.device)
-
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """M."""
         return sum(len(part) for part in self.visual)
@@ -178,131 +173,6 @@ METHODS: dict[str, Method] = {
 }
 
 
-# --- How many (lines 3 and 4) ---
-
-
-def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tensor:
-    """
-    What the budget head sees: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
-
-    Args:
-        query: `[L, d]`, the states of the question's words.
-        relevance: `[M]` float32.
-    """
-    p = relevance / (relevance.sum() + EPSILON)
-    entropy = -(p * (p + EPSILON).log()).sum()
-    log_m = torch.full_like(entropy, math.log(len(relevance)))
-    return torch.cat([query.float().mean(0), torch.stack([log_m, relevance.max(), entropy])])
-
-
-def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
-    """`n = min(ceil(rho M), n_max)`, at least 1."""
-    # A product such as 0.07 * 100 = 7.000000000000001 must not cost a token more.
-    return max(1, min(math.ceil(round(rho * num_tokens, 6)), n_max))
-
-
-class Float32Linear(nn.Linear):
-    """Computes in float32 whatever its parameters' dtype; a module of its own, so that offloading finds its weights."""
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(states.device.type, enabled=False):
-            return F.linear(states.float(), self.weight.float(), self.bias.float())
-
-
-class QTSplusBudgetHead(nn.Module):
-    """`rho = rho_min + (rho_max - rho_min) sigmoid(MLP(features))`, in float32 whatever the parameters' dtype."""
-
-    def __init__(self, hidden_size: int, budget_hidden_size: int):
-        super().__init__()
-        self.mlp = nn.Sequential(
-            Float32Linear(hidden_size + 3, budget_hidden_size), nn.GELU(), Float32Linear(budget_hidden_size, 1)
-        )
-
-    def forward(self, features: torch.Tensor, rho_min: float, rho_max: float) -> torch.Tensor:
-        logit = self.mlp(features)
-        return rho_min + (rho_max - rho_min) * torch.sigmoid(logit[0])
-
-
-class QTSplusLossHead(nn.Module):
-    """
-    What an answer loses with only 1, 2, 4, ... of the most relevant tokens, `[K]` nats that fall towards 0: in float32
-    whatever the parameters' dtype.
-    """
-
-    def __init__(self, hidden_size: int, budget_hidden_size: int):
-        super().__init__()
-        self.mlp = nn.Sequential(
-            Float32Linear(hidden_size + 7, budget_hidden_size),
-            nn.GELU(),
-            Float32Linear(budget_hidden_size, DOUBLINGS),
-        )
-
-    def forward(self, query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:
-        """
-        Args:
-            query: `[L, d]`, the states of the question's words.
-            log_relevance: `[M]` float32.
-        """
-        falls = F.softplus(self.mlp(self._features(query, log_relevance)) - 4)  # few at first
-        return falls.flip(0).cumsum(0).flip(0)
-
-    @staticmethod
-    def _features(query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:
-        """
-        The query, what the tokens have of all relevance, and how it is spread among those that come [`NEAR`] the most
-        relevant: the thousands of weak ones that a long video adds say nothing about how many an answer needs.
-        """
-        relevance = log_relevance.exp()
-        seen = relevance.sum()
-        near = relevance[relevance >= NEAR * relevance.max()].sort(descending=True).values
-        shares = near / (near.sum() + EPSILON)
-        entropy = torch.special.entr(shares).sum()
-        held = torch.searchsorted(shares.cumsum(0), shares.new_tensor([0.5, 0.8, 0.95])) + 1
-        parts = torch.stack([shares[0], seen, 1 - seen]).clamp(min=1e-4).log()
-        return torch.cat([query.float().mean(0), parts, entropy[None], held.float().log()])
-
-
-def cheapest_count(losses: torch.Tensor, config: Any, least: int, most: int) -> int:
-    """
-    The count, `least` to `most`, at which what [`QTSplusLossHead`] predicts and the price of the tokens are least
-    together: Equation 5 of one question. Between the predictions a line is drawn over the logarithm.
-    """
-    predicted, steps = losses.tolist(), math.ceil(4 * math.log2(most))
-    n_max, price, lambda_m, lambda_t = config.n_max, config.token_price, config.lambda_m, config.lambda_t
-    counts = [max(least, round(2 ** min(step / 4, math.log2(most)))) for step in range(steps + 1)]
-
-    def cost(count: int) -> float:
-        doubling, share = math.log2(count), count / n_max
-        below = min(int(doubling), len(predicted) - 1)
-        above = min(below + 1, len(predicted) - 1)
-        answer = predicted[below] + (predicted[above] - predicted[below]) * (doubling - below)
-        return answer + price * count + lambda_m * share + lambda_t * share**2
-
-    return min(counts, key=cost)
-
-
-def share_of_mass(log_shares: torch.Tensor, mass: float) -> float:
-    """
-    The smallest share of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
-
-    Args:
-        log_shares: `[M]`; their shares sum to 1, or to less where something else took the rest, which counts as kept.
-            Those of the reduction `"max"`, which sum to more, are made to sum to 1.
-    """
-    shares = log_shares.exp().sort(descending=True).values
-    shares = shares / shares.sum().clamp(min=1)
-    left_out = shares.sum() - shares.cumsum(0)
-    return min(int((left_out > 1 - mass + TIE).sum()) + 1, len(shares)) / len(shares)
-
-
-class Budget(NamedTuple):
-    """Of one sample: rho, a scalar tensor; the count n; what [`QTSplusLossHead`] predicts, `[K]` or `[0]`."""
-
-    rho: torch.Tensor
-    n: int
-    losses: torch.Tensor
-
-
 # --- What a call may ask for ---
 
 
@@ -344,6 +214,14 @@ def add_method(name: str | None) -> None:
         except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
             raise ValueError(f"selection={name!r} cannot be imported: {error}") from error
     find_method(name)
+
+
+def no_question(row: int, num_tokens: int) -> ValueError:
+    """What is said where a method asks how tokens fit a question that is not there."""
+    return ValueError(
+        f"Row {row} has {num_tokens} visual tokens but no question to select them by. Format the prompt with the "
+        "processor's chat template, or pass query_mask= or query_input_ids=."
+    )
 
 
 def check_kept(kept: Any, n: int, num_tokens: int, selection: str | Method) -> None:

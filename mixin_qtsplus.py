@@ -288,8 +288,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
 
     def _anchors(self, input_ids: torch.Tensor | None) -> list[torch.Tensor]:
         """
-        Scalars of what is trained in front of the language model's layers, made before anything else, as the selector's
-        own anchor is. What FSDP has shared out is no plain parameter here, and is left out.
+        A scalar of each weight that is trained in front of the language model's layers. They are made before anything
+        else, for the reason that the selector's anchor is. Weights that FSDP has sharded are left out.
         """
         embed, apart = self.get_input_embeddings(), ("language_model.", "qtsplus.")
         first = [] if input_ids is None or not embed.weight.requires_grad else [embed(input_ids[:, :1]).sum()]

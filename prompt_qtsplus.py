@@ -81,8 +81,8 @@ def take_cache(kwargs: dict[str, Any]) -> Cache | None:
 
 def names_inputs(forward: T) -> T:
     """
-    Puts the arguments that are named here into the signature of a `forward` that takes them as `**kwargs`: the Trainer
-    drops a batch's columns, and `generate` refuses arguments, that the signature does not have.
+    Puts the arguments that are named here into the signature of a `forward` that takes them as `**kwargs`. What the
+    signature does not name, the Trainer drops from a batch, and `generate` refuses.
     """
     signature = inspect.signature(forward)
     *stock, rest = signature.parameters.values()
@@ -358,10 +358,11 @@ def find_spans(
                 begun = not span.frame or any(
                     before.modality == modality and before.index == span.index for before in spans[-1:]
                 )
-                if span.index < 0 or start + span.length > stop or not begun:
+                end = start + span.length
+                if span.index < 0 or end > stop or not begun:
                     raise ValueError(_mismatch(row, modality, stop - start, span, counts[modality]))
                 spans.append(replace(span, start=start))
-                start += span.length
+                start = end
         rows.append(spans)
     for modality, queue in queues.items():
         left = len({span.index for span in queue})

@@ -1,5 +1,4 @@
-"""The selector's layer, whose attention is how much each visual token matters for a question (lines 1 and 2 of the
-paper's Algorithm 1), and the log-relevance that is made of it.
+"""The networks and numerics of the selector: its layer, the budget's heads, log-relevance in blocks, the threshold.
 
 With `s` the scores `q k / sqrt(d_h)` of a sample, and their rows (one for each head and query token), a reduction makes
 one number of a token's column:
@@ -12,18 +11,21 @@ Every softmax runs over the M visual tokens. So r sums to 1 for all but the maxi
 number of rows. In the first two a token matters if any word speaks for it; in the sum, if the words do together: "the
 yellow ring" is neither any ring nor anything yellow.
 
-[`QTSplusLayer`], which the re-encoder has too, is the way in, then [`log_relevance`].
+[`QTSplusLayer`], whose attention this is and which the re-encoder has too, is the way in, then [`log_relevance`].
 """
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+DOUBLINGS = 15  # predicted are 1, 2, 4, ... 16,384 tokens, whatever n_max is; more lose nothing
+EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
+NEAR = 0.2  # of the highest relevance
 
 # --- The layer ---
 
@@ -46,7 +48,7 @@ class QTSplusLayer(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int, num_key_value_heads: int, eps: float, dropout: float):
         super().__init__()
         self.head_dim = hidden_size // num_heads
-        self.dropout = dropout
+        self.dropout = nn.Dropout(dropout)
         key_value_size = num_key_value_heads * self.head_dim
         self.q_norm = QTSplusRMSNorm(hidden_size, eps)
         self.kv_norm = QTSplusRMSNorm(hidden_size, eps)
@@ -59,37 +61,31 @@ class QTSplusLayer(nn.Module):
             nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size)
         )
 
-    def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
-
     def forward(
         self,
         query: torch.Tensor,
         context: torch.Tensor | Sequence[torch.Tensor],
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-        relevance_reduction: str | None = None,
-        keys: Callable[..., torch.Tensor] | None = None,
+        *,
         lengths: Sequence[int] | None = None,
-        apart: bool = False,
+        reduction: str | None = None,
+        keys: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Args:
             query: `[L, d]`.
             context: `[M, d]`, in one tensor or several; the same tensor as `query` for self-attention.
             rotary: tables for self-attention.
-            relevance_reduction: return the `[M]` log-relevance of the attention instead of the `[L, d]` output.
-            keys: in place of this layer's own function of the context.
             lengths: of the samples that lie one behind the other in `query`, which is the context too, and of which
                 each attends to itself.
-            apart: compute the products of each of those by itself, so that a sample does not depend on the others, not
-                even in the last bit.
+            reduction: return the `[M]` log-relevance of the attention, reduced so, in place of the `[L, d]` output.
+            keys: what [`keys`] gives for the context, where it is known.
         """
-        compute: Callable[..., torch.Tensor] = partial(in_turn, lengths=lengths) if apart and lengths else in_blocks
-        query_states = self._heads(compute(self.q_proj, self.q_norm(query)))
-        key_states = self.keys(context, compute) if keys is None else keys(context)
-        if relevance_reduction is not None:
-            return log_relevance(query_states, key_states, reduction=relevance_reduction)
-        value_states = self._heads(compute(lambda rows: self.v_proj(self.kv_norm(rows)), context))
+        query_states = self._heads(self.q_proj(self.q_norm(query)))
+        key_states = self.keys(context) if keys is None else keys
+        if reduction is not None:
+            return log_relevance(query_states, key_states, reduction=reduction)
+        value_states = self._heads(in_blocks(lambda rows: self.v_proj(self.kv_norm(rows)), context))
         if rotary is not None:
             query_states, key_states = rotate(query_states, rotary), rotate(key_states, rotary)
         if lengths is None:
@@ -97,17 +93,15 @@ class QTSplusLayer(nn.Module):
         else:
             samples = zip(*(x.split(lengths, 1) for x in (query_states, key_states, value_states)), strict=True)
             attention = torch.cat([grouped_attention(*sample) for sample in samples], 1)
-        query = query + self._drop(compute(self.o_proj, attention.transpose(0, 1).flatten(1)))
-        return query + self._drop(compute(lambda rows: self.ffn(self.ffn_norm(rows)), query))
+        query = query + self.dropout(self.o_proj(attention.transpose(0, 1).flatten(1)))
+        return query + self.dropout(in_blocks(lambda rows: self.ffn(self.ffn_norm(rows)), query))
 
-    def keys(
-        self, context: torch.Tensor | Sequence[torch.Tensor], compute: Callable[..., torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def keys(self, context: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """`[kv_heads, M, head_dim]`."""
-        return self._heads((compute or in_blocks)(lambda rows: self.k_proj(self.kv_norm(rows)), context))
+        return self._heads(in_blocks(lambda rows: self.k_proj(self.kv_norm(rows)), context))
 
-    def _drop(self, states: torch.Tensor) -> torch.Tensor:
-        return F.dropout(states, self.dropout, self.training)
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
 
 
 def rotary_tables(
@@ -168,11 +162,6 @@ def in_blocks(
     return result
 
 
-def in_turn(function: Callable, states: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """A function of each of the samples that lie one behind the other in `[n, d]`."""
-    return torch.cat([function(sample) for sample in states.split(lengths)])
-
-
 def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
     """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
     if len(parts) == 1:
@@ -181,6 +170,68 @@ def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Ten
     bounds = torch.searchsorted(indices, starts).tolist()
     pieces = zip(parts, starts, bounds, bounds[1:], strict=False)
     return torch.cat([part[indices[low:high] - start] for part, start, low, high in pieces])
+
+
+# --- The budget's heads ---
+
+
+class Float32Linear(nn.Linear):
+    """Computes in float32 whatever its parameters' dtype; a module of its own, so that offloading finds its weights."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            return F.linear(states.float(), self.weight.float(), self.bias.float())
+
+
+def float32_mlp(inputs: int, hidden_size: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(Float32Linear(inputs, hidden_size), nn.GELU(), Float32Linear(hidden_size, outputs))
+
+
+class QTSplusBudgetHead(nn.Module):
+    """`rho = rho_min + (rho_max - rho_min) sigmoid(MLP(features))`, in float32 whatever the parameters' dtype."""
+
+    def __init__(self, hidden_size: int, budget_hidden_size: int):
+        super().__init__()
+        self.mlp = float32_mlp(hidden_size + 3, budget_hidden_size, 1)
+
+    def forward(self, features: torch.Tensor, rho_min: float, rho_max: float) -> torch.Tensor:
+        logit = self.mlp(features)
+        return rho_min + (rho_max - rho_min) * torch.sigmoid(logit[0])
+
+
+class QTSplusLossHead(nn.Module):
+    """
+    What an answer loses with only 1, 2, 4, ... of the most relevant tokens, `[K]` nats that fall towards 0: in float32
+    whatever the parameters' dtype.
+    """
+
+    def __init__(self, hidden_size: int, budget_hidden_size: int):
+        super().__init__()
+        self.mlp = float32_mlp(hidden_size + 7, budget_hidden_size, DOUBLINGS)
+
+    def forward(self, query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            query: `[L, d]`, the states of the question's words.
+            log_relevance: `[M]` float32.
+        """
+        falls = F.softplus(self.mlp(self._features(query, log_relevance)) - 4)  # few at first
+        return falls.flip(0).cumsum(0).flip(0)
+
+    @staticmethod
+    def _features(query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:
+        """
+        The query, what the tokens have of all relevance, and how it is spread among those that come [`NEAR`] the most
+        relevant: the thousands of weak ones that a long video adds say nothing about how many an answer needs.
+        """
+        relevance = log_relevance.exp()
+        seen = relevance.sum()
+        near = relevance[relevance >= NEAR * relevance.max()].sort(descending=True).values
+        shares = near / (near.sum() + EPSILON)
+        entropy = torch.special.entr(shares).sum()
+        held = torch.searchsorted(shares.cumsum(0), shares.new_tensor([0.5, 0.8, 0.95])) + 1
+        parts = torch.stack([shares[0], seen, 1 - seen]).clamp(min=1e-4).log()
+        return torch.cat([query.float().mean(0), parts, entropy[None], held.float().log()])
 
 
 # --- Log-relevance ---
@@ -283,3 +334,40 @@ def _largest_of_rows(keys: torch.Tensor, queries: torch.Tensor, totals: torch.Te
         return log_attention.amax(0)
     # Rows last: finding the place of a maximum is five times slower across rows.
     return log_attention.t().contiguous().max(-1).values
+
+
+# --- Algorithm 2 ---
+
+
+def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> torch.Tensor:
+    """
+    Solves `sum_i sigmoid((scores_i - t) / tau_s) = target` for t.
+
+    The sum falls strictly with t, which lies between `min(scores)` and `max(scores)` shifted by
+    `tau_s * logit(target / M)`: bisection always arrives, where the paper's plain Newton runs away on peaked scores.
+    The gradient is the implicit one, `dt = (sum_i w_i dscores_i - tau_s dtarget) / sum_i w_i` with `w = s (1 - s)`.
+
+    Args:
+        scores: `[M]`.
+        target: scalar tensor, tokens, between 0 and M.
+    """
+    precise = torch.float32 if scores.device.type == "mps" else torch.float64
+    x = scores.detach().to(precise)
+    goal = target.detach().to(precise)
+    fraction = (goal / len(x)).clamp(1e-6, 1 - 1e-6)
+    goal = fraction * len(x)
+    shift = tau_s * torch.logit(fraction)
+    low, high = x.min() - shift, x.max() - shift
+    for _ in range(60):
+        t = (low + high) / 2
+        too_many = torch.sigmoid((x - t) / tau_s).sum() > goal
+        low, high = torch.where(too_many, t, low), torch.where(too_many, high, t)
+
+    t = (low + high) / 2
+    if not (torch.is_grad_enabled() and (scores.requires_grad or target.requires_grad)):
+        return t.to(scores.dtype)
+    z = (x - t) / tau_s
+    weights = torch.sigmoid(z) * torch.sigmoid(-z)  # s (1 - s) without cancellation
+    total = weights.sum().clamp(min=1e-30)
+    residual = ((weights / total).to(scores.dtype) * scores).sum() - (tau_s / total).to(scores.dtype) * target
+    return t.to(scores.dtype) + (residual - residual.detach())

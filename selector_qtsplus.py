@@ -1,14 +1,14 @@
-"""The query-aware token selector: Algorithm 1 of the paper, from relevance to the re-encoded tokens.
+"""Algorithm 1 of the paper from line 1 to line 16, top to bottom: scores, budget, gates, choice, re-encoder.
 
-[`QTSplusSelector`], at the end, runs it over a ragged batch; before it come the gates, which do in training what the
-method `"qtsplus"` does at inference, or nearly so. Lines 1 and 2 are in relevance_qtsplus.py, the budget's heads, lines
-3 and 4, in methods_qtsplus.py. Symbols are the paper's, as words: visual (X, `[M, d]`), query (Q, `[L, d]`), relevance
-(r), rho, budget n, threshold t, tau_s, kept indices (I).
+[`QTSplusSelector`], at the end, runs it over a ragged batch. Its networks and numerics are in relevance_qtsplus.py,
+other ways to choose in methods_qtsplus.py. Symbols are the paper's, as words: visual (X, `[M, d]`), query (Q,
+`[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,27 +16,152 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from .methods_qtsplus import (
-    DOUBLINGS,
-    Budget,
+    TIE,
     Candidates,
     Method,
-    QTSplusBudgetHead,
-    QTSplusLossHead,
     add_method,
-    budget_features,
-    cheapest_count,
     check_budget,
     check_kept,
     find_method,
-    kept_count,
-    share_of_mass,
+    no_question,
     top_n,
 )
-from .relevance_qtsplus import QTSplusLayer, rotary_tables, take_rows
+from .relevance_qtsplus import (
+    DOUBLINGS,
+    EPSILON,
+    QTSplusBudgetHead,
+    QTSplusLayer,
+    QTSplusLossHead,
+    find_threshold,
+    rotary_tables,
+    take_rows,
+)
 
 SOFT_TOKENS = 3  # times what inference keeps, through the soft gate
 
-# --- Lines 5-14: the gates, on the threshold of Algorithm 2 ---
+# --- Lines 1 and 2: the scores ---
+
+Keys = dict[tuple[torch.Tensor, ...], torch.Tensor]  # of the last video, for further questions about it
+
+
+def score(
+    selector: "QTSplusSelector", row: int, context: tuple[torch.Tensor, ...], keys: Keys | None, words: torch.Tensor
+) -> torch.Tensor:
+    """
+    `[M]` log-relevance of a row's visual tokens, which `context` has with the null token behind them, for the states
+    `[L, d]` of the question's words. `keys` is kept for the next row, unless `None`.
+    """
+    nulls = len(selector.null_tokens)
+    if not len(words):
+        raise no_question(row, sum(map(len, context)) - nulls)
+    layers: list[Any] = [*selector.scoring_layers]
+    *earlier, last = layers
+    for layer in earlier:
+        words = layer(words, context)
+    if keys is not None and context not in keys:
+        keys.clear()
+        keys[context] = last.keys(context)
+    scores = last(words, context, reduction=selector.config.reduction, keys=None if keys is None else keys[context])
+    return scores[: len(scores) - nulls]
+
+
+# --- Lines 3 and 4: the budget ---
+
+
+def budget_features(query: torch.Tensor, relevance: torch.Tensor) -> torch.Tensor:
+    """
+    Line 3: `[s_q, log M, max r, H(p)]`, float32 `[d + 3]`, with `p = r / sum r` and `H` its entropy.
+
+    Args:
+        query: `[L, d]`, the states of the question's words.
+        relevance: `[M]` float32.
+    """
+    p = relevance / (relevance.sum() + EPSILON)
+    entropy = -(p * (p + EPSILON).log()).sum()
+    log_m = torch.full_like(entropy, math.log(len(relevance)))
+    return torch.cat([query.float().mean(0), torch.stack([log_m, relevance.max(), entropy])])
+
+
+def kept_count(rho: float, num_tokens: int, n_max: int) -> int:
+    """Line 4: `n = min(ceil(rho M), n_max)`, at least 1."""
+    # A product such as 0.07 * 100 = 7.000000000000001 must not cost a token more.
+    return max(1, min(math.ceil(round(rho * num_tokens, 6)), n_max))
+
+
+def cheapest_count(losses: torch.Tensor, config: Any, least: int, most: int) -> int:
+    """
+    The count, `least` to `most`, at which what [`QTSplusLossHead`] predicts and the price of the tokens are least
+    together: Equation 5 of one question. Between the predictions a line is drawn over the logarithm.
+    """
+    predicted, steps = losses.tolist(), math.ceil(4 * math.log2(most))
+    n_max, price, lambda_m, lambda_t = config.n_max, config.token_price, config.lambda_m, config.lambda_t
+    counts = [max(least, round(2 ** min(step / 4, math.log2(most)))) for step in range(steps + 1)]
+    costs = []
+    for count in counts:
+        doubling, share = math.log2(count), count / n_max
+        below = min(int(doubling), len(predicted) - 1)
+        above = min(below + 1, len(predicted) - 1)
+        answer = predicted[below] + (predicted[above] - predicted[below]) * (doubling - below)
+        costs.append(answer + price * count + lambda_m * share + lambda_t * share**2)
+    return counts[costs.index(min(costs))]
+
+
+def share_of_mass(log_shares: torch.Tensor, mass: float) -> float:
+    """
+    The smallest share of the tokens that leaves at most `1 - mass` of their shares out, up to [`TIE`].
+
+    Args:
+        log_shares: `[M]`; their shares sum to 1, or to less where something else took the rest, which counts as kept.
+            Those of the reduction `"max"`, which sum to more, are made to sum to 1.
+    """
+    shares = log_shares.exp().sort(descending=True).values
+    shares = shares / shares.sum().clamp(min=1)
+    rest = shares.sum() - shares.cumsum(0)
+    return min(int((rest > 1 - mass + TIE).sum()) + 1, len(shares)) / len(shares)
+
+
+class Budget(NamedTuple):
+    """Of one sample: rho, a scalar tensor; the count n; what [`QTSplusLossHead`] predicts, `[K]` or `[0]`."""
+
+    rho: torch.Tensor
+    n: int
+    losses: torch.Tensor
+
+
+def predict_budget(
+    selector: "QTSplusSelector", candidates: Candidates, selection: str | Method, retention: float | None, cap: int
+) -> Budget:
+    """How many tokens stay, by the call, or by the head or the rule that the configuration names."""
+    config, num_tokens = selector.config, candidates.num_tokens
+    zero = torch.zeros((), device=candidates.visual[0].device)
+    losses = zero.new_zeros(DOUBLINGS * (config.budget == "loss"))
+    if num_tokens == 0:
+        return Budget(zero, 0, losses)
+    if selection == "all":
+        return Budget(zero + 1, num_tokens, losses)
+    if retention is not None:
+        return Budget(zero + retention, kept_count(retention, num_tokens, cap), losses)
+    if selection != "lm_attention" and config.budget == "rho":
+        relevance = candidates.log_relevance.exp()
+        if config.gate == "detached":  # the scores are taught, by nothing else
+            relevance = relevance.detach()
+        features = budget_features(candidates.query_states, relevance)
+        rho = selector.budget(features, config.rho_min, config.rho_max)
+        return Budget(rho, kept_count(float(rho.detach()), num_tokens, cap), losses)
+    if selection != "lm_attention" and config.budget == "loss":
+        losses = selector.budget(candidates.query_states.detach(), candidates.log_relevance.detach())
+        bounds = (kept_count(bound, num_tokens, cap) for bound in (config.rho_min, config.rho_max))
+        n = cheapest_count(losses.detach(), config, *bounds)
+        return Budget(zero + n / num_tokens, n, losses)
+    if selection == "lm_attention":
+        share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
+    else:
+        share = share_of_mass(candidates.log_relevance.detach(), config.relevance_mass)
+    rho = (zero + share).clamp(config.rho_min, config.rho_max)
+    return Budget(rho, kept_count(float(rho), num_tokens, cap), losses)
+
+
+# --- Lines 5 to 11: the gates, which do in training what line 13 does at inference, or nearly so ---
 
 
 class Gated(NamedTuple):
@@ -45,40 +170,6 @@ class Gated(NamedTuple):
     kept_indices: torch.Tensor
     gates: torch.Tensor
     threshold: torch.Tensor
-
-
-def find_threshold(scores: torch.Tensor, target: torch.Tensor, tau_s: float) -> torch.Tensor:
-    """
-    Solves `sum_i sigmoid((scores_i - t) / tau_s) = target` for t.
-
-    The sum falls strictly with t, which lies between `min(scores)` and `max(scores)` shifted by
-    `tau_s * logit(target / M)`: bisection always arrives, where the paper's plain Newton runs away on peaked scores.
-    The gradient is the implicit one, `dt = (sum_i w_i dscores_i - tau_s dtarget) / sum_i w_i` with `w = s (1 - s)`.
-
-    Args:
-        scores: `[M]`.
-        target: scalar tensor, tokens, between 0 and M.
-    """
-    precise = torch.float32 if scores.device.type == "mps" else torch.float64
-    x = scores.detach().to(precise)
-    goal = target.detach().to(precise)
-    fraction = (goal / len(x)).clamp(1e-6, 1 - 1e-6)
-    goal = fraction * len(x)
-    shift = tau_s * torch.logit(fraction)
-    low, high = x.min() - shift, x.max() - shift
-    for _ in range(60):
-        t = (low + high) / 2
-        too_many = torch.sigmoid((x - t) / tau_s).sum() > goal
-        low, high = torch.where(too_many, t, low), torch.where(too_many, high, t)
-
-    t = (low + high) / 2
-    if not (torch.is_grad_enabled() and (scores.requires_grad or target.requires_grad)):
-        return t.to(scores.dtype)
-    z = (x - t) / tau_s
-    weights = torch.sigmoid(z) * torch.sigmoid(-z)  # s (1 - s) without cancellation
-    total = weights.sum().clamp(min=1e-30)
-    residual = ((weights / total).to(scores.dtype) * scores).sum() - (tau_s / total).to(scores.dtype) * target
-    return t.to(scores.dtype) + (residual - residual.detach())
 
 
 def gumbel_noise(num_tokens: int, device: torch.device) -> torch.Tensor:
@@ -140,6 +231,54 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor, float, int, int], Gated]]
     "detached": detached_gate,
     "soft": soft_gate,
 }
+
+
+def gate(
+    config: Any, candidates: Candidates, rho: torch.Tensor, n: int, cap: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens, kept indices, threshold), as training sees them."""
+    visual, target = candidates.visual, (rho * candidates.num_tokens).clamp(max=cap)
+    kept, gates, threshold = GATES[config.gate](candidates.log_relevance, target, config.tau_s, n, cap)
+    tokens, gates = take_rows(visual, kept), gates[:, None].to(visual[0].dtype)
+    if config.gate != "soft":
+        return tokens * gates, kept, threshold
+    total = torch.stack([part.detach().sum(0, dtype=torch.float32) for part in visual]).sum(0)
+    return torch.lerp((total / candidates.num_tokens).to(tokens.dtype), tokens, gates), kept, threshold
+
+
+# --- Lines 12 to 14: the choice ---
+
+
+def select_tokens(candidates: Candidates, selection: str | Method, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, kept indices), by a method."""
+    kept = find_method(selection)(candidates, n)
+    check_kept(kept, n, candidates.num_tokens, selection)
+    whole = n == candidates.num_tokens == len(candidates.visual[0])
+    return candidates.visual[0] if whole else take_rows(candidates.visual, kept), kept
+
+
+# --- Lines 15 and 16: the re-encoder ---
+
+
+def encode_rows(
+    selector: "QTSplusSelector",
+    layers: nn.ModuleList,
+    rows: Sequence[torch.Tensor],
+    positions: Sequence[torch.Tensor] | None,
+) -> list[torch.Tensor]:
+    """Per row `[n, d]` tokens that have seen each other, where `[3, n]` says they stand; all rows in one pass."""
+    lengths = [len(row) for row in rows if len(row)]
+    if not len(layers) or not lengths:
+        return list(rows)
+    rotary, tokens = None, torch.cat(list(rows))
+    if positions is not None:
+        shape = selector.head_dim, selector.rope_theta, selector.mrope_section
+        rotary = rotary_tables(torch.cat(list(positions), 1), *shape)
+    for layer in layers:
+        tokens = layer(tokens, tokens, rotary, lengths=lengths)
+    encoded = iter(tokens.split(lengths))
+    return [next(encoded) if len(row) else row for row in rows]
+
 
 # --- The whole ---
 
@@ -213,7 +352,7 @@ class QTSplusSelector(nn.Module):
         self.freeze_unused()
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Those of the last scoring layer that its attention does not need, and of a head that is not asked."""
+        """What never gets a gradient: all of the last scoring layer but its attention; the head where a rule counts."""
         last: Any = self.scoring_layers[-1]
         unused = [last.v_proj, last.o_proj, last.ffn_norm, last.ffn, *[self.budget] * (self.config.budget == "mass")]
         return [p for module in unused for p in module.parameters()]
@@ -254,41 +393,45 @@ class QTSplusSelector(nn.Module):
         Raises:
             ValueError: an unknown selection, a budget out of range, a row with visual tokens but no question.
         """
-        visual = [(row,) if isinstance(row, torch.Tensor) else tuple(row) for row in visual]
+        videos = [(row,) if isinstance(row, torch.Tensor) else tuple(row) for row in visual]
         if grids is None:
-            grids = [[(1, 1, len(part)) for part in row] for row in visual]
-        retentions = (
-            list(retention)
-            if isinstance(retention, Sequence) and not isinstance(retention, str)
-            else [retention] * len(visual)
-        )
+            grids = [[(1, 1, len(part)) for part in row] for row in videos]
+        retentions: Any = retention if isinstance(retention, (list, tuple)) else [retention] * len(videos)
         if selection is None:
             selection = self.config.selection
         elif isinstance(selection, str):
             add_method(selection)
-        check_budget(selection, retentions, len(visual), max_visual_tokens)
+        find_method(selection)  # or a `ValueError`, also for a row without visual tokens
+        check_budget(selection, retentions, len(videos), max_visual_tokens)
         cap = min(self.config.n_max, max_visual_tokens or self.config.n_max)
         sample_gate = self.training if sample_gate is None else sample_gate
 
         anchor = self._anchor() if self.training and torch.is_grad_enabled() else None
+        nulls, rows = self.null_states(), []
         # Rows about the same tensors, such as questions on one video, share the keys; else none are held for others.
-        shared = len(set(map(hash, visual))) < len(visual)
-        last: Any = self.scoring_layers[-1]
-        rows, keys, nulls = [], lru_cache(1)(last.keys) if shared else None, self.null_states()
-        words = lru_cache(1)(lambda: self.contextualise(query))  # of all rows, for the first that asks
-        for row, sample in enumerate(zip(visual, query, positions, grids, strict=True)):
+        keys: Keys | None = {} if len(set(videos)) < len(videos) else None
+        for row, (parts, words, where, grid) in enumerate(zip(videos, query, positions, grids, strict=True)):
+            relevance, states = partial(score, self, row, (*parts, *nulls), keys), partial(self.contextualise, words)
             attend = None if attention is None else attention[row]
-            candidates = self._candidates(row, *sample, nulls, keys, words, attend)
-            rows.append(self._select(candidates, selection, retentions[row], cap, sample_gate))
-        features, kept_indices, log_relevance, budgets, thresholds = (list(field) for field in zip(*rows, strict=True))
+            candidates = Candidates(parts, words, where, grid, relevance, states, attend)
+            budget = predict_budget(self, candidates, selection, retentions[row], cap)
+            threshold = budget.rho.new_zeros(())
+            if budget.n == 0:
+                tokens, kept = parts[0], threshold.new_empty(0).long()
+            elif sample_gate and selection == "qtsplus":
+                tokens, kept, threshold = gate(self.config, candidates, budget.rho, budget.n, cap)
+            else:
+                tokens, kept = select_tokens(candidates, selection, budget.n)
+            scores = threshold.new_empty(0) if candidates.scores is None else candidates.scores
+            rows.append((tokens, kept, scores, budget.rho, budget.losses, threshold.detach()))
+        features, kept_indices, log_relevance, rhos, losses, thresholds = map(list, zip(*rows, strict=True))
         if reencode:
             places = [where[:, kept] for where, kept in zip(positions, kept_indices, strict=True)]
-            features = self._encode(self.reencode_layers, features, places if self.config.reencode_rope else None)
-        rhos, losses = [budget.rho for budget in budgets], [budget.losses for budget in budgets]
+            features = encode_rows(self, self.reencode_layers, features, places if self.config.reencode_rope else None)
         if anchor is not None:
             features = [tokens + anchor.to(tokens.dtype) for tokens in features]
         rho = torch.stack(rhos)
-        num_tokens = torch.tensor([sum(map(len, parts)) for parts in visual], device=rho.device)
+        num_tokens = torch.tensor([sum(map(len, parts)) for parts in videos], device=rho.device)
         loss_t, loss_m, loss_s = self._penalties(rho, num_tokens, cap, sample_gate)
         scored = any(map(len, log_relevance))
         return features, QTSplusOutput(
@@ -308,107 +451,15 @@ class QTSplusSelector(nn.Module):
 
     def null_states(self) -> list[torch.Tensor]:
         """The null token, `[1, d]`, where there is one."""
-        return [token(self.rho_history.new_zeros(1)) for token in self.null_tokens]  # an int64 where the weights are
+        return [token(self.rho_history.new_zeros(1)) for token in self.null_tokens]  # int64, on the weights' device
 
-    def contextualise(self, questions: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def contextualise(self, question: torch.Tensor) -> torch.Tensor:
         """
-        Per question `[L, d]`: with `query_states="layer"` its words, that have seen each other. What decides a choice
-        does not depend on its batch, not even in the last bit.
+        `[L, d]`, the words of a question: with `query_states="layer"` they have seen each other. Each question goes
+        alone, so that what decides a choice does not depend on its batch, not even in the last bit.
         """
-        orders = [torch.arange(len(words), device=words.device).expand(3, -1) for words in questions]
-        return self._encode(self.question_layers, questions, orders, apart=True)
-
-    def _candidates(self, row, visual, query, positions, grids, nulls, keys, words, attend) -> Candidates:
-        """One sample: lines 1 and 2, for whoever asks for them."""
-
-        def require_question() -> None:
-            if len(query) == 0:
-                raise ValueError(
-                    f"Row {row} has {sum(map(len, visual))} visual tokens but no question to select them by. Format "
-                    "the prompt with the processor's chat template, or pass query_mask= or query_input_ids=."
-                )
-
-        def score(states: torch.Tensor) -> torch.Tensor:
-            require_question()
-            scored = (*visual, *nulls)
-            for layer in self.scoring_layers[:-1]:
-                states = layer(states, scored)
-            reduction = self.config.reduction
-            relevance = self.scoring_layers[-1](states, scored, relevance_reduction=reduction, keys=keys)
-            return relevance[: len(relevance) - len(nulls)]
-
-        def ask() -> torch.Tensor:
-            require_question()
-            return attend()
-
-        return Candidates(visual, query, positions, grids, score, lambda: words()[row], None if attend is None else ask)
-
-    def _select(
-        self,
-        candidates: Candidates,
-        selection: str | Method,
-        retention: float | None,
-        cap: int,
-        sample_gate: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Budget, torch.Tensor]:
-        """One sample: (tokens, kept indices, scores, budget, threshold)."""
-        zero, method = torch.zeros((), device=candidates.device), find_method(selection)
-        if candidates.num_tokens == 0:
-            scores = candidates.scores
-            return candidates.visual[0], scores.long(), scores, self._fixed(zero, 0), zero
-        budget = self._budget(candidates, selection, retention, cap)
-        n = budget.n
-        if sample_gate and selection == "qtsplus":
-            tokens, kept, threshold = self._gate(candidates, budget.rho, n, cap)
-        else:
-            kept, threshold = method(candidates, n), zero
-            check_kept(kept, n, candidates.num_tokens, selection)
-            whole = n == candidates.num_tokens == len(candidates.visual[0])
-            tokens = candidates.visual[0] if whole else take_rows(candidates.visual, kept)
-        return tokens, kept, candidates.scores, budget, threshold.detach()
-
-    def _fixed(self, rho: torch.Tensor, n: int) -> Budget:
-        """A budget that no head predicts."""
-        return Budget(rho, n, torch.zeros(DOUBLINGS * (self.config.budget == "loss"), device=rho.device))
-
-    def _budget(self, candidates: Candidates, selection: str | Method, retention: float | None, cap: int) -> Budget:
-        """Lines 3 and 4, where the call does not fix rho itself."""
-        config, num_tokens = self.config, candidates.num_tokens
-        zero = torch.zeros((), device=candidates.device)
-        if selection == "all":
-            return self._fixed(zero + 1, num_tokens)
-        if retention is not None:
-            return self._fixed(zero + retention, kept_count(retention, num_tokens, cap))
-        if selection != "lm_attention" and config.budget == "rho":
-            relevance = candidates.log_relevance.exp()
-            if config.gate == "detached":  # the scores are taught, by nothing else
-                relevance = relevance.detach()
-            rho = self.budget(budget_features(candidates.query_states, relevance), config.rho_min, config.rho_max)
-            return Budget(rho, kept_count(float(rho.detach()), num_tokens, cap), zero[None][:0])
-        if selection != "lm_attention" and config.budget == "loss":
-            losses = self.budget(candidates.query_states.detach(), candidates.log_relevance.detach())
-            bounds = (kept_count(bound, num_tokens, cap) for bound in (config.rho_min, config.rho_max))
-            n = cheapest_count(losses.detach(), config, *bounds)
-            return Budget(zero + n / num_tokens, n, losses)
-        if selection == "lm_attention":
-            share = share_of_mass(candidates.log_attention.log_softmax(0), config.attention_mass)
-        else:
-            share = share_of_mass(candidates.log_relevance.detach(), config.relevance_mass)
-        rho = (zero + share).clamp(config.rho_min, config.rho_max)
-        return self._fixed(rho, kept_count(float(rho), num_tokens, cap))
-
-    def _gate(
-        self, candidates: Candidates, rho: torch.Tensor, n: int, cap: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Lines 5 to 14, as training sees them: (tokens, kept indices, threshold)."""
-        config, visual = self.config, candidates.visual
-        target = (rho * candidates.num_tokens).clamp(max=cap)
-        kept, gates, threshold = GATES[config.gate](candidates.log_relevance, target, config.tau_s, n, cap)
-        tokens, gates = take_rows(visual, kept), gates[:, None].to(visual[0].dtype)
-        if config.gate != "soft":
-            return tokens * gates, kept, threshold
-        total = torch.stack([part.detach().sum(0, dtype=torch.float32) for part in visual]).sum(0)
-        return torch.lerp((total / candidates.num_tokens).to(tokens.dtype), tokens, gates), kept, threshold
+        order = torch.arange(len(question), device=question.device).expand(3, -1)
+        return encode_rows(self, self.question_layers, [question], [order])[0]
 
     def _anchor(self) -> torch.Tensor | None:
         """
@@ -418,28 +469,6 @@ class QTSplusSelector(nn.Module):
         """
         trained = [p.sum().float() for p in self.parameters() if p.requires_grad]
         return torch.stack(trained).sum() * 0.0 if trained else None
-
-    def _encode(
-        self,
-        layers: nn.ModuleList,
-        rows: Sequence[torch.Tensor],
-        positions: Sequence[torch.Tensor] | None,
-        apart: bool = False,
-    ) -> list[torch.Tensor]:
-        """
-        Lines 15 and 16, of all rows in one pass: per row `[n, d]` tokens that have seen each other, where `[3, n]` says
-        they stand. `apart` is as in the layers.
-        """
-        lengths = [len(row) for row in rows if len(row)]
-        if not len(layers) or not lengths:
-            return list(rows)
-        rotary, tokens = None, torch.cat(list(rows))
-        if positions is not None:
-            rotary = rotary_tables(torch.cat(list(positions), 1), self.head_dim, self.rope_theta, self.mrope_section)
-        for layer in layers:
-            tokens = layer(tokens, tokens, rotary, lengths=lengths, apart=apart)
-        encoded = iter(tokens.split(lengths))
-        return [next(encoded) if len(row) else row for row in rows]
 
     def _penalties(self, rho: torch.Tensor, num_tokens: torch.Tensor, cap: int, training: bool):
         """Equation 5 without the supervised term: means over the rows that have visual tokens, times their lambdas."""

@@ -12,7 +12,7 @@ from qtsplus import QTSplusConfig, QTSplusSelector
 from qtsplus.configuration_qtsplus import REDUCTIONS
 from qtsplus.methods_qtsplus import METHODS, TIE, Candidates
 from qtsplus.relevance_qtsplus import log_relevance
-from qtsplus.selector_qtsplus import find_threshold, gumbel_gate, gumbel_noise, soft_gate
+from qtsplus.selector_qtsplus import encode_rows, find_threshold, gumbel_gate, gumbel_noise, soft_gate
 from tiny import PAD, PAPER, batch, prompt, tiny_model
 
 
@@ -495,7 +495,8 @@ def test_rows_are_re_encoded_together_as_each_alone():
     weights = [torch.randn_like(row) for row in rows]
 
     def run(chosen, places):
-        encoded = selector._encode(
+        encoded = encode_rows(
+            selector,
             selector.reencode_layers,
             [rows[row] for row in chosen],
             [positions[row] for row in chosen] if places else None,

@@ -17,11 +17,11 @@ from qtsplus.methods_qtsplus import (
     Candidates,
     diversity,
     most_relevant,
-    share_of_mass,
     temporal_redundancy,
     top_n,
 )
 from qtsplus.prompt_qtsplus import NAMES
+from qtsplus.selector_qtsplus import share_of_mass
 from tiny import batch, prompt, stock_twin, tiny_model, token_types
 
 GRIDS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3)

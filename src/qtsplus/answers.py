@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from .encoding_qtsplus import encode_visual
 from .evidence import Interval, evidence_intervals, keep_maps
 from .layout_qtsplus import lay_out, splice
-from .methods_qtsplus import Method, check_budget, kept_count
+from .methods_qtsplus import Method, check_budget
 from .mixin_qtsplus import choose
 from .prompt_qtsplus import (
     CACHE,
@@ -30,6 +30,7 @@ from .prompt_qtsplus import (
     take_inputs,
 )
 from .recall import Remembered, at_true_times, on_the_clock
+from .selector_qtsplus import kept_count
 from .settings import check_count
 from .subtitles import check_subtitles, near
 from .two_passes import SecondPass, second_pass, second_prompt

@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import torch
 
-from .methods_qtsplus import kept_count
 from .output import size
+from .selector_qtsplus import kept_count
 
 _TEXT = 512  # tokens of a prompt and an answer
 _VALUES = 3 * 2 * 28**2  # pixel values that become one token, at most

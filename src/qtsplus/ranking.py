@@ -53,7 +53,7 @@ def question_states(model: Any, processor: Any, question: str) -> torch.Tensor:
     """`[L, d]`, the words of a question as the selector's scoring layers see them."""
     check_question(model, processor, question)
     ids, selector = torch.tensor(processor.text_ids(question), device=model.device), model.model.qtsplus
-    return selector.contextualise([model.get_input_embeddings()(ids)])[0]
+    return selector.contextualise(model.get_input_embeddings()(ids))
 
 
 class Scores:

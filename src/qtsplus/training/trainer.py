@@ -18,7 +18,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from ..data.records import SOURCES
 from ..hub.card import known_front_matter, model_card
-from ..methods_qtsplus import DOUBLINGS
+from ..relevance_qtsplus import DOUBLINGS
 from ..results import STORED, read_stored, write_json
 from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice, answer_attention, check_relevance, evaluating, relevance_divergences
