@@ -88,8 +88,8 @@ def choose(
         return source[:, :width]
 
     spans = [layout.competing(row) for row in layout.rows]
-    sources = [[moved(features[span.modality][span.index]) for span in row] or [nothing] for row in spans]
     grids = [[grid for span in row for grid in layout.grids_of(span)] for row in spans]
+    sources = [[moved(features[span.modality][span.index]) for span in row] or [nothing] for row in spans]
 
     @cache
     def reading() -> Reading:

@@ -1,8 +1,8 @@
 """Algorithm 1 of the paper from line 1 to line 16, top to bottom: scores, budget, gates, choice, re-encoder.
 
 [`QTSplusSelector`], at the end, runs it over a ragged batch. Its networks and numerics are in relevance_qtsplus.py,
-other ways to choose in methods_qtsplus.py. Symbols are the paper's, as words: visual (X, `[M, d]`), query (Q,
-`[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
+other ways to choose in methods_qtsplus.py. Headings in the algorithm are not counted as lines. Symbols are the paper's,
+as words: visual (X, `[M, d]`), query (Q, `[L, d]`), relevance (r), rho, budget n, threshold t, tau_s, kept indices (I).
 """
 
 import math
@@ -192,10 +192,10 @@ def gumbel_gate(log_relevance: torch.Tensor, target: torch.Tensor, tau_s: float,
     """
     relevance = log_relevance.exp()
     noise = gumbel_noise(len(relevance), relevance.device)
-    threshold = find_threshold(relevance, target, tau_s)
-    margin = relevance - threshold + noise[:, 0] - noise[:, 1]
-    kept = (margin.detach() >= 0).nonzero()[:, 0]
-    if len(kept) == 0:
+    threshold = find_threshold(relevance, target, tau_s)  # line 6
+    margin = relevance - threshold + noise[:, 0] - noise[:, 1]  # line 7, and the noise of line 8
+    kept = (margin.detach() >= 0).nonzero()[:, 0]  # line 9
+    if len(kept) == 0:  # line 10
         kept = relevance.detach().argmax()[None]
     elif len(kept) > n_max:
         kept = top_n(margin.detach(), n_max)
@@ -239,7 +239,7 @@ def gate(
     """(tokens, kept indices, threshold), as training sees them."""
     visual, target = candidates.visual, (rho * candidates.num_tokens).clamp(max=cap)
     kept, gates, threshold = GATES[config.gate](candidates.log_relevance, target, config.tau_s, n, cap)
-    tokens, gates = take_rows(visual, kept), gates[:, None].to(visual[0].dtype)
+    tokens, gates = take_rows(visual, kept), gates[:, None].to(visual[0].dtype)  # line 11
     if config.gate != "soft":
         return tokens * gates, kept, threshold
     total = torch.stack([part.detach().sum(0, dtype=torch.float32) for part in visual]).sum(0)
@@ -251,7 +251,7 @@ def gate(
 
 def select_tokens(candidates: Candidates, selection: str | Method, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, kept indices), by a method."""
-    kept = find_method(selection)(candidates, n)
+    kept = find_method(selection)(candidates, n)  # line 13
     check_kept(kept, n, candidates.num_tokens, selection)
     whole = n == candidates.num_tokens == len(candidates.visual[0])
     return candidates.visual[0] if whole else take_rows(candidates.visual, kept), kept
