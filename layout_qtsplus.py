@@ -411,14 +411,7 @@ def splice(
     )
 
 
-def _row_features(
-    model: QTSplusBackboneMixin,
-    layout: Layout,
-    row: PromptRow,
-    keep: torch.Tensor,
-    tokens: torch.Tensor,
-    features: Features,
-) -> dict[str, torch.Tensor]:
+def _row_features(model, layout: Layout, row: PromptRow, keep, tokens, features: Features) -> dict[str, torch.Tensor]:
     """What stands in place of a row's image and video placeholders, `[k, token_width]` each."""
     row_features, types = {}, None
     competing = {span.modality for span in row.spans}.intersection(layout.modalities)

@@ -231,9 +231,6 @@ def log_attention(
         sources: the features of the row's candidates, `[k, token_width]` of each video.
         grids: (time, height, width) of each of them.
         features: those of the batch.
-
-    Raises:
-        ValueError: a row without a question.
     """
     row, looking = reading.layout.rows[index], reading.looking[index]
     if not len(looking):

@@ -355,9 +355,7 @@ def find_spans(
         for modality, start, stop in visual_runs(types):
             while start < stop:
                 span = next(queues[modality], VisualSpan(modality, -1, 0, (0, 0, 0)))
-                begun = not span.frame or any(
-                    before.modality == modality and before.index == span.index for before in spans[-1:]
-                )
+                begun = not span.frame or [(one.modality, one.index) for one in spans[-1:]] == [(modality, span.index)]
                 end = start + span.length
                 if span.index < 0 or end > stop or not begun:
                     raise ValueError(_mismatch(row, modality, stop - start, span, counts[modality]))
