@@ -74,6 +74,17 @@ def test_the_notebook_runs(after_demo, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("ball - ")
 
 
+def test_many_videos_in_order(after_demo, monkeypatch, capsys):
+    monkeypatch.chdir(after_demo)
+    for language, block in BLOCK.findall((ROOT / "docs" / "many_videos.md").read_text(encoding="utf-8")):
+        if language == "python":
+            exec(block, {})
+            assert capsys.readouterr().out, "a snippet shows what it got"
+        for line in block.splitlines() if language == "bash" else []:
+            result = CliRunner().invoke(app, shlex.split(line)[1:])
+            assert result.exit_code == 0, (line, result.output)
+
+
 NUMBER = re.compile(r"(\d[\d,.]*|\bN\b)( [kMGT]?B\b| minutes\b| s\b)?")
 
 
