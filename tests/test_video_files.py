@@ -19,6 +19,7 @@ from PIL import Image
 from clips import write_mp4
 from qtsplus import decoding_qtsplus, session
 from qtsplus.video_qtsplus import choose_frames, load_frames, open_video, read_video
+from qtsplus.watching import Source
 
 
 def every_frame(total, fps):
@@ -213,6 +214,7 @@ def test_frames_that_cannot_be_decoded_whole_are_said(loaded, tmp_path, kind, co
     video = session.encode(*loaded, path, fps=8)
     (warning,) = video.warnings
     assert " is damaged: " in warning and " of the 24 frames that are looked at cannot be decoded whole" in warning
+    assert len(list(Source(str(path), 8.0, 0.01, 0.0))) >= 23
     assert len(video.metadata.frames_indices) == 24 and session.ask(*loaded, video, "What moves?").warnings == [warning]
 
 
