@@ -151,7 +151,7 @@ def test_records_are_read_from_beside_their_file(tmp_path):
         ({"video": 5}, "video is 5; expected a text"),
         ({"question": ["What?"]}, "question is .*; expected a text"),
         ({"question": " "}, "question is empty"),
-        ({"fps": "2"}, "fps is '2'; expected a finite number"),
+        ({"fps": "2"}, "fps is '2'; expected a valid number"),
         ({"fps": 0}, "fps is 0; expected more than 0"),
         ({"earlier": ["Q", "A"]}, "earlier.0 is"),
         ({"answer": "\ud800"}, "surrogate pairs"),
