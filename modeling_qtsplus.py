@@ -22,6 +22,7 @@ from .configuration_qtsplus import (
     Qwen3_5QTSplusConfig,
     Qwen3VLQTSplusConfig,
 )
+from .encoding_qtsplus import FASTER, PatchProjection
 from .mixin_qtsplus import (
     QTSplusCausalLMOutputWithPast,
     QTSplusHeadMixin,
@@ -30,7 +31,6 @@ from .mixin_qtsplus import (
 )
 from .prompt_qtsplus import IMAGE, TEXT, VIDEO, VisualSpan
 from .saving_qtsplus import QTSplusPreTrainedMixin
-from .tower_qtsplus import FASTER, PatchProjection
 
 
 class QwenVLQTSplusModelMixin(QTSplusModelMixin):

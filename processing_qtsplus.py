@@ -281,14 +281,8 @@ class QTSplusProcessorMixin(ProcessorMixin):
 
     def grid_of(self, num_frames: int, height: int, width: int, **options: Any) -> torch.Tensor:
         """`[1, 3]`: the grid of a video, asked of the video processor itself with a video without values."""
-        blank = torch.empty(
-            max(num_frames, self.video_processor.temporal_patch_size),
-            3,
-            height,
-            width,
-            dtype=torch.uint8,
-            device="meta",
-        )
+        frames = max(num_frames, self.video_processor.temporal_patch_size)
+        blank = torch.empty(frames, 3, height, width, dtype=torch.uint8, device="meta")
         options = {**options, "do_sample_frames": False, "device": "meta", "return_tensors": "pt"}
         return self.video_processor(videos=[blank], **options)["video_grid_thw"]
 
@@ -444,7 +438,7 @@ def _fetch_images(image_processor: Any, images: Any) -> Any:
         return image_processor.fetch_images(images)
     # torchvision's RuntimeError is about a text that is no path but can be read as base64.
     except (RuntimeError, Image.DecompressionBombError) as error:
-        reason = next(iter(str(error).splitlines()), "")
+        reason = str(error).partition("\n")[0]
         raise ValueError(f"Cannot read {str(images)[:500]!r} as images; expected files that exist: {reason}") from error
 
 
@@ -485,8 +479,7 @@ class Qwen3VLQTSplusProcessor(QTSplusProcessorMixin, Qwen3VLProcessor):
             "frame_text_token_ids": self.tokenizer("<0.5 seconds>", add_special_tokens=False)["input_ids"][:1],
         }
 
-    def _calculate_timestamps(self, indices, *times):
-        # The stock method adds a frame to the metadata where they are odd in number.
+    def _calculate_timestamps(self, indices, *times):  # stock's adds a frame to them where they are odd in number
         return super()._calculate_timestamps(list(indices), *times)
 
 

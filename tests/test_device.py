@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-import qtsplus.tower_qtsplus as attention
+import qtsplus.encoding_qtsplus as attention
 from tiny import batch, prompt, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

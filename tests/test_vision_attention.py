@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from transformers import Qwen2_5_VLModel
 
-import qtsplus.tower_qtsplus as attention
+import qtsplus.encoding_qtsplus as attention
 from model_checks import shared_model
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
-from qtsplus.tower_qtsplus import BiasWithin, PatchProjection, attend_by_length, attend_within
+from qtsplus.encoding_qtsplus import BiasWithin, PatchProjection, attend_by_length, attend_within
 from tiny import PATCH_VALUES, stock_twin, tiny_model
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
