@@ -11,6 +11,8 @@ import pytest
 from films import CLOCKS, SIDE, paint, read_paint, write_film
 from qtsplus import session
 from qtsplus.decoding_qtsplus import Film
+from qtsplus.indexing import index
+from qtsplus.library import Library
 from qtsplus.picture import draw_evidence
 from qtsplus.video_qtsplus import choose_frames, open_video
 from qtsplus.watching import Source
@@ -108,6 +110,26 @@ def test_who_watches_avi_gets_its_frames_in_order_and_evenly_apart(tmp_path, cod
     path = write_film(tmp_path / "film.avi", codec, range(0, 6000, 125), 8, bf="2")
     late = {round(1000 * seconds) - read_paint(frame) for seconds, frame in Source(str(path), 8.0, 0.01, 0.0)}
     assert len(late) == 1 and late <= {0, 125}  # FFmpeg may count the decoder's delay
+
+
+def test_what_is_encoded_and_stored_has_the_times_of_its_frames(tmp_path, tiny_published):
+    """`ask` and `chat` encode a film, `index` stores it: what both say of its frames is what these show."""
+    model, processor = session.load(tiny_published, "cpu")
+    films = {}
+    for number, (codec, kind, clock) in enumerate(CORPUS):
+        (tmp_path / "films" / str(number)).mkdir(parents=True)
+        films[f"{number}/film.{kind}"] = (*make(tmp_path / "films" / str(number), codec, kind, clock), kind)
+    index(tmp_path / "films", tmp_path / "library", model, processor, fps=2)
+    library = Library(tmp_path / "library", model, processor)
+    assert sorted(library.names) == sorted(films)
+    for name, (path, shown, kind) in films.items():
+        encoded, stored = session.encode(model, processor, path, fps=2), library.film(name)
+        assert (stored.start, stored.metadata.timestamps) == (encoded.start, encoded.metadata.timestamps)
+        claimed = [encoded.start + one for one in encoded.metadata.timestamps]
+        frames = list(processor.video_chunks(path, fps=2).decode())
+        assert shown_too_early_or_late(claimed, frames, shown, shown[0] if kind in BROADCASTS else 0) == []
+        answer = session.ask(model, processor, encoded, "What?", selection="all", max_new_tokens=1)
+        assert [(one.start, one.end) for one in answer.evidence] == [(encoded.start, encoded.start + encoded.length)]
 
 
 def test_the_corpus_is_large():

@@ -5,12 +5,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import numpy as np
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
 from qtsplus.output import check_output, whole_file
+from qtsplus.results import STORED, check_stored
 
 from ..intervals import paired_gain, share_interval
 from ..tables import markdown_table
@@ -19,7 +22,35 @@ from .run import failures, samples_log, scored
 # Runs are compared where the other one keeps this many times our tokens: as many, or the few more of whole frames.
 SAME_TOKENS = (0.95, 1.3)
 TITLE = "# Evaluation"
-_SAMPLE = {"doc_id", "video", "visual_tokens", "kept_visual_tokens", "failed", "scores"}
+
+
+@with_config(STORED)
+class _Sample(TypedDict):
+    doc_id: int | str
+    video: str
+    visual_tokens: int
+    kept_visual_tokens: int
+    failed: str | None
+    scores: dict[str, float]
+
+
+@with_config(STORED)
+class _Task(TypedDict):
+    metrics: dict[str, float]
+    samples: Annotated[list[_Sample], Field(min_length=1)]
+
+
+@with_config({**STORED, "extra": "allow"})
+class _Settings(TypedDict):
+    model: str
+    options: dict[str, Any]
+
+
+@with_config(STORED)
+class _Document(TypedDict):
+    settings: _Settings
+    versions: dict[str, str]
+    tasks: dict[str, _Task]
 
 
 @dataclass(frozen=True)
@@ -48,28 +79,14 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     runs = []
     for folder in folders:
         try:
-            document = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            document = check_stored(_Document, json.loads((folder / "run.json").read_text(encoding="utf-8")))
         except (ValueError, RecursionError, OSError) as error:
             raise ValueError(f"{folder} has no run.json of a finished run: {error}") from error
-        if not _is_run(document):
-            raise ValueError(f"{folder / 'run.json'} is no result of `python -m benchmarks evaluate`.")
         runs.append(Run(folder, _label(document["settings"]), **document))
     labels = [run.label for run in runs]
     return [
         replace(run, label=f"{run.label} ({run.folder.name})") if labels.count(run.label) > 1 else run for run in runs
     ]
-
-
-def _is_run(document: Any) -> bool:
-    """Whether a run.json is one of ours."""
-    try:
-        settings, tasks = document["settings"], document["tasks"].values()
-        samples = [sample for task in tasks for sample in task["samples"]]
-        parts = [settings["options"], document["versions"], *(task["metrics"] for task in tasks)]
-    except (TypeError, LookupError, AttributeError):
-        return False
-    whole = all(isinstance(part, dict) for part in (*parts, *samples)) and isinstance(settings["model"], str)
-    return whole and bool(samples) and all(sample.keys() >= _SAMPLE for sample in samples)
 
 
 def _label(settings: Mapping[str, Any]) -> str:
