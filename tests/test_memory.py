@@ -128,8 +128,8 @@ def test_a_layer_in_blocks_of_tokens_is_as_at_once(rope, reduction, monkeypatch)
 
     def outputs():
         with torch.no_grad():
-            inferred = layer(tokens, tokens, rotary, reduction)
-        trained = layer(tokens, tokens, rotary, reduction)
+            inferred = layer(tokens, tokens, rotary, reduction=reduction)
+        trained = layer(tokens, tokens, rotary, reduction=reduction)
         gradients = torch.autograd.grad(trained.sin().sum(), inputs, allow_unused=True, materialize_grads=True)
         return inferred, trained, *gradients
 

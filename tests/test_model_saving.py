@@ -30,7 +30,7 @@ from model_checks import (
 from qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.relevance_qtsplus import QTSplusRMSNorm
 from qtsplus.saving_qtsplus import QTSplusPreTrainedMixin
-from qtsplus.selector_qtsplus import QTSplusSelector
+from qtsplus.selector_qtsplus import QTSplusSelector, encode_rows
 from tiny import (
     tiny_config,
     tiny_model,
@@ -264,7 +264,7 @@ def test_a_fresh_re_encoder_is_the_identity():
     torch.manual_seed(0)
     model = BACKBONE(tiny_config()).eval()
     tokens, selector = torch.randn(9, 64), model.qtsplus
-    (encoded,) = selector._encode(selector.reencode_layers, [tokens], [torch.arange(9).expand(3, -1)])
+    (encoded,) = encode_rows(selector, selector.reencode_layers, [tokens], [torch.arange(9).expand(3, -1)])
     assert torch.equal(encoded, tokens)
 
 
