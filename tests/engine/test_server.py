@@ -117,7 +117,7 @@ def answer_here(model, processor, path, question, **settings):
 @torch.no_grad()
 def test_without_a_budget_the_model_decides_as_in_transformers(server, clips, model):
     counts = set()
-    for question in QUESTIONS[:4]:
+    for question in QUESTIONS[2:6]:
         for budget in ({}, {"max_visual_tokens": 12}):
             text, _, kept = ask(server, clips, [0], question, budget)
             here, count = answer_here(*model, clips / "0.mp4", question, **budget)
