@@ -143,9 +143,9 @@ def encode(
         second_per_grid_ts=chunks.second_per_grid_ts,
         metadata=chunks.metadata,
         seconds=time.perf_counter() - started,
-        start=getattr(chunks, "start", 0.0),  # a model brings its own code, which may be older
+        start=chunks.start,
         warnings=chunks.warnings,
-        sound=getattr(chunks, "sound", False),
+        sound=chunks.sound,
         subtitles=said,
         large=large,
     )
