@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
 from .encoding_qtsplus import Repeats, encode, encode_visual
 from .generation_qtsplus import QTSplusGenerationMixin, places, states_of
@@ -128,8 +128,8 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
     named_parameters: Any
     rope_deltas: Any = None  # [B, 1]: how far decoding stands from the count of the tokens
     # Whether outputs have all columns of the caller's prompt, as trainers that know nothing of selection expect: one
-    # that was not kept has the state of the nearest before it.
-    full_length = False
+    # that was not kept has the state of the nearest before it. None: not decided, and so not; training says so.
+    full_length: bool | None = None
 
     def __init__(self, config: Any):
         super().__init__(config)  # type: ignore[call-arg]
@@ -371,6 +371,16 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
 
 # --- With a language-modelling head ---
 
+logger = logging.get_logger(__name__)
+
+# Whoever takes the labels away and computes a loss of the logits: `label_smoothing_factor`, `compute_loss_func`, TRL.
+LENGTHS = (
+    "Training without labels: the logits have the length of the shortened prompt, so a loss outside the model needs "
+    "`model.compact_labels`. For one that expects the length of `input_ids` (the plain Trainer with "
+    "label_smoothing_factor or compute_loss_func, TRL) set `model.model.full_length = True`. QTSplusTrainer needs "
+    "nothing. `model.model.full_length = False` ends this warning."
+)
+
 
 class QTSplusHeadMixin(QTSplusGenerationMixin):
     """Logits, a loss and `generate`, for a class whose `model` is a [`QTSplusModelMixin`] and that has an `lm_head`."""
@@ -448,6 +458,8 @@ class QTSplusHeadMixin(QTSplusGenerationMixin):
         elif not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             hidden_states = states_of(hidden_states, columns, logits_to_keep, attention_mask, prompt.shape[1])
         logits = self.lm_head(hidden_states)
+        if self.training and labels is None and columns is not None and self.model.full_length is None:
+            logger.warning_once(LENGTHS)
 
         loss = None
         if labels is not None:

@@ -1,5 +1,6 @@
 """Every field of a Trainer's arguments has its effect on our model, or is refused."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from accelerate import ParallelismConfig
 from transformers import ProgressCallback, Trainer, TrainingArguments
 
+from qtsplus import mixin_qtsplus
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from tiny import tiny_model
 from training_examples import collate, examples, make_trainer, steps
@@ -134,11 +136,34 @@ def supported(settings):
 
 @pytest.mark.parametrize("settings", CHANGES, ids=lambda settings: next(iter(settings)))
 def test_a_field_changes_the_training(kind, expected, tmp_path, settings):
+    trainer = trainer_of(kind, tmp_path, **settings)
     if kind == PLAIN and "label_smoothing_factor" in settings:
-        with pytest.raises(RuntimeError, match="Size does not match"):  # and a stock model's labels are not shifted
-            losses(trainer_of(kind, tmp_path, **settings))
-        return
-    assert losses(trainer_of(kind, tmp_path, **settings)) != pytest.approx(expected, rel=1e-5)
+        trainer.model.model.full_length = True
+    assert losses(trainer) != pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["label_smoothing_factor", "compute_loss_func"])
+def test_a_trainer_that_takes_the_labels_is_told_of_the_lengths(tmp_path, loss, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(mixin_qtsplus.logger, "warning_once", warnings.append)
+    trainer = trainer_of(PLAIN, tmp_path, **({loss: 0.3} if loss == "label_smoothing_factor" else {}))
+    if loss == "compute_loss_func":
+        trainer.compute_loss_func = lambda outputs, labels, **kwargs: trainer.model.loss_function(
+            outputs.logits, labels, vocab_size=outputs.logits.shape[-1]
+        )
+    with pytest.raises((RuntimeError, ValueError)):
+        trainer.train()
+    assert "full_length = True" in warnings[0]
+    trainer.model.model.full_length = True
+    expected = losses(trainer)
+    assert all(math.isfinite(value) for value in expected) and len(warnings) == 1
+
+
+def test_our_trainer_is_not_told(tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(mixin_qtsplus.logger, "warning_once", warnings.append)
+    losses(trainer_of(OURS, tmp_path))
+    assert not warnings
 
 
 @pytest.mark.parametrize("settings", SAME, ids=lambda settings: next(iter(settings)))

@@ -135,6 +135,8 @@ class QTSplusTrainer(Trainer):
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("compute_loss_func has no effect here: add losses in further_losses.")
         super().__init__(model=model, args=args, **kwargs)
+        if base_model(model).model.full_length is None:
+            base_model(model).model.full_length = False  # the losses below are of the shortened prompt
         # The losses below are weighted over the whole optimizer step: nothing is left to divide by.
         self.model_accepts_loss_kwargs = True
         self.selector = active_selector(model)
