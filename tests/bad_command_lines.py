@@ -343,13 +343,8 @@ model.nothing: 5
 """
 ODD_OVERRIDES = (
     *("", "=", "x", "x=1", "model=1", "model.=1", ".variant=1", "model..n_max=1", "model.variant.x=1"),
-    *(
-        "training.seed",
-        "training.seed:1",
-        "training seed=1",
-        "training.seed=[",
-        "training.seed=!!python/name:os.system",
-    ),
+    *("training.seed", "training.seed:1", "training seed=1"),
+    *("training.seed=[", "training.seed=!!python/name:os.system"),
     *("training.seed=*a", "data.train_files.0=x", "МОДЕЛЬ.вариант=1", "training.seed=\x00", "Training.seed=1"),
 )
 

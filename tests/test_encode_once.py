@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
@@ -88,24 +88,7 @@ def test_the_next_turn_from_the_cache():
         model.generate(**{**everything, "video_features": new["video_features"]}, **call, past_key_values=cache)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    grids=st.lists(st.tuples(*[st.integers(1, 5)] * 3), min_size=1, max_size=3),
-    frames=st.integers(1, 24),
-)
-def test_chunk_is_whole(grids, frames):
-    model = shared_model()
-    grid = torch.tensor([(t, 2 * h, 2 * w) for t, h, w in grids])
-    pixels = torch.randn(int(grid.prod(-1).sum()), PATCH_VALUES)
-    whole = model.encode_videos(pixels, grid)
-    for one, other in zip(whole, model.encode_videos(pixels, grid, frames_per_chunk=frames), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-
-
-@given(
-    grids=st.lists(st.tuples(*[st.integers(1, 9)] * 3), max_size=4),
-    capacity=st.integers(1, 200),
-)
+@given(grids=st.lists(st.tuples(*[st.integers(1, 9)] * 3), max_size=4), capacity=st.integers(1, 200))
 def test_chunks_hold_everything_in_order_and_no_more_than_they_may(grids, capacity):
     chunks = list(chunk_grids(grids, capacity, [h * w for _, h, w in grids]))
     steps = [(index, h, w) for chunk in chunks for index, (t, h, w) in chunk for _ in range(t)]
@@ -116,19 +99,6 @@ def test_chunks_hold_everything_in_order_and_no_more_than_they_may(grids, capaci
     for before, after in zip(chunks, chunks[1:], strict=False):
         _, (_, h, w) = after[0]
         assert sum(t * h * w for _, (t, h, w) in before) + h * w > capacity
-
-
-def test_long_inputs_are_encoded_in_chunks(monkeypatch):
-    model, inputs = shared_model(), batch(prompt(videos=[(9, 4, 8), (2, 4, 4)]))
-    rows = []
-    hook = model.model.visual.register_forward_pre_hook(lambda _, pixels: rows.append(len(pixels[0])))
-    with torch.no_grad():
-        whole = model(**inputs).logits
-        monkeypatch.setattr(encoding, "PATCHES_PER_CHUNK_ON_CPU", 100)
-        chunked = model(**inputs).logits
-    hook.remove()
-    assert rows == [320, 96, 96, 96, 32]
-    torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
 
 
 def test_a_cpu_encodes_2048_patches_at_a_time_and_gets_stock_s_numbers():

@@ -124,21 +124,6 @@ def test_a_prompt_for_a_video_that_was_encoded_before(loaded, tiny_mp4):
         processor(text="no video", video_grid_thw=whole["video_grid_thw"])
 
 
-@pytest.mark.parametrize("frames_per_chunk", [2, None])
-def test_the_answer_is_the_one_shot_answer(loaded, tiny_mp4, frames_per_chunk):
-    model, processor = loaded
-    inputs = prepared(processor, tiny_mp4)
-    inputs.pop("video_metadata")
-    whole = model.generate(**inputs, return_dict_in_generate=True, max_new_tokens=16)
-    video = session.encode(model, processor, tiny_mp4, frames_per_chunk=frames_per_chunk)
-    (features,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
-    torch.testing.assert_close(video.features, features, atol=1e-5, rtol=1e-5)
-    answer = session.ask(model, processor, video, QUESTION, max_new_tokens=16)
-    ids = whole.sequences[0, inputs["input_ids"].shape[1] :]
-    assert answer.answer == processor.tokenizer.decode(ids, skip_special_tokens=True).strip()
-    assert torch.equal(answer.keep_map.flatten().nonzero()[:, 0], whole.qtsplus.kept_indices[0])
-
-
 def test_one_video_and_many_questions(loaded, tiny_mp4, monkeypatch):
     model, processor = loaded
     anew = session.ask(model, processor, tiny_mp4, QUESTION, max_new_tokens=8)

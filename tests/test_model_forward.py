@@ -14,19 +14,12 @@ from model_checks import (
     build,
     main_output,
     mixed_inputs,
-    mixed_rows,
     real_output,
     shared_model,
     with_labels,
 )
 from qtsplus.prompt_qtsplus import CACHE
-from tiny import (
-    VIDEO_PAD,
-    batch,
-    prompt,
-    stock_twin,
-    tiny_model,
-)
+from tiny import VIDEO_PAD, batch, prompt, stock_twin, tiny_model
 
 # --------------------------------------------------------------------------------------------------------------------
 # Embeddings
@@ -114,30 +107,6 @@ def test_the_attention_can_be_changed_on_a_model_and_for_one_part():
     assert (real_output(model, inputs) - before).abs().max() < 1e-4
 
 
-def test_left_and_right_padding_give_the_same_real_logits():
-    model = shared_model()
-    outputs = []
-    for pad_left in (True, False):
-        inputs = mixed_inputs(pad_left)
-        with torch.no_grad():
-            outputs.append(model(**inputs))
-    left, right = outputs
-    for row in range(3):
-        real = [o.logits[row, o.qtsplus.columns[row] >= 0] for o in outputs]
-        assert (real[0] - real[1]).abs().max() < 1e-4
-        assert torch.equal(left.qtsplus.kept_indices[row], right.qtsplus.kept_indices[row])
-
-
-def test_more_padding_changes_no_real_logit():
-    model, rows = shared_model(), mixed_rows()
-    results = []
-    for width in (None, 120):
-        with torch.no_grad():
-            output = model(**batch(*rows, width=width))
-        results.append(output.logits[output.qtsplus.columns >= 0])
-    assert (results[0] - results[1]).abs().max() < 1e-4
-
-
 def test_hidden_states_and_attentions_have_the_shape_of_the_shortened_prompt():
     model, inputs = tiny_model(), mixed_inputs()
     model.set_attn_implementation("eager")
@@ -188,14 +157,6 @@ def test_return_dict_false_gives_the_same_values_as_a_tuple(cls):
     for name, value in zip(names, plain, strict=True):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, named[name])
-
-
-@pytest.mark.parametrize("keep", [1, 3, torch.tensor([-1, -3])], ids=["last", "last_three", "indices"])
-def test_logits_to_keep_gives_those_of_the_full_logits(keep):
-    model, inputs = shared_model(), mixed_inputs()
-    full = main_output(model, inputs)
-    expected = full[:, -keep:] if isinstance(keep, int) else full[:, keep]
-    torch.testing.assert_close(main_output(model, inputs, logits_to_keep=keep), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_text_only_batch_gives_the_logits_of_stock():

@@ -4,45 +4,31 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from model_checks import (
-    FULL,
-    greedy,
-    main_output,
-    mixed_inputs,
-    shared_model,
-    trainable,
-    with_labels,
-)
-from tiny import (
-    batch,
-    prompt,
-    tiny_model,
-)
+from model_checks import FULL, greedy, main_output, mixed_inputs, shared_model, trainable, with_labels
+from tiny import batch, prompt, tiny_model
 
 # --------------------------------------------------------------------------------------------------------------------
 # Training
 # --------------------------------------------------------------------------------------------------------------------
 
-TRAINING_CALLS = {
-    "mixed rows": (mixed_inputs, {}),
-    "text alone": (lambda: batch(prompt(question=5), prompt(question=20, seed=2)), {}),
-    "an image alone": (lambda: batch(prompt(images=[(1, 4, 4)])), {}),
-    "a fixed retention": (mixed_inputs, {"retention": 0.3}),
-    "a cap": (mixed_inputs, {"max_visual_tokens": 2}),
-}
+TRAINING_STEPS = [  # selection, gate, rows, what the call asks for: every pair that meets something of its own
+    *(("qtsplus", gate, mixed_inputs, {}) for gate in ("soft", "detached", "gumbel")),
+    *(("uniform", gate, mixed_inputs, {"retention": 0.3}) for gate in ("soft", "gumbel")),
+    ("qtsplus", "soft", mixed_inputs, {"retention": 0.3}),
+    ("qtsplus", "gumbel", mixed_inputs, {"max_visual_tokens": 2}),
+    ("random", "detached", mixed_inputs, {"max_visual_tokens": 2}),
+    ("all", "soft", mixed_inputs, {}),
+    ("qtsplus", "soft", lambda: batch(prompt(question=5), prompt(question=20, seed=2)), {}),
+    ("all", "gumbel", lambda: batch(prompt(question=5)), {}),
+    ("uniform", "detached", lambda: batch(prompt(images=[(1, 4, 4)])), {}),
+]
 
 
-@pytest.mark.parametrize("gate", ["soft", "detached", "gumbel"])
-@pytest.mark.parametrize("selection", ["qtsplus", "uniform", "random", "all"])
-@pytest.mark.parametrize("call", TRAINING_CALLS)
-def test_a_training_step_gives_every_trainable_parameter_a_finite_gradient(gate, selection, call):
-    make, options = TRAINING_CALLS[call]
-    if selection == "all":
-        options = {}
+@pytest.mark.parametrize(("selection", "gate", "make", "call"), TRAINING_STEPS)
+def test_a_training_step_gives_every_trainable_parameter_a_finite_gradient(selection, gate, make, call):
     model = tiny_model(gate=gate, selection=selection).train()
     torch.manual_seed(0)
-    inputs = with_labels(make())
-    loss = model(**inputs, **options).loss
+    loss = model(**with_labels(make()), **call).loss
     loss.backward()
     assert torch.isfinite(loss)
     for name, parameter in trainable(model).items():
@@ -204,32 +190,17 @@ def test_in_bfloat16_the_logits_are_near_those_in_float32():
     assert (half - expected).abs().max() < 0.1 * expected.abs().max()
 
 
+PARTS = ("model.visual", "model.language_model", "model.qtsplus", "lm_head")
 OFFLOADS = {
     "everything on the CPU": {"": "cpu"},
-    "the selector on disk": {
-        "model.visual": "cpu",
-        "model.language_model": "cpu",
-        "model.qtsplus": "disk",
-        "lm_head": "cpu",
-    },
-    "the language model on disk": {
-        "model.visual": "cpu",
-        "model.language_model": "disk",
-        "model.qtsplus": "cpu",
-        "lm_head": "disk",
-    },
-    "all but the vision on disk": {
-        "model.visual": "cpu",
-        "model.language_model": "disk",
-        "model.qtsplus": "disk",
-        "lm_head": "disk",
-    },
+    "the selector on disk": {part: "disk" if part == "model.qtsplus" else "cpu" for part in PARTS},
+    "all but the vision on disk": {part: "cpu" if part == "model.visual" else "disk" for part in PARTS},
 }
 
 
 @pytest.mark.parametrize("where", OFFLOADS)
 def test_a_device_map_gives_the_same_logits_and_ids(tmp_path, where):
-    model, inputs = tiny_model(tie_word_embeddings=False), mixed_inputs()
+    model, inputs = tiny_model(tie_word_embeddings=False, query_states="layer"), mixed_inputs()
     model.save_pretrained(tmp_path / "model")
     placed = FULL.from_pretrained(tmp_path / "model", device_map=OFFLOADS[where], offload_folder=tmp_path / "offload")
     assert any(p.is_meta for p in placed.parameters()) == ("disk" in where)
@@ -259,34 +230,36 @@ def test_a_model_that_was_offloaded_saves_all_its_weights(tmp_path):
     assert all(torch.equal(v, reloaded.state_dict()[k]) for k, v in model.state_dict().items())
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_selector_gives_the_same_outputs(backend):
-    model = tiny_model()
+@pytest.fixture
+def clean_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_a_compiled_selector_gives_the_same_outputs(clean_compiler):
+    model = tiny_model(reencode_layers=1)
     inputs = [mixed_inputs(), batch(prompt(videos=[(2, 4, 6)], seed=7))]
     with torch.no_grad():
         expected = [model(**one) for one in inputs]
-        torch.compiler.reset()
-        model.model.qtsplus.compile(backend=backend)
+        model.model.qtsplus.compile(backend="eager")
         for one, plain in zip(inputs, expected, strict=True):
             compiled = model(**one)
             assert (compiled.logits - plain.logits).abs().max() < 1e-5
             assert all(map(torch.equal, compiled.qtsplus.kept_indices, plain.qtsplus.kept_indices))
-    torch.compiler.reset()
 
 
-def test_a_compiled_selector_trains():
+def test_a_compiled_selector_trains(clean_compiler):
     inputs = with_labels(batch(prompt(videos=[(2, 4, 6)], seed=7)))
     gradients = []
     for compiled in (False, True):
-        model = tiny_model().train()
+        model = tiny_model(reencode_layers=1).train()
         if compiled:
-            torch.compiler.reset()
             model.model.qtsplus.compile(backend="aot_eager")
         model(**inputs).loss.backward()
         gradients.append({name: p.grad for name, p in trainable(model).items()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
-    torch.compiler.reset()
 
 
 # --------------------------------------------------------------------------------------------------------------------

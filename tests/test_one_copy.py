@@ -86,22 +86,35 @@ def change(path, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "processor_config.json", "generate.py"])
-def test_no_code_of_a_folder_runs(name, tiny_published, tiny_mp4, tmp_path):
-    folder = shutil.copytree(tiny_published, tmp_path / "model")
-    for file in [*folder.glob("*.py"), folder / "evil.py", folder / "custom_generate" / "generate.py"]:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(HOSTILE)
+ASK_EACH = """
+import sys
+from typer.testing import CliRunner
+from qtsplus.cli import app
+
+for folder in sys.argv[2:]:
+    result = CliRunner().invoke(app, ["ask", sys.argv[1], "What?", "--model", folder, "--max-new-tokens", "1"])
+    assert result.exit_code == 0 or (result.exit_code == 2 and result.stderr.startswith("qtsplus: ")), result.output
+    assert "the folder's code ran" not in result.output, folder
+"""
+
+
+def test_no_code_of_a_folder_runs(tiny_published, tiny_mp4, tmp_path):
+    """Whichever of its files names the code."""
     kinds = ["Config", "Model", "ModelForImageTextToText", "Processor", "ImageProcessor", "VideoProcessor"]
     evil = {"auto_map": {**{f"Auto{kind}": "evil.Evil" for kind in kinds}, "AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
-    if name == "processor_config.json":
-        stored = json.loads((folder / name).read_text())
-        evil |= {part: {**stored[part], **evil} for part in ("image_processor", "video_processor") if part in stored}
-    if name.endswith(".json"):
-        change(folder / name, **evil)
-    result = run_python("from qtsplus.cli import app; app()", "ask", tiny_mp4, "What?", "--model", folder)
-    assert not list(tmp_path.rglob("ran")) and "the folder's code ran" not in result.stderr
-    assert result.returncode == 0 or (result.returncode == 2 and result.stderr.startswith("qtsplus: ")), result.stderr
+    folders = []
+    for name in ("config.json", "tokenizer_config.json", "processor_config.json", "generate.py"):
+        folder = shutil.copytree(tiny_published, tmp_path / name.partition(".")[0])
+        for file in [*folder.glob("*.py"), folder / "evil.py", folder / "custom_generate" / "generate.py"]:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(HOSTILE)
+        if name.endswith(".json"):
+            stored = json.loads((folder / name).read_text())
+            parts = [part for part in ("image_processor", "video_processor") if part in stored]
+            change(folder / name, **evil, **{part: {**stored[part], **evil} for part in parts})
+        folders.append(folder)
+    result = run_python(ASK_EACH, tiny_mp4, *folders)
+    assert result.returncode == 0 and not list(tmp_path.rglob("ran")), result.stderr[-3000:]
 
 
 def test_the_auto_classes_give_the_packages_own(tiny_published):
@@ -119,8 +132,14 @@ assert not [name for name in sys.modules if name.startswith("transformers_module
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_the_package_is_imported_without_torch():
-    script = "import sys, qtsplus; from qtsplus.cli import app; assert not {'torch', 'transformers'} & {*sys.modules}"
+def test_the_package_and_its_help_need_no_torch():
+    script = """
+import sys, qtsplus
+from typer.testing import CliRunner
+from qtsplus.cli import app
+assert CliRunner().invoke(app, ["--help"]).exit_code == 0
+assert not {"torch", "transformers"} & {*sys.modules}
+"""
     assert run_python(script).returncode == 0
 
 
@@ -167,11 +186,10 @@ def test_a_later_version_with_fields_of_its_own_is_refused(folder, tiny_mp4):
     assert "does not know patience, zeal: install 99.1" in line
 
 
-def test_a_later_version_that_can_be_read_is_noted(folder, tiny_mp4):
+def test_a_later_version_that_can_be_read_is_noted(folder, caplog):
     change(folder / "config.json", qtsplus_version="99.1")
-    result = run_python("from qtsplus.cli import app; app()", "ask", tiny_mp4, "What?", "--model", folder, "--json")
-    assert result.returncode == 0 and json.loads(result.stdout)["answer"], result.stderr
-    (line,) = result.stderr.splitlines()
+    loading.load(folder)
+    (line,) = [record.message for record in caplog.records]
     assert f"written by qtsplus 99.1, and this is {VERSION}" in line
 
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import struct
-from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -37,20 +36,6 @@ def shaded_frames(count, height=56, width=56):
 
 def read_shades(frames):
     return [round(float(frame.mean()) / 8) for frame in frames]
-
-
-def write_at(path, frames, milliseconds):
-    """A file whose frames appear at the given times: a variable frame rate."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=30)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        stream.codec_context.time_base = Fraction(1, 1000)
-        for array, pts in zip(frames, milliseconds, strict=True):
-            frame = av.VideoFrame.from_ndarray(array, format="rgb24")
-            frame.pts, frame.time_base = pts, Fraction(1, 1000)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
 
 
 @pytest.fixture
@@ -187,25 +172,6 @@ def test_the_decoder_returns_the_asked_frames_and_plain_metadata(ramp):
     assert type(metadata.fps) is type(metadata.duration) is float
     assert (metadata.fps, metadata.duration, metadata.total_num_frames) == (8.0, 3.0, 24)
     assert metadata.timestamps == [0, 5 / 8, 23 / 8]
-
-
-def test_a_file_that_states_no_frame_count(tmp_path):
-    write_mp4(tmp_path / "ramp.mkv", shaded_frames(24), 8)
-    with av.open(str(tmp_path / "ramp.mkv")) as container:
-        assert container.streams.video[0].frames == 0
-    frames, metadata = read_video(str(tmp_path / "ramp.mkv"), lambda total, fps: np.arange(0, total, 4))
-    assert read_shades(frames) == [0, 4, 8, 12, 16, 20]
-    assert metadata.fps == pytest.approx(8, rel=0.01)
-
-
-def test_a_variable_frame_rate_is_read_by_time(tmp_path):
-    # Ten quick frames, then frame 10 stays from 1 s to 4 s, then ten more.
-    milliseconds = [*range(0, 1000, 100), 1000, *range(4000, 5000, 100)]
-    write_at(tmp_path / "screen.mp4", shaded_frames(21), milliseconds)
-    frames, metadata = read_video(str(tmp_path / "screen.mp4"), lambda total, fps: np.arange(total))
-    assert (metadata.fps, metadata.total_num_frames, metadata.duration) == (10, 50, 5)
-    shown_at = [np.searchsorted(milliseconds, 1000 * time + 1, side="right") - 1 for time in metadata.timestamps]
-    assert read_shades(frames) == shown_at and shown_at.count(10) == 30
 
 
 @pytest.mark.parametrize("turn", [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)])

@@ -1,16 +1,10 @@
 """What stands for the words of a question: their embeddings, or their states behind a layer of the selector."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import DynamicCache
 
-import qtsplus.relevance_qtsplus as relevance
 from model_checks import mixed_inputs, mixed_rows
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.configuration_qtsplus import QUERY_STATES
@@ -21,8 +15,13 @@ from qtsplus.prompt_qtsplus import find_query_mask
 from reference import GOLDEN
 from tiny import IM_END, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
 
-EACH = pytest.mark.parametrize("kind", QUERY_STATES)
 VIDEO = (2, 4, 8)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Whose questions a layer reads; the words' embeddings are what most other tests select by."""
+    return tiny_model(query_states="layer")
 
 
 def seen(model, inputs, **call):
@@ -46,10 +45,8 @@ def question_mask(model, inputs):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@EACH
-def test_an_earlier_answer_changes_nothing_of_what_is_asked(kind):
+def test_an_earlier_answer_changes_nothing_of_what_is_asked(model):
     """Two conversations that differ in an earlier answer; the last question is the same."""
-    model = tiny_model(query_states=kind)
     row, other = (prompt(videos=[VIDEO], turns=1) for _ in range(2))
     at = row.ids.index(IM_END, row.ids.index(VIDEO_PAD))  # behind the first question
     other.ids[at + 6] += 1
@@ -59,18 +56,18 @@ def test_an_earlier_answer_changes_nothing_of_what_is_asked(kind):
     assert torch.equal(one.qtsplus.relevance[0], changed.qtsplus.relevance[0])
 
 
-def test_words_of_a_layer_see_each_other_and_their_order():
-    model = tiny_model(query_states="layer")
+def test_words_of_a_layer_see_each_other_and_their_order(model):
     row = batch(prompt(videos=[VIDEO], question=4))
     plain, layer = row["input_ids"], model.model.qtsplus.question_layers[0]
     swapped = plain.clone()
     last = int((plain[0] == IM_END).nonzero()[-1])
     swapped[0, [last - 1, last - 2]] = plain[0, [last - 2, last - 1]]
     given = []
-    layer.register_forward_hook(lambda _, __, states: given.append(states))
+    hook = layer.register_forward_hook(lambda _, __, states: given.append(states))
     with torch.no_grad():
         for ids in (plain, swapped):
             model(**{**row, "input_ids": ids})
+    hook.remove()
     assert (given[0][[0, 1, 3, 2]] - given[1]).abs().max() > 1e-3  # else each word would take its state along
     assert (given[0][0] - given[1][0]).abs().max() > 1e-3
 
@@ -92,12 +89,11 @@ def test_the_budget_goes_by_the_same_states():
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@EACH
 @pytest.mark.parametrize("pad_left", [True, False])
 @pytest.mark.parametrize("mask", ["found", "given", "apart"])
-def test_batch_is_single(kind, pad_left, mask):
+def test_batch_is_single(model, pad_left, mask):
     """However the question is told: found in the prompt, marked there, or apart from it."""
-    model, rows = tiny_model(query_states=kind), [*mixed_rows(), prompt(videos=[VIDEO], turns=2, seed=7)]
+    rows = [*mixed_rows(), prompt(videos=[VIDEO], turns=2, seed=7)]
 
     def inputs(rows, indices):
         made = batch(*rows, pad_left=pad_left)
@@ -120,91 +116,31 @@ def test_batch_is_single(kind, pad_left, mask):
         assert torch.equal(together.qtsplus.kept_indices[index], alone.qtsplus.kept_indices[0])
 
 
-@EACH
-def test_chunk_is_whole(kind, monkeypatch):
-    model, inputs = tiny_model(query_states=kind), mixed_inputs()
-    whole = model(**inputs)
-    monkeypatch.setattr(relevance.log_relevance, "__defaults__", ("max", 3))
-    in_blocks = model(**inputs)
-    torch.testing.assert_close(in_blocks.logits, whole.logits, atol=1e-5, rtol=1e-5)
-    assert all(map(torch.equal, in_blocks.qtsplus.kept_indices, whole.qtsplus.kept_indices))
-
-
-@EACH
-def test_training_keeps_what_inference_keeps(kind):
-    model, inputs = tiny_model(query_states=kind, gate="detached"), mixed_inputs()
-    evaluated = model(**inputs).qtsplus.kept_indices
-    assert all(map(torch.equal, evaluated, model.train()(**inputs).qtsplus.kept_indices))
-
-
-@EACH
-def test_features_of_an_encoded_video_are_as_its_pixels(kind):
-    model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO, (1, 4, 4)]))
-    expected = model.generate(**inputs, max_new_tokens=4)
-    features = model.encode_videos(inputs.pop("pixel_values_videos"), inputs["video_grid_thw"])
-    assert torch.equal(model.generate(**inputs, video_features=features, max_new_tokens=4), expected)
-
-
-@EACH
-def test_the_next_turn_asks_as_a_full_run_does(kind):
-    """Its question stands behind a cache, its video in front of it."""
-    model = tiny_model(query_states=kind)
-    first, more = batch(prompt(videos=[VIDEO])), prompt(videos=[(1, 4, 8)], seed=5)
-    call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-    done = model.generate(**first, **call, past_key_values=DynamicCache())
-    new = batch(more)
-    ids = torch.cat([done.sequences, new["input_ids"]], dim=1)
-    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    names = ("video_grid_thw", "second_per_grid_ts", "pixel_values_videos")
-    given = []
-    model.model.qtsplus.register_forward_pre_hook(lambda _, args: given.append(args[1][0]))
-    model.generate(**whole, **call, **{name: new[name] for name in names}, past_key_values=done.past_key_values)
-    model.generate(**whole, **call, **{name: torch.cat([first[name], new[name]]) for name in names})
-    assert len(given) == 2
-    torch.testing.assert_close(*given, atol=1e-5, rtol=1e-5)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # A question that does not stand in the prompt
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@EACH
-def test_a_question_apart_takes_the_place_of_the_prompts_own(kind):
-    model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO], turns=1, question=6))
+def test_a_question_apart_takes_the_place_of_the_prompts_own_or_of_none(model):
+    inputs = batch(prompt(videos=[VIDEO], turns=1, question=6))
     own = inputs["input_ids"][question_mask(model, inputs).bool()]
     _, expected = seen(model, inputs)
     _, output = seen(model, inputs, query_input_ids=own[None])
     assert torch.equal(output.qtsplus.relevance[0], expected.qtsplus.relevance[0])
     others = torch.tensor([[77, 78]])
-    (states,), _ = seen(model, inputs, query_input_ids=others)
-    assert torch.equal(states, model.get_input_embeddings()(others[0]))
+    for _ in range(2):
+        (states,), _ = seen(model, inputs, query_input_ids=others)
+        assert torch.equal(states, model.get_input_embeddings()(others[0]))
+        inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == USER, 33)  # no question is left
 
 
-@EACH
-def test_a_question_apart_asks_where_the_prompt_has_none(kind):
-    model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO]))
-    inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["input_ids"] == USER, 33)
-    others = torch.tensor([[77, 78]])
-    (states,), _ = seen(model, inputs, query_input_ids=others)
-    assert torch.equal(states, model.get_input_embeddings()(others[0]))
-
-
-@EACH
-def test_a_mask_of_the_callers_own(kind):
-    model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO], question=6))
+def test_a_mask_of_the_callers_own(model):
+    inputs = batch(prompt(videos=[VIDEO], question=6))
     mask = question_mask(model, inputs)
     (whole,), _ = seen(model, inputs)
     mask[0, mask[0].nonzero()[[0, 2, 3], 0]] = 0
     (states,), _ = seen(model, inputs, query_mask=mask)
     assert torch.equal(states, whole[[1, 4, 5]])
-
-
-@EACH
-def test_a_prompt_without_a_question_is_named(kind):
-    inputs = batch(prompt(videos=[VIDEO]))
-    with pytest.raises(ValueError, match="no question to select them by"):
-        tiny_model(query_states=kind)(**inputs, query_mask=torch.zeros_like(inputs["input_ids"]))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -253,63 +189,6 @@ def test_a_fresh_layer_changes_nothing():
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@EACH
-def test_saved_and_loaded_it_gives_the_same_bits(kind, tmp_path):
-    model, inputs = tiny_model(query_states=kind), mixed_inputs()
-    model.save_pretrained(tmp_path)
-    loaded = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path).eval()
-    assert loaded.config.qtsplus_config.query_states == kind
-    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
-    assert (tmp_path / "layout_qtsplus.py").exists()
-
-
-@EACH
-def test_weights_that_wait_on_disk(kind, tmp_path):
-    model, inputs = tiny_model(query_states=kind, tie_word_embeddings=False), mixed_inputs()
-    model.save_pretrained(tmp_path / "model")
-    where = {"model.visual": "cpu", "model.language_model": "disk", "model.qtsplus": "disk", "lm_head": "cpu"}
-    placed = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(
-        tmp_path / "model", device_map=where, offload_folder=tmp_path / "offload"
-    )
-    states, expected = seen(model, inputs)
-    again, output = seen(placed, inputs)
-    assert all(map(torch.equal, again, states))
-    torch.testing.assert_close(output.logits, expected.logits, atol=1e-5, rtol=1e-5)
-
-
-FRESH_PROCESS = """
-import sys
-
-sys.modules["qtsplus"] = None  # any import of the package fails from here on
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
-
-for folder in sys.argv[1:]:
-    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
-    with torch.no_grad():
-        save_file({"logits": model(**load_file(f"{folder}.inputs")).logits}, f"{folder}.outputs")
-"""
-
-
-def test_a_process_without_the_package_gives_the_same_bits(tmp_path):
-    expected = {}
-    for kind in QUERY_STATES:
-        model, inputs = tiny_model(query_states=kind), batch(prompt(videos=[VIDEO], turns=1))
-        model.save_pretrained(tmp_path / kind)
-        save_file(inputs, tmp_path / f"{kind}.inputs")
-        with torch.no_grad():
-            expected[kind] = model(**inputs).logits
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
-    folders = [str(tmp_path / kind) for kind in QUERY_STATES]
-    command = [sys.executable, "-I", "-c", FRESH_PROCESS, *folders]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    for kind in QUERY_STATES:
-        assert torch.equal(load_file(tmp_path / f"{kind}.outputs")["logits"], expected[kind]), kind
-
-
 @pytest.fixture(scope="module")
 def stock_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stock") / "model"
@@ -317,7 +196,7 @@ def stock_folder(tmp_path_factory):
     return folder
 
 
-@EACH
+@pytest.mark.parametrize("kind", QUERY_STATES)
 @pytest.mark.parametrize("start", ["identity", "language_model"])
 def test_a_stock_model_is_converted_with_them(kind, start, stock_folder, tmp_path):
     settings = {"query_states": kind, "reencode_layers": 0}

@@ -5,25 +5,18 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qtsplus import QTSplusConfig, QTSplusSelector
-from qtsplus.configuration_qtsplus import REDUCTIONS
+from qtsplus.configuration_qtsplus import POSITION_IDS, REDUCTIONS
 from qtsplus.methods_qtsplus import METHODS, TIE, Candidates
-from qtsplus.relevance_qtsplus import log_relevance
 from qtsplus.selector_qtsplus import encode_rows, find_threshold, gumbel_gate, gumbel_noise, soft_gate
 from tiny import PAD, PAPER, batch, prompt, tiny_model
 
 
 def examples(count):
-    return settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 # (t, h, w) in patches: one token, one frame, odd numbers of tokens each way, long and flat.
@@ -71,11 +64,21 @@ def expected_count(rho, num_tokens, *caps):
 
 
 @examples(25)
-@given(rows=a_batch, pad_left=st.booleans(), retention=a_retention, cap=a_cap, reduction=st.sampled_from(REDUCTIONS))
-def test_each_row_of_a_ragged_batch_is_as_it_is_alone(rows, pad_left, retention, cap, reduction):
-    model = model_with(reduction=reduction)
+@given(
+    rows=a_batch,
+    pad_left=st.booleans(),
+    more_padding=st.sampled_from([0, 40]),
+    retention=a_retention,
+    cap=a_cap,
+    reduction=st.sampled_from(REDUCTIONS),
+    position_ids=st.sampled_from(POSITION_IDS),
+)
+def test_each_row_of_a_ragged_batch_is_as_it_is_alone(
+    rows, pad_left, more_padding, retention, cap, reduction, position_ids
+):
+    model = model_with(reduction=reduction, position_ids=position_ids)
     call = {"retention": retention, "max_visual_tokens": cap}
-    inputs = batch(*rows, pad_left=pad_left)
+    inputs = batch(*rows, pad_left=pad_left, width=max(len(row.ids) for row in rows) + more_padding)
     with torch.no_grad():
         together = model(**inputs, **call)
     qtsplus = together.qtsplus
@@ -125,23 +128,6 @@ def test_a_row_generates_in_a_batch_what_it_generates_alone(rows, pad_left, rete
 
 
 @examples(10)
-@given(rows=a_batch, selection=st.sampled_from(["uniform", "all"]), retention=st.none() | st.floats(0.05, 1.0))
-def test_the_ablations_treat_a_row_in_a_batch_as_alone(rows, selection, retention):
-    model = model_with(selection=selection, position_ids="sequential")
-    call = {"retention": None if selection == "all" else retention}
-    inputs = batch(*rows)
-    with torch.no_grad():
-        together = model(**inputs, **call)
-    for b, row in enumerate(rows):
-        single = batch(row)
-        with torch.no_grad():
-            alone = model(**single, **call)
-        assert (real_logits(together, inputs, b) - real_logits(alone, single, 0)).abs().max() < 1e-4
-        if selection == "all" and together.qtsplus is not None:
-            assert together.qtsplus.kept_indices[b].tolist() == list(range(video_tokens(row)))
-
-
-@examples(10)
 @given(rows=a_batch, pad_left=st.booleans(), gate=st.sampled_from(["soft", "detached", "gumbel"]))
 def test_a_training_step_on_any_batch_has_finite_gradients_on_every_trainable_parameter(rows, pad_left, gate):
     model = model_with(gate=gate).train()
@@ -187,56 +173,6 @@ def ragged_tokens(counts, seed):
 
 counts_of_tokens = st.lists(st.integers(0, 60), min_size=1, max_size=4)
 a_seed = st.integers(0, 100_000)
-a_relevance_problem = {
-    "num_tokens": st.integers(1, 300),
-    "num_queries": st.integers(1, 60),
-    "kv_heads": st.sampled_from([1, 2, 4]),
-    "groups": st.sampled_from([1, 2]),
-    "scale": st.sampled_from([0.1, 1.0, 4.0]),
-    "seed": a_seed,
-}
-
-
-def heads_of_states(num_tokens, num_queries, kv_heads, groups, scale, seed, head_dim=8):
-    generator = torch.Generator().manual_seed(seed)
-    queries = torch.randn(kv_heads * groups, num_queries, head_dim, generator=generator) * scale
-    keys = torch.randn(kv_heads, num_tokens, head_dim, generator=generator)
-    return queries.requires_grad_(), keys.requires_grad_()
-
-
-@examples(40)
-@given(**a_relevance_problem)
-def test_relevance_is_the_largest_attention_weight_over_heads_and_query_tokens(groups, **problem):
-    queries, keys = heads_of_states(groups=groups, **problem)
-    relevance = log_relevance(queries, keys).exp()
-    repeated = keys.detach().double().repeat_interleave(groups, dim=0)
-    weights = (queries.detach().double() @ repeated.transpose(1, 2) / math.sqrt(8)).softmax(-1)
-    torch.testing.assert_close(relevance.double(), weights.amax((0, 1)), atol=1e-6, rtol=1e-4)
-
-    num_tokens = len(relevance)
-    assert ((relevance > 0) & (relevance <= 1 + 1e-6)).all()
-    assert relevance.max() >= 1 / num_tokens - 1e-6
-    assert relevance.sum() >= 1 - 1e-5  # one attention row alone sums to 1
-    assert relevance.sum() <= len(queries) * queries.shape[1] * (1 + 1e-5)
-
-
-@examples(30)
-@given(num_blocks=st.integers(1, 12), reduction=st.sampled_from(REDUCTIONS), **a_relevance_problem)
-@example(  # blocks of one token
-    num_blocks=12, reduction="max", num_tokens=12, num_queries=3, kv_heads=2, groups=2, scale=1.0, seed=0
-)
-def test_the_block_size_of_relevance_changes_neither_values_nor_gradients(num_blocks, reduction, **problem):
-    queries, keys = heads_of_states(**problem)
-    weights = torch.randn(keys.shape[1], generator=torch.Generator().manual_seed(problem["seed"]))
-    results = []
-    for size in (None, math.ceil(keys.shape[1] / num_blocks)):
-        relevance = log_relevance(queries, keys, block_size=size, reduction=reduction).exp()
-        results.append((relevance, *torch.autograd.grad((relevance * weights).sum(), (queries, keys))))
-    (whole, *whole_gradients), (blocks, *block_gradients) = results
-    # A score of 20 has a float32 rounding error of 2e-6, which is relevance's relative error.
-    torch.testing.assert_close(blocks, whole, atol=1e-6, rtol=5e-6)
-    for gradient, expected in zip(block_gradients, whole_gradients, strict=True):
-        torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
 
 @examples(15)
@@ -345,9 +281,15 @@ def test_each_row_may_have_a_retention_of_its_own(counts, seed, data):
         selector(*inputs, retention=[*retention, 0.5])
 
 
-@pytest.mark.parametrize("gate", ["soft", "gumbel", "detached"])
-@examples(25)
-@given(counts=counts_of_tokens, retention=a_retention, n_max=st.integers(1, 30), cap=a_cap, seed=a_seed)
+@examples(60)
+@given(
+    gate=st.sampled_from(["soft", "gumbel", "detached"]),
+    counts=counts_of_tokens,
+    retention=a_retention,
+    n_max=st.integers(1, 30),
+    cap=a_cap,
+    seed=a_seed,
+)
 def test_n_max_caps_every_gate_in_training_and_inference(gate, counts, retention, n_max, cap, seed):
     selector = selector_with(gate=gate, n_max=n_max)
     inputs = ragged_tokens(counts, seed)
@@ -470,20 +412,6 @@ def test_uniform_and_random_keep_as_many_as_the_selector(counts, selection, rete
     _, theirs = selector_with(n_max=N_MAX, selection=selection)(*inputs, **call)
     assert theirs.n.tolist() == ours.n.tolist()
     assert torch.equal(theirs.rho, ours.rho)
-
-
-@examples(25)
-@given(counts=counts_of_tokens, seed=a_seed)
-def test_samples_never_see_each_other(counts, seed):
-    selector = selector_with(n_max=N_MAX)
-    visual, query, positions = ragged_tokens(counts, seed)
-    with torch.no_grad():
-        together, chosen = selector(visual, query, positions)
-        for b in range(len(counts)):
-            alone, single = selector(visual[b : b + 1], query[b : b + 1], positions[b : b + 1])
-            torch.testing.assert_close(together[b], alone[0], atol=1e-4, rtol=1e-4)  # re-encoded in one pass
-            assert torch.equal(chosen.kept_indices[b], single.kept_indices[0])
-            assert torch.equal(chosen.rho[b], single.rho[0])
 
 
 def test_rows_are_re_encoded_together_as_each_alone():

@@ -11,18 +11,10 @@ from torch.nn.functional import cosine_similarity
 from transformers import Trainer, TrainingArguments
 
 from qtsplus import QTSplusConfig
-from qtsplus.methods_qtsplus import (
-    METHODS,
-    TIE,
-    Candidates,
-    diversity,
-    most_relevant,
-    temporal_redundancy,
-    top_n,
-)
+from qtsplus.methods_qtsplus import METHODS, TIE, Candidates, diversity, most_relevant, temporal_redundancy, top_n
 from qtsplus.prompt_qtsplus import NAMES
 from qtsplus.selector_qtsplus import share_of_mass
-from tiny import batch, prompt, stock_twin, tiny_model, token_types
+from tiny import batch, prompt, tiny_model
 
 GRIDS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3)
 
@@ -146,15 +138,6 @@ def test_methods_choose_differently(model, inputs):
         if name != "all"
     }
     assert len(set(kept.values())) == len(kept) and {len(indices) for indices in kept.values()} == {20}
-
-
-def test_without_re_encoding_everything_is_stock(model, inputs):
-    """`selection="all"` and `reencode=False` in a call of a model that is configured for neither."""
-    real = inputs["attention_mask"].bool()
-    with torch.no_grad():
-        ours = model(**inputs, selection="all", reencode=False)
-        stock = stock_twin(model)(**inputs, mm_token_type_ids=token_types(inputs["input_ids"]))
-    torch.testing.assert_close(ours.logits[real], stock.logits[real], atol=1e-5, rtol=1e-5)
 
 
 def test_a_selector_alone_has_no_attention_to_ask(model):

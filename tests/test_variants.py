@@ -8,8 +8,6 @@ import torch
 from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.files import hub_configs, variants
 
-SELECTOR = {"qtsplus-3b": 129_557_249, "qtsplus-3b-ft": 129_557_249, "qtsplus-7b": 397_380_353}
-
 
 def on_meta(name):
     config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / name)
@@ -19,11 +17,6 @@ def on_meta(name):
 
 def count(module, trainable=False):
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trainable)
-
-
-@pytest.mark.parametrize("name", SELECTOR)
-def test_the_selector_has_the_published_size(name):
-    assert count(on_meta(name).model.qtsplus) == SELECTOR[name]
 
 
 def test_the_fine_tuned_variant_trains_the_published_number():

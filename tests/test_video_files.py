@@ -2,12 +2,9 @@
 
 import base64
 import functools
-import subprocess
-import sys
 import threading
 import tracemalloc
 from contextlib import contextmanager
-from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import av
@@ -15,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
 from clips import write_mp4
 from qtsplus import decoding_qtsplus, session
+from qtsplus.cli import app
 from qtsplus.video_qtsplus import choose_frames, load_frames, open_video, read_video
 from qtsplus.watching import Source
 
@@ -33,34 +32,6 @@ def loaded(tiny_published, tiny_processor):
 
 
 # Times ----------------------------------------------------------------------------------------------------------------
-
-
-def write_from(path, seconds, frames=48):
-    """Frames at 8 a second, of which a player shows the first one after some seconds."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-        for index in range(frames):
-            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 4 * index, np.uint8), format="rgb24")
-            frame.pts, frame.time_base = index + 8 * seconds, Fraction(1, 8)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return path
-
-
-@pytest.mark.parametrize("kind", ["mp4", "mkv", "avi", "mov"])
-@pytest.mark.parametrize("seconds", [0, 5])
-def test_seconds_are_those_of_a_player(loaded, tmp_path, kind, seconds):
-    path = write_from(tmp_path / f"late.{kind}", seconds)
-    answer = session.ask(*loaded, path, "What moves?", max_new_tokens=2, selection="all")
-    assert answer.warnings == [] and answer.seconds_of_video == pytest.approx(6, abs=0.01)
-    (interval,) = answer.evidence
-    assert (interval.start, interval.end) == pytest.approx((seconds, seconds + 6), abs=0.13)
-
-
-def test_a_broadcast_begins_where_it_begins(tmp_path):
-    """The clock of MPEG-TS is not 0 there, and players count from the first frame."""
-    assert open_video(str(write_from(tmp_path / "late.ts", 5)), every_frame).start == 0
 
 
 def test_a_file_without_a_time_scale_is_refused(header_first, tmp_path):
@@ -117,8 +88,8 @@ def test_an_animation_is_no_frame(tmp_path, kind):
 
 
 def test_an_image_too_large_to_be_meant_is_unreadable(loaded, tmp_path):
-    Image.new("1", (30000, 30000)).save(tmp_path / "0.png")
-    with pytest.raises(ValueError, match=r"Cannot read the frame '.*0\.png' as an image: .*900000000 pixels"):
+    Image.new("1", (13400, 13400)).save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match=r"Cannot read the frame '.*0\.png' as an image: .*179560000 pixels"):
         session.encode(*loaded, tmp_path, fps=1)
 
 
@@ -165,12 +136,13 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, h
     assert len(frames) == metadata.total_num_frames == 24
 
 
-def test_the_command_line_says_it_once(header_first, tiny_published, tmp_path):
+def test_the_command_line_says_it_once(header_first, tiny_published, tmp_path, capfd):
     (tmp_path / "cut.mp4").write_bytes(header_first)
     (tmp_path / "cut.mp4").write_bytes(header_first[: packet_ends(tmp_path / "cut.mp4")[23]])
-    command = [sys.executable, "-m", "qtsplus.cli", "ask", str(tmp_path / "cut.mp4"), "What moves?"]
-    asked = subprocess.run([*command, "--model", str(tiny_published)], capture_output=True, text=True, timeout=120)
-    assert asked.returncode == 0 and asked.stderr.count("header states 48 frames") == 1, asked.stderr
+    call = ["ask", str(tmp_path / "cut.mp4"), "What moves?", "--max-new-tokens", "1", "--model", str(tiny_published)]
+    result = CliRunner().invoke(app, call)
+    said = result.stderr + capfd.readouterr().err  # what is printed, and what is logged
+    assert result.exit_code == 0 and said.count("header states 48 frames") == 1, said
 
 
 def test_a_file_that_states_only_its_length(tmp_path):
@@ -216,12 +188,6 @@ def test_frames_that_cannot_be_decoded_whole_are_said(loaded, tmp_path, kind, co
     assert " is damaged: " in warning and " of the 24 frames that are looked at cannot be decoded whole" in warning
     assert len(list(Source(str(path), 8.0, 0.01, 0.0))) >= 23
     assert len(video.metadata.frames_indices) == 24 and session.ask(*loaded, video, "What moves?").warnings == [warning]
-
-
-def test_a_whole_file_has_no_warning(loaded, header_first, tmp_path):
-    (tmp_path / "whole.mp4").write_bytes(header_first)
-    assert open_video(str(tmp_path / "whole.mp4"), every_frame).warnings == []
-    assert session.ask(*loaded, tmp_path / "whole.mp4", "What moves?", max_new_tokens=2).warnings == []
 
 
 @pytest.mark.parametrize("shown", [(3, 0), (2, 2), (3, 3)], ids=str)

@@ -82,15 +82,10 @@ def prepare(processor, rows):
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-            processor_kwargs={
-                "padding": True,
-                "padding_side": "left",
-                "fps": 2,
-                **options.pop("processor_kwargs", {}),
-            },
+            processor_kwargs={"padding": True, "padding_side": "left", "fps": 2, **options.pop("processor_kwargs", {})},
             **options,
         )
-        # The model takes these, and needs them not.
+        # The model takes these too, and does not need them.
         return {name: torch.as_tensor(value) for name, value in inputs.items() if name != "mm_token_type_ids"}
 
     return make

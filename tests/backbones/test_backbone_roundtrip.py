@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -41,17 +40,19 @@ assert not any(name.endswith(".modeling_qtsplus") for name in loaded) or "qwen2_
 """
 
 
-@pytest.fixture(scope="session")
-def published(tmp_path_factory, clips):
-    """Per backbone its model, its inputs, and what a fresh process made of both."""
-    folder, made = tmp_path_factory.mktemp("published"), {}
+def test_round_trip(tmp_path, clips):
+    """All in one fresh process: bit-equal logits, ids and inputs, from folders that hold no other backbone."""
+    made = {}
     content = [{"type": "video", "video": str(clips / "short.mp4")}, {"type": "text", "text": "What moves?"}]
     for backbone in BACKBONES:
         processor = backbone.processor()
         model = backbone.build(processor)
         for part in (model, processor):
-            part.save_pretrained(folder / "saved" / backbone.name)
-        assemble_folder(folder / "saved" / backbone.name, folder / backbone.name)
+            part.save_pretrained(tmp_path / "saved" / backbone.name)
+        assemble_folder(tmp_path / "saved" / backbone.name, tmp_path / backbone.name)
+        files = {path.name for path in (tmp_path / backbone.name).glob("*.py")}
+        assert {"mixin_qtsplus.py", "processing_qtsplus.py", "lm_attention_qtsplus.py"} <= files
+        assert len([name for name in files if name.startswith("modeling_qtsplus")]) == 1
         inputs = processor.apply_chat_template(
             [{"role": "user", "content": content}],
             tokenize=True,
@@ -60,32 +61,22 @@ def published(tmp_path_factory, clips):
             return_tensors="pt",
         )
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
-        save_file(inputs, folder / f"{backbone.name}.safetensors")
+        save_file(inputs, tmp_path / f"{backbone.name}.safetensors")
         made[backbone.name] = model, inputs
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["HF_MODULES_CACHE"] = str(folder / "modules")
+    environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
     result = subprocess.run(
-        [sys.executable, "-I", "-c", FRESH_PROCESS, str(folder), str(clips / "short.mp4"), *made],
+        [sys.executable, "-I", "-c", FRESH_PROCESS, str(tmp_path), str(clips / "short.mp4"), *made],
         capture_output=True,
         text=True,
         env=environment,
     )
     assert result.returncode == 0, result.stderr
-    return folder, {name: (*one, load_file(folder / f"{name}.out.safetensors")) for name, one in made.items()}
-
-
-def test_round_trip(backbone, published):
-    model, inputs, outputs = published[1][backbone.name]
-    with torch.no_grad():
-        assert torch.equal(outputs["logits"], model(**inputs).logits)
-    assert torch.equal(outputs["ids"], model.generate(**inputs, max_new_tokens=4))
-    made = {name.removeprefix("inputs."): value for name, value in outputs.items() if name.startswith("inputs.")}
-    assert made.keys() == inputs.keys()
-    for name, value in inputs.items():
-        assert torch.equal(made[name], value), name
-
-
-def test_a_folder_holds_no_other_backbone(backbone, published):
-    files = {path.name for path in (published[0] / backbone.name).glob("*.py")}
-    assert "mixin_qtsplus.py" in files and "processing_qtsplus.py" in files
-    assert len([name for name in files if name.startswith("modeling_qtsplus")]) == 1
+    for name, (model, inputs) in made.items():
+        outputs = load_file(tmp_path / f"{name}.out.safetensors")
+        with torch.no_grad():
+            assert torch.equal(outputs["logits"], model(**inputs).logits), name
+        assert torch.equal(outputs["ids"], model.generate(**inputs, max_new_tokens=4)), name
+        prepared = {key.removeprefix("inputs."): value for key, value in outputs.items() if key.startswith("inputs.")}
+        assert prepared.keys() == inputs.keys()
+        assert all(torch.equal(prepared[key], value) for key, value in inputs.items()), name

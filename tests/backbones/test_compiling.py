@@ -5,6 +5,11 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
+from tiny_backbones import BACKBONES
+
+# The others' language models are as one of these.
+DIFFERENT = ("qwen2_5_vl", "internvl", "qwen3_5")
+EACH = [one if one.name in DIFFERENT else pytest.param(one, marks=pytest.mark.slow) for one in BACKBONES]
 CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "cache_implementation": "static"}
 
 
@@ -26,15 +31,13 @@ def graphs(model, inputs):
     return output, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.parametrize("backbone", EACH, ids=lambda one: one.name, indirect=True, scope="session")
 def test_decoding_is_as_many_graphs_as_stocks(backbone, all_tokens, model, stock, prepare):
     inputs = prepare("video")
     try:
-        expected, count = graphs(stock, backbone.stock_inputs(all_tokens, inputs))
+        _, count = graphs(stock, backbone.stock_inputs(all_tokens, inputs))
     except torch._dynamo.exc.Unsupported:  # Transformers 5.17 branches on the position with `longrope`
         pytest.skip("stock does not compile whole")
-    output, own_count = graphs(all_tokens, inputs)
-    assert own_count == count >= 1
-    assert torch.equal(output[:, inputs["input_ids"].shape[1] :], expected[:, inputs["input_ids"].shape[1] :])
     output, own_count = graphs(model, {**inputs, "retention": 0.3})
-    assert own_count == count
+    assert own_count == count >= 1
     assert torch.equal(output, model.generate(**inputs, **{**CALL, "cache_implementation": None}, retention=0.3))

@@ -201,13 +201,19 @@ class TestBackbone:
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
     def test_the_next_turn_selects_among_what_is_new(self, model, prepare):
-        first, rest = prepare("video"), prepare("two videos")
+        """By the same question as in a run over the whole conversation."""
+        first, rest, given = prepare("video"), prepare("two videos"), []
         options = {**CALL, "return_dict_in_generate": True}
         done = model.generate(**first, **options, past_key_values=DynamicCache(config=model.config))
         ids = torch.cat([done.sequences, rest["input_ids"]], dim=1)
         more = {**rest, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         del more["query_mask"]
+        both = {name: torch.cat([first[name], rest[name]]) for name in rest if "video" in name or "second" in name}
+        hook = model.model.qtsplus.register_forward_pre_hook(lambda _, args: given.append(args[1][0]))
         got = model.generate(**more, **options, past_key_values=done.past_key_values, retention=1.0)
+        model.generate(**{**more, **both}, **options)
+        hook.remove()
+        torch.testing.assert_close(*given, atol=1e-5, rtol=1e-5)
         sizes = [t * h * w for t, h, w in model.model.merged_grid(rest["video_grid_thw"])]
         assert len(got.qtsplus.kept_indices[0]) == sum(sizes)
 

@@ -10,12 +10,13 @@ from qtsplus.video_qtsplus import read_video
 SIZES = {"wide": (96, 200), "tall": (300, 90), "small": (16, 24), "narrow": (24, 1400), "even": (64, 64)}
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def video(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("sizes") / f"{request.param}.mp4"
-    height, width = SIZES[request.param]
-    write_mp4(path, np.random.default_rng(0).integers(0, 255, (8, height, width, 3), np.uint8), 4)
-    return str(path)
+@pytest.fixture(scope="module")
+def films(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sizes")
+    for name, (height, width) in SIZES.items():
+        noise = np.random.default_rng(0).integers(0, 255, (8, height, width, 3), np.uint8)
+        write_mp4(folder / f"{name}.mp4", noise, 4)
+    return {name: str(folder / f"{name}.mp4") for name in SIZES}
 
 
 def prompt(processor, videos=1):
@@ -35,31 +36,29 @@ def given_frames(video):
     return frames, metadata
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"videos_kwargs": {"do_normalize": False}}, {"videos_kwargs": {"resample": 2}}], ids=str
-)
-def test_a_file_gives_the_pixels_of_its_frames(processor, video, options):
-    frames, metadata = given_frames(video)
-    options = {"text": prompt(processor), "return_tensors": "pt", **options}
-    whole = processor(videos=frames, video_metadata=[metadata], **options)
-    assert_same(processor(videos=video, do_sample_frames=False, **options), whole)
+def other_size(processor):
+    if processor.native_resolution:
+        return {"shortest_edge": 16 * 16, "longest_edge": 24 * 24}
+    return {"height": processor.video_processor.size["height"], "width": processor.video_processor.size["width"]}
 
 
-def test_another_size_that_the_call_asks_for(processor, video):
-    size = {"shortest_edge": 16 * 16, "longest_edge": 24 * 24}
-    if not processor.native_resolution:
-        size = {"height": processor.video_processor.size["height"], "width": processor.video_processor.size["width"]}
-    frames, metadata = given_frames(video)
-    options = {"text": prompt(processor), "return_tensors": "pt", "videos_kwargs": {"size": size}}
-    whole = processor(videos=frames, video_metadata=[metadata], **options)
-    assert_same(processor(videos=video, do_sample_frames=False, **options), whole)
+def test_a_file_gives_the_pixels_of_its_frames(processor, films):
+    """Of every size as it is; of one as a call asks for it, too."""
+    calls = [({}, film) for film in films.values()]
+    asked = ({"do_normalize": False}, {"resample": 2}, {"size": other_size(processor)})
+    calls += [({"videos_kwargs": options}, films["wide"]) for options in asked]
+    for options, film in calls:
+        frames, metadata = given_frames(film)
+        options = {"text": prompt(processor), "return_tensors": "pt", **options}
+        whole = processor(videos=frames, video_metadata=[metadata], **options)
+        assert_same(processor(videos=film, do_sample_frames=False, **options), whole)
 
 
-def test_a_file_beside_given_frames(processor, video):
-    frames, metadata = given_frames(video)
+def test_a_file_beside_given_frames(processor, films):
+    frames, metadata = given_frames(films["tall"])
     options = {"text": prompt(processor, 2), "return_tensors": "pt"}
     whole = processor(videos=[frames, frames], video_metadata=[metadata, metadata], **options)
-    mixed = processor(videos=[video, frames], video_metadata=[None, metadata], num_frames=8, **options)
+    mixed = processor(videos=[films["tall"], frames], video_metadata=[None, metadata], num_frames=8, **options)
     assert_same(mixed, whole)
 
 

@@ -180,12 +180,3 @@ def test_a_layer_or_head_that_is_not_there_is_refused(backbone, processor):
     for layer in [index for index, kind in enumerate(types) if kind == "linear_attention"]:
         with pytest.raises(ValueError, match=rf"attention_layer={layer}, which is linear_attention; expected"):
             backbone.build(processor, attention_layer=layer)
-
-
-def test_it_saves_and_loads(in_groups, prepare, tmp_path):
-    in_groups.save_pretrained(tmp_path)
-    assert (tmp_path / "lm_attention_qtsplus.py").exists()
-    again = type(in_groups).from_pretrained(tmp_path).eval()
-    assert again.config.qtsplus_config.selection == "lm_attention"
-    inputs = prepare("video")
-    assert torch.equal(relevance(again, inputs), relevance(in_groups, inputs))

@@ -104,9 +104,9 @@ class Backbone:
     stock_inputs: Callable[[Any, dict], dict]
 
     def build(self, processor, seed: int = 0, **selector):
-        """Every parameter random and of a size that matters."""
+        """Every parameter random and of a size that matters; a layer of the selector reads the question."""
         torch.manual_seed(seed)
-        model = self.model(self.config(processor, {**PAPER, **selector}))
+        model = self.model(self.config(processor, {**PAPER, "query_states": "layer", **selector}))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 centre = 1.0 if parameter.ndim == 1 and "norm" in name and name.endswith("weight") else 0.0
