@@ -8,12 +8,11 @@ from itertools import product
 
 QUESTION = "What moves?"
 LONG = "x" * 5000
-# Three of each kind: what is out of range, and what is no number at all.
 NO_NUMBERS = ("abc", "", LONG)
-NO_COUNTS = ("0", "-1", "1.5", *NO_NUMBERS)
-NO_FRACTIONS = ("0", "1.0001", "nan", *NO_NUMBERS)
-NO_RATES = ("0", "nan", "inf", *NO_NUMBERS)
-NO_DEVICES = ("toaster", "cuda:99", "")
+# Of each kind three that are out of range.
+NO_COUNTS = ("0", "-1", "1.5")
+NO_FRACTIONS = ("0", "1.0001", "nan")
+NO_RATES = ("0", "nan", "inf")
 NAMES_OF_NO_MODEL = ("", "{missing}", "a/b/c", "org/na me", "ünïcode/модель", "https://example.invalid/model", LONG)
 NO_MODELS = (
     *("{video}", "{empty_folder}", "{stock}", "{cut_weights}", "{no_weights}", "{garbage_weights}", "{adapter}"),
@@ -30,10 +29,26 @@ NO_TEXTS = ("", "\n\t", "\udcff")
 SELECTIONS = ("best", "", "uniform,random")
 NO_FILES = ("{missing}", "{empty_folder}", "{video}", "{empty}", "", "\x00", LONG)
 NO_PLACES = ("{video}", "/dev/null/x", "\x00")
+DOMAINS = ("", "http://a.org", "a.org/b", "a b", "*", "a.org:x", "user@a.org")
+# What an option may not be given, whichever command has it.
+NO_VALUES_OF = {
+    **dict.fromkeys(("--max-visual-tokens", "--max-new-tokens", "--memory-tokens", "--limit"), NO_COUNTS),
+    **dict.fromkeys(("--fps", "--every", "--timeout"), NO_RATES),
+    "--retention": NO_FRACTIONS,
+    "--device": ("toaster", "cuda:99", ""),
+    "--selection": SELECTIONS,
+    "--port": ("65536", *NO_COUNTS),
+    "--allow-host": (*DOMAINS, "a.org:80"),
+}
 
 
 def each_value(command: list[str], name: str, values: tuple[str, ...]) -> list[list[str]]:
     return [[*command, f"{name}={value}"] for value in values]
+
+
+def wrong(command: list[str], *names: str) -> list[list[str]]:
+    """The command with each of the options wrong, in each way."""
+    return [line for name in names for line in each_value(command, name, NO_VALUES_OF[name])]
 
 
 def with_model(command: str, *rest: str, names: tuple[str, ...] = FEW_MODELS) -> list[list[str]]:
@@ -48,14 +63,10 @@ def ask_lines() -> list[list[str]]:
         *(["ask", "{frames}", QUESTION, "--model", "{model}", *more] for more in ([], ["--fps", "0"])),
         *(["ask", "{video}", question, "--model", "{model}"] for question in NO_TEXTS),
         *with_model("ask", "{video}", QUESTION, names=(*NAMES_OF_NO_MODEL, *NO_MODELS)),
-        *each_value(ask, "--fps", NO_RATES),
-        *each_value(ask, "--retention", NO_FRACTIONS),
-        *each_value(ask, "--max-visual-tokens", NO_COUNTS),
-        *each_value(ask, "--max-new-tokens", NO_COUNTS),
-        *each_value(ask, "--device", NO_DEVICES),
+        *wrong(ask, "--fps", "--retention", "--max-visual-tokens", "--max-new-tokens", "--device", "--selection"),
+        *(line for name in ("--fps", "--max-new-tokens") for line in each_value(ask, name, NO_NUMBERS)),
         *each_value(ask, "--dtype", ("float8", "", "torch.float32")),
-        *each_value(ask, "--selection", SELECTIONS),
-        *([*ask, wrong] for wrong in ("--retentoin=0.5", "extra", "--json=yes", "--fps")),
+        *([*ask, more] for more in ("--retentoin=0.5", "extra", "--json=yes", "--fps")),
         *(["ask", *some] for some in (["{video}"], ["--json"])),
     ]
 
@@ -67,12 +78,9 @@ def watch_lines() -> list[list[str]]:
         *(["watch", video, *rest] for video in FEW_VIDEOS),
         *(["watch", "{video}", question, "--model", "{model}"] for question in NO_TEXTS),
         *with_model("watch", "{video}", QUESTION),
-        *(each for name in ("--every", "--fps", "--timeout") for each in each_value(watch, name, NO_RATES)),
+        *wrong(watch, "--every", "--fps", "--timeout", "--memory-tokens", "--max-new-tokens", "--device"),
         *each_value(watch, "--fps", ("1e-300", "1e30")),
         [*watch, "--timeout", "1e30"],
-        *each_value(watch, "--memory-tokens", NO_COUNTS),
-        *each_value(watch, "--max-new-tokens", NO_COUNTS),
-        *each_value(watch, "--device", NO_DEVICES),
         ["watch", "a={video}", "a={video}", *rest],
         ["watch", "{video}", "{video}", *rest],
         *(["watch", *some] for some in ([], ["{video}"], ["--json"])),
@@ -82,21 +90,12 @@ def watch_lines() -> list[list[str]]:
 def batch_lines() -> list[list[str]]:
     batch = ["batch", "{records}", "--out", "{out}.jsonl", "--model", "{model}"]
     return [
-        *(
-            ["batch", path, "--out", "{out}.jsonl", "--model", "{model}"]
-            for path in (*NO_FILES, "{text}", "{captions}")
-        ),
+        *(["batch", path, *batch[2:]] for path in (*NO_FILES, "{text}", "{captions}")),
         *with_model("batch", "{records}", "--out", "{out}.jsonl"),
-        *(
-            ["batch", "{records}", f"--out={out}", "--model", "{model}"]
-            for out in ("", "{text}", "{empty_folder}", "{text}/x", *NO_PLACES)
+        *each_value(
+            ["batch", "{records}", *batch[4:]], "--out", ("", "{text}", "{empty_folder}", "{text}/x", *NO_PLACES)
         ),
-        *each_value(batch, "--retention", NO_FRACTIONS),
-        *each_value(batch, "--max-visual-tokens", NO_COUNTS),
-        *each_value(batch, "--max-new-tokens", NO_COUNTS),
-        *each_value(batch, "--fps", NO_RATES),
-        *each_value(batch, "--selection", SELECTIONS),
-        *each_value(batch, "--device", NO_DEVICES),
+        *wrong(batch, "--retention", "--max-visual-tokens", "--max-new-tokens", "--fps", "--selection", "--device"),
         *each_value(batch, "--engine", ("", "best", "vLLM")),
         *each_value(batch, "--media-root", ("", " ")),
         [*batch, "extra"],
@@ -106,17 +105,13 @@ def batch_lines() -> list[list[str]]:
 
 def serve_lines() -> list[list[str]]:
     serve = ["serve", "{model}", "--engine", "transformers"]
-    domains = ("", "http://a.org", "a.org/b", "a b", "*", "a.org:x", "user@a.org")
     return [
         *(["serve", model, "--engine", "transformers"] for model in ("{cut_weights}", "{list_config}", *FEW_MODELS)),
         *(["serve", model] for model in ("{stock}", "{video}", *FEW_MODELS)),
-        *each_value(serve, "--port", ("65536", *NO_COUNTS)),
+        *wrong(serve, "--port", "--allow-host", "--retention", "--max-visual-tokens"),
         *each_value(serve, "--host", ("", " ")),
         *each_value(serve, "--allow-media-root", ("", "{missing}", "{text}", "\x00")),
-        *each_value(serve, "--allow-media-domain", domains),
-        *each_value(serve, "--allow-host", (*domains, "a.org:80")),
-        *each_value(serve, "--retention", NO_FRACTIONS),
-        *each_value(serve, "--max-visual-tokens", NO_COUNTS),
+        *each_value(serve, "--allow-media-domain", DOMAINS),
         *each_value(serve, "--engine", ("", "best", "sglang")),
         *([*serve, *more] for more in (["--", "--enforce-eager"], ["--enforce-eager"])),
         ["serve"],
@@ -127,8 +122,7 @@ def app_lines() -> list[list[str]]:
     app = ["app", "--model", "{model}"]
     return [
         *with_model("app", names=("{stock}", *FEW_MODELS)),
-        *each_value(app, "--port", ("65536", *NO_COUNTS)),
-        *each_value(app, "--allow-host", ("", "http://a.org", "a.org:80")),
+        *wrong(app, "--port", "--allow-host"),
         *each_value(app, "--library", ("", "{missing}", "{empty_folder}", "{video}", "\x00")),
         *each_value([*app, "--library", "{empty_folder}"], "--media-root", ("{missing}", "{video}", "\x00")),
         *([*app, *more] for more in (["--media-root", "{frames}"], ["extra"])),
@@ -140,11 +134,9 @@ def eval_lines() -> list[list[str]]:
     return [
         *(["eval", path, "--model", "{model}"] for path in NO_FILES),
         *with_model("eval", "{records}"),
-        *each_value(run, "--retention", NO_FRACTIONS),
-        *each_value(run, "--device", NO_DEVICES),
-        *each_value(run, "--selection", SELECTIONS),
+        *wrong(run, "--retention", "--device", "--selection"),
         [*run, "--selection", "all", "--retention", "0.1"],
-        *([*run, wrong] for wrong in ("--batch=2", "extra", "--json=1")),
+        *([*run, more] for more in ("--batch=2", "extra", "--json=1")),
         ["eval", "--json"],
     ]
 
@@ -197,7 +189,7 @@ def data_lines() -> list[list[str]]:
         *([*check, path] for path in ("", " ")),
         *each_value([*check, "{records}"], "--media-root", ("", "{missing}", "{video}")),
         *each_value([*check, "{records}"], "--against", ("", "{missing}", "{empty}", "{text}", "{garbage}", "\x00")),
-        *([*check, "{records}", wrong] for wrong in ("extra", "--json=1")),
+        *([*check, "{records}", more] for more in ("extra", "--json=1")),
         [*check, "{records}", "--no-media", "--media-root", "{empty_folder}"],
         check,
     ]
@@ -209,32 +201,22 @@ def synthesis_lines() -> list[list[str]]:
         *("", "localhost:8000", "ftp://x/v1", "http://", "http://x:99999/v1", "http://x:0/v1", "http://x y/v1", LONG),
         *("http://[::1/v1", "http://user:word@x/v1", "http://x/v1?key=1", "http://\x00", "http://ü/v1"),
     )
-    lines: list[list[str]] = []
-    for name, source in (("vscq1", "{captions}"), ("vscq2", "{choices}"), ("vqa", "{choices}")):
-        make = ["data", "make", name, source, "--out", "{out}"]
-        both = [*make, *server]
-        lines += [
-            *(
-                ["data", "make", name, path, "--out", "{out}", *server]
-                for path in ("", "{missing}", "{empty}", "{text}")
-            ),
-            *(["data", "make", name, source, f"--out={out}", *server] for out in ("", "{text}", "{text}/x", "\x00")),
-            *each_value(both, "--timeout", ("1e12", *NO_RATES)),
-            *each_value(both, "--concurrency", ("4097", *NO_COUNTS)),
-            *each_value(both, "--limit", NO_COUNTS),
-            *each_value(both, "--extra-body", ("", "3", "{{", "[" * 5000, "NaN")),
-            [*make, "--teacher", "m"],
-            [*make, "--endpoint", "http://127.0.0.1:9/v1"],
-            [*make, "--endpoint", "http://127.0.0.1:9/v1", "--teacher="],
-            [*both, "--requests-per-minute", "5"],
-        ]
-        if name == "vscq1":
-            lines += [[*make, f"--endpoint={address}", "--teacher", "m"] for address in addresses]
-            lines += [[*both, "--frames", "2"], [*both, "--media-root", "{empty_folder}"]]
-        else:
-            lines += each_value(both, "--frames", ("1000000000", *NO_COUNTS))
-            lines += each_value(both, "--media-root", ("", "{missing}", "{text}"))
-    return lines
+    makers = {"vscq1": "{captions}", "vscq2": "{choices}", "vqa": "{choices}"}
+    vscq1, vscq2, vqa = (["data", "make", name, source, "--out", "{out}"] for name, source in makers.items())
+    both, with_frames = [*vscq1, *server], [*vscq2, *server]
+    return [
+        *(["data", "make", name, path, *both[4:]] for name in makers for path in ("{missing}", "{empty}", "{text}")),
+        *each_value([*vscq1[:4], *server], "--out", ("", "{text}", "{text}/x", "\x00")),
+        *each_value(both, "--timeout", ("1e12", *NO_RATES)),
+        *each_value(both, "--concurrency", ("4097", *NO_COUNTS)),
+        *wrong(both, "--limit"),
+        *each_value(both, "--extra-body", ("", "3", "{{", "[" * 5000, "NaN")),
+        *each_value([*vscq1, "--teacher", "m"], "--endpoint", addresses),
+        *([*vqa, *some] for some in (server[2:], server[:2], [*server[:2], "--teacher="])),
+        *([*both, *more] for more in (["--requests-per-minute", "5"], ["--frames", "2"], ["--media-root", "{frames}"])),
+        *each_value(with_frames, "--frames", ("1000000000", *NO_COUNTS)),
+        *each_value(with_frames, "--media-root", ("", "{missing}", "{text}")),
+    ]
 
 
 # What no field of a record may hold, by the field.

@@ -1,4 +1,4 @@
-"""Steps whose peak memory test_memory.py measures, in MB beyond what stood before; each in a process of its own."""
+"""Steps whose peak memory test_memory.py measures, in MB beyond what stood before, in a process of their own."""
 
 import ctypes
 import gc
@@ -124,4 +124,4 @@ def million() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]]()))
+    print(json.dumps({name: mb for step in sys.argv[1:] for name, mb in globals()[step]().items()}))

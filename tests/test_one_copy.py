@@ -18,10 +18,14 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typer.testing import CliRunner
-from qtsplus import serving
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor
+from qtsplus import load, serving
 from qtsplus.cli import app
 
 folder, model, video = sys.argv[1:]
+for trust in (True, None):
+    for kind in (AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor):
+        assert type(kind.from_pretrained(model, trust_remote_code=trust)).__module__.startswith("qtsplus."), kind
 serving.run = lambda *_, **__: None
 record = {"video": video, "question": "What moves?", "answer": "ball", "kind": "mark"}
 record["evidence"] = [[{"start": 0, "end": 2, "box": [0.2, 0.2, 0.6, 0.6]}]]
@@ -51,7 +55,7 @@ for line, text in (
     result = CliRunner().invoke(app, line, input=text)
     assert result.exit_code == 0, (line, result.output, result.exception)
     if line[0] == "serve" and find_spec("gradio"):
-        from qtsplus import app as page, load
+        from qtsplus import app as page
         page.build(*load(model))
     assert not [name for name in sys.modules if name.startswith("transformers_modules.")], line
     files = Counter(Path(file).name for file in {name: getattr(one, "__file__", None) or "" for name, one in
@@ -68,7 +72,7 @@ def run_python(script, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_after_every_command_no_hub_file_is_in_memory_twice(tiny_published, tiny_mp4, tmp_path):
+def test_after_auto_classes_and_every_command_no_hub_file_is_in_memory_twice(tiny_published, tiny_mp4, tmp_path):
     model, video = shutil.copytree(tiny_published, tmp_path / "model"), shutil.copy(tiny_mp4, tmp_path)
     shutil.copy(tiny_mp4, model / "other.mp4")
     result = run_python(COMMANDS, tmp_path, model, video)
@@ -115,21 +119,6 @@ def test_no_code_of_a_folder_runs(tiny_published, tiny_mp4, tmp_path):
         folders.append(folder)
     result = run_python(ASK_EACH, tiny_mp4, *folders)
     assert result.returncode == 0 and not list(tmp_path.rglob("ran")), result.stderr[-3000:]
-
-
-def test_the_auto_classes_give_the_packages_own(tiny_published):
-    script = """
-import sys
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor
-from qtsplus import load
-for trust in (True, None):
-    for kind in (AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor):
-        made = kind.from_pretrained(sys.argv[1], trust_remote_code=trust)
-        assert type(made).__module__.startswith("qtsplus."), type(made)
-assert not [name for name in sys.modules if name.startswith("transformers_modules.")]
-"""
-    result = run_python(script, tiny_published)
-    assert result.returncode == 0, result.stderr[-3000:]
 
 
 def test_the_package_and_its_help_need_no_torch():

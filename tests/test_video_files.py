@@ -136,12 +136,12 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes_and_said_so(loaded, h
     assert len(frames) == metadata.total_num_frames == 24
 
 
-def test_the_command_line_says_it_once(header_first, tiny_published, tmp_path, capfd):
+def test_the_command_line_says_it_once(header_first, tiny_published, tmp_path, caplog):
     (tmp_path / "cut.mp4").write_bytes(header_first)
     (tmp_path / "cut.mp4").write_bytes(header_first[: packet_ends(tmp_path / "cut.mp4")[23]])
     call = ["ask", str(tmp_path / "cut.mp4"), "What moves?", "--max-new-tokens", "1", "--model", str(tiny_published)]
     result = CliRunner().invoke(app, call)
-    said = result.stderr + capfd.readouterr().err  # what is printed, and what is logged
+    said = "".join([result.stderr, *(record.message for record in caplog.records)])
     assert result.exit_code == 0 and said.count("header states 48 frames") == 1, said
 
 

@@ -1,6 +1,8 @@
 """Bad command lines of `python -m benchmarks`, in the words of `tests/bad_command_lines.py`."""
 
-from bad_command_lines import LONG, NO_COUNTS, NO_FRACTIONS, NO_NUMBERS, NO_RATES, NO_SEEDS, SELECTIONS, each_value
+from bad_command_lines import LONG, NO_COUNTS, NO_FRACTIONS, NO_NUMBERS, NO_RATES, SELECTIONS, each_value
+
+NO_SEEDS = ("-1", "4294967296", "1.5", *NO_NUMBERS)
 
 
 def ablation_lines() -> list[list[str]]:

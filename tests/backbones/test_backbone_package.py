@@ -9,7 +9,6 @@ from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import VideoQADataset
 from qtsplus.training.features import encode_files
-from qtsplus.training.freezing import part_of
 
 QUESTION = "What moves?"
 
@@ -149,13 +148,6 @@ def test_training_from_features_is_training_from_pixels(model, processor, record
     torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
 
 
-def test_every_parameter_has_its_part(model):
-    for name, _ in model.named_parameters():
-        vision = not any(part in name for part in (".language_model.", "lm_head", ".qtsplus."))
-        assert part_of(name) == ("vision" if vision else part_of(name)), name
-        assert (part_of(name) == "selector") == (".qtsplus." in name)
-
-
 def test_images_may_compete(backbone, processor, prepare):
     """Where the backbone's images are nothing but tokens."""
     try:
@@ -169,8 +161,8 @@ def test_images_may_compete(backbone, processor, prepare):
     assert output.qtsplus.n.tolist() == [-(-count // 2) for count in counts]
 
 
-@pytest.mark.parametrize("query", ["Where is the red ball?", "Why?"])
-def test_a_query_of_its_own(model, processor, clips, query):
+def test_a_query_of_its_own(model, processor, clips):
+    query = "Where is the red ball?"
     text = processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}], tokenize=False
     )
