@@ -20,6 +20,7 @@ from clips import write_records
 from qtsplus import loading
 from qtsplus.cli import app
 from qtsplus.demo import run_demo
+from refusals import fill
 
 QUESTION = "What moves?"
 
@@ -146,32 +147,26 @@ def test_the_human_output_names_tokens_seconds_and_stages(ask, tiny_mp4):
         assert words in result.stdout
 
 
-def test_a_missing_file_is_refused(ask, tmp_path):
-    assert_refused(ask(tmp_path / "none.mp4", QUESTION), "no video at")
+MODEL = ["--model", "{model}"]
+ASK = ["ask", "{video}", QUESTION, *MODEL]
+REFUSED = [
+    (["ask", "{missing}.mp4", QUESTION, *MODEL], ["no video at"]),
+    (["ask", "{cut}", QUESTION, *MODEL], ["/cut'"]),
+    (["ask", "{empty}", QUESTION, *MODEL], ["/empty'"]),
+    (["ask", "{frames}", QUESTION, *MODEL], ["--fps"]),
+    (["ask", "{empty_folder}", QUESTION, *MODEL, "--fps", "1"], ["holds no frames"]),
+    *(([*ASK, "--retention", one], [f"--retention is {one}", "(0, 1]"]) for one in ("0", "1.5", "nan")),
+    *(([*ASK, "--device", one], [f"'{one}' cannot be used"]) for one in ("toaster", "cuda:99")),
+    (["ask", "{video}", QUESTION, "--model", "{missing}"], ["missing"]),
+    (["publish", "qtsplus-99b", "--to", "{out}"], ["qtsplus-99b", "qtsplus-tiny"]),
+    (["eval", "{records}", "--selection", "best"], ["best", "uniform"]),
+]
 
 
-def test_a_corrupt_mp4_is_refused(ask, tmp_path, tiny_mp4):
-    corrupt = tmp_path / "corrupt.mp4"
-    corrupt.write_bytes(tiny_mp4.read_bytes()[:200])
-    assert_refused(ask(corrupt, QUESTION), "corrupt.mp4")
-
-
-def test_an_empty_file_is_refused(ask, tmp_path):
-    (tmp_path / "empty.mp4").touch()
-    assert_refused(ask(tmp_path / "empty.mp4", QUESTION), "empty.mp4")
-
-
-@pytest.mark.parametrize("retention", ["0", "1.5", "nan"])
-def test_a_retention_out_of_range_is_refused(ask, tiny_mp4, retention):
-    assert_refused(ask(tiny_mp4, QUESTION, "--retention", retention), f"--retention is {retention}", "(0, 1]")
-
-
-def test_a_folder_without_its_rate_is_refused(ask, frame_folder):
-    assert_refused(ask(frame_folder, QUESTION), "--fps")
-
-
-def test_a_folder_without_frames_is_refused(ask, tmp_path):
-    assert_refused(ask(tmp_path, QUESTION, "--fps", "1"), "holds no frames")
+@pytest.mark.parametrize(("line", "words"), REFUSED, ids=str)
+def test_what_is_refused_is_named(corpus, line, words):
+    assert_refused(CliRunner().invoke(app, [fill(argument, corpus) for argument in line]), *words)
+    assert not Path(corpus["out"]).exists()
 
 
 EMPTY = {
@@ -198,25 +193,9 @@ def test_the_version_and_completion():
     assert result.stdout.split() == ["convert"] and result.stderr == ""
 
 
-def test_a_model_that_is_nowhere_is_refused(tiny_mp4, tmp_path):
-    missing = str(tmp_path / "no-model")
-    assert_refused(CliRunner().invoke(app, ["ask", str(tiny_mp4), QUESTION, "--model", missing]), "no-model")
-
-
-@pytest.mark.parametrize("device", ["toaster", "cuda:99"])
-def test_a_device_that_is_not_there_is_refused(ask, tiny_mp4, device):
-    assert_refused(ask(tiny_mp4, QUESTION, "--device", device), f"'{device}' cannot be used")
-
-
 def test_the_weights_dtype_can_be_chosen(ask, tiny_mp4):
     result = ask(tiny_mp4, QUESTION, "--json", "--dtype", "bfloat16", "--max-new-tokens", "2")
     assert result.exit_code == 0, result.stderr
-
-
-def test_publish_refuses_what_is_no_model(tmp_path):
-    result = CliRunner().invoke(app, ["publish", "qtsplus-99b", "--to", str(tmp_path / "out")])
-    assert_refused(result, "qtsplus-99b", "qtsplus-tiny")
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_demo_answers_two_questions_rightly_from_different_tokens(tmp_path):
@@ -251,12 +230,6 @@ def test_eval_counts_matching_answers_from_real_videos(tmp_path, tiny_published)
     assert ours["kept"] == pytest.approx(29 / 288)
     assert uniform["low"] < uniform["accuracy"] < uniform["high"]
     assert ours["kinds"]["attribute"]["accuracy"] > uniform["kinds"]["attribute"]["accuracy"] + 0.3
-
-
-def test_eval_names_an_unknown_selection(tmp_path):
-    (tmp_path / "records.jsonl").write_text("")
-    result = CliRunner().invoke(app, ["eval", str(tmp_path / "records.jsonl"), "--selection", "best"])
-    assert_refused(result, "best", "uniform")
 
 
 @pytest.fixture

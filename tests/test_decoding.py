@@ -269,12 +269,14 @@ def test_the_default_stream_is_read(tmp_path):
     assert {read_paint(frame) for _, frame in Source(str(path), 2.0, 0.01, 0.0)} <= {*main}
 
 
-def test_a_cover_is_no_film(tmp_path):
+def test_neither_a_cover_nor_sound_is_a_film(tmp_path):
     path = mux(tmp_path / "song.mp3", ("libmp3lame", range(50), DEFAULT), ("mjpeg", [7], COVER))
     with pytest.raises(ValueError, match=r"song\.mp3' as a video: it has a cover and no film"):
         open_video(str(path), choose_frames)
     with pytest.raises(ValueError, match="it has a cover and no film"):
         list(Source(str(path), 2.0, 0.01, 0.0))
+    with pytest.raises(ValueError, match=r"Cannot decode '.*sound\.mp4' as a video"):
+        open_video(str(mux(tmp_path / "sound.mp4", ("aac", range(50), DEFAULT))), choose_frames)
 
 
 @pytest.mark.parametrize("kind, sound", [("mkv", "aac"), ("webm", "libopus")])

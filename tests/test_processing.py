@@ -5,7 +5,6 @@ import logging
 import struct
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -263,17 +262,6 @@ def test_an_undecodable_file_is_named(processor, ramp, tmp_path):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ValueError, match=f"Cannot decode '.*{name}' as a video"):
             processor(text=PROMPT, videos=str(tmp_path / name))
-
-
-def test_a_file_without_a_video_stream_is_named(processor, tmp_path):
-    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
-        stream = container.add_stream("aac", rate=16000)
-        sound = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.float32), format="fltp", layout="mono")
-        sound.sample_rate = 16000
-        container.mux(stream.encode(sound))
-        container.mux(stream.encode())
-    with pytest.raises(ValueError, match="Cannot decode '.*sound.mp4' as a video"):
-        processor(text=PROMPT, videos=str(tmp_path / "sound.mp4"))
 
 
 def test_a_normal_decode_logs_nothing_above_info(processor, ramp, caplog):
