@@ -33,22 +33,6 @@ def test_forward_is_the_same_bit_for_bit(cls):
     assert all(map(torch.equal, from_pixels.qtsplus.relevance, from_features.qtsplus.relevance))
 
 
-def test_one_tensor_per_video_with_all_its_tokens():
-    model, inputs = shared_model(), mixed_inputs()
-    features = encoded(model, inputs)["video_features"]
-    lengths = (inputs["video_grid_thw"].prod(-1) // 4).tolist()
-    assert [tuple(one.shape) for one in features] == [(k, 64) for k in lengths]
-    assert not any(one.requires_grad for one in features)
-    stock = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
-    assert all(map(torch.equal, features, stock.pooler_output))
-
-
-@pytest.mark.parametrize("call", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "num_beams": 2}], ids=str)
-def test_generate_is_the_same(call):
-    inputs = mixed_inputs()
-    assert torch.equal(greedy(inputs=inputs, **call), greedy(inputs=encoded(shared_model(), inputs), **call))
-
-
 def test_a_second_question_on_the_same_features():
     model = shared_model()
     first, second = (batch(prompt(videos=[(4, 8, 8)], question=words)) for words in (5, 9))

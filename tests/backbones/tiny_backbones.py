@@ -287,38 +287,42 @@ def qwen_stock_inputs(model, inputs) -> dict:
     return {**stock, "mm_token_type_ids": model.model.token_types(inputs["input_ids"])}
 
 
-def qwen3_processor(cls=Qwen3VLQTSplusProcessor):
-    pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-    size = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 12}
+PIXELS = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+FRAME = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 12}
+WHOLE_VIDEO = {"shortest_edge": 64, "longest_edge": 64 * 96}
+QWEN3_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+}
+
+
+def qwen_processor(cls, video_processor, size):
     triple = "<|vision_start|><|{}_pad|><|vision_end|>"
     return cls(
-        image_processor=Qwen2VLImageProcessor(size=size, **pixels),
+        image_processor=Qwen2VLImageProcessor(size=FRAME, **PIXELS),
         tokenizer=tiny_tokenizer(),
-        # Of the whole video, where the others' are of a frame.
-        video_processor=Qwen3VLVideoProcessor(size={"shortest_edge": 64, "longest_edge": 64 * 96}, **pixels),
+        video_processor=video_processor(size=size, **PIXELS),
         chat_template=chat_template(triple.format("image"), triple.format("video")),
     )
+
+
+def qwen_token_ids(processor) -> dict:
+    token_id = processor.tokenizer.convert_tokens_to_ids
+    vision = {f"vision_{end}_token_id": token_id(f"<|vision_{end}|>") for end in ("start", "end")}
+    return {"image_token_id": processor.image_token_id, **vision, **processor.query_token_ids}
 
 
 def qwen3_config(processor, selector) -> Qwen3VLQTSplusConfig:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     return Qwen3VLQTSplusConfig(
         text_config=text_config(processor, num_hidden_layers=3, head_dim=16, rope_parameters=rope),
-        vision_config={
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
+        vision_config={**QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 1]},
         qtsplus_config=selector,
-        image_token_id=processor.image_token_id,
-        vision_start_token_id=processor.vision_start_token_id,
-        vision_end_token_id=processor.vision_end_token_id,
-        **processor.query_token_ids,
+        **qwen_token_ids(processor),
     )
 
 
@@ -327,7 +331,7 @@ QWEN3_VL = Backbone(
     Qwen3VLQTSplusForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
     qwen3_config,
-    qwen3_processor,
+    lambda: qwen_processor(Qwen3VLQTSplusProcessor, Qwen3VLVideoProcessor, WHOLE_VIDEO),
     qwen_stock_inputs,
 )
 
@@ -350,20 +354,9 @@ def qwen3_5_config(processor, selector) -> Qwen3_5QTSplusConfig:
             rope_parameters=rope,
             **{f"linear_{name}": value for name, value in linear.items()},
         ),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 64,
-        },
+        vision_config={**QWEN3_VISION, "depth": 2},
         qtsplus_config=selector,
-        image_token_id=processor.image_token_id,
-        vision_start_token_id=processor.vision_start_token_id,
-        vision_end_token_id=processor.vision_end_token_id,
-        **processor.query_token_ids,
+        **qwen_token_ids(processor),
     )
 
 
@@ -372,35 +365,19 @@ QWEN3_5 = Backbone(
     Qwen3_5QTSplusForConditionalGeneration,
     Qwen3_5ForConditionalGeneration,
     qwen3_5_config,
-    lambda: qwen3_processor(Qwen3_5QTSplusProcessor),
+    lambda: qwen_processor(Qwen3_5QTSplusProcessor, Qwen3VLVideoProcessor, WHOLE_VIDEO),
     qwen_stock_inputs,
 )
 
 
-def qwen2_processor() -> Qwen2VLQTSplusProcessor:
-    pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-    size = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 12}
-    triple = "<|vision_start|><|{}_pad|><|vision_end|>"
-    return Qwen2VLQTSplusProcessor(
-        image_processor=Qwen2VLImageProcessor(size=size, **pixels),
-        tokenizer=tiny_tokenizer(),
-        video_processor=Qwen2VLVideoProcessor(size=size, **pixels),
-        chat_template=chat_template(triple.format("image"), triple.format("video")),
-    )
-
-
 def qwen2_config(processor, selector) -> Qwen2VLQTSplusConfig:
-    token_id = processor.tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     return Qwen2VLQTSplusConfig(
         text_config=text_config(processor, rope_parameters=rope),
         vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4},
         qtsplus_config=selector,
-        image_token_id=processor.image_token_id,
         video_token_id=processor.video_token_id,
-        vision_start_token_id=token_id("<|vision_start|>"),
-        vision_end_token_id=token_id("<|vision_end|>"),
-        **processor.query_token_ids,
+        **qwen_token_ids(processor),
     )
 
 
@@ -409,7 +386,7 @@ QWEN2_VL = Backbone(
     Qwen2VLQTSplusForConditionalGeneration,
     Qwen2VLForConditionalGeneration,
     qwen2_config,
-    qwen2_processor,
+    lambda: qwen_processor(Qwen2VLQTSplusProcessor, Qwen2VLVideoProcessor, FRAME),
     qwen_stock_inputs,
 )
 
