@@ -440,19 +440,13 @@ def download(address: str) -> io.BytesIO:
     return data
 
 
-def receive(
-    name: str, ask: Callable[[], http.client.HTTPResponse], data: IO[bytes], require: Callable[[], None] = lambda: None
-) -> None:
-    """
-    Writes the file that is the answer to `data`; a `ValueError` about the video `name` if it does not come whole. After
-    each block `require` may raise, if nobody wants the rest.
-    """
+def receive(name: str, ask: Callable[[], http.client.HTTPResponse], data: IO[bytes]) -> None:
+    """Writes the file that is the answer to `data`; a `ValueError` about the video `name` if it does not come whole."""
     stated, until = None, time.monotonic() + ADDRESS_SECONDS
     try:
         with ask() as response:
             stated = response.length
             while (stated or 0) <= ADDRESS_BYTES >= data.tell() and (block := response.read1(2**20)):
-                require()
                 data.write(block)
                 if time.monotonic() > until:
                     raise TimeoutError(f"{data.tell()} bytes in {ADDRESS_SECONDS:g} s; download it, and give the file")

@@ -104,15 +104,13 @@ def batch_lines() -> list[list[str]]:
 
 
 def serve_lines() -> list[list[str]]:
-    serve = ["serve", "{model}", "--engine", "transformers"]
+    serve = ["serve", "{model}"]
     return [
-        *(["serve", model, "--engine", "transformers"] for model in ("{cut_weights}", "{list_config}", *FEW_MODELS)),
-        *(["serve", model] for model in ("{stock}", "{video}", *FEW_MODELS)),
+        *(["serve", model] for model in ("{stock}", "{video}", "{cut_weights}", "{list_config}", *FEW_MODELS)),
         *wrong(serve, "--port", "--allow-host", "--retention", "--max-visual-tokens"),
         *each_value(serve, "--host", ("", " ")),
         *each_value(serve, "--allow-media-root", ("", "{missing}", "{text}", "\x00")),
         *each_value(serve, "--allow-media-domain", DOMAINS),
-        *each_value(serve, "--engine", ("", "best", "sglang")),
         *([*serve, *more] for more in (["--", "--enforce-eager"], ["--enforce-eager"])),
         ["serve"],
     ]

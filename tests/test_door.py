@@ -109,19 +109,6 @@ def test_no_spelling_looks_up_another_host(parts, scheme):
         assert {host for host, _ in asked} <= {"films.example.org"} and {port for _, port in asked} <= {80, 443}
 
 
-def test_a_download_that_nobody_wants_any_more_ends(host, tmp_path):
-    class Left(Exception):
-        pass
-
-    def require():
-        raise Left
-
-    port, _ = host
-    with pytest.raises(Left):
-        Door(domains=[f"localhost:{port}"]).place(f"http://localhost:{port}/a.mp4", str(tmp_path), require)
-    assert [file.stat().st_size for file in tmp_path.iterdir()] == [0]
-
-
 def test_redirects_and_proxies_lead_nowhere(host, tmp_path, monkeypatch):
     port, seen = host
     with hosting() as (proxy, asked):

@@ -19,14 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typer.testing import CliRunner
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor
-from qtsplus import load, serving
+from qtsplus import load
 from qtsplus.cli import app
 
 folder, model, video = sys.argv[1:]
 for trust in (True, None):
     for kind in (AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor):
         assert type(kind.from_pretrained(model, trust_remote_code=trust)).__module__.startswith("qtsplus."), kind
-serving.run = lambda *_, **__: None
 record = {"video": video, "question": "What moves?", "answer": "ball", "kind": "mark"}
 record["evidence"] = [[{"start": 0, "end": 2, "box": [0.2, 0.2, 0.6, 0.6]}]]
 records = [record, {**record, "video": f"{folder}/model/other.mp4"}]
@@ -50,11 +49,10 @@ for line, text in (
     (["train", f"{folder}/recipe.yaml"], None),
     (["ask", video, "What moves?", "--model", f"{folder}/run", "--max-new-tokens", "2"], None),
     (["publish", f"{folder}/run", "--to", f"{folder}/published"], None),
-    (["serve", model, "--engine", "transformers"], None),
 ):
     result = CliRunner().invoke(app, line, input=text)
     assert result.exit_code == 0, (line, result.output, result.exception)
-    if line[0] == "serve" and find_spec("gradio"):
+    if line[0] == "publish" and find_spec("gradio"):
         from qtsplus import app as page
         page.build(*load(model))
     assert not [name for name in sys.modules if name.startswith("transformers_modules.")], line

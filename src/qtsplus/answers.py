@@ -299,26 +299,34 @@ def make_answer(
             grids = model.model.merged_grid(torch.cat([video.video_grid_thw for video in videos.values()]))
             relevance = torch.zeros(sum(map(prod, grids))).index_copy(0, places, relevance.float().cpu())
     names, encoded = list(videos), list(videos.values())
-    grids = torch.cat([video.video_grid_thw for video in encoded])
-    seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
-    merge_size = processor.video_processor.merge_size
-    maps = dict(zip(names, keep_maps(kept, grids, merge_size), strict=True))
-    strong_share = model.config.qtsplus_config.evidence_share
-    intervals = evidence_intervals(kept, relevance, grids, seconds, merge_size, strong_share)
     return Answer(
         answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
         video=encoded[0].video if len(encoded) == 1 else ", ".join(names),
-        frames=sum(len(video.metadata.frames_indices) for video in encoded),
-        seconds_of_video=sum(video.length for video in encoded),
-        visual_tokens=sum(one.numel() for one in maps.values()),
-        kept_tokens=len(kept),
         rho=float(chosen.rho[row]) if rho is None else rho,
-        evidence=[placed(one, names[one.video], encoded[one.video]) for one in intervals],
         timings=timings,
-        keep_maps=maps,
         seen=None if chosen.seen is None else float(chosen.seen[row]),
-        warnings=[warning for video in encoded for warning in video.warnings],
+        **shown_by(videos, kept, relevance, processor.video_processor.merge_size, model.config.qtsplus_config),
     )
+
+
+def shown_by(
+    videos: Mapping[str, EncodedVideo], kept: torch.Tensor, relevance: torch.Tensor | None, merge_size: int, config: Any
+) -> dict[str, Any]:
+    """The fields of an [`Answer`] that follow from which of the videos' tokens were kept; as [`evidence_intervals`]."""
+    names, encoded = list(videos), list(videos.values())
+    grids = torch.cat([video.video_grid_thw for video in encoded])
+    seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
+    maps = dict(zip(names, keep_maps(kept, grids, merge_size), strict=True))
+    intervals = evidence_intervals(kept, relevance, grids, seconds, merge_size, config.evidence_share)
+    return {
+        "frames": sum(len(video.metadata.frames_indices) for video in encoded),
+        "seconds_of_video": sum(video.length for video in encoded),
+        "visual_tokens": sum(one.numel() for one in maps.values()),
+        "kept_tokens": len(kept),
+        "evidence": [placed(one, names[one.video], encoded[one.video]) for one in intervals],
+        "keep_maps": maps,
+        "warnings": [warning for video in encoded for warning in video.warnings],
+    }
 
 
 def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:

@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
@@ -22,11 +21,13 @@ from . import loading, session
 from .data.formats import Row, iter_rows, media_folder
 from .data.media import find_media
 from .data.records import Rate, String, Text
+from .decoding_qtsplus import shown_name
 from .output import check_output, whole_file
 from .results import STORED, Journal, Line, Schema
 from .settings import explain, show
 from .videos import FAILURES
 
+BASIS = ("kept_tokens", "visual_tokens", "evidence", "warnings")  # of an answer, what stands beside its text
 # By the numbers of the rows: the fields of an answer, or `error`.
 Results = Iterator[tuple[int, dict[str, Any]]]
 
@@ -176,8 +177,7 @@ class Asker:
             except FAILURES as error:
                 yield task.number, failure(error)
             else:
-                names = ("answer", "kept_tokens", "visual_tokens", "evidence", "warnings")
-                yield task.number, {name: fields[name] for name in names}
+                yield task.number, {name: fields[name] for name in ("answer", *BASIS)}
 
 
 def failure(error: BaseException) -> dict[str, str]:
@@ -191,8 +191,11 @@ def answer_here(asker: Asker, videos: list[list[Task]]) -> Results:
 
 
 def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
-    """vLLM, with all questions about a video at a time. It does not say what an answer rests on."""
+    """vLLM, with all questions about a video at a time."""
     from vllm import LLM, SamplingParams
+
+    from .vllm.server import key_of, read_video
+    from .vllm.worker import EXTENSION
 
     if not videos:
         return
@@ -201,30 +204,35 @@ def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
     options: dict[str, Any] = {"revision": asker.revision, "limit_mm_per_prompt": {"video": 1, "image": 0}}
     if asker.selection is not None:  # here, since vLLM takes no function from a request
         options["mm_processor_kwargs"] = {"selection": asker.selection}
-    llm = LLM(asker.model, dtype=dtype, worker_extension_cls="qtsplus.vllm.budget.BudgetWorker", **options)
-    # For the model's own budget.
-    llm.llm_engine.renderer.get_mm_processor().call_engine = lambda name, args: llm.collective_rpc(name, args=args)
+    llm = LLM(asker.model, dtype=dtype, worker_extension_cls=EXTENSION, **options)
+    keys = list[str]()  # of the prompts, in turn
+    prepare = llm.llm_engine.renderer.get_mm_processor()
+    prepare.call_engine = lambda name, args: llm.collective_rpc(name, args=args)  # for the model's own budget
+
+    def noting(*args: Any, apply: Any = prepare.apply) -> Any:
+        prepared = apply(*args)
+        keys.append(key_of(prepared))
+        return prepared
+
+    prepare.apply = noting
     sampling = SamplingParams(temperature=0, max_tokens=asker.max_new_tokens, detokenize=False)
     for tasks in videos:
         try:
-            chunks = processor.video_chunks(tasks[0].place, fps=tasks[0].question.fps or asker.fps)
-            frames = np.stack(list(map(chunks.resize, chunks.decode())))
+            video = read_video(processor, tasks[0].place, fps=tasks[0].question.fps or asker.fps)
         except FAILURES as error:
             yield from ((task.number, failure(error)) for task in tasks)
             continue
-        metadata = {**vars(chunks.metadata), "video_backend": "opencv", "do_sample_frames": False}
-        data = {"video": [(frames, metadata)]}
-        prompts = [_prompt(processor, task.question, asker) | {"multi_modal_data": data} for task in tasks]
-        total = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
-        for task, output in zip(tasks, _generate(llm, prompts, sampling), strict=True):
+        data = {"multi_modal_data": {"video": [video]}}
+        prompts = [_prompt(processor, task.question, asker) | data for task in tasks]
+        for task, (output, key) in zip(tasks, _generate(llm, prompts, sampling, keys), strict=True):
             if isinstance(output, ValueError):
                 yield task.number, failure(output)
                 continue
-            kept = output.prompt_token_ids.count(processor.tokenizer.convert_tokens_to_ids(processor.video_token))
             # Not vLLM's own text, which ends in front of a character that is not complete.
             answer = processor.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True).strip()
-            fields = {"answer": answer, "kept_tokens": kept, "visual_tokens": total}
-            yield task.number, {**fields, "warnings": chunks.warnings}
+            basis = llm.collective_rpc("qtsplus_basis", args=(key,))[0]
+            basis["evidence"] = [{**one, "video": shown_name(tasks[0].place)} for one in basis["evidence"]]
+            yield task.number, {"answer": answer, **{name: basis[name] for name in BASIS}}
 
 
 def _prompt(processor: Any, question: Question, asker: Asker) -> dict[str, Any]:
@@ -235,13 +243,18 @@ def _prompt(processor: Any, question: Question, asker: Asker) -> dict[str, Any]:
     return {"prompt_token_ids": inputs["input_ids"][0].tolist(), "mm_processor_kwargs": settings}
 
 
-def _generate(llm: Any, prompts: list[dict[str, Any]], sampling: Any) -> list[Any]:
-    """An output for each prompt, or the error of one that vLLM refuses, which would refuse the others with it."""
+def _generate(llm: Any, prompts: list[dict[str, Any]], sampling: Any, keys: list[str]) -> list[tuple[Any, str]]:
+    """
+    An output for each prompt, or the error of one that vLLM refuses, which would refuse the others with it; and what
+    has come to `keys` for it.
+    """
+    keys.clear()
     try:
-        return llm.generate(prompts, sampling, use_tqdm=False)
+        return list(zip(llm.generate(prompts, sampling, use_tqdm=False), keys, strict=True))
     except ValueError as error:
-        alone = ([prompt] for prompt in prompts)
-        return [error] if len(prompts) == 1 else [one for prompt in alone for one in _generate(llm, prompt, sampling)]
+        if len(prompts) == 1:
+            return [(error, "")]
+        return [one for prompt in prompts for one in _generate(llm, [prompt], sampling, keys)]
 
 
 def run(

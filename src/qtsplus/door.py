@@ -7,7 +7,7 @@ import socket
 import ssl
 import tempfile
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,10 @@ class Door:
     media_root: Path | None = None
     domains: Sequence[str] = ()
 
-    def place(self, url: str, folder: str, require: Callable[[], None] = lambda: None) -> str:
+    def place(self, url: str, folder: str) -> str:
         """
         The video as the processor takes it; one at an address is fetched into the folder. A `ValueError` for one that
-        may not be read, or is not there. `require` is as in [`receive`].
+        may not be read, or is not there.
         """
         if is_inline(url):
             return url
@@ -46,7 +46,7 @@ class Door:
             if self._allows(connection):
                 descriptor, path = tempfile.mkstemp(dir=folder)
                 with open(descriptor, "wb") as file:
-                    receive(shown_name(url), partial(_ask, connection, request), file, require)
+                    receive(shown_name(url), partial(_ask, connection, request), file)
                 return path
         elif self.media_root is not None and len(url) <= MAX_ADDRESS:
             parts = urlsplit(url)

@@ -1,5 +1,6 @@
 """Asks vLLM the requests of a folder, first one by one and then together, and writes answers.json into it."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -8,14 +9,15 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from engine_runs import TOKENS, described, frames_of, picture
-from qtsplus.vllm.budget import BudgetWorker
+from qtsplus.vllm.worker import EXTENSION
 
 
 class Watch:
-    """Counts calls of the tower, and keeps what the selector keeps."""
+    """Counts calls of the tower, and keeps what the selector keeps, and what the answer rests on."""
 
     def __init__(self, model: Any):
-        self.tower_calls, self.kept = 0, []
+        self.tower_calls, self.kept, self.basis = 0, [], None
+        model._basis = functools.partial(self._rests, model._basis)
         model.visual.register_forward_hook(self._saw)
         model.qtsplus.register_forward_hook(self._chose)
 
@@ -24,6 +26,10 @@ class Watch:
 
     def _chose(self, module: Any, args: Any, output: Any) -> None:
         self.kept = output[1].kept_indices[0].tolist()
+
+    def _rests(self, work: Any, *args: Any) -> Any:
+        self.basis = work(*args)
+        return self.basis
 
 
 def prompt_of(asked: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +64,7 @@ def main(model: str, folder: Path) -> None:
         limit_mm_per_prompt={"video": 3, "image": 2},
         mm_processor_kwargs=defaults,
         enable_prefix_caching=False,
-        worker_extension_cls=f"{BudgetWorker.__module__}.BudgetWorker",
+        worker_extension_cls=EXTENSION,
     )
     if defaults is None:
         processor = llm.llm_engine.renderer.get_mm_processor()
@@ -67,9 +73,9 @@ def main(model: str, folder: Path) -> None:
     alone = {}
     for name, asked in requests.items():
         llm.llm_engine.reset_encoder_cache()  # or two requests that keep as many tokens would be one
-        watch.tower_calls, watch.kept = 0, []
+        watch.tower_calls, watch.kept, watch.basis = 0, [], None
         (answer,) = ask(llm, [prompt_of(asked)])
-        alone[name] = {**answer, "kept": watch.kept, "tower_calls": watch.tower_calls}
+        alone[name] = {**answer, "kept": watch.kept, "tower_calls": watch.tower_calls, "basis": watch.basis}
     llm.llm_engine.reset_encoder_cache()
     together = dict(zip(requests, ask(llm, [prompt_of(asked) for asked in requests.values()]), strict=True))
     (folder / "answers.json").write_text(json.dumps({"alone": alone, "together": together}))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from transformers.video_utils import VideoMetadata
@@ -140,7 +141,7 @@ class Engine:
 
     Args:
         alone: per request what vLLM answers when it is asked alone: `tokens`, `logprobs` of the first of them by id,
-            `length` of the prompt, `kept` of the visual tokens, `tower_calls`.
+            `length` of the prompt, `kept` of the visual tokens, `tower_calls`, the `basis` of the answer.
         together: the same, when all requests are one batch.
         defaults: of requests that state nothing; if `None`, the engine can be asked for the model's own budget.
         dtype: of the weights. In half precision both round at other places.
@@ -200,6 +201,27 @@ def start(backbone: Any, positions: str, requests: dict[str, Any], folder: Path)
     assert run.returncode == 0, run.stderr[-4000:]
     answers = json.loads((folder / "answers.json").read_text())
     return Engine(model, processor, requests, answers["alone"], answers["together"], defaults, dtype)
+
+
+def same_evidence(*both: list[dict[str, Any]]) -> None:
+    one, other = (sorted(spans, key=lambda span: (span["video"], span["start"])) for spans in both)
+    assert len(one) == len(other)
+    for span, expected in zip(one, other, strict=True):
+        about = pytest.approx([expected[name] for name in ("start", "end", "weight")], abs=1e-4)
+        assert [span[name] for name in ("start", "end", "weight")] == about
+        assert [span[name] for name in ("video", "box", "pixels")] == [
+            expected[name] for name in ("video", "box", "pixels")
+        ]
+
+
+def same_basis(told: dict[str, Any], here: dict[str, Any]) -> None:
+    """Asserts that an engine says of an answer what [`Answer.as_dict`] says, but its text and the names of videos."""
+    assert told.keys() == here.keys() - {"answer", "video", "timings"}
+    same_evidence(*([{**span, "video": ""} for span in basis["evidence"]] for basis in (told, here)))
+    for name in ("rho", "seen", "seconds_of_video"):
+        assert told[name] == pytest.approx(here[name], abs=1e-4)
+    for name in ("frames", "visual_tokens", "kept_tokens", "warnings", "unheard"):
+        assert told[name] == here[name], name
 
 
 def engine_environment() -> dict[str, str]:

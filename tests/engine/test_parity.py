@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from qtsplus import layout_qtsplus
+from qtsplus import encode, layout_qtsplus
+from qtsplus.answers import make_answer
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from engine_runs import described, frames_of, same_basis
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4}  # of log-probabilities
 
@@ -39,6 +42,23 @@ def test_the_same_tokens_stay(engine):
         else:
             assert len(here) == pytest.approx(len(there), abs=name.startswith("learned")), name
             assert len({*here} & {*there}) >= 0.75 * len(here), name
+
+
+def test_an_answer_rests_on_the_same(engine):
+    for name, asked in engine.requests.items():
+        if not asked["videos"] or asked["settings"].get("selection") == "random":
+            continue
+        told = engine.alone[name]["basis"]
+        if not engine.exact:
+            assert told["kept_tokens"] == len(engine.alone[name]["kept"]) and told["evidence"], name
+            continue
+        videos = {}
+        for number, count in enumerate(asked["videos"], start=1):
+            videos[str(number)] = encode(engine.model, engine.processor, frames_of(count), metadata=described(count))
+        *_, chosen = engine.here(asked)
+        here = make_answer(engine.model, engine.processor, videos, torch.tensor([0]), chosen, {}).as_dict()
+        same_basis(told, here)
+        assert {one["video"] for one in told["evidence"]} == {one["video"] for one in here["evidence"]}, name
 
 
 def test_the_same_answers(engine, all_times):

@@ -15,17 +15,14 @@ from PIL import Image
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import openai
-import torch
-from transformers.video_utils import VideoMetadata
-from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 
+import qtsplus
 from clips import render_clip
-from engine_runs import TOKENS, build, engine_environment, processor_of, prompt_of, request, write_folder
-from qtsplus.cli.serve import FRAMES
+from engine_runs import TOKENS, build, engine_environment, processor_of, same_basis, write_folder
 from server_process import free_port, running_server
 from tiny_backbones import QWEN2_5_VL
 
-VIDEOS, CLIENTS = 8, 32
+VIDEOS, CLIENTS, KEY = 8, 32, "correct horse"
 COLOURS = ("red", "blue", "green", "yellow", "white", "black")
 QUESTIONS = [f"{words} the {colour} circle?" for colour in COLOURS for words in ("Where is", "When do you see")]
 BUDGETS = ({"retention": 0.1}, {"retention": 0.4}, {"max_visual_tokens": 9}, {})  # the last is the model's own
@@ -51,7 +48,8 @@ def server(tmp_path_factory, clips, model):
     folder = tmp_path_factory.mktemp("served")
     published = write_folder(*model, folder)
     port = free_port()
-    command = ["-m", "qtsplus.cli", "serve", published, "--port", port, "--allow-media-root", clips, "--"]
+    command = ["-m", "qtsplus.cli", "serve", published, "--port", port, "--allow-media-root", clips]
+    command += ["--api-key", KEY, "--"]
     command += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", 1024]
     command += ["--limit-mm-per-prompt", json.dumps({"video": 3, "image": 2})]
     path = os.pathsep.join(filter(None, sys.path))
@@ -70,20 +68,21 @@ def picture(clips):
 def forget(server):
     """What vLLM remembers of prompts and videos; the features of videos stay."""
     for name in ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"):
-        urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="POST"), timeout=30).close()
+        asked = urllib.request.Request(f"{server}/{name}", method="POST", headers={"Authorization": f"Bearer {KEY}"})
+        urllib.request.urlopen(asked, timeout=30).close()
 
 
 def video_part(clips, video):
     return {"type": "video_url", "video_url": {"url": f"file://{clips / f'{video}.mp4'}"}}
 
 
-def ask(server, clips, videos, question, budget, timeout=120.0):
-    """(text, tokens of the prompt, kept tokens)."""
-    return ask_about(server, [video_part(clips, video) for video in videos], question, budget, timeout)
+def ask(server, clips, videos, question, budget, timeout=120.0, **more):
+    """(text, tokens of the prompt, kept tokens, what it rests on)."""
+    return ask_about(server, [video_part(clips, video) for video in videos], question, budget, timeout, **more)
 
 
-def ask_about(server, content, question, budget, timeout=120.0):
-    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=timeout, max_retries=0)
+def ask_about(server, content, question, budget, timeout=120.0, **more):
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key=KEY, timeout=timeout, max_retries=0)
     with client:
         answer = client.chat.completions.create(
             model="tiny",
@@ -91,40 +90,41 @@ def ask_about(server, content, question, budget, timeout=120.0):
             temperature=0,
             max_tokens=TOKENS,
             extra_body={"mm_processor_kwargs": budget, "ignore_eos": True, "min_tokens": TOKENS},
+            **more,
         )
-    details = answer.usage.prompt_tokens_details.model_dump()
-    return answer.choices[0].message.content, answer.usage.prompt_tokens, details["multimodal_tokens"]
+        if more.get("stream"):
+            *parts, last, usage = answer
+            text = "".join(part.choices[0].delta.content or "" for part in [*parts, last])
+            assert not any(hasattr(part.choices[0], "qtsplus") for part in parts)
+            return text, usage.usage.prompt_tokens, None, getattr(last.choices[0], "qtsplus", None)
+    details, choice = answer.usage.prompt_tokens_details.model_dump(), answer.choices[0]
+    basis = getattr(choice, "qtsplus", None)
+    return choice.message.content, answer.usage.prompt_tokens, details["multimodal_tokens"], basis
 
 
-def answer_here(model, processor, path, question, **settings):
-    """What Transformers answers about the frames that vLLM reads: (text, kept tokens)."""
-    frames, read = VideoMediaIO(ImageMediaIO(), **FRAMES).load_file(path).media
-    metadata = VideoMetadata(**{name: read[name] for name in ("fps", "duration", "total_num_frames", "frames_indices")})
-    inputs = processor(
-        text=[prompt_of(processor, request(question, [1]))],
-        videos=[frames],
-        video_metadata=[metadata],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
-    inputs.pop("mm_token_type_ids", None)
-    lengths = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
-    output = model.generate(**inputs, **settings, **lengths, do_sample=False, return_dict_in_generate=True)
-    answer = output.sequences[0, inputs["input_ids"].shape[1] :]
-    return processor.tokenizer.decode(answer, skip_special_tokens=True), int(output.qtsplus.n[0])
+def test_answers_and_what_they_rest_on_are_those_of_transformers(server, clips, model):
+    """As many clients at once ask their own questions about one video, of half of them the answer is streamed."""
+    film, counts, streams = qtsplus.encode(*model, clips / "0.mp4"), set(), {"include_usage": True}
+    asked = [(question, budget) for budget in BUDGETS for question in QUESTIONS]
 
+    def answered(number):
+        more = {"stream": True, "stream_options": streams} if number % 2 else {}
+        return ask(server, clips, [0], *asked[number], **more)
 
-@torch.no_grad()
-def test_without_a_budget_the_model_decides_as_in_transformers(server, clips, model):
-    counts = set()
-    for question in QUESTIONS[2:6]:
-        for budget in ({}, {"max_visual_tokens": 12}):
-            text, _, kept = ask(server, clips, [0], question, budget)
-            here, count = answer_here(*model, clips / "0.mp4", question, **budget)
-            assert text == here.rstrip("\N{REPLACEMENT CHARACTER}")  # vLLM waits for the rest of a character
-            assert kept["video"] == count
-            counts.add(count)
-    assert len(counts) > 2  # the question decides
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        together = list(pool.map(answered, range(len(asked))))
+    for (question, budget), (text, _, kept, basis) in zip(asked, together, strict=True):
+        lengths = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
+        here = qtsplus.ask(*model, film, question, **budget, **lengths).as_dict()
+        assert text.strip() == here["answer"].rstrip("\N{REPLACEMENT CHARACTER}")  # vLLM waits for a character's rest
+        assert kept is None or kept["video"] == here["kept_tokens"]
+        same_basis(basis, here)
+        counts.add((str(budget), basis["kept_tokens"]))
+    assert len(counts) > len(BUDGETS)  # the question decides
+    assert [answered(number) for number in range(len(asked))] == together  # from vLLM's caches
+    first, second = ask(server, clips, [1, 0], *asked[0])[3], ask(server, clips, [0, 1], *asked[0])[3]
+    assert {one["video"] for one in [*first["evidence"], *second["evidence"]]} == {"1", "2"}
+    assert ask(server, clips, [], QUESTIONS[0], {})[3] is None
 
 
 @contextlib.contextmanager

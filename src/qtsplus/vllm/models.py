@@ -4,9 +4,9 @@ A video's tokens are chosen where vLLM asks for its embeddings. Every row of tho
 values, so what vLLM does with them (caching, prefill in chunks, batches) needs not know of the selection.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,15 +17,19 @@ from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
+from ..answers import Answer, shown_by
 from ..backbones import backbone_of
 from ..layout_qtsplus import lay_out, splice
 from ..methods_qtsplus import add_method
 from ..mixin_qtsplus import choose
 from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs
 from ..selector_qtsplus import QTSplusOutput
-from .processing import QTSplusMultiModalProcessor
+from ..videos import EncodedVideo
+from .processing import QTSplusMultiModalProcessor, of_bytes
 
 CACHE_GB = 4.0  # of main memory, for the features of videos that may be asked about again
+CHOSEN_BYTES = 2**28  # of the model's memory, for tokens that were chosen before their request runs
+BASES = 2**16  # requests of which it is known what their answers rest on: more than vLLM's own caches answer again
 
 
 class QTSplusForVLLM:
@@ -54,10 +58,16 @@ class QTSplusForVLLM:
         gigabytes = float(vllm_config.additional_config.get("qtsplus_cache_gb", CACHE_GB))
         # By content and settings of the processor what videos were encoded to, `[k, token_width]`.
         self.encoded: LRUCache = LRUCache(gigabytes * 2**30, getsizeof=lambda features: features.nbytes)
+        # By the hashes of video items, fields of an `Answer`.
+        self.bases: LRUCache = LRUCache(BASES)
+        # By the same, what was chosen when the budget was asked.
+        self.chosen: LRUCache = LRUCache(CHOSEN_BYTES, getsizeof=lambda choice: choice[0][0].nbytes)
         self.moved: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def load_weights(self, weights: Any) -> Any:
         self.encoded.clear()  # of other weights, where these replace them
+        self.bases.clear()
+        self.chosen.clear()
         return super().load_weights(weights)  # type: ignore[misc]
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
@@ -68,7 +78,7 @@ class QTSplusForVLLM:
         return [self._embed(dict(zip(kwargs, item, strict=True))) for item in items]
 
     def _embed(self, item: dict[str, Any]) -> torch.Tensor:
-        settings = settings_of(item)
+        settings = of_bytes(item["settings"])
         layout, features, selected, qtsplus = self._choose(item, settings)
         prompt = splice(self.hooks, layout, features, selected, qtsplus, pad_left=False)
 
@@ -80,19 +90,39 @@ class QTSplusForVLLM:
         positions = self.hooks.language_axes(prompt.position_ids)[:, 0, part]
         return torch.cat([rows, positions.T.int().contiguous().view(rows.dtype)], dim=1)
 
+    def _basis(self, item: dict[str, Any], settings: dict[str, Any], features: Any, chosen: Any) -> dict[str, Any]:
+        """What an answer rests on: the fields of an [`Answer`], whose videos are called by their numbers from 1."""
+        videos = {}
+        for number, (told, encoded) in enumerate(zip(settings["told"], features, strict=True), start=1):
+            height, width = told["size"]
+            metadata = SimpleNamespace(**told, height=height, width=width)
+            grid, step = item["video_grid_thw"][number - 1 : number].cpu(), [told["step"]]
+            stated = {name: told[name] for name in ("start", "warnings", "sound")}
+            videos[str(number)] = EncodedVideo(str(number), encoded, grid, step, metadata, 0.0, **stated)
+        relevance = None if chosen.relevance is None else chosen.relevance[0]
+        merge_size, config = self.config.vision_config.spatial_merge_size, self.config.qtsplus_config
+        shown = shown_by(videos, chosen.kept_indices[0], relevance, merge_size, config)
+        shown |= {"seen": None if chosen.seen is None else float(chosen.seen[0])}
+        shown |= {"unheard": any(video.sound for video in videos.values())}
+        rho = settings.get("rho", float(chosen.rho[0]))
+        fields = Answer(answer="", video="", rho=rho, timings={}, **shown).as_dict()
+        return {name: fields[name] for name in fields.keys() - {"answer", "video", "timings"}}
+
     @torch.inference_mode()
-    def learned_budget(self, item: dict[str, Any]) -> int | None:
+    def learned_budget(self, item: dict[str, Any]) -> tuple[int, float] | None:
         """
-        How many tokens the model itself would keep of a request, at most its `max_visual_tokens`; `None` where a video
-        is not in the cache and its pixels are not in the item.
+        How many tokens the model itself would keep of a request, at most its `max_visual_tokens`, and the fraction that
+        it aims at; `None` where a video is not in the cache and its pixels are not in the item.
         """
-        settings = settings_of(item)
-        if "pixel_values_videos" not in item and any(self.encoded.get(key) is None for key in settings["hashes"]):
-            return None
-        # Which tokens stay does not matter here: these are the cheapest to choose.
-        *_, qtsplus = self._choose(item, {**settings, "selection": "uniform", "reencode": False})
-        assert qtsplus.n is not None
-        return int(qtsplus.n[0])
+        settings = of_bytes(item["settings"])
+        key = settings["key"]
+        if key not in self.bases:
+            if "pixel_values_videos" not in item and any(self.encoded.get(one) is None for one in settings["hashes"]):
+                return None
+            *_, selected, qtsplus = self._choose(item, settings)
+            if selected[0].nbytes <= self.chosen.maxsize:
+                self.chosen[key] = selected, qtsplus
+        return self.bases[key]["kept_tokens"], self.bases[key]["rho"]
 
     def _choose(self, item: dict[str, Any], settings: dict[str, Any]) -> tuple[Layout, Any, Any, QTSplusOutput]:
         """The full prompt of a request, its features by modality, the tokens that stay, and how they were chosen."""
@@ -106,7 +136,11 @@ class QTSplusForVLLM:
             reencode=settings.get("reencode", True),
         )
         features = {VIDEO: videos, IMAGE: [self.hooks.no_features(layout.mask.device)] * len(item["image_grids"])}
-        return layout, features, *choose(self.hooks, layout, features, selection)
+        key = settings["key"]
+        selected, qtsplus = self.chosen.pop(key, None) or choose(self.hooks, layout, features, selection)
+        if key not in self.bases:
+            self.bases[key] = self._basis(item, settings, videos, qtsplus)
+        return layout, features, selected, qtsplus
 
     def _encode(self, item: dict[str, Any], hashes: list[str]) -> list[torch.Tensor]:
         """Per video `[k, token_width]`; the tower sees those that are not in the cache."""
@@ -153,7 +187,7 @@ class QTSplusForVLLM:
         if not videos:
             return super().get_mrope_input_positions(input_tokens, mm_features)  # type: ignore[misc]
         item = videos[0].get_data()
-        settings = settings_of(item)
+        settings = of_bytes(item["settings"])
         full = self._lay_out(item).rows[0].language_positions
         around = [full[:, : settings["start"]], full.new_zeros(3, settings["length"]), full[:, settings["stop"] :]]
         positions = torch.cat(around, dim=1)
@@ -182,10 +216,6 @@ class QTSplusForVLLM:
             positions[:, columns.to(positions.device)] = moved.to(positions.device, positions.dtype)
             self.moved = None
         return super().forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
-
-
-def settings_of(item: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(bytes(item["settings"].tolist()))
 
 
 def check_engine(vllm_config: Any, config: Any) -> None:

@@ -1,7 +1,7 @@
 """A request on its way to the engine: how many tokens its videos may keep, and what the engine needs to choose them.
 
 vLLM counts the tokens of a prompt before it encodes anything. So a request's budget has to be a number here already:
-one that the request states, or the model's own, for which budget.py asks the engine. And its videos, which share that
+one that the request states, or the model's own, for which worker.py asks the engine. And its videos, which share that
 budget, become one item of the prompt.
 """
 
@@ -15,12 +15,14 @@ import torch
 from transformers.video_utils import VideoMetadata
 from vllm.multimodal import inputs as mm
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
+from vllm.multimodal.parse import VideoProcessorItems
 
 from ..methods_qtsplus import METHODS, add_method, check_budget
 from ..prompt_qtsplus import find_query_mask, join
 from ..selector_qtsplus import kept_count
-from .budget import ask_budget
+from .worker import ask_budget
 
+_KNOWN = {"do_sample_frames", *VideoMetadata.__dataclass_fields__}  # of what is said of a video, to vLLM
 BUDGET = ("retention", "max_visual_tokens")
 SETTINGS = (*BUDGET, "selection", "reencode")  # of a request's mm_processor_kwargs
 
@@ -66,7 +68,7 @@ class QTSplusMultiModalProcessor:
     In front of a backbone's processor for vLLM, which does its work as if nothing were selected, and never hears of the
     question: so its cache of processed videos serves every question about one.
 
-    `call_engine(method, args)` calls a method of vLLM's workers, where budget.py has connected the two.
+    `call_engine(method, args)` calls a method of vLLM's workers, where they are connected.
     """
 
     info: Any
@@ -88,20 +90,39 @@ class QTSplusMultiModalProcessor:
         return replace(dummy, hf_processor_mm_kwargs={"selection": "all"})
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
-        """As vLLM's, with the seconds of a temporal patch, which it drops for most backbones."""
+        """As vLLM's, with the seconds of a temporal patch, which it drops for most backbones, and what is `told`."""
+        items, videos = mm_items.get("video"), list[Any]()
+        if isinstance(items, VideoProcessorItems):  # and not embeddings
+            videos = items.get_all()
+            plain = [(frames, {name: about[name] for name in about.keys() & _KNOWN}) for frames, about in videos]
+            mm_items = type(mm_items)({**mm_items, "video": VideoProcessorItems(plain, items.metadata)})
         processed = super()._apply_hf_processor_main(mm_items, hf_kwargs)  # type: ignore[misc]
-        if "video_grid_thw" in processed and "second_per_grid_ts" not in processed:
+        if videos:
             step = self.info.get_hf_config().vision_config.temporal_patch_size
-            stated = [dict(metadata) for _, metadata in mm_items["video"].get_all()]
-            for metadata in stated:
-                metadata.pop("do_sample_frames", None)
-            rates = [VideoMetadata(**metadata).sampled_fps for metadata in stated]
-            processed["second_per_grid_ts"] = torch.tensor([step / rate for rate in rates])
+            told = [self._told(frames, dict(about), step) for frames, about in videos]
+            processed["told"] = list(map(as_bytes, told))
+            if "second_per_grid_ts" not in processed:
+                processed["second_per_grid_ts"] = torch.tensor([one["step"] for one in told])
         return processed
+
+    @staticmethod
+    def _told(frames: Any, about: dict[str, Any], step: int) -> dict[str, Any]:
+        """What an answer about a video says of it: the frames that are looked at, their times, and their size."""
+        metadata = VideoMetadata(**{name: about[name] for name in about.keys() & _KNOWN - {"do_sample_frames"}})
+        indices, (height, width) = metadata.frames_indices or [0], frames[0].shape[:2]
+        return {
+            **{name: getattr(metadata, name) for name in ("fps", "total_num_frames", "frames_indices")},
+            "step": step / metadata.sampled_fps,
+            "size": [metadata.height or height, metadata.width or width],
+            "start": about.get("start", indices[0] / (metadata.fps or 1)),
+            "sound": about.get("sound", False),
+            "warnings": about.get("warnings", []),
+        }
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)  # type: ignore[misc]
-        return {**fields, "second_per_grid_ts": mm.MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
+        ours = ("second_per_grid_ts", "told")
+        return {**fields, **dict.fromkeys(ours, mm.MultiModalFieldConfig.batched("video", keep_on_cpu=True))}
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """As vLLM's, with the request's videos shortened to what may stay of them; `ValueError` for bad requests."""
@@ -139,17 +160,19 @@ class QTSplusMultiModalProcessor:
             raise ValueError("The last user turn has no text to select by: expected a question beside the video.")
         hashes = processed["mm_hashes"]
         settings["hashes"] = hashes["video"]
+        settings["told"] = [of_bytes(video["told"].data) for video in items["video"]]
+        key = hashlib.sha256(json.dumps([hashes, ids, sorted(settings.items())]).encode()).hexdigest()
+        settings["key"], rho = key, settings.get("retention") or 1.0
         if call:  # for the model's own
-            settings["max_visual_tokens"] = ask_budget(call, merged_item(items, ids, mask, settings))
+            settings["max_visual_tokens"], rho = ask_budget(call, merged_item(items, ids, mask, settings))
         kept = count_kept(config.qtsplus_config, num_tokens, settings)
         between = [one for one in ids[start:stop] if one != config.video_token_id]  # text that is part of the item
         length = kept + len(between)
 
-        settings |= {"start": start, "stop": stop, "length": length}
+        settings |= {"start": start, "stop": stop, "length": length, "rho": rho}
         if settings["selection"] != "all":
             settings |= {"retention": 1.0, "max_visual_tokens": kept}
         item = merged_item(items, ids, mask, settings)
-        key = json.dumps([hashes, ids, sorted(settings.items())]).encode()
         moved = [
             replace(image, offset=image.offset - (stop - start) + length) if image.offset >= stop else image
             for image in images
@@ -158,7 +181,7 @@ class QTSplusMultiModalProcessor:
             **processed,
             "prompt_token_ids": ids[:start] + [config.video_token_id] * kept + between + ids[stop:],
             "mm_kwargs": mm.MultiModalKwargsItems({**items, "video": [item]}),
-            "mm_hashes": {**hashes, "video": [hashlib.sha256(key).hexdigest()]},
+            "mm_hashes": {**hashes, "video": [key]},
             "mm_placeholders": {
                 **({"image": moved} if images else {}),
                 "video": [mm.PlaceholderRange(offset=start, length=length)],
@@ -181,9 +204,18 @@ def merged_item(items: Any, ids: list[int], mask: torch.Tensor, settings: dict[s
         "image_grids": torch.stack(images) if images else nothing,
         "prompt_ids": torch.tensor(ids),
         "query_mask": mask,
-        "settings": torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8),
+        "settings": as_bytes(settings),
     }
     field = mm.MultiModalBatchedField(keep_on_cpu=True)
     return mm.MultiModalKwargsItem(
         {name: mm.MultiModalFieldElem(data=data, field=field) for name, data in fields.items()}
     )
+
+
+def as_bytes(fields: Any) -> torch.Tensor:
+    """JSON as a tensor, which is all that an item may hold."""
+    return torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+
+
+def of_bytes(content: torch.Tensor) -> Any:
+    return json.loads(bytes(content.tolist()))

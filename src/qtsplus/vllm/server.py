@@ -1,0 +1,205 @@
+"""
+Around vLLM's server: what it lets in, and what its answers rest on.
+
+`qtsplus serve` puts [`Connection`] around it (`--middleware`) and has it read what requests name through [`Media`]
+(`VLLM_MEDIA_CONNECTOR=qtsplus`).
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import JSONResponse
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.multimodal.media.connector import global_thread_pool
+
+from ..data.media import UNREADABLE
+from ..decoding_qtsplus import is_inline, shown_name
+from ..door import Door
+
+MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
+MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
+ARRIVAL_SECONDS = 120.0  # in which a request has to arrive whole
+HOSTS, KEY = "QTSPLUS_HOSTS", "VLLM_API_KEY"  # in the environment: the names it answers to, and its key
+
+# The hashes of what the engine was asked while a request was answered.
+_ASKED: ContextVar[list[str]] = ContextVar("asked")
+
+
+def read_video(processor: Any, video: str, **reading: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    """
+    The frames that `qtsplus ask` looks at, `[T, H, W, 3]` in their size for the model, and what vLLM is told of them.
+
+    Args:
+        reading: as for the processor's `video_chunks`.
+    """
+    chunks = processor.video_chunks(video, **reading)
+    frames = np.stack(list(map(chunks.resize, chunks.decode())))
+    told = {"video_backend": "opencv", "do_sample_frames": False}
+    more = {"start": chunks.start, "sound": chunks.sound, "warnings": chunks.warnings}
+    return frames, {**vars(chunks.metadata), **told, **more}
+
+
+@MEDIA_CONNECTOR_REGISTRY.register("qtsplus")
+class Media(MediaConnector):
+    """What requests name: fetched through a [`Door`], and videos read as Transformers reads them."""
+
+    processor: ClassVar[Any] = None  # of the model that is served
+
+    def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        if is_inline(url):
+            return super().load_from_url(url, media_io)
+        with tempfile.TemporaryDirectory(prefix="qtsplus-") as folder:
+            return media_io.load_file(Path(self._place(url, folder)))
+
+    async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        return await _in_thread(self.load_from_url, url, media_io)
+
+    def fetch_video(self, video_url: str, **kwargs: Any) -> Any:
+        if video_url[:16].lower() == "data:video/jpeg;":  # frames, as vLLM takes them
+            return super().fetch_video(video_url, **kwargs)
+        stated = self.media_io_kwargs.get("video", {})
+        names = {"fps": "fps", "num_frames": "max_frames"}
+        if unknown := sorted(stated.keys() - names.keys()):
+            raise ValueError(f"media_io_kwargs names {', '.join(unknown)} for a video; expected fps or num_frames.")
+        with tempfile.TemporaryDirectory(prefix="qtsplus-") as folder:
+            place = self._place(video_url, folder)
+            try:
+                return read_video(self.processor, place, **{names[name]: value for name, value in stated.items()})
+            except UNREADABLE as error:  # which calls a video as the request does, and not by its place here
+                raise ValueError(str(error).replace(place, shown_name(video_url))) from error
+
+    async def fetch_video_async(self, video_url: str, **kwargs: Any) -> Any:
+        return await _in_thread(self.fetch_video, video_url, **kwargs)
+
+    def _place(self, url: str, folder: str) -> str:
+        return Door(self.allowed_local_media_path, self.allowed_media_domains).place(url, folder)
+
+
+async def _in_thread(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(global_thread_pool, partial(function, *args, **kwargs))
+
+
+class Connection:
+    """
+    ASGI around vLLM's server: bounds what arrives, and puts beside each choice of an answer what it rests on, as
+    `qtsplus`. It also connects the processor to the engine, for the model's own budget.
+    """
+
+    def __init__(self, app: Any):
+        self.app, self.key = app, os.environ.get(KEY)
+        self.engine: Any = None
+        self.waiting = 0  # bytes of the requests that wait
+        hosts = json.loads(os.environ.get(HOSTS, '["*"]'))
+        self.guarded = TrustedHostMiddleware(self._answer, allowed_hosts=hosts, www_redirect=False)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            return await self.app(scope, receive, send)
+        if self.engine is None:
+            self._connect(scope["app"].state.engine_client)
+        await self.guarded(scope, receive, send)
+
+    def _connect(self, engine: Any) -> None:
+        loop, generate, processor = asyncio.get_running_loop(), engine.generate, engine.renderer.get_mm_processor()
+
+        def call(method: str, args: tuple[Any, ...]) -> Any:  # in the thread where requests are prepared
+            return asyncio.run_coroutine_threadsafe(engine.collective_rpc(method, args=args), loop).result()
+
+        def noting(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+            _ASKED.get([]).append(key_of(prompt))
+            return generate(prompt, *args, **kwargs)
+
+        self.engine, engine.generate, processor.call_engine = engine, noting, call
+        Media.processor = processor.info.get_hf_processor()
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        body = bytearray()
+        try:
+            refusal = self._without_key(scope) or await self._arrive(body, receive)
+            if refusal is not None:
+                return await refusal(scope, receive, send)
+            parts, asked = [{"type": "http.request", "body": bytes(body), "more_body": False}], list[str]()
+            _ASKED.set(asked)
+
+            async def arrived() -> Any:
+                return parts.pop() if parts else await receive()
+
+            await self.app(scope, arrived, self._telling(asked, send))
+        finally:
+            self.waiting -= len(body)
+
+    def _without_key(self, scope: Any) -> JSONResponse | None:
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        is_right = kind.lower() == "bearer" and secrets.compare_digest(key.encode(), (self.key or "").encode())
+        if self.key is None or is_right:
+            return None
+        return _refusal(401, "Expected the server's key as Authorization: Bearer KEY.")
+
+    async def _arrive(self, body: bytearray, receive: Any) -> JSONResponse | None:
+        """Fills the body of a request; returns why it is refused, if it is."""
+        deadline, size, more = time.monotonic() + ARRIVAL_SECONDS, 0, True
+        while more:
+            try:
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            except asyncio.TimeoutError:
+                return _refusal(408, f"The request did not arrive within {ARRIVAL_SECONDS:g} seconds.")
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            size += len(chunk)
+            if size > MAX_BODY:  # it is read to its end, so that the client hears why, and not kept
+                continue
+            body += chunk
+            self.waiting += len(chunk)
+            if self.waiting > MAX_WAITING:
+                return _refusal(503, "Too many requests wait for their answer; try again.")
+        if size > MAX_BODY:
+            return _refusal(413, f"The request is larger than {MAX_BODY / 2**20:.0f} MiB.")
+        return None
+
+    def _telling(self, asked: list[str], send: Any) -> Any:
+        """Sends an answer, or the parts of a stream, with what its choices rest on."""
+        held: list[Any] = []
+
+        async def tell(message: Any) -> None:
+            if message["type"] == "http.response.start" and "content-length" in Headers(raw=message["headers"]):
+                return held.append(message)
+            if message["type"] == "http.response.body":
+                message = {**message, "body": await self._told(message.get("body", b""), asked)}
+            while held:
+                MutableHeaders(raw=held[0]["headers"])["content-length"] = str(len(message["body"]))
+                await send(held.pop())
+            await send(message)
+
+        return tell
+
+    async def _told(self, body: bytes, asked: list[str]) -> bytes:
+        begin = b"data: " * body.startswith(b"data: {")
+        if not any(asked) or body[len(begin) : len(begin) + 1] != b"{":
+            return body
+        answer = json.loads(body[len(begin) :])
+        ended = [one for one in answer.get("choices", ()) if one.get("finish_reason") is not None]
+        for choice in ended:  # of one question, or each of its own
+            key = asked[min(choice["index"], len(asked) - 1)]
+            choice["qtsplus"] = (await self.engine.collective_rpc("qtsplus_basis", args=(key,)))[0] if key else None
+        return begin + json.dumps(answer).encode() + b"\n\n" * len(begin[:1]) if ended else body
+
+
+def key_of(prompt: Any) -> str:
+    """The hash of the video item of what [`processing.QTSplusMultiModalProcessor`] has made; empty if there is none."""
+    hashes = prompt.get("mm_hashes", {}) if isinstance(prompt, Mapping) else {}
+    return next(iter(hashes.get("video", ())), "")
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status)

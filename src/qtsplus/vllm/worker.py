@@ -1,0 +1,43 @@
+"""
+What is asked of the engine beside its answers. Before it runs, the model's own budget, since vLLM has to count tokens
+first; the engine keeps the features, so the tower still sees a video once. And afterwards what an answer rests on.
+
+`qtsplus serve` and `qtsplus batch --engine vllm` connect the two: [`Worker`] is vLLM's `--worker-extension-cls`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from safetensors.torch import load, save
+
+EXTENSION = f"{__name__}.Worker"
+
+
+class Worker:
+    """What a worker of vLLM can be asked beside its own methods."""
+
+    get_model: Callable[[], Any]
+
+    def qtsplus_budget(self, item: bytes) -> tuple[int, float] | None:
+        """As the model's `learned_budget`, for an item of [`ask_budget`]."""
+        return self.get_model().learned_budget(load(item))
+
+    def qtsplus_basis(self, key: str) -> dict[str, Any] | None:
+        """What the answers to a request rest on, by the hash of its video item; `None` from a worker without it."""
+        return self.get_model().bases.get(key)
+
+
+def ask_budget(call_engine: Callable[..., Any], item: Any) -> tuple[int, float]:
+    """
+    How many tokens the model would keep of a request, whose item [`processing.merged_item`] has made, and the fraction
+    that it aims at.
+    """
+
+    def ask(fields: dict[str, Any]) -> Any:
+        return call_engine("qtsplus_budget", (save(fields),))[0]
+
+    data = {name: value.contiguous() for name, value in item.get_data().items()}
+    # Frames travel only where the engine does not have their features.
+    budget = ask({name: value for name, value in data.items() if name != "pixel_values_videos"})
+    n, rho = ask(data) if budget is None else budget
+    return n, rho

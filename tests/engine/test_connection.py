@@ -1,0 +1,179 @@
+"""What stands around vLLM's server, without an engine: what it lets in, reads, and puts beside answers."""
+
+import asyncio
+import base64
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from qtsplus import processing_qtsplus  # noqa: F401
+from qtsplus.vllm import server
+from qtsplus.vllm.server import Connection, Media
+from server_process import hosting
+
+BASES = {"a": {"kept_tokens": 1}, "b": {"kept_tokens": 2}}
+
+
+class Engine:
+    """Answers to what was asked with the hash of its video."""
+
+    def __init__(self):
+        prepared = SimpleNamespace(info=SimpleNamespace(get_hf_processor=lambda: None))
+        self.renderer = SimpleNamespace(get_mm_processor=lambda: prepared)
+
+    def generate(self, prompt, *_, **__):
+        return prompt
+
+    async def collective_rpc(self, method, args):
+        assert method == "qtsplus_basis"
+        return [BASES.get(*args)]
+
+
+def choice(index=0, end: "str | None" = "stop"):
+    return {"index": index, "message": {"content": "grün"}, "finish_reason": end}
+
+
+def request(connection, *, asked=("a",), answers=(), headers=(), path="/v1/chat/completions", parts=(b"{}",), wait=0.0):
+    """(status, headers, body, what came of the request) of an app that asks the engine and sends `answers`."""
+    sent, seen, left = [], [], list(parts)
+
+    async def app(scope, receive, send):
+        while (message := await receive())["type"] == "http.request":
+            seen.append(message["body"])
+            if not message["more_body"]:
+                break
+        for key in asked:
+            prompt = {"prompt_token_ids": [1], **({"mm_hashes": {"video": [key]}} if key else {})}
+            scope["app"].state.engine_client.generate(prompt, None, "id")
+        length = [(b"content-length", str(len(answers[0])).encode())] if len(answers) == 1 else []
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        for answer in answers:
+            await send({"type": "http.response.body", "body": answer, "more_body": answer is not answers[-1]})
+
+    async def receive():
+        await asyncio.sleep(wait)
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message):
+        sent.append(message)
+
+    connection.app = app
+    named = {b"host": b"localhost", **dict(headers)}
+    state = SimpleNamespace(engine_client=connection.engine or Engine())
+    scope = {"type": "http", "path": path, "headers": list(named.items()), "app": SimpleNamespace(state=state)}
+    asyncio.run(connection(scope, receive, send))
+    start, *bodies = sent
+    return start["status"], dict(start["headers"]), b"".join(one["body"] for one in bodies), b"".join(seen)
+
+
+@pytest.fixture
+def connection(monkeypatch):
+    monkeypatch.setenv("QTSPLUS_HOSTS", '["localhost", "ask.example.org"]')
+    return Connection(None)
+
+
+def test_an_answer_has_what_it_rests_on_beside_each_choice(connection):
+    for asked, choices, expected in (
+        (["a"], [choice(0), choice(1)], ["a", "a"]),  # n=2
+        (["a", "b"], [choice(0), choice(1)], ["a", "b"]),  # /v1/chat/completions/batch
+        (["a", "a", "a"], [choice(0)], ["a"]),  # beams
+        (["a", ""], [choice(0), choice(1)], ["a", None]),
+    ):
+        body = json.dumps({"choices": choices, "usage": {}}).encode()
+        status, headers, told, _ = request(connection, asked=asked, answers=[body])
+        assert status == 200 and int(headers[b"content-length"]) == len(told)
+        for one, key, before in zip(json.loads(told)["choices"], expected, choices, strict=True):
+            assert one == {**before, "qtsplus": BASES.get(key)}
+
+
+def test_a_stream_has_it_in_the_last_part_of_each_choice(connection):
+    events = [{"choices": [choice(0, None)]}, {"choices": [choice(1)]}, {"choices": [choice(0, "length")]}]
+    events.append({"choices": [], "usage": {"prompt_tokens": 3}})
+    parts = [f"data: {json.dumps(event)}\n\n".encode() for event in events]
+    answers = [*parts[:2], b": keep-alive\n\n", *parts[2:], b"data: [DONE]\n\n"]
+    _, _, told, _ = request(connection, answers=answers)
+    first, second, alive, third, usage, done = told.removesuffix(b"\n\n").split(b"\n\n")
+    assert (first, alive, usage, done) == tuple(answers[n].removesuffix(b"\n\n") for n in (0, 2, 4, 5))
+    for event, line in zip(events[1:3], (second, third), strict=True):
+        assert json.loads(line.removeprefix(b"data: "))["choices"] == [{**event["choices"][0], "qtsplus": BASES["a"]}]
+
+
+def test_what_is_about_no_video_stays_as_it_is(connection):
+    body = json.dumps({"choices": [choice()]}, indent=1).encode()
+    assert request(connection, asked=[""], answers=[body])[2] == body
+    assert request(connection, asked=[], answers=[body])[2] == body
+    assert request(connection, asked=["a"], answers=[b'{"error": {}}'])[2] == b'{"error": {}}'
+
+
+def test_a_request_is_bounded_and_comes_whole(connection, monkeypatch):
+    monkeypatch.setattr(server, "MAX_BODY", 10)
+    assert request(connection, parts=[b"12345", b"67890"], answers=[b"x"])[3] == b"1234567890"
+    status, _, body, seen = request(connection, parts=[b"12345", b"67890", b"1"], answers=[b"x"])
+    assert (status, seen) == (413, b"") and b"larger than" in body
+    monkeypatch.setattr(server, "MAX_WAITING", 8)
+    assert request(connection, parts=[b"12345", b"6789"], answers=[b"x"])[0] == 503
+    assert connection.waiting == 0
+    monkeypatch.setattr(server, "ARRIVAL_SECONDS", 0.05)
+    assert request(connection, parts=[b"1", b"2"], answers=[b"x"], wait=10)[0] == 408
+
+
+def test_a_name_and_a_key_are_asked_for(monkeypatch):
+    monkeypatch.setenv("QTSPLUS_HOSTS", '["localhost", "ask.example.org"]')
+    monkeypatch.setenv("VLLM_API_KEY", "correct horse")
+    connection = Connection(None)
+    right = {b"authorization": b"Bearer correct horse"}
+    for headers, path, expected in (
+        ({}, "/v1/models", 401),
+        ({}, "/invocations", 401),  # which vLLM answers without a key
+        ({b"authorization": b"Bearer correct"}, "/v1/models", 401),
+        ({b"authorization": b"Basic correct horse"}, "/v1/models", 401),
+        ({b"authorization": "Bearer größe".encode()}, "/v1/models", 401),
+        (right, "/v1/models", 200),
+        ({b"host": b"ask.example.org:80", **right}, "/v1/models", 200),
+        ({b"host": b"evil.example.org", **right}, "/v1/models", 400),
+        ({b"host": b"10.0.0.7:8000"}, "/health", 200),
+    ):
+        assert request(connection, headers=headers.items(), path=path, answers=[b"x"])[0] == expected, (headers, path)
+
+
+def test_videos_are_those_that_ask_looks_at(tiny_processor, tiny_mp4, tmp_path, monkeypatch):
+    monkeypatch.setattr(Media, "processor", tiny_processor)
+    media = Media({"video": {"fps": 1}}, allowed_local_media_path=str(tiny_mp4.parent))
+    inline = "data:video/mp4;base64," + base64.b64encode(tiny_mp4.read_bytes()).decode()
+    chunks = tiny_processor.video_chunks(tiny_mp4, fps=1)
+    expected = np.stack(list(map(chunks.resize, chunks.decode())))
+    for url in (f"file://{tiny_mp4}", inline):
+        frames, told = asyncio.run(media.fetch_video_async(url))
+        assert np.array_equal(frames, expected)
+        assert told["frames_indices"] == list(chunks.metadata.frames_indices) and told["start"] == chunks.start
+    cut = tmp_path / "cut.mp4"
+    cut.write_bytes(tiny_mp4.read_bytes()[:300])
+    with pytest.raises(ValueError, match="Cannot decode"):
+        Media(allowed_local_media_path=str(tmp_path)).fetch_video(f"file://{cut}")
+    with pytest.raises(ValueError, match="names video_backend for a video; expected fps or num_frames"):
+        Media({"video": {"video_backend": "opencv"}}).fetch_video(inline)
+
+
+def test_nothing_is_read_that_was_not_allowed(tiny_processor, tiny_mp4, tmp_path, monkeypatch):
+    monkeypatch.setattr(Media, "processor", tiny_processor)
+    with hosting() as (port, seen):
+        opened = Media(allowed_local_media_path=str(tmp_path), allowed_media_domains=[f"localhost:{port}"])
+        for media, url in (
+            (Media(), f"file://{tiny_mp4}"),
+            (Media(), f"http://localhost:{port}/a.mp4"),
+            (opened, f"file://{tiny_mp4}"),
+            (opened, f"http://127.0.0.1:{port}/a.mp4"),
+        ):
+            for fetch in (media.fetch_video, media.fetch_image):
+                with pytest.raises(ValueError, match="may not be read"):
+                    fetch(url)
+        assert seen == []
+        with pytest.raises(ValueError, match=r"^(?!.*qtsplus-).*localhost:\d+/there"):  # no path of this machine
+            opened.fetch_video(f"http://localhost:{port}/there")
+        with pytest.raises(ValueError):
+            opened.fetch_image(f"http://localhost:{port}/picture.png")
+        assert seen == ["/there", "/picture.png"]
