@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from qtsplus import processing_qtsplus  # noqa: F401
 from qtsplus.vllm import server
 from qtsplus.vllm.server import Connection, Media
 from server_process import hosting
@@ -22,8 +22,8 @@ class Engine:
     """Answers to what was asked with the hash of its video."""
 
     def __init__(self):
-        prepared = SimpleNamespace(info=SimpleNamespace(get_hf_processor=lambda: None))
-        self.renderer = SimpleNamespace(get_mm_processor=lambda: prepared)
+        self.renderer = SimpleNamespace(get_mm_processor=SimpleNamespace)
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="tiny", revision=None))
 
     def generate(self, prompt, *_, **__):
         return prompt
@@ -72,6 +72,7 @@ def request(connection, *, asked=("a",), answers=(), headers=(), path="/v1/chat/
 
 @pytest.fixture
 def connection(monkeypatch):
+    monkeypatch.setattr(server, "load_processor", lambda *_: None)
     monkeypatch.setenv("QTSPLUS_HOSTS", '["localhost", "ask.example.org"]')
     return Connection(None)
 
@@ -121,10 +122,8 @@ def test_a_request_is_bounded_and_comes_whole(connection, monkeypatch):
     assert request(connection, parts=[b"1", b"2"], answers=[b"x"], wait=10)[0] == 408
 
 
-def test_a_name_and_a_key_are_asked_for(monkeypatch):
-    monkeypatch.setenv("QTSPLUS_HOSTS", '["localhost", "ask.example.org"]')
-    monkeypatch.setenv("VLLM_API_KEY", "correct horse")
-    connection = Connection(None)
+def test_a_name_and_a_key_are_asked_for(connection):
+    connection.key = "correct horse"
     right = {b"authorization": b"Bearer correct horse"}
     for headers, path, expected in (
         ({}, "/v1/models", 401),
@@ -156,6 +155,32 @@ def test_videos_are_those_that_ask_looks_at(tiny_processor, tiny_mp4, tmp_path, 
         Media(allowed_local_media_path=str(tmp_path)).fetch_video(f"file://{cut}")
     with pytest.raises(ValueError, match="names video_backend for a video; expected fps or num_frames"):
         Media({"video": {"video_backend": "opencv"}}).fetch_video(inline)
+
+
+def test_a_film_is_read_once_and_again_when_it_changes(tiny_processor, tiny_mp4, tmp_path, monkeypatch):
+    read = []
+
+    class Counting:
+        def video_chunks(self, video, **reading):
+            read.append(reading)
+            return tiny_processor.video_chunks(video, **reading)
+
+    monkeypatch.setattr(Media, "processor", Counting())
+    film = tmp_path / "film.mp4"
+    film.write_bytes(tiny_mp4.read_bytes())
+
+    async def ask_together(fps):
+        media = [Media({"video": {"fps": fps}}, allowed_local_media_path=str(tmp_path)) for _ in range(8)]
+        return await asyncio.gather(*(one.fetch_video_async(f"file://{film}") for one in media))
+
+    for _ in range(2):
+        asyncio.run(ask_together(1))
+    assert len(read) == 1
+    asyncio.run(ask_together(2))
+    film.write_bytes(tiny_mp4.read_bytes())
+    os.utime(film, ns=(1, 1))
+    asyncio.run(ask_together(2))
+    assert [one["fps"] for one in read] == [1, 2, 2]
 
 
 def test_nothing_is_read_that_was_not_allowed(tiny_processor, tiny_mp4, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ Around vLLM's server: what it lets in, and what its answers rest on.
 """
 
 import asyncio
+import hashlib
 import json
 import os
 import secrets
@@ -15,9 +16,12 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from threading import Condition
 from typing import Any, ClassVar
 
 import numpy as np
+from cachetools import LRUCache, cached  # which vLLM needs too
+from cachetools.keys import hashkey
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse
@@ -27,9 +31,11 @@ from vllm.multimodal.media.connector import global_thread_pool
 from ..data.media import UNREADABLE
 from ..decoding_qtsplus import is_inline, shown_name
 from ..door import Door
+from ..loading import load_processor
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
+READ_BYTES = 2 * 2**30  # of main memory, for frames of videos that may be asked about again
 ARRIVAL_SECONDS = 120.0  # in which a request has to arrive whole
 HOSTS, KEY = "QTSPLUS_HOSTS", "VLLM_API_KEY"  # in the environment: the names it answers to, and its key
 
@@ -49,6 +55,18 @@ def read_video(processor: Any, video: str, **reading: Any) -> tuple[np.ndarray, 
     told = {"video_backend": "opencv", "do_sample_frames": False}
     more = {"start": chunks.start, "sound": chunks.sound, "warnings": chunks.warnings}
     return frames, {**vars(chunks.metadata), **told, **more}
+
+
+def _mark(processor: Any, video: str, **reading: Any) -> Any:
+    """What is another where a video is, or how it is read."""
+    if is_inline(video):
+        return hashkey(hashlib.sha256(video.encode()).digest(), **reading)
+    state = os.stat(video)
+    return hashkey(video, state.st_size, state.st_mtime_ns, state.st_ino, **reading)
+
+
+# Of questions about one film that come together, one reads it and the others wait.
+_read_once = cached(LRUCache(READ_BYTES, lambda video: video[0].nbytes), _mark, condition=Condition())(read_video)
 
 
 @MEDIA_CONNECTOR_REGISTRY.register("qtsplus")
@@ -76,7 +94,7 @@ class Media(MediaConnector):
         with tempfile.TemporaryDirectory(prefix="qtsplus-") as folder:
             place = self._place(video_url, folder)
             try:
-                return read_video(self.processor, place, **{names[name]: value for name, value in stated.items()})
+                return _read_once(self.processor, place, **{names[name]: value for name, value in stated.items()})
             except UNREADABLE as error:  # which calls a video as the request does, and not by its place here
                 raise ValueError(str(error).replace(place, shown_name(video_url))) from error
 
@@ -122,7 +140,8 @@ class Connection:
             return generate(prompt, *args, **kwargs)
 
         self.engine, engine.generate, processor.call_engine = engine, noting, call
-        Media.processor = processor.info.get_hf_processor()
+        config = engine.vllm_config.model_config
+        Media.processor = load_processor(config.model, config.revision)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         body = bytearray()
