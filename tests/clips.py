@@ -27,18 +27,34 @@ SIDE, FPS = 168, 2  # pixels of a frame, 6 x 6 visual tokens; frames per second
 _ROOM = 56  # pixels of a place, in which one thing is at a time
 
 
-def write_mp4(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float) -> None:
-    """Encodes frames, each `[H, W, 3]` uint8 with H and W even; the same frames give the same bytes."""
-    with av.open(os.fspath(path), "w") as container:
+def write_mp4(
+    path: str | os.PathLike,
+    frames: Iterable[np.ndarray],
+    fps: float,
+    codec: str = "libx264",
+    first: int = 0,
+    muxer: dict[str, str] | None = None,
+    **options: str,
+) -> None:
+    """
+    Encodes frames, each `[H, W, 3]` uint8 with H and W even; the same frames give the same bytes.
+
+    Args:
+        first: the number of the first frame, which a player shows `first / fps` seconds late.
+        muxer, options: of the container and of the encoder.
+    """
+    with av.open(os.fspath(path), "w", options=muxer or {}) as container:
         rate = Fraction(fps).limit_denominator(1001)
-        # x264's AVX-512 code gives other bytes every time.
-        options = {"preset": "veryfast", "x264-params": "cpu-independent=1"}
-        stream = container.add_stream("libx264", rate=rate, options=options)
+        if codec == "libx264":  # whose AVX-512 code gives other bytes every time
+            options = {"preset": "veryfast", "x264-params": "cpu-independent=1", **options}
+        stream = container.add_stream(codec, rate=rate, options=options)
         stream.pix_fmt, stream.codec_context.thread_count = "yuv420p", 1
-        for number, frame in enumerate(frames):
+        for number, array in enumerate(frames):
             if number == 0:
-                stream.height, stream.width = frame.shape[:2]
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+                stream.height, stream.width = array.shape[:2]
+            frame = av.VideoFrame.from_ndarray(array, format="rgb24")
+            frame.pts, frame.time_base = first + number, 1 / rate
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
 

@@ -114,23 +114,16 @@ def test_the_comparison_can_fail(model, ragged):
     assert new_tokens(answer, ragged).tolist() != loop.new.tolist()
 
 
-def test_sampling_with_a_seed(model, ragged):
-    loop = Loop(model, ragged)
+@pytest.mark.parametrize(("copies", "temperature"), [(1, 0.8), (2, 1.0)])
+def test_sampling_with_a_seed_one_or_several_sequences_of_each_prompt(model, ragged, copies, temperature):
+    loop = Loop(model, ragged, copies=copies)
     torch.manual_seed(7)
-    loop.decode(lambda logits: torch.multinomial((logits / 0.8).softmax(-1), 1)[:, 0])
+    loop.decode(lambda logits: torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0])
     torch.manual_seed(7)
-    output = model.generate(**ragged, max_new_tokens=NEW, do_sample=True, temperature=0.8, top_k=0)
+    options = {"do_sample": True, "temperature": temperature, "top_k": 0, "num_return_sequences": copies}
+    output = model.generate(**ragged, max_new_tokens=NEW, **options)
     assert new_tokens(output, ragged).tolist() == loop.new.tolist()
-
-
-def test_several_sequences_of_each_prompt(model, ragged):
-    loop = Loop(model, ragged, copies=2)
-    torch.manual_seed(7)
-    loop.decode(lambda logits: torch.multinomial(logits.softmax(-1), 1)[:, 0])
-    torch.manual_seed(7)
-    output = model.generate(**ragged, max_new_tokens=NEW, do_sample=True, top_k=0, num_return_sequences=2)
-    assert new_tokens(output, ragged).tolist() == loop.new.tolist()
-    assert len(set(map(tuple, loop.new.tolist()))) > 3
+    assert len(set(map(tuple, loop.new.tolist()))) > 3 * copies - 3
 
 
 @pytest.mark.parametrize("returned", [1, 2])

@@ -7,9 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from model_checks import FULL, greedy, main_output, mixed_inputs, shared_model, trainable, with_labels
 from tiny import batch, prompt, tiny_model
 
-# --------------------------------------------------------------------------------------------------------------------
-# Training
-# --------------------------------------------------------------------------------------------------------------------
+# Training ------------------------------------------------------------------------------------------------------------
 
 TRAINING_STEPS = [  # selection, gate, rows, what the call asks for: every pair that meets something of its own
     *(("qtsplus", gate, mixed_inputs, {}) for gate in ("soft", "detached", "gumbel")),
@@ -157,9 +155,7 @@ def test_autocast_leaves_the_budget_head_as_it_is():
             assert torch.equal(head(features, 0.05, 0.5), expected)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Dtypes, devices, compilation
-# --------------------------------------------------------------------------------------------------------------------
+# Dtypes, devices, compilation ----------------------------------------------------------------------------------------
 
 
 def test_in_bfloat16_the_model_runs_trains_and_keeps_relevance_and_budget_in_float32():
@@ -257,9 +253,7 @@ def test_a_compiled_selector_trains(clean_compiler):
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# PEFT
-# --------------------------------------------------------------------------------------------------------------------
+# PEFT ----------------------------------------------------------------------------------------------------------------
 
 
 def lora_model():

@@ -50,18 +50,6 @@ def test_70_001_tokens(heads, num_queries, reduction):
     assert_equal_to_twin(kernel, *problem, relative=2e-5, reduction=reduction)  # float32 over so many tokens
 
 
-@pytest.mark.slow
-@each_reduction
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("num_queries", [1, 60])
-@pytest.mark.parametrize("num_tokens", [1, 63, 1111, 70_001])
-def test_every_awkward_shape(heads, num_queries, num_tokens, reduction):
-    kernel = partial(log_relevance, reduction=reduction)
-    # Sums of 60 words reach 70, and so many tokens find the few that matter: in float32 the twin is as far off.
-    relative = 1e-4 if reduction == "sum" and num_tokens == 70_001 else 1e-5
-    assert_equal_to_twin(kernel, *states(*heads, num_queries, num_tokens), relative=relative, reduction=reduction)
-
-
 @each_reduction
 @pytest.mark.parametrize("block_size", [1, 3, None])
 def test_gradients_equal_finite_differences(block_size, reduction):
@@ -105,10 +93,3 @@ def test_statistics_of_bfloat16_states_are_in_float32(autocast, reduction):
     assert len(log_r.unique()) > 2900  # bfloat16 has about a hundred numbers there
     for mine, theirs in zip(gradients, torch.autograd.grad((expected.exp() * 100).sum(), wide), strict=True):
         torch.testing.assert_close(mine.float(), theirs, atol=1e-4, rtol=2**-8)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_relevance_that_sums_to_one(reduction):
-    queries, keys = states(4, 2, num_queries=6, num_tokens=300, scale=3.0)
-    assert log_relevance(queries, keys, reduction=reduction).exp().sum().item() == pytest.approx(1, abs=1e-5)
-    assert log_relevance(queries, keys).exp().sum() > 2

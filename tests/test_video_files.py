@@ -96,16 +96,9 @@ def test_an_image_too_large_to_be_meant_is_unreadable(loaded, tmp_path):
 # Cut off --------------------------------------------------------------------------------------------------------------
 
 
-def write(path, **options):
+def write(path, **muxer):
     """48 frames of noise at 8 a second: 6 s."""
-    noise = np.random.default_rng(0).integers(0, 255, (48, 64, 64, 3), np.uint8)
-    with av.open(str(path), "w", options=options) as container:
-        stream = container.add_stream("libx264", rate=8, options={"g": "8"})
-        stream.width = stream.height = 64
-        stream.pix_fmt = "yuv420p"
-        for frame in noise:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
+    write_mp4(path, np.random.default_rng(0).integers(0, 255, (48, 64, 64, 3), np.uint8), 8, muxer=muxer, g="8")
     return path
 
 
@@ -166,13 +159,7 @@ def test_a_damaged_end_is_left_out_and_said(tmp_path):
 @pytest.mark.parametrize("kind, codec", [("mp4", "libx264"), ("mkv", "libx264"), ("avi", "mpeg4"), ("mp4", "mpeg4")])
 def test_frames_that_cannot_be_decoded_whole_are_said(loaded, tmp_path, kind, codec):
     path = tmp_path / f"damaged.{kind}"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=8, options={"g": "12"})
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-        pictures = np.random.default_rng(0).integers(0, 255, (24, 64, 64, 3), np.uint8)
-        for picture in pictures:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(stream.encode())
+    write_mp4(path, np.random.default_rng(0).integers(0, 255, (24, 64, 64, 3), np.uint8), 8, codec, g="12")
     with av.open(str(path)) as container:
         packets = [bytes(packet) for packet in container.demux(video=0) if packet.size]
     data = path.read_bytes()

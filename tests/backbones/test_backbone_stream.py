@@ -43,13 +43,6 @@ def test_all_is_remembered(model, processor, frames, count, monkeypatch):
     assert torch.equal(prompts[0].position_ids, shown.position_ids)
 
 
-def test_frames_are_encoded_as_the_file_of_them(model, processor, clips, frames):
-    whole = session.encode(model, processor, clips / "long.mp4", fps=2)
-    given = session.encode(model, processor, frames, fps=2)
-    assert torch.allclose(given.features, whole.features, atol=1e-5)
-    assert torch.equal(given.video_grid_thw, whole.video_grid_thw)
-
-
 @pytest.mark.parametrize("policy", ["question", "diversity"])
 def test_some_is_remembered(model, processor, frames, policy):
     question = QUESTION if policy == "question" else None
