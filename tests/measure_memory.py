@@ -5,7 +5,9 @@ import gc
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 
 MB = 1e6
@@ -121,6 +123,29 @@ def million() -> dict[str, float]:
     with torch.no_grad():
         selector([visual[:100]], [query], [positions[:, :100]])
         return {"million": extra_mb(lambda: selector([visual], [query], [positions]))}
+
+
+def film() -> dict[str, float]:
+    """3,000 frames, encoded in chunks and at once; their pixel values are 1,500 x 64 patches of 1,176 numbers, 431 MB."""
+    import tiny
+    from clips import write_mp4
+    from qtsplus import session
+
+    model, processor = tiny.load_bundled()
+    processor.video_processor.max_frames = 10**6
+    frames = np.zeros((3000, 112, 112, 3), np.uint8)
+    frames[:, 20:60, 20:60] = (np.arange(3000) % 200)[:, None, None, None]
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/film.mp4"
+        write_mp4(path, frames, 30)
+        del frames
+
+        def at_once():
+            inputs = processor(videos=path, num_frames=3000, return_tensors="pt")
+            model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+
+        in_chunks = extra_mb(lambda: session.encode(model, processor, path, fps=30, frames_per_chunk=64))
+        return {"in chunks": in_chunks, "at once": extra_mb(at_once)}
 
 
 if __name__ == "__main__":

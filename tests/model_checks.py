@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
+from qtsplus.prompt_qtsplus import find_query_mask
 from tiny import (
     batch,
     prompt,
@@ -71,6 +72,13 @@ def real_output(model, inputs, **call):
     """The same without the padding, `[tokens, d]`."""
     output = model(**inputs, **call)
     return output[0][output.qtsplus.columns >= 0]
+
+
+def question_mask(model, inputs):
+    """The mask that the model finds where none is given."""
+    config, ids = model.config, inputs["input_ids"]
+    turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
+    return find_query_mask(ids, inputs["attention_mask"], *turns)
 
 
 def saved_keys(folder):

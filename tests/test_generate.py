@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
+from model_checks import question_mask
 from tiny import BOS, EOS, IM_END, IM_START, NEWLINE, PAD, USER, batch, prompt, tiny_model
 
 VIDEO, WIDE, IMAGE = (4, 8, 12), (3, 4, 20), (1, 8, 8)
@@ -249,12 +250,7 @@ def next_turn(inputs, answer, rows=None, question=(40, 41, 42)):
 
 
 def question_of(inputs, model):
-    from qtsplus.prompt_qtsplus import find_query_mask
-
-    config = model.config
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    found = find_query_mask(ids, mask, config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids)
-    return {"query_input_ids": ids, "query_attention_mask": found}
+    return {"query_input_ids": inputs["input_ids"], "query_attention_mask": question_mask(model, inputs)}
 
 
 def pixels_of(inputs):

@@ -1,9 +1,6 @@
 """A video that is read chunk by chunk is the video that is read at once, and takes no more memory than a chunk."""
 
 import copy
-import json
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -201,46 +198,6 @@ def test_what_ends_the_encoding_leaves_no_reader(loaded, wide_mp4, monkeypatch, 
     with pytest.raises(error):
         session.encode(model, processor, wide_mp4, fps=10, frames_per_chunk=2)
     assert len(calls) == 2 and not readers()
-
-
-PEAK = """
-import json, re, sys
-from qtsplus import session, videos
-folder, video, how = sys.argv[1:]
-model, processor = session.load(folder)
-processor.video_processor.max_frames = 10**6
-
-def encode(frames):
-    if how == "chunks":
-        return len(session.encode(model, processor, video, fps=30, frames_per_chunk=64).features)
-    inputs = processor(videos=video, num_frames=frames, return_tensors="pt")
-    return len(model.encode_videos(**{k: inputs[k] for k in ("pixel_values_videos", "video_grid_thw")})[0])
-
-def peak():
-    # Not getrusage, whose figure a new process inherits from the one that started it.
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
-
-before = peak()
-print(json.dumps({"tokens": encode(3000), "mb": peak() - before}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_is_a_few_chunks(tiny_published, tmp_path):
-    frames = np.zeros((3000, 112, 112, 3), np.uint8)
-    frames[:, 20:60, 20:60] = (np.arange(3000) % 200)[:, None, None, None]
-    write_mp4(tmp_path / "long.mp4", frames, 30)
-    peaks = {}
-    for how in ("chunks", "at once"):
-        command = [sys.executable, "-c", PEAK, str(tiny_published), str(tmp_path / "long.mp4"), how]
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks[how] = json.loads(result.stdout.splitlines()[-1])
-    assert peaks["chunks"]["tokens"] == peaks["at once"]["tokens"] == 1500 * 16
-    print(peaks)
-    # The pixel values alone are 1,500 x 64 patches of 1,176 numbers, 431 MB.
-    assert peaks["at once"]["mb"] > 431
-    assert peaks["chunks"]["mb"] < 250, peaks
 
 
 def test_what_stands_still_is_encoded_once_over_all_chunks(loaded, tmp_path, monkeypatch):

@@ -60,6 +60,13 @@ def test_a_million_visual_tokens_fit():
     assert measure("million")["million"] < 2000
 
 
+@pytest.mark.slow
+@linux_only
+def test_a_film_takes_a_few_chunks_of_it():
+    measured = measure("film")
+    assert measured["at once"] > 431 and measured["in chunks"] < 250
+
+
 class Sizes(TorchDispatchMode):
     """The name and the bytes of every operator's largest result."""
 

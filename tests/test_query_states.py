@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 
-from model_checks import mixed_inputs, mixed_rows
+from model_checks import mixed_inputs, mixed_rows, question_mask
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.configuration_qtsplus import QUERY_STATES
 from qtsplus.hub.convert import convert, initialise_selector
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.reference import convert_reference_config
-from qtsplus.prompt_qtsplus import find_query_mask
 from reference import GOLDEN
 from tiny import IM_END, USER, VIDEO_PAD, batch, prompt, stock_twin, tiny_model
 
@@ -32,12 +31,6 @@ def seen(model, inputs, **call):
         output = model(**inputs, **call)
     hook.remove()
     return given[0], output
-
-
-def question_mask(model, inputs):
-    config, ids = model.config, inputs["input_ids"]
-    turns = config.user_turn_token_ids, config.turn_end_token_id, config.special_token_ids
-    return find_query_mask(ids, inputs["attention_mask"], *turns)
 
 
 # What the states are -------------------------------------------------------------------------------------------------

@@ -63,17 +63,3 @@ def test_a_new_selector_has_what_was_measured_best_and_an_older_folder_what_it_h
 def test_every_variant_says_what_its_selector_is(name):
     content = json.loads((hub_configs() / name / "config.json").read_text())["qtsplus_config"]
     assert {"gate", "reduction", "query_states"} <= content.keys()
-
-
-@pytest.mark.parametrize("name", [name for name in variants() if name.startswith("qtsplus-")])
-def test_every_variant_is_complete(name):
-    config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / name)
-    assert set(config.auto_map) == {
-        "AutoConfig",
-        "AutoModel",
-        "AutoModelForCausalLM",
-        "AutoModelForImageTextToText",
-        "AutoModelForMultimodalLM",
-    }
-    assert config.architectures == ["Qwen2_5_VLQTSplusForConditionalGeneration"]
-    assert (hub_configs() / name / "generation_config.json").exists()

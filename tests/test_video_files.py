@@ -258,12 +258,24 @@ def test_a_video_at_an_address_is_the_file(loaded, tiny_mp4, states_its_length):
     assert there.video == answer.video == address
 
 
-def test_a_server_that_is_silent_is_not_waited_for(loaded, monkeypatch):
+@pytest.mark.parametrize(
+    ("drips", "limit", "said"),
+    [(False, {"ADDRESS_TIMEOUT": 0.2}, "timed out"), (True, {"ADDRESS_SECONDS": 0.3}, "bytes in 0.3 s; download it")],
+)
+def test_a_server_that_is_silent_or_drips_is_not_waited_for(loaded, monkeypatch, drips, limit, said):
+    def answer(handler):
+        if drips:
+            send(handler, b"x")
+            while not over.wait(0.01):
+                handler.wfile.write(b"x")
+        over.wait(60)
+
     over = threading.Event()
-    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_TIMEOUT", 0.2)
-    with serving(lambda _: over.wait(60)) as address:
+    for name, value in limit.items():
+        monkeypatch.setattr(decoding_qtsplus, name, value)
+    with serving(answer) as address:
         try:
-            with pytest.raises(ValueError, match=r"Cannot load the video at 'http://127.*clip\.mp4'.*timed out"):
+            with pytest.raises(ValueError, match=rf"Cannot load the video at 'http://127.*clip\.mp4'.*{said}"):
                 session.encode(*loaded, address)
         finally:
             over.set()
@@ -377,19 +389,3 @@ def test_an_address_that_is_none_is_named_without_its_password(loaded, address):
     with pytest.raises(ValueError, match="Cannot load the video at '") as error:
         session.encode(*loaded, address)
     assert "secret" not in str(error.value) and "a.mp4" in str(error.value)
-
-
-def test_a_server_that_drips_is_not_waited_for(loaded, monkeypatch):
-    def drip(handler):
-        send(handler, b"x")
-        while not over.wait(0.01):
-            handler.wfile.write(b"x")
-
-    over = threading.Event()
-    monkeypatch.setattr(decoding_qtsplus, "ADDRESS_SECONDS", 0.3)
-    with serving(drip) as address:
-        try:
-            with pytest.raises(ValueError, match=r"Cannot load .* bytes in 0.3 s; download it"):
-                session.encode(*loaded, address)
-        finally:
-            over.set()
