@@ -126,7 +126,7 @@ def million() -> dict[str, float]:
 
 
 def film() -> dict[str, float]:
-    """3,000 frames, encoded in chunks and at once; their pixel values are 1,500 x 64 patches of 1,176 numbers, 431 MB."""
+    """3,000 frames, in chunks and at once; their pixel values are 1,500 x 64 patches of 1,176 numbers, 431 MB."""
     import tiny
     from clips import write_mp4
     from qtsplus import session
