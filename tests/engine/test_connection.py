@@ -23,7 +23,9 @@ class Engine:
 
     def __init__(self):
         self.renderer = SimpleNamespace(get_mm_processor=SimpleNamespace)
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="tiny", revision=None))
+        multimodal = SimpleNamespace(media_io_kwargs={"video": {"num_frames": 9}})
+        config = SimpleNamespace(model="tiny", revision=None, multimodal_config=multimodal)
+        self.vllm_config = SimpleNamespace(model_config=config)
 
     def generate(self, prompt, *_, **__):
         return prompt
@@ -107,6 +109,7 @@ def test_what_is_about_no_video_stays_as_it_is(connection):
     body = json.dumps({"choices": [choice()]}, indent=1).encode()
     assert request(connection, asked=[""], answers=[body])[2] == body
     assert request(connection, asked=[], answers=[body])[2] == body
+    assert Media.most_frames == 9
     assert request(connection, asked=["a"], answers=[b'{"error": {}}'])[2] == b'{"error": {}}'
 
 
@@ -155,12 +158,19 @@ def test_videos_are_those_that_ask_looks_at(tiny_processor, tiny_mp4, tmp_path, 
         Media(allowed_local_media_path=str(tmp_path)).fetch_video(f"file://{cut}")
     with pytest.raises(ValueError, match="names video_backend for a video; expected fps or num_frames"):
         Media({"video": {"video_backend": "opencv"}}).fetch_video(inline)
+    for count in (0, 2.5, True, 769):
+        with pytest.raises(ValueError, match="num_frames="):
+            Media({"video": {"num_frames": count}}).fetch_video(inline)
+    monkeypatch.setattr(Media, "most_frames", 800)
+    assert len(Media({"video": {"num_frames": 769}}).fetch_video(inline)[0]) == 8
 
 
 def test_a_film_is_read_once_and_again_when_it_changes(tiny_processor, tiny_mp4, tmp_path, monkeypatch):
     read = []
 
     class Counting:
+        video_processor = tiny_processor.video_processor
+
         def video_chunks(self, video, **reading):
             read.append(reading)
             return tiny_processor.video_chunks(video, **reading)

@@ -134,6 +134,7 @@ class QTSplusMultiModalProcessor:
 
     def _shorten(self, processed: Any, settings: dict[str, Any]) -> Any:
         config, ids = self.info.get_hf_config(), processed["prompt_token_ids"]
+        placeholder = config.video_token_id  # which is slow to ask for once a token
         items, ranges = processed["mm_kwargs"], processed["mm_placeholders"]
         settings = {"selection": config.qtsplus_config.selection, **settings}
         videos, images = ranges["video"], ranges.get("image", [])
@@ -144,14 +145,14 @@ class QTSplusMultiModalProcessor:
             raise ValueError("A video came encoded (video_embeds): expected its frames, or a file.")
 
         check_settings(settings)
-        num_tokens = ids[start:stop].count(config.video_token_id)
+        num_tokens = ids[start:stop].count(placeholder)
         mask = find_query_mask(
             torch.tensor([ids]),
             None,
             config.user_turn_token_ids,
             config.turn_end_token_id,
             config.special_token_ids,
-            config.video_token_id,
+            placeholder,
             getattr(config, "frame_text_token_ids", ()),
         )[0].bool()
         fixed = settings["selection"] == "all" or settings.get("retention") is not None
@@ -166,7 +167,7 @@ class QTSplusMultiModalProcessor:
         if call:  # for the model's own
             settings["max_visual_tokens"], rho = ask_budget(call, merged_item(items, ids, mask, settings))
         kept = count_kept(config.qtsplus_config, num_tokens, settings)
-        between = [one for one in ids[start:stop] if one != config.video_token_id]  # text that is part of the item
+        between = [one for one in ids[start:stop] if one != placeholder]  # text that is part of the item
         length = kept + len(between)
 
         settings |= {"start": start, "stop": stop, "length": length, "rho": rho}
@@ -179,7 +180,7 @@ class QTSplusMultiModalProcessor:
         ]
         return {
             **processed,
-            "prompt_token_ids": ids[:start] + [config.video_token_id] * kept + between + ids[stop:],
+            "prompt_token_ids": ids[:start] + [placeholder] * kept + between + ids[stop:],
             "mm_kwargs": mm.MultiModalKwargsItems({**items, "video": [item]}),
             "mm_hashes": {**hashes, "video": [key]},
             "mm_placeholders": {

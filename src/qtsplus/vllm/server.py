@@ -32,6 +32,7 @@ from ..data.media import UNREADABLE
 from ..decoding_qtsplus import is_inline, shown_name
 from ..door import Door
 from ..loading import load_processor
+from ..settings import check_count
 
 MAX_BODY = 100 * 2**20  # bytes of a request, with the videos in it
 MAX_WAITING = 2**30  # bytes of all requests that wait for their answer
@@ -74,6 +75,7 @@ class Media(MediaConnector):
     """What requests name: fetched through a [`Door`], and videos read as Transformers reads them."""
 
     processor: ClassVar[Any] = None  # of the model that is served
+    most_frames: ClassVar[int] = 0  # of a video, where the server is started with more than the processor takes
 
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         if is_inline(url):
@@ -91,6 +93,11 @@ class Media(MediaConnector):
         names = {"fps": "fps", "num_frames": "max_frames"}
         if unknown := sorted(stated.keys() - names.keys()):
             raise ValueError(f"media_io_kwargs names {', '.join(unknown)} for a video; expected fps or num_frames.")
+        most = max(self.most_frames, self.processor.video_processor.max_frames)
+        if (count := stated.get("num_frames")) is not None:
+            check_count("num_frames", count, "frames")
+            if count > most:
+                raise ValueError(f"num_frames={count}: expected at most {most}, or more at the server's start.")
         with tempfile.TemporaryDirectory(prefix="qtsplus-") as folder:
             place = self._place(video_url, folder)
             try:
@@ -142,6 +149,7 @@ class Connection:
         self.engine, engine.generate, processor.call_engine = engine, noting, call
         config = engine.vllm_config.model_config
         Media.processor = load_processor(config.model, config.revision)
+        Media.most_frames = (config.multimodal_config.media_io_kwargs or {}).get("video", {}).get("num_frames", 0)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         body = bytearray()
