@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from threading import Condition
 from typing import Any, ClassVar
@@ -26,7 +25,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import JSONResponse
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
-from vllm.multimodal.media.connector import global_thread_pool
 
 from ..data.media import UNREADABLE
 from ..decoding_qtsplus import is_inline, shown_name
@@ -84,7 +82,7 @@ class Media(MediaConnector):
             return media_io.load_file(Path(self._place(url, folder)))
 
     async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
-        return await _in_thread(self.load_from_url, url, media_io)
+        return await asyncio.to_thread(self.load_from_url, url, media_io)
 
     def fetch_video(self, video_url: str, **kwargs: Any) -> Any:
         if video_url[:16].lower() == "data:video/jpeg;":  # frames, as vLLM takes them
@@ -106,14 +104,10 @@ class Media(MediaConnector):
                 raise ValueError(str(error).replace(place, shown_name(video_url))) from error
 
     async def fetch_video_async(self, video_url: str, **kwargs: Any) -> Any:
-        return await _in_thread(self.fetch_video, video_url, **kwargs)
+        return await asyncio.to_thread(self.fetch_video, video_url, **kwargs)
 
     def _place(self, url: str, folder: str) -> str:
         return Door(self.allowed_local_media_path, self.allowed_media_domains).place(url, folder)
-
-
-async def _in_thread(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(global_thread_pool, partial(function, *args, **kwargs))
 
 
 class Connection:
