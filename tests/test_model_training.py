@@ -240,6 +240,7 @@ def test_a_compiled_selector_gives_the_same_outputs(clean_compiler):
             assert all(map(torch.equal, compiled.qtsplus.kept_indices, plain.qtsplus.kept_indices))
 
 
+@pytest.mark.slow
 def test_a_compiled_selector_trains(clean_compiler):
     inputs = with_labels(batch(prompt(videos=[(2, 4, 6)], seed=7)))
     gradients = []
