@@ -97,19 +97,6 @@ def run(model, tiny, grid, features, inputs):
     )
 
 
-def reencoder() -> dict[str, float]:
-    """One block over n = 25,600 tokens with 16 heads."""
-    from qtsplus.selector_qtsplus import QTSplusLayer, rotary_tables
-
-    torch.manual_seed(0)
-    layer = QTSplusLayer(128, 16, 2, 1e-6, 0.0).eval()
-    tokens = torch.randn(25_600, 128)
-    rotary = rotary_tables(torch.arange(25_600).expand(3, -1), 8, 1e6, [2, 1, 1])
-    with torch.no_grad():
-        layer(tokens[:100], tokens[:100], tuple(table[:100] for table in rotary))
-        return {"reencoder": extra_mb(lambda: layer(tokens, tokens, rotary))}
-
-
 def million() -> dict[str, float]:
     """1,000,000 visual tokens of width 64 through the selector, with the default budget and cap."""
     from qtsplus import QTSplusConfig, QTSplusSelector

@@ -279,12 +279,6 @@ def test_eval_asks_for_the_rate_of_a_folder(records, tiny_published):
     assert_refused(CliRunner().invoke(app, ["eval", write(), "--model", str(tiny_published)]), "frames0", '"fps"')
 
 
-def test_a_line_break_in_a_name_does_not_cut_the_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["publish", "a\nb", "--to", "out"])
-    assert result.exit_code == 2 and "is neither a folder" in result.stderr and len(result.stderr.splitlines()) == 1
-
-
 CHECK = ["data", "check", "{records}", "--no-media"]
 
 

@@ -142,10 +142,6 @@ def test_what_is_encoded_and_stored_has_the_times_of_its_frames(tmp_path, tiny_p
         assert [(one.start, one.end) for one in answer.evidence] == [(encoded.start, encoded.start + encoded.length)]
 
 
-def test_the_corpus_is_large():
-    assert len(CORPUS) >= 60
-
-
 # --- Clocks ---
 
 

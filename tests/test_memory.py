@@ -50,12 +50,6 @@ def test_the_features_of_several_videos_are_never_joined():
 
 @pytest.mark.slow
 @linux_only
-def test_the_re_encoder_over_25_600_tokens_takes_under_1_gb():
-    assert measure("reencoder")["reencoder"] < 1000
-
-
-@pytest.mark.slow
-@linux_only
 def test_a_million_visual_tokens_fit():
     assert measure("million")["million"] < 2000
 

@@ -53,24 +53,6 @@ def test_whole_seconds_agree_with_stock():
     assert deltas.shape == (2, 1)
 
 
-def test_kept_tokens_keep_their_place_and_text_its_positions():
-    model = tiny_model()
-    inputs = batch(prompt(videos=[(4, 8, 12)]))
-    with torch.no_grad():
-        full, some = (model.model.compress(**inputs, retention=r) for r in (1.0, 0.2))
-    assert torch.equal(some.position_ids[1:, 0], full.position_ids[1:, 0, some.columns[0]])
-    assert some.next_position.tolist() == full.next_position.tolist()
-
-
-def test_sequential_numbers_the_shortened_prompt():
-    model = tiny_model(position_ids="sequential")
-    with torch.no_grad():
-        compact = model.model.compress(**batch(prompt(videos=[(4, 8, 12)]), prompt(seed=1)), retention=0.25)
-    width = compact.input_ids.shape[1]
-    assert compact.position_ids[:, 0].tolist() == [list(range(width))] * 4
-    assert compact.next_position.tolist() == compact.attention_mask.sum(-1).tolist()
-
-
 @pytest.mark.parametrize("rows", [3, 4])
 def test_the_callers_positions_are_kept(rows):
     model = tiny_model()

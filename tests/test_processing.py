@@ -219,14 +219,6 @@ def test_seconds_per_grid_are_true_to_the_sampling(processor, ramp, sampling, fr
     assert metadata.timestamps[2] - metadata.timestamps[0] == pytest.approx(seconds_per_grid)
 
 
-def test_a_video_of_one_frame(processor, tmp_path):
-    write_mp4(tmp_path / "one.mp4", shaded_frames(1), 8)
-    for sampling in ({}, {"num_frames": 1}, {"num_frames": 8}, {"fps": 8.0}):
-        inputs = processor(text=PROMPT, videos=str(tmp_path / "one.mp4"), return_tensors="pt", **sampling)
-        assert inputs["video_grid_thw"].tolist() == [[1, 4, 4]]
-        assert float(inputs["second_per_grid_ts"][0]) > 0
-
-
 def test_rows_with_two_one_and_no_video(processor, ramp, tmp_path):
     write_mp4(tmp_path / "short.mp4", shaded_frames(8), 8)
     text = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
