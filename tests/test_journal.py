@@ -1,4 +1,4 @@
-"""A journal is read with distrust: what is in it was perhaps damaged, or written by a later version or a stranger."""
+"""What long runs leave on disk goes on after an interruption, and is read with distrust: it may be damaged or foreign."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import os
 import pytest
 from typing_extensions import TypedDict
 
-from qtsplus.results import Journal, Line, Schema, read_stored, seal, unseal
+from qtsplus.results import Journal, Line, Schema, read_result, read_stored, seal, unseal, write_json
 
 
 class Settings(TypedDict):
@@ -23,6 +23,32 @@ def path(tmp_path):
     journal.add("a", 1)
     journal.add("b", 2)
     return journal.path
+
+
+def test_an_interrupted_run_goes_on_and_a_line_that_was_cut_counts_as_missing(path):
+    path.write_text(path.read_text() + '{"key": "c", "val')
+    journal = Journal(path, SETTINGS)
+    assert journal.done == {"a": 1, "b": 2}
+    journal.add("c", {"seconds": 1.5})
+    os.utime(path, ns=(0, 0))
+    assert Journal(path, SETTINGS).done == {"a": 1, "b": 2, "c": {"seconds": 1.5}}
+    assert path.stat().st_mtime_ns == 0, "a whole one is left as it is: another process may be adding to it"
+
+
+def test_other_settings_start_anew(path):
+    settings = {**SETTINGS, "repeats": (1, 2)}
+    Journal(path, settings).add("a", 1)
+    assert Journal(path, settings).done == {"a": 1}
+    assert Journal(path, SETTINGS).done == Journal(path, settings).done == {}
+
+
+def test_only_the_whole_result_is_left(path, tmp_path):
+    result = tmp_path / "speed-cpu.json"
+    Journal(path, SETTINGS).finish(result, {"b": [1, 2.5], "a": None})
+    with pytest.raises(TypeError):
+        write_json(result, {"a": object()})
+    assert [*tmp_path.iterdir()] == [result]
+    assert read_result(result) == json.loads(result.read_text()) == {"b": [1, 2.5], "a": None}
 
 
 def test_what_was_sealed_is_read_again():
