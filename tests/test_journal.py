@@ -1,4 +1,4 @@
-"""What long runs leave on disk goes on after an interruption, and is read with distrust: it may be damaged or foreign."""
+"""What long runs leave on disk goes on after an interruption, and is read with distrust: damaged, later or foreign."""
 
 import json
 import os
