@@ -58,136 +58,95 @@ def with_placeholders(change):
     return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
 
 
-def two_videos_for_one():
-    return {
-        name: batch(prompt(videos=[GRID, GRID]))[name]
-        for name in ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-    }
+def only(inputs, *names):
+    return {name: inputs[name] for name in names}
 
 
-# What is wrong -> (inputs, the message). Every case is an error of forward and of generate.
-BAD_INPUTS = {
-    "no user turn": (lambda: without_user_turn(video_inputs()), "Row 0 has 12 visual tokens but no question"),
-    "an empty question": (lambda: batch(prompt(videos=[GRID], question=0)), "12 visual tokens but no question"),
-    "an empty question in the second row": (
-        lambda: batch(prompt(videos=[GRID]), prompt(videos=[GRID], question=0)),
-        "Row 1 has 12 visual tokens but no question",
-    ),
-    "an all-zero query_mask": (
-        lambda: video_inputs(query_mask=torch.zeros_like(video_inputs()["input_ids"])),
-        "12 visual tokens but no question",
-    ),
-    "an empty query_input_ids": (
-        lambda: video_inputs(query_input_ids=torch.zeros(1, 0, dtype=torch.long)),
-        "12 visual tokens but no question",
-    ),
+IDS, VIDEO = ("input_ids", "attention_mask"), ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+TWO, IMAGE = batch(prompt(videos=[GRID, GRID])), batch(prompt(images=[(1, 4, 4)]))
+NOT_FINITE, NO_QUESTION = "NaN or infinity in its pixel values of video 0", "12 visual tokens but no question"
+ONES, SELECTED = torch.ones(1, 3, dtype=torch.long), BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))
+# What is wrong with the prompt of one video -> (what is changed, or left out with `None`; the message).
+BAD_CHANGES = {
+    "no user turn": (only(without_user_turn(video_inputs()), "input_ids"), f"Row 0 has {NO_QUESTION}"),
+    "an all-zero query_mask": ({"query_mask": torch.zeros_like(video_inputs()["input_ids"])}, NO_QUESTION),
+    "an empty query_input_ids": ({"query_input_ids": torch.zeros(1, 0, dtype=torch.long)}, NO_QUESTION),
     "an empty video": (
-        lambda: video_inputs(
-            video_grid_thw=torch.tensor([[0, 4, 6]]), pixel_values_videos=torch.zeros(0, PATCH_VALUES)
-        ),
+        {"video_grid_thw": torch.tensor([[0, 4, 6]]), "pixel_values_videos": torch.zeros(0, PATCH_VALUES)},
         r"video_grid_thw \[\[0, 4, 6\]\]: an empty video",
     ),
-    "an empty image": (
-        lambda: {**batch(prompt(images=[(1, 4, 4)])), "image_grid_thw": torch.tensor([[1, 0, 4]])},
-        r"image_grid_thw \[\[1, 0, 4\]\]: an empty image",
-    ),
-    "a placeholder too many": (
-        lambda: video_inputs(**with_placeholders(1)),
-        r"1 video placeholder\(s\) in a row, but only 1 video\(s\) were given",
-    ),
+    "a placeholder too many": (with_placeholders(1), r"1 video placeholder\(s\) in a row, but only 1 video\(s\) were"),
     "a placeholder too few": (
-        lambda: video_inputs(**with_placeholders(-1)),
-        r"11 video placeholder\(s\) in a row, but video 0 has 2 x 2 x 3 = 12 tokens",
+        with_placeholders(-1),
+        r"11 video placeholder\(s\) in a row, but video 0 has 2 x 2 x 3 = 12",
     ),
     "more videos than placeholders": (
-        lambda: video_inputs(**two_videos_for_one()),
+        only(TWO, *VIDEO),
         "2 videos were given, but the prompts have placeholders for only 1",
     ),
     "fewer videos than placeholders": (
-        lambda: video_inputs(
-            **{name: batch(prompt(videos=[GRID, GRID]))[name] for name in ("input_ids", "attention_mask")}
-        ),
-        r"12 video placeholder\(s\) in a row, but only 1 video\(s\) were given",
+        only(TWO, *IDS),
+        r"12 video placeholder\(s\) in a row, but only 1 video\(s\) were",
     ),
     "a video among image placeholders": (
-        lambda: video_inputs(**{k: batch(prompt(images=[GRID]))[k] for k in ("input_ids", "attention_mask")}),
+        only(batch(prompt(images=[GRID])), *IDS),
         r"12 image placeholder\(s\) in a row, but only 0 image\(s\) were given",
     ),
-    "video pixels without a grid": (
-        lambda: video_inputs(video_grid_thw=None),
-        "videos came with pixel values but without grid_thw",
-    ),
+    "video pixels without a grid": ({"video_grid_thw": None}, "videos came with pixel values but without grid_thw"),
     "a video grid without pixels": (
-        lambda: video_inputs(pixel_values_videos=None),
+        {"pixel_values_videos": None},
         "grid_thw but without pixel values|12 video placeholders, but no video pixels",
     ),
-    "image pixels without a grid": (
-        lambda: {k: v for k, v in batch(prompt(images=[(1, 4, 4)])).items() if k != "image_grid_thw"},
-        "images came with pixel values but without grid_thw",
-    ),
-    "placeholders without pixels or grid": (
-        lambda: video_inputs(pixel_values_videos=None, video_grid_thw=None, second_per_grid_ts=None),
-        "12 video placeholder",
-    ),
-    "image placeholders without pixels or grid": (
-        lambda: {k: batch(prompt(images=[(1, 4, 4)]))[k] for k in ("input_ids", "attention_mask")},
-        "4 image placeholder",
-    ),
-    "a row of pixels too few": (
-        lambda: video_inputs(pixel_values_videos=torch.zeros(47, PATCH_VALUES)),
-        "47 rows of video pixels: expected 48",
-    ),
-    "a row of pixels too many": (
-        lambda: video_inputs(pixel_values_videos=torch.zeros(49, PATCH_VALUES)),
-        "49 rows of video pixels: expected 48",
-    ),
-    "a NaN pixel": (
-        lambda: video_inputs(pixel_values_videos=one_pixel(float("nan"))),
-        "NaN or infinity in its pixel values of video 0",
-    ),
-    "an infinite pixel": (
-        lambda: video_inputs(pixel_values_videos=one_pixel(float("inf"))),
-        "NaN or infinity in its pixel values of video 0",
-    ),
-    "retention 0": (lambda: video_inputs(retention=0.0), r"retention=0.0: expected a fraction .* in \(0, 1\]"),
-    "retention above 1": (lambda: video_inputs(retention=1.5), r"retention=1.5: expected"),
-    "a negative retention": (lambda: video_inputs(retention=-0.1), r"retention=-0.1: expected"),
-    "a retention that is no number": (lambda: video_inputs(retention=float("nan")), r"retention=nan: expected"),
-    "max_visual_tokens 0": (lambda: video_inputs(max_visual_tokens=0), "max_visual_tokens=0: expected a whole number"),
-    "a negative max_visual_tokens": (lambda: video_inputs(max_visual_tokens=-3), "max_visual_tokens=-3: expected"),
-    "max_visual_tokens True": (lambda: video_inputs(max_visual_tokens=True), "max_visual_tokens=True: expected"),
-    "a fractional max_visual_tokens": (lambda: video_inputs(max_visual_tokens=2.5), "max_visual_tokens=2.5: expected"),
+    "placeholders without pixels or grid": (dict.fromkeys(VIDEO), "12 video placeholder"),
+    **{
+        f"{rows} rows of pixels": (
+            {VIDEO[0]: torch.zeros(rows, PATCH_VALUES)},
+            f"{rows} rows of video pixels: expected 48",
+        )
+        for rows in (47, 49)
+    },
+    **{f"a pixel of {one}": ({VIDEO[0]: one_pixel(one)}, NOT_FINITE) for one in (float("nan"), float("inf"))},
+    **{
+        f"retention {one}": ({"retention": one}, rf"retention={one}: expected a fraction .* in \(0, 1\]")
+        for one in (0.0, 1.5, -0.1, float("nan"))
+    },
+    **{
+        f"max_visual_tokens {one}": ({"max_visual_tokens": one}, f"max_visual_tokens={one}: expected a whole number")
+        for one in (0, -3, True, 2.5)
+    },
     "second_per_grid_ts of the wrong length": (
-        lambda: video_inputs(second_per_grid_ts=torch.ones(2)),
-        r"2 second_per_grid_ts: expected one per video \(1\)",
+        {VIDEO[2]: torch.ones(2)},
+        r"2 second_per_grid_ts: expected one .* \(1\)",
     ),
-    "query_mask of the wrong shape": (
-        lambda: video_inputs(query_mask=torch.ones(1, 3, dtype=torch.long)),
-        r"query_mask \(1, 3\): expected input_ids' shape",
-    ),
+    "query_mask of another shape": ({"query_mask": ONES}, r"query_mask \(1, 3\): expected input_ids' shape"),
     "query_input_ids for another batch": (
-        lambda: video_inputs(query_input_ids=torch.full((2, 4), 30)),
+        {"query_input_ids": torch.full((2, 4), 30)},
         r"2 rows of query_input_ids: expected one per prompt \(1\)",
     ),
     "query_attention_mask of another shape": (
-        lambda: video_inputs(
-            query_input_ids=torch.full((1, 4), 30), query_attention_mask=torch.ones(1, 3, dtype=torch.long)
-        ),
+        {"query_input_ids": torch.full((1, 4), 30), "query_attention_mask": ONES},
         r"query_attention_mask \(1, 3\): expected",
     ),
     "attention_mask of another shape": (
-        lambda: video_inputs(attention_mask=torch.ones(1, 3, dtype=torch.long)),
+        {"attention_mask": ONES},
         r"attention_mask \(1, 3\): expected input_ids' shape",
     ),
     "mm_encoder_outputs that nothing has selected": (
-        lambda: video_inputs(
-            pixel_values_videos=None,
-            video_grid_thw=None,
-            second_per_grid_ts=None,
-            mm_encoder_outputs={"video": BaseModelOutputWithPooling(pooler_output=(torch.zeros(12, 64),))},
-        ),
+        {**dict.fromkeys(VIDEO), "mm_encoder_outputs": {"video": SELECTED}},
         "mm_encoder_outputs would bypass the selector",
     ),
+}
+# Every one is an error of forward and of generate.
+BAD_INPUTS = {
+    **{name: (video_inputs(**changes), message) for name, (changes, message) in BAD_CHANGES.items()},
+    "an empty question": (batch(prompt(videos=[GRID], question=0)), NO_QUESTION),
+    "an empty question in the second row": (
+        batch(prompt(videos=[GRID]), prompt(videos=[GRID], question=0)),
+        f"Row 1 has {NO_QUESTION}",
+    ),
+    "an empty image": ({**IMAGE, "image_grid_thw": torch.tensor([[1, 0, 4]])}, r"\[\[1, 0, 4\]\]: an empty image"),
+    "image pixels without a grid": (only(IMAGE, *IDS, "pixel_values"), "images came with .* but without grid_thw"),
+    "image placeholders without pixels or grid": (only(IMAGE, *IDS), "4 image placeholder"),
 }
 
 
@@ -212,10 +171,10 @@ def works_as_before(model):
 
 @pytest.mark.parametrize("name", BAD_INPUTS)
 def test_every_way_in_refuses_and_works_as_before(model, works_as_before, name):
-    make, message = BAD_INPUTS[name]
+    inputs, message = BAD_INPUTS[name]
     for call in (model, model.model, lambda **inputs: model.generate(**inputs, max_new_tokens=2)):
         with pytest.raises(ValueError, match=message):
-            call(**make())
+            call(**inputs)
     works_as_before()
 
 
