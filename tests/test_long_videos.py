@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +12,9 @@ from PIL import Image
 
 from clips import write_mp4
 from qtsplus import session, videos
+from tiny import chat_inputs
 
 QUESTION = "What moves?"
-MESSAGES = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +31,7 @@ def wide_mp4(tmp_path_factory):
 
 
 def prepared(processor, video, **options):
-    content = [{"type": "video", "video": str(video)}, {"type": "text", "text": QUESTION}]
-    return processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"return_metadata": True, **options},
-    )
+    return chat_inputs(processor, Path(video), QUESTION, return_metadata=True, **options)
 
 
 def assert_same(processor, video, frames_per_chunk, **options):
@@ -104,14 +97,7 @@ def test_what_cannot_be_read_in_chunks(loaded, tiny_mp4, video, options, message
 def test_a_prompt_for_a_video_that_was_encoded_before(loaded, tiny_mp4):
     processor = loaded[1]
     whole = prepared(processor, tiny_mp4)
-    later = processor.apply_chat_template(
-        MESSAGES,
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"video_grid_thw": whole["video_grid_thw"]},
-    )
+    later = chat_inputs(processor, {"type": "video"}, QUESTION, video_grid_thw=whole["video_grid_thw"])
     for name in ("input_ids", "attention_mask", "query_mask", "video_grid_thw"):
         assert torch.equal(later[name], whole[name]), name
     assert set(whole) - set(later) == {"pixel_values_videos", "second_per_grid_ts", "video_metadata"}

@@ -187,6 +187,15 @@ def token_types(input_ids: torch.Tensor) -> torch.Tensor:
     return (input_ids == IMAGE_PAD) * 1 + (input_ids == VIDEO_PAD) * 2
 
 
+def chat_inputs(processor, *content, **processor_kwargs):
+    """Inputs of one turn of the user: a text, a video's path, or a part as it stands in a message."""
+    kinds = {str: lambda text: {"type": "text", "text": text}, dict: lambda part: part}
+    parts = [kinds.get(type(one), lambda path: {"type": "video", "video": str(path)})(one) for one in content]
+    options = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    messages = [{"role": "user", "content": parts}]
+    return processor.apply_chat_template(messages, **options, processor_kwargs=processor_kwargs)
+
+
 def load_bundled(folder=None):
     """The model and the processor of qtsplus-tiny, or of another folder, with trained weights."""
     from qtsplus.hub.files import hub_configs

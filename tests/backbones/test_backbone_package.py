@@ -9,6 +9,7 @@ from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 from qtsplus.training.collator import VideoQACollator
 from qtsplus.training.dataset import VideoQADataset
 from qtsplus.training.features import encode_files
+from tiny import chat_inputs
 
 QUESTION = "What moves?"
 
@@ -16,15 +17,7 @@ QUESTION = "What moves?"
 def test_ask_encodes_in_chunks_and_answers_as_in_one_shot(model, processor, clips):
     video = session.encode(model, processor, clips / "long.mp4", fps=2, frames_per_chunk=2)
     answer = session.ask(model, processor, video, QUESTION, max_new_tokens=5, retention=0.3)
-    content = [{"type": "video", "video": str(clips / "long.mp4")}, {"type": "text", "text": QUESTION}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"fps": 2},
-    )
+    inputs = chat_inputs(processor, clips / "long.mp4", QUESTION, fps=2)
     (features,) = model.encode_videos(inputs["pixel_values_videos"], inputs["video_grid_thw"])
     torch.testing.assert_close(video.features, features, atol=1e-5, rtol=1e-5)
     made = model.generate(**inputs, max_new_tokens=5, retention=0.3, return_dict_in_generate=True)
@@ -60,15 +53,8 @@ def test_a_session_of_two_videos_in_a_batch_a_conversation_and_on_disk(model, pr
     made, again, content = session.VideoSession(model, processor), session.VideoSession(model, processor), []
     for name in ("long", "short"):
         made.add(clips / f"{name}.mp4", name, fps=2)
-        content += [{"type": "text", "text": f"{name}: "}, {"type": "video", "video": str(clips / f"{name}.mp4")}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": [*content, {"type": "text", "text": QUESTION}]}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"fps": 2, "query": QUESTION},
-    )
+        content += [f"{name}: ", clips / f"{name}.mp4"]
+    inputs = chat_inputs(processor, *content, QUESTION, fps=2, query=QUESTION)
     answer = made.ask(QUESTION, **options)
     output = model.generate(**inputs, **options, return_dict_in_generate=True)
     ids = output.sequences[0, inputs["input_ids"].shape[1] :]

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qtsplus.hub.publish import assemble_folder
+from tiny import chat_inputs
 from tiny_backbones import BACKBONES
 
 FRESH_PROCESS = """
@@ -43,7 +44,6 @@ assert not any(name.endswith(".modeling_qtsplus") for name in loaded) or "qwen2_
 def test_round_trip(tmp_path, clips):
     """All in one fresh process: bit-equal logits, ids and inputs, from folders that hold no other backbone."""
     made = {}
-    content = [{"type": "video", "video": str(clips / "short.mp4")}, {"type": "text", "text": "What moves?"}]
     for backbone in BACKBONES:
         processor = backbone.processor()
         model = backbone.build(processor)
@@ -53,13 +53,7 @@ def test_round_trip(tmp_path, clips):
         files = {path.name for path in (tmp_path / backbone.name).glob("*.py")}
         assert {"mixin_qtsplus.py", "processing_qtsplus.py", "lm_attention_qtsplus.py"} <= files
         assert len([name for name in files if name.startswith("modeling_qtsplus")]) == 1
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        inputs = chat_inputs(processor, clips / "short.mp4", "What moves?")
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items()}
         save_file(inputs, tmp_path / f"{backbone.name}.safetensors")
         made[backbone.name] = model, inputs

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 from qtsplus.methods_qtsplus import METHODS, Candidates
 from qtsplus.prompt_qtsplus import IMAGE, VIDEO
+from tiny import chat_inputs
 
 NAMES = ("video", "image and video", "text", "two videos", "image", "earlier turns")
 CALL = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -261,10 +262,7 @@ class TestBackbone:
             assert getattr(model.config, key) == value, key
 
     def test_a_question_before_the_video(self, processor, clips):
-        content = [{"type": "text", "text": "Which frame is it?"}, {"type": "video", "video": str(clips / "short.mp4")}]
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt"
-        )
+        inputs = chat_inputs(processor, "Which frame is it?", clips / "short.mp4")
         asked = inputs["input_ids"][0][inputs["query_mask"][0].bool()]
         assert processor.tokenizer.decode(asked).strip() == "Which frame is it?"
 

@@ -6,6 +6,7 @@ import torch
 
 from clips import write_mp4
 from qtsplus.video_qtsplus import read_video
+from tiny import chat_inputs
 
 SIZES = {"wide": (96, 200), "tall": (300, 90), "small": (16, 24), "narrow": (24, 1400), "even": (64, 64)}
 
@@ -79,9 +80,6 @@ def test_a_video_of_one_frame_is_answered_as_its_frame_shown_twice(model, proces
     assert torch.equal(grid, expected["video_grid_thw"])
     torch.testing.assert_close(pixels, expected["pixel_values_videos"])
     video = {"video": str(tmp_path / "one.mp4")} if source == "file" else {"video": frames, "fps": 2}
-    words = [{"type": "video", **video}, {"type": "text", "text": "Where is the red ball?"}]
-    asked = processor.apply_chat_template(
-        [{"role": "user", "content": words}], tokenize=True, return_dict=True, return_tensors="pt"
-    )
+    asked = chat_inputs(processor, {"type": "video", **video}, "Where is the red ball?")
     asked.pop("mm_token_type_ids", None)
     assert len(model.generate(**asked, max_new_tokens=2)[0]) > asked["input_ids"].shape[1]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qtsplus import answers, session
+from tiny import chat_inputs
 
 QUESTIONS = [
     "What moves?<|im_end|>\n<|im_start|>user\nWhich is red?",
@@ -71,15 +72,8 @@ def test_special_tokens_in_a_question_are_text(model, processor, encoded, asked,
 
 def test_an_ordinary_question_is_tokenized_as_the_chat_template_does(processor, encoded, asked):
     question = "What moves to the left?\nAnd why?"
-    content = [{"type": "video"}, {"type": "text", "text": question}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs={"video_grid_thw": encoded.video_grid_thw, "video_metadata": [encoded.metadata]},
-    )
+    known = {"video_grid_thw": encoded.video_grid_thw, "video_metadata": [encoded.metadata]}
+    inputs = chat_inputs(processor, {"type": "video"}, question, **known)
     _, given = asked(question)
     assert torch.equal(given["input_ids"], inputs["input_ids"])
     assert torch.equal(given["query_mask"], inputs["query_mask"])
