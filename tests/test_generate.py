@@ -12,6 +12,7 @@ from tiny import BOS, EOS, IM_END, IM_START, NEWLINE, PAD, USER, batch, prompt, 
 
 VIDEO, WIDE, IMAGE = (4, 8, 12), (3, 4, 20), (1, 8, 8)
 NEW = 8
+CALL = {"max_new_tokens": NEW, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +98,7 @@ def new_tokens(output, inputs):
 def test_greedy_with_scores(model, ragged, call):
     loop = Loop(model, ragged, **call)
     scores = loop.decode(greedy)
-    output = model.generate(
-        **ragged, **call, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_scores=True
-    )
+    output = model.generate(**ragged, **call, **CALL, return_dict_in_generate=True, output_scores=True)
     assert new_tokens(output, ragged).tolist() == loop.new.tolist()
     assert len(output.scores) == len(scores)
     for ours, theirs in zip(output.scores, scores, strict=True):
@@ -111,7 +110,7 @@ def test_greedy_with_scores(model, ragged, call):
 def test_the_comparison_can_fail(model, ragged):
     loop = Loop(model, ragged, retention=0.1)
     loop.decode(greedy)
-    answer = model.generate(**ragged, retention=0.5, max_new_tokens=NEW, do_sample=False)
+    answer = model.generate(**ragged, retention=0.5, **CALL)
     assert new_tokens(answer, ragged).tolist() != loop.new.tolist()
 
 
@@ -168,7 +167,7 @@ def test_repetition_penalty(model, ragged):
 
     loop = Loop(model, ragged)
     loop.decode(penalised)
-    output = model.generate(**ragged, max_new_tokens=NEW, do_sample=False, repetition_penalty=1.7)
+    output = model.generate(**ragged, **CALL, repetition_penalty=1.7)
     assert new_tokens(output, ragged).tolist() == loop.new.tolist()
 
 
@@ -185,7 +184,7 @@ class Recorder(BaseStreamer):
 
 def test_streamer(model, single):
     streamer = Recorder()
-    output = model.generate(**single, max_new_tokens=NEW, do_sample=False, streamer=streamer)
+    output = model.generate(**single, **CALL, streamer=streamer)
     assert streamer.pieces[0] == single["input_ids"][0].tolist()
     assert [token for piece in streamer.pieces[1:] for token in piece] == new_tokens(output, single)[0].tolist()
     assert streamer.ended
@@ -264,19 +263,16 @@ def test_second_turn_from_the_cache(ragged, again, eos, position_ids):
     """Equal to running the whole conversation anew with the tokens that the first question had kept."""
     model = tiny_model(position_ids=position_ids)
     if eos is None:  # one row ends at its third token, the others go on
-        first = new_tokens(model.generate(**ragged, max_new_tokens=NEW, do_sample=False), ragged)
+        first = new_tokens(model.generate(**ragged, **CALL), ragged)
         eos = int(first[0, 2])
-    output = model.generate(
-        **ragged, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, return_dict_in_generate=True
-    )
+    output = model.generate(**ragged, **CALL, eos_token_id=eos, return_dict_in_generate=True)
     answer = new_tokens(output, ragged).masked_fill(new_tokens(output, ragged) == eos, EOS)
     conversation = next_turn(ragged, answer)
     second = model.generate(
         **conversation,
         **(pixels_of(ragged) if again == "pixels again" else {}),
         past_key_values=output.past_key_values,
-        max_new_tokens=NEW,
-        do_sample=False,
+        **CALL,
     )
     loop = Loop(model, {**conversation, **pixels_of(ragged)}, **question_of(ragged, model))
     loop.decode(greedy)
@@ -284,7 +280,7 @@ def test_second_turn_from_the_cache(ragged, again, eos, position_ids):
 
 
 def test_a_third_turn_and_a_new_video(model, single):
-    options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    options = {**CALL, "return_dict_in_generate": True}
     first = model.generate(**single, **options)
     conversation = next_turn(single, new_tokens(first, single))
     second = model.generate(**conversation, past_key_values=first.past_key_values, **options)
@@ -316,11 +312,11 @@ def test_a_third_turn_and_a_new_video(model, single):
 
 def test_an_answer_that_the_caller_has_edited(model, single):
     """The cache holds another answer; only what agrees with the caller's text is used."""
-    output = model.generate(**single, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+    output = model.generate(**single, **CALL, return_dict_in_generate=True)
     edited = new_tokens(output, single).clone()
     edited[0, 3] = 77
     conversation = next_turn(single, edited)
-    second = model.generate(**conversation, past_key_values=output.past_key_values, max_new_tokens=NEW, do_sample=False)
+    second = model.generate(**conversation, past_key_values=output.past_key_values, **CALL)
     loop = Loop(model, {**conversation, **pixels_of(single)}, **question_of(single, model))
     loop.decode(greedy)
     assert new_tokens(second, conversation).tolist() == loop.new.tolist()
@@ -330,14 +326,12 @@ def test_two_conversations_do_not_mix(model, single, ragged):
     """State lives with the cache, not in the model."""
     expected = None
     for disturb in (False, True):
-        output = model.generate(**single, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+        output = model.generate(**single, **CALL, return_dict_in_generate=True)
         conversation = next_turn(single, new_tokens(output, single))
         if disturb:
             model.generate(**ragged, max_new_tokens=2, do_sample=False)
             model(**ragged)
-        second = model.generate(
-            **conversation, past_key_values=output.past_key_values, max_new_tokens=NEW, do_sample=False
-        )
+        second = model.generate(**conversation, past_key_values=output.past_key_values, **CALL)
         expected = second if expected is None else expected
     assert second.tolist() == expected.tolist()
 
