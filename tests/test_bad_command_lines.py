@@ -1,5 +1,9 @@
 """Whatever is typed or written wrongly ends in exit code 2 and one line, and never in a traceback."""
 
+import hashlib
+import random
+from pathlib import Path
+
 import pytest
 
 from bad_command_lines import command_lines, recipe_files, record_files
@@ -24,3 +28,21 @@ def test_a_bad_record_is_refused(content, corpus, shared_model, tmp_path):
 def test_a_bad_recipe_is_refused(content, corpus, tmp_path):
     (tmp_path / "bad.yaml").write_bytes(content)
     assert_refused(["train", str(tmp_path / "bad.yaml"), "--dry-run"], app)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_two_mistakes_are_one_line_and_change_nothing_that_was_there(corpus, shared_model, tmp_path, monkeypatch):
+    """A bad line of a command with the options of another bad line of it."""
+    monkeypatch.chdir(tmp_path)  # where an empty name must not lead
+    rng, folder = random.Random(20261123), Path(corpus["empty"]).parent
+    before = digests(folder)
+    for _ in range(100):
+        line = rng.choice(LINES)
+        other = rng.choice([one for one in LINES if one[0] == line[0]])
+        more = [argument for argument in other if argument.startswith("--") and "=" in argument]
+        assert_refused([fill(argument, corpus) for argument in (*line, *more)], app)
+    assert digests(folder) == before and not [*tmp_path.iterdir()]
