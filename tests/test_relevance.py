@@ -7,10 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from naive import naive_log_relevance
+from naive import assert_equal_to_twin, naive_log_relevance, states
 from qtsplus.configuration_qtsplus import REDUCTIONS
 from qtsplus.relevance_qtsplus import log_relevance
-from relevance_problems import assert_equal_to_twin, states
 
 HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (12, 3), (16, 2), (28, 4)]
 each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -7,30 +7,17 @@ from qtsplus.configuration_qtsplus import QTSplusConfig
 from qtsplus.hub.weights import REFERENCE, our_name
 from qtsplus.selector_qtsplus import QTSplusSelector, find_threshold, gumbel_gate
 from reference import load, meta
+from tiny import PAPER
 
 CASE = ("case1", "selector")
+STATED = ("rho_min", "rho_max", "tau_s", "scoring_layers", "reencode_layers", "lambda_t", "lambda_m", "lambda_s")
+REFERENCE_ONLY = {"gate": "gumbel", "reencode_rope": False}
 LOSSES = {"flops": "loss_t", "kv": "loss_m", "smooth": "loss_s"}
 
 
 def golden_selector() -> QTSplusSelector:
     given = meta(*CASE, "meta")["config"]
-    config = QTSplusConfig(
-        rho_min=given["rho_min"],
-        rho_max=given["rho_max"],
-        n_max=given["nmax"],
-        tau_s=given["tau_s"],
-        scoring_layers=given["scoring_layers"],
-        reencode_layers=given["reencode_layers"],
-        lambda_t=given["lambda_t"],
-        lambda_m=given["lambda_m"],
-        lambda_s=given["lambda_s"],
-        gate="gumbel",
-        budget="rho",
-        null_token=False,
-        query_states="embeddings",
-        reduction="max",
-        reencode_rope=False,
-    )
+    config = QTSplusConfig(**{name: given[name] for name in STATED}, n_max=given["nmax"], **PAPER, **REFERENCE_ONLY)
     selector = QTSplusSelector(config, given["embedding_dim"], given["n_heads"], given["num_kv_heads"])
     weights = {ours(f"selector.{k.removeprefix('selector.')}"): v for k, v in load(*CASE, "weights").items()}
     selector.load_state_dict({**weights, "rho_history": torch.zeros(2, dtype=torch.int64)})

@@ -23,25 +23,7 @@ from transformers import (
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
 
-from qtsplus import (
-    InternVLQTSplusConfig,
-    InternVLQTSplusForConditionalGeneration,
-    InternVLQTSplusProcessor,
-    LlavaOnevisionQTSplusConfig,
-    LlavaOnevisionQTSplusForConditionalGeneration,
-    LlavaOnevisionQTSplusProcessor,
-    Qwen2_5_VLQTSplusConfig,
-    Qwen2_5_VLQTSplusForConditionalGeneration,
-    Qwen2VLQTSplusConfig,
-    Qwen2VLQTSplusForConditionalGeneration,
-    Qwen2VLQTSplusProcessor,
-    Qwen3_5QTSplusConfig,
-    Qwen3_5QTSplusForConditionalGeneration,
-    Qwen3_5QTSplusProcessor,
-    Qwen3VLQTSplusConfig,
-    Qwen3VLQTSplusForConditionalGeneration,
-    Qwen3VLQTSplusProcessor,
-)
+import qtsplus
 from qtsplus.hub.files import hub_configs
 from qtsplus.loading import processor_of
 from tiny import PAPER
@@ -132,12 +114,21 @@ def text_config(processor, **fields) -> dict:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def internvl_processor() -> InternVLQTSplusProcessor:
+FRAME_VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "patch_size": 4,
+}
+
+
+def internvl_processor() -> qtsplus.InternVLQTSplusProcessor:
     tokenizer = tiny_tokenizer(
         start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
     )
     size = {"height": 32, "width": 32}
-    return InternVLQTSplusProcessor(
+    return qtsplus.InternVLQTSplusProcessor(
         image_processor=GotOcr2ImageProcessor(size=size, max_patches=2),
         tokenizer=tokenizer,
         video_processor=InternVLVideoProcessor(size=size),
@@ -146,17 +137,10 @@ def internvl_processor() -> InternVLQTSplusProcessor:
     )
 
 
-def internvl_config(processor, selector) -> InternVLQTSplusConfig:
-    return InternVLQTSplusConfig(
+def internvl_config(processor, selector) -> qtsplus.InternVLQTSplusConfig:
+    return qtsplus.InternVLQTSplusConfig(
         text_config={**text_config(processor), "model_type": "qwen2"},
-        vision_config={
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 48,
-            "image_size": 32,
-            "patch_size": 4,
-        },
+        vision_config={**FRAME_VISION, "image_size": 32},
         image_seq_length=16,
         qtsplus_config=selector,
         image_token_id=processor.image_token_id,
@@ -182,7 +166,7 @@ def internvl_stock_inputs(model, inputs) -> dict:
 
 INTERNVL = Backbone(
     "internvl",
-    InternVLQTSplusForConditionalGeneration,
+    qtsplus.InternVLQTSplusForConditionalGeneration,
     InternVLForConditionalGeneration,
     internvl_config,
     internvl_processor,
@@ -192,9 +176,9 @@ INTERNVL = Backbone(
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def llava_processor(video_newline: str) -> LlavaOnevisionQTSplusProcessor:
+def llava_processor(video_newline: str) -> qtsplus.LlavaOnevisionQTSplusProcessor:
     size = {"height": 20, "width": 20}
-    return LlavaOnevisionQTSplusProcessor(
+    return qtsplus.LlavaOnevisionQTSplusProcessor(
         image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=[[20, 40], [40, 20], [40, 40]]),
         tokenizer=tiny_tokenizer(image_token="<image>", video_token="<video>"),
         video_processor=LlavaOnevisionVideoProcessor(size=size),
@@ -205,19 +189,10 @@ def llava_processor(video_newline: str) -> LlavaOnevisionQTSplusProcessor:
     )
 
 
-def llava_config(processor, selector) -> LlavaOnevisionQTSplusConfig:
-    return LlavaOnevisionQTSplusConfig(
+def llava_config(processor, selector) -> qtsplus.LlavaOnevisionQTSplusConfig:
+    return qtsplus.LlavaOnevisionQTSplusConfig(
         text_config={**text_config(processor), "model_type": "qwen2"},
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 48,
-            "image_size": 20,
-            "patch_size": 4,
-            "vision_use_head": False,
-        },
+        vision_config={"model_type": "siglip_vision_model", **FRAME_VISION, "image_size": 20, "vision_use_head": False},
         image_grid_pinpoints=processor.image_processor.image_grid_pinpoints,
         image_token_index=processor.image_token_id,
         video_token_index=processor.video_token_id,
@@ -266,7 +241,7 @@ class LlavaVideo(LlavaOnevisionForConditionalGeneration):
 LLAVA_ONEVISION, LLAVA_VIDEO = (
     Backbone(
         name,
-        LlavaOnevisionQTSplusForConditionalGeneration,
+        qtsplus.LlavaOnevisionQTSplusForConditionalGeneration,
         stock,
         llava_config,
         lambda newline=newline: llava_processor(newline),
@@ -316,9 +291,9 @@ def qwen_token_ids(processor) -> dict:
     return {"image_token_id": processor.image_token_id, **vision, **processor.query_token_ids}
 
 
-def qwen3_config(processor, selector) -> Qwen3VLQTSplusConfig:
+def qwen3_config(processor, selector) -> qtsplus.Qwen3VLQTSplusConfig:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    return Qwen3VLQTSplusConfig(
+    return qtsplus.Qwen3VLQTSplusConfig(
         text_config=text_config(processor, num_hidden_layers=3, head_dim=16, rope_parameters=rope),
         vision_config={**QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 1]},
         qtsplus_config=selector,
@@ -328,15 +303,15 @@ def qwen3_config(processor, selector) -> Qwen3VLQTSplusConfig:
 
 QWEN3_VL = Backbone(
     "qwen3_vl",
-    Qwen3VLQTSplusForConditionalGeneration,
+    qtsplus.Qwen3VLQTSplusForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
     qwen3_config,
-    lambda: qwen_processor(Qwen3VLQTSplusProcessor, Qwen3VLVideoProcessor, WHOLE_VIDEO),
+    lambda: qwen_processor(qtsplus.Qwen3VLQTSplusProcessor, Qwen3VLVideoProcessor, WHOLE_VIDEO),
     qwen_stock_inputs,
 )
 
 
-def qwen3_5_config(processor, selector) -> Qwen3_5QTSplusConfig:
+def qwen3_5_config(processor, selector) -> qtsplus.Qwen3_5QTSplusConfig:
     rope = {
         "rope_type": "default",
         "rope_theta": 1e4,
@@ -345,7 +320,7 @@ def qwen3_5_config(processor, selector) -> Qwen3_5QTSplusConfig:
         "partial_rotary_factor": 0.5,
     }
     linear = {"key_head_dim": 8, "value_head_dim": 16, "num_key_heads": 2, "num_value_heads": 4}
-    return Qwen3_5QTSplusConfig(
+    return qtsplus.Qwen3_5QTSplusConfig(
         text_config=text_config(
             processor,
             num_hidden_layers=3,
@@ -362,17 +337,17 @@ def qwen3_5_config(processor, selector) -> Qwen3_5QTSplusConfig:
 
 QWEN3_5 = Backbone(
     "qwen3_5",
-    Qwen3_5QTSplusForConditionalGeneration,
+    qtsplus.Qwen3_5QTSplusForConditionalGeneration,
     Qwen3_5ForConditionalGeneration,
     qwen3_5_config,
-    lambda: qwen_processor(Qwen3_5QTSplusProcessor, Qwen3VLVideoProcessor, WHOLE_VIDEO),
+    lambda: qwen_processor(qtsplus.Qwen3_5QTSplusProcessor, Qwen3VLVideoProcessor, WHOLE_VIDEO),
     qwen_stock_inputs,
 )
 
 
-def qwen2_config(processor, selector) -> Qwen2VLQTSplusConfig:
+def qwen2_config(processor, selector) -> qtsplus.Qwen2VLQTSplusConfig:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    return Qwen2VLQTSplusConfig(
+    return qtsplus.Qwen2VLQTSplusConfig(
         text_config=text_config(processor, rope_parameters=rope),
         vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4},
         qtsplus_config=selector,
@@ -383,24 +358,24 @@ def qwen2_config(processor, selector) -> Qwen2VLQTSplusConfig:
 
 QWEN2_VL = Backbone(
     "qwen2_vl",
-    Qwen2VLQTSplusForConditionalGeneration,
+    qtsplus.Qwen2VLQTSplusForConditionalGeneration,
     Qwen2VLForConditionalGeneration,
     qwen2_config,
-    lambda: qwen_processor(Qwen2VLQTSplusProcessor, Qwen2VLVideoProcessor, FRAME),
+    lambda: qwen_processor(qtsplus.Qwen2VLQTSplusProcessor, Qwen2VLVideoProcessor, FRAME),
     qwen_stock_inputs,
 )
 
 
 def qwen2_5_processor():
     folder = hub_configs() / "qtsplus-tiny"
-    return processor_of(folder, Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
+    return processor_of(folder, qtsplus.Qwen2_5_VLQTSplusConfig.from_pretrained(folder))
 
 
-def qwen2_5_config(processor, selector) -> Qwen2_5_VLQTSplusConfig:
-    settings = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / "qtsplus-tiny").to_dict()
+def qwen2_5_config(processor, selector) -> qtsplus.Qwen2_5_VLQTSplusConfig:
+    settings = qtsplus.Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / "qtsplus-tiny").to_dict()
     for name in ("qtsplus_config", "model_type", "auto_map", "architectures", "dtype"):
         settings.pop(name, None)
-    return Qwen2_5_VLQTSplusConfig(**settings, qtsplus_config=selector)
+    return qtsplus.Qwen2_5_VLQTSplusConfig(**settings, qtsplus_config=selector)
 
 
 def qwen2_5_stock_inputs(model, inputs) -> dict:
@@ -410,7 +385,7 @@ def qwen2_5_stock_inputs(model, inputs) -> dict:
 
 QWEN2_5_VL = Backbone(
     "qwen2_5_vl",
-    Qwen2_5_VLQTSplusForConditionalGeneration,
+    qtsplus.Qwen2_5_VLQTSplusForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     qwen2_5_config,
     qwen2_5_processor,
