@@ -12,11 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
 from qtsplus.prompt_qtsplus import find_query_mask
-from tiny import (
-    batch,
-    prompt,
-    tiny_model,
-)
+from tiny import batch, prompt, tiny_model
 
 FULL, BACKBONE = Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
 CLASSES = pytest.mark.parametrize("cls", [FULL, BACKBONE], ids=["with_head", "backbone"])

@@ -100,8 +100,7 @@ def test_a_call_takes_images_as_stock_does(processor, stock_processor, folder, a
 
 
 @pytest.mark.parametrize(
-    ("key", "form"),
-    [("image", "PIL"), ("image", "path"), ("url", "address"), ("path", "path"), ("base64", "base64")],
+    ("key", "form"), [("image", "PIL"), ("image", "path"), ("url", "address"), ("path", "path"), ("base64", "base64")]
 )
 def test_the_chat_template_takes_images_as_stock_does(processor, stock_processor, folder, address, form, key):
     content = [{"type": "image", key: given(form, folder, address)}, {"type": "text", "text": "What is it?"}]

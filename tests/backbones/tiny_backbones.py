@@ -5,21 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    InternVLForConditionalGeneration,
-    InternVLVideoProcessor,
-    LlavaOnevisionForConditionalGeneration,
-    LlavaOnevisionModel,
-    LlavaOnevisionVideoProcessor,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLVideoProcessor,
-)
+import transformers
 from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
 from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
 
@@ -61,10 +47,10 @@ def chat_template(image: str, video: str) -> str:
     return _TURNS.replace("IMAGE", image).replace("VIDEO", video)
 
 
-def tiny_tokenizer(**special_tokens: str) -> Qwen2Tokenizer:
+def tiny_tokenizer(**special_tokens: str) -> transformers.Qwen2Tokenizer:
     """The tokenizer of qtsplus-tiny, with further special tokens by their names."""
     folder = hub_configs() / "qtsplus-tiny"
-    return Qwen2Tokenizer.from_pretrained(folder, extra_special_tokens=special_tokens, padding_side="left")
+    return transformers.Qwen2Tokenizer.from_pretrained(folder, extra_special_tokens=special_tokens, padding_side="left")
 
 
 @dataclass(frozen=True)
@@ -131,7 +117,7 @@ def internvl_processor() -> qtsplus.InternVLQTSplusProcessor:
     return qtsplus.InternVLQTSplusProcessor(
         image_processor=GotOcr2ImageProcessor(size=size, max_patches=2),
         tokenizer=tokenizer,
-        video_processor=InternVLVideoProcessor(size=size),
+        video_processor=transformers.InternVLVideoProcessor(size=size),
         image_seq_length=16,
         chat_template=chat_template("<IMG_CONTEXT>", "<video>"),
     )
@@ -167,7 +153,7 @@ def internvl_stock_inputs(model, inputs) -> dict:
 INTERNVL = Backbone(
     "internvl",
     qtsplus.InternVLQTSplusForConditionalGeneration,
-    InternVLForConditionalGeneration,
+    transformers.InternVLForConditionalGeneration,
     internvl_config,
     internvl_processor,
     internvl_stock_inputs,
@@ -181,7 +167,7 @@ def llava_processor(video_newline: str) -> qtsplus.LlavaOnevisionQTSplusProcesso
     return qtsplus.LlavaOnevisionQTSplusProcessor(
         image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=[[20, 40], [40, 20], [40, 40]]),
         tokenizer=tiny_tokenizer(image_token="<image>", video_token="<video>"),
-        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size),
         num_image_tokens=25,
         vision_feature_select_strategy="full",
         chat_template=chat_template("<image>", "<video>"),
@@ -218,7 +204,7 @@ def llava_stock_inputs(model, inputs) -> dict:
     return stock
 
 
-class LlavaVideo(LlavaOnevisionForConditionalGeneration):
+class LlavaVideo(transformers.LlavaOnevisionForConditionalGeneration):
     """What LLaVA-Video's own code does to a video: a newline behind every row of every frame, and none at the end."""
 
     def __init__(self, config):
@@ -226,7 +212,7 @@ class LlavaVideo(LlavaOnevisionForConditionalGeneration):
         side = 3  # tokens along a side of a pooled frame
 
         def with_rows_ended(pixel_values_videos, **kwargs):
-            output = LlavaOnevisionModel.get_video_features(self.model, pixel_values_videos, **kwargs)
+            output = transformers.LlavaOnevisionModel.get_video_features(self.model, pixel_values_videos, **kwargs)
             count = pixel_values_videos.shape[1] * side * side
             tokens = output.pooler_output[:, :count].unflatten(1, (-1, side))
             newline = self.model.image_newline.expand(*tokens.shape[:2], 1, -1)
@@ -248,7 +234,7 @@ LLAVA_ONEVISION, LLAVA_VIDEO = (
         llava_stock_inputs,
     )
     for name, newline, stock in (
-        ("llava_onevision", "video", LlavaOnevisionForConditionalGeneration),
+        ("llava_onevision", "video", transformers.LlavaOnevisionForConditionalGeneration),
         ("llava_video", "row", LlavaVideo),
     )
 )
@@ -278,7 +264,7 @@ QWEN3_VISION = {
 def qwen_processor(cls, video_processor, size):
     triple = "<|vision_start|><|{}_pad|><|vision_end|>"
     return cls(
-        image_processor=Qwen2VLImageProcessor(size=FRAME, **PIXELS),
+        image_processor=transformers.Qwen2VLImageProcessor(size=FRAME, **PIXELS),
         tokenizer=tiny_tokenizer(),
         video_processor=video_processor(size=size, **PIXELS),
         chat_template=chat_template(triple.format("image"), triple.format("video")),
@@ -304,9 +290,9 @@ def qwen3_config(processor, selector) -> qtsplus.Qwen3VLQTSplusConfig:
 QWEN3_VL = Backbone(
     "qwen3_vl",
     qtsplus.Qwen3VLQTSplusForConditionalGeneration,
-    Qwen3VLForConditionalGeneration,
+    transformers.Qwen3VLForConditionalGeneration,
     qwen3_config,
-    lambda: qwen_processor(qtsplus.Qwen3VLQTSplusProcessor, Qwen3VLVideoProcessor, WHOLE_VIDEO),
+    lambda: qwen_processor(qtsplus.Qwen3VLQTSplusProcessor, transformers.Qwen3VLVideoProcessor, WHOLE_VIDEO),
     qwen_stock_inputs,
 )
 
@@ -338,9 +324,9 @@ def qwen3_5_config(processor, selector) -> qtsplus.Qwen3_5QTSplusConfig:
 QWEN3_5 = Backbone(
     "qwen3_5",
     qtsplus.Qwen3_5QTSplusForConditionalGeneration,
-    Qwen3_5ForConditionalGeneration,
+    transformers.Qwen3_5ForConditionalGeneration,
     qwen3_5_config,
-    lambda: qwen_processor(qtsplus.Qwen3_5QTSplusProcessor, Qwen3VLVideoProcessor, WHOLE_VIDEO),
+    lambda: qwen_processor(qtsplus.Qwen3_5QTSplusProcessor, transformers.Qwen3VLVideoProcessor, WHOLE_VIDEO),
     qwen_stock_inputs,
 )
 
@@ -359,9 +345,9 @@ def qwen2_config(processor, selector) -> qtsplus.Qwen2VLQTSplusConfig:
 QWEN2_VL = Backbone(
     "qwen2_vl",
     qtsplus.Qwen2VLQTSplusForConditionalGeneration,
-    Qwen2VLForConditionalGeneration,
+    transformers.Qwen2VLForConditionalGeneration,
     qwen2_config,
-    lambda: qwen_processor(qtsplus.Qwen2VLQTSplusProcessor, Qwen2VLVideoProcessor, FRAME),
+    lambda: qwen_processor(qtsplus.Qwen2VLQTSplusProcessor, transformers.Qwen2VLVideoProcessor, FRAME),
     qwen_stock_inputs,
 )
 
@@ -386,7 +372,7 @@ def qwen2_5_stock_inputs(model, inputs) -> dict:
 QWEN2_5_VL = Backbone(
     "qwen2_5_vl",
     qtsplus.Qwen2_5_VLQTSplusForConditionalGeneration,
-    Qwen2_5_VLForConditionalGeneration,
+    transformers.Qwen2_5_VLForConditionalGeneration,
     qwen2_5_config,
     qwen2_5_processor,
     qwen2_5_stock_inputs,
