@@ -260,18 +260,14 @@ def test_the_cache_of_another_conversation_is_refused_and_still_serves_its_own(m
     )
 
 
-def test_a_cache_for_another_number_of_rows_is_refused(model):
+@pytest.mark.parametrize(
+    ("beams", "rows", "message"), [(1, 2, "one sequence for each of the 2 prompts"), (2, 1, "without beams")]
+)
+def test_a_cache_for_other_rows_or_of_beams_is_refused(model, beams, rows, message):
     cache = DynamicCache(config=model.config.get_text_config())
-    answer = model.generate(**video_inputs(), past_key_values=cache, max_new_tokens=2)
-    with pytest.raises(ValueError, match="one sequence for each of the 2 prompts"):
-        model.generate(input_ids=answer.repeat(2, 1), past_key_values=cache, max_new_tokens=2)
-
-
-def test_a_cache_filled_by_beams_is_refused(model):
-    cache = DynamicCache(config=model.config.get_text_config())
-    answer = model.generate(**video_inputs(), past_key_values=cache, num_beams=2, max_new_tokens=2)
-    with pytest.raises(ValueError, match="without beams"):
-        model.generate(input_ids=answer, past_key_values=cache, max_new_tokens=2)
+    answer = model.generate(**video_inputs(), past_key_values=cache, num_beams=beams, max_new_tokens=2)
+    with pytest.raises(ValueError, match=message):
+        model.generate(input_ids=answer.repeat(rows, 1), past_key_values=cache, max_new_tokens=2)
 
 
 def test_a_further_turn_with_another_number_of_videos_is_refused(model):

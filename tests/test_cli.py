@@ -80,23 +80,22 @@ def test_ask_prints_one_json_object_and_nothing_else(tiny_mp4, tmp_path):
     assert all(seconds > 0 for seconds in answer["timings"].values())
 
 
-def test_retention_fixes_the_fraction(ask, tiny_mp4):
-    answer = json.loads(ask(tiny_mp4, QUESTION, "--json", "--retention", "0.25").stdout)
-    assert answer["rho"] == pytest.approx(0.25)
-    assert answer["kept_tokens"] == -(-answer["visual_tokens"] // 4)
-
-
-def test_max_visual_tokens_caps_the_count(ask, tiny_mp4):
-    assert json.loads(ask(tiny_mp4, QUESTION, "--json", "--max-visual-tokens", "1").stdout)["kept_tokens"] == 1
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--retention", "0.25"], {"rho": pytest.approx(0.25), "visual_tokens": 64, "kept_tokens": 16}),
+        (["--max-visual-tokens", "1"], {"kept_tokens": 1}),
+        (["--fps", "4"], {"frames": 16, "seconds_of_video": pytest.approx(4)}),
+    ],
+)
+def test_an_option_does_what_it_says(ask, tiny_mp4, options, expected):
+    answer = json.loads(ask(tiny_mp4, QUESTION, "--json", *options).stdout)
+    assert {name: answer[name] for name in expected} == expected
 
 
 def test_two_passes_have_a_time_of_their_own(ask, tiny_mp4):
     answer = json.loads(ask(tiny_mp4, QUESTION, "--json", "--two-passes").stdout)
     assert {"encode", "second_pass"} < set(answer["timings"]) and answer["frames"] == 8
-
-
-def test_fps_sets_the_frames_that_are_looked_at(ask, tiny_mp4):
-    assert json.loads(ask(tiny_mp4, QUESTION, "--json", "--fps", "4").stdout)["frames"] == 16
 
 
 def test_a_folder_of_frames_lasts_as_its_rate_says(ask, frame_folder):

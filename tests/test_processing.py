@@ -132,15 +132,13 @@ def test_a_query_goes_through_the_chat_template(processor, ramp, as_kwarg):
     assert {"query_mask", "query_input_ids", "query_attention_mask"} <= set(inputs) & set(processor.model_input_names)
 
 
-@pytest.mark.parametrize("query", ["", "  \n", ["Where?", ""]])
-def test_an_empty_query_is_refused(processor, query):
-    with pytest.raises(ValueError, match="has no token"):
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [*((one, "has no token") for one in ("", "  \n", ["Where?", ""])), (["a", "b", "c"], "3 queries for 2 rows")],
+)
+def test_queries_that_say_nothing_or_to_nobody_are_refused(processor, query, message):
+    with pytest.raises(ValueError, match=message):
         processor(text=["a", "b"], query=query)
-
-
-def test_queries_must_be_one_per_row(processor):
-    with pytest.raises(ValueError, match="3 queries for 2 rows"):
-        processor(text=["a", "b"], query=["a", "b", "c"])
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -376,25 +374,27 @@ def test_a_folder_without_frames_or_with_a_broken_one_is_named(tmp_path):
         load_frames(str(tmp_path))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_pixels_that_are_not_finite_are_refused(processor, value):
+def with_one(value):
     frames = torch.zeros(4, 3, 56, 56)
     frames[2, 1, 5, 5] = value
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        processor(text=PROMPT, videos=frames, fps=2.0)
+    return frames
 
 
-@pytest.mark.parametrize("videos", [[], [[]], np.zeros((0, 56, 56, 3), np.uint8)])
-def test_an_empty_video_is_refused(processor, videos):
-    with pytest.raises(ValueError, match=r"empty video \(0 frames\)"):
+EMPTY, NARROW, WIDE = (np.zeros((0, 56, 56, 3), np.uint8), np.zeros((28, 28, 3)), np.zeros((56, 28, 3)))
+
+
+@pytest.mark.parametrize(
+    ("videos", "message"),
+    [
+        *((with_one(value), "NaN or infinite") for value in (float("nan"), float("inf"))),
+        *((videos, r"empty video \(0 frames\)") for videos in ([], [[]], EMPTY)),
+        ([{"clip.mp4"}], "type set"),
+        ([NARROW, WIDE], "differ in shape"),
+    ],
+)
+def test_frames_that_are_none_are_refused(processor, videos, message):
+    with pytest.raises(ValueError, match=message):
         processor(text=PROMPT, videos=videos, fps=2.0)
-
-
-def test_a_video_of_another_type_is_refused(processor):
-    with pytest.raises(ValueError, match="type set"):
-        processor(text=PROMPT, videos=[{"clip.mp4"}])
-    with pytest.raises(ValueError, match="differ in shape"):
-        processor(text=PROMPT, videos=[np.zeros((28, 28, 3)), np.zeros((56, 28, 3))], fps=2.0)
 
 
 @pytest.mark.parametrize(
