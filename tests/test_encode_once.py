@@ -128,12 +128,9 @@ def test_features_that_do_not_fit(method, change, message):
 
 
 @pytest.mark.parametrize("frames", [0, -2, 1.5, True])
-def test_frames_per_chunk_that_is_no_count(frames):
+def test_nothing_and_no_count_of_frames_are_refused(frames):
     inputs = batch(prompt(videos=[(2, 4, 4)]))
     with pytest.raises(ValueError, match="frames_per_chunk"):
         encoded(shared_model(), inputs, frames_per_chunk=frames)
-
-
-def test_nothing_to_encode():
     with pytest.raises(ValueError, match="got no videos"):
         shared_model().encode_videos(None, None)
