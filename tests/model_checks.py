@@ -7,8 +7,6 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors import safe_open
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusModel
 from qtsplus.prompt_qtsplus import find_query_mask
@@ -19,14 +17,6 @@ CLASSES = pytest.mark.parametrize("cls", [FULL, BACKBONE], ids=["with_head", "ba
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 TRANSFORMERS = Version(transformers.__version__)
 NEW = 6  # tokens that `greedy` makes
-
-
-def counted_flops(function) -> int:
-    """Floating-point operations of a function's matrix products, attention's as such, as PyTorch counts them."""
-    # PyTorch below 2.15 does not count the fused attention of a CPU.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        function()
-    return counter.get_total_flops()
 
 
 def mixed_rows():
@@ -94,15 +84,3 @@ def greedy(model=None, inputs=None, **call):
     model = shared_model() if model is None else model
     inputs = mixed_inputs() if inputs is None else inputs
     return model.generate(**inputs, do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW, **call)
-
-
-def assert_one_model(models):
-    """The same weights in memory, and the same logits where nothing is selected."""
-    ours = dict(models["ours"].named_parameters())
-    for name, parameter in models["stock"].named_parameters():
-        assert parameter.data_ptr() == ours[name].data_ptr(), name
-    ids = torch.randint(1, 500, (1, 20))
-    with torch.no_grad():
-        stock, own = models["stock"](input_ids=ids).logits, models["ours"](input_ids=ids).logits
-    assert stock.std() > 0
-    torch.testing.assert_close(own, stock)

@@ -10,7 +10,7 @@ import torch
 from benchmarks.speed import memory, speed
 from benchmarks.speed.cost import stage_costs
 from benchmarks.speed.shapes import MODEL_SHAPES, SIDES, build_pair, make_config, make_processor
-from model_checks import assert_one_model, counted_flops
+from pairs import assert_one_model, counted_flops
 from qtsplus.results import read_result
 
 PAGE = Path(__file__).parents[2] / "docs" / "speed.md"

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.speed.cost import DATA_SHEETS, Cost, Device, cost_table, least_memory, stage_costs
 from benchmarks.speed.shapes import MODEL_SHAPES, build_pair, make_config, make_processor, prompt_text
-from model_checks import counted_flops
+from pairs import counted_flops
 from qtsplus import Qwen2_5_VLQTSplusConfig
 from qtsplus.configuration_qtsplus import REDUCTIONS
 from qtsplus.hub.files import hub_configs

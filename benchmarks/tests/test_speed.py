@@ -12,7 +12,7 @@ from benchmarks.speed import speed
 from benchmarks.speed.clock import StageClock
 from benchmarks.speed.results import SUMMARY
 from benchmarks.speed.shapes import MODEL_SHAPES, SIDES, build_pair, find_shape, make_config
-from model_checks import assert_one_model
+from pairs import assert_one_model
 from qtsplus.results import read_result
 
 REPEATS = 2
