@@ -17,7 +17,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from clips import make_world, render_world, write_mp4
 from qtsplus import answers, session, storage
-from qtsplus.prompt_qtsplus import CACHE
 from qtsplus.session import VideoSession, encode, prompt_inputs
 from qtsplus.stream import Stream
 
@@ -310,52 +309,16 @@ def test_a_name_is_text(loaded, both):
 # Conversations --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selection", ["all", "uniform", None])
-def test_a_follow_up_from_the_cache_is_the_conversation_read_again(loaded, fresh, monkeypatch, selection):
-    options, cached = {"selection": selection, **SHORT}, []
-    if selection == "uniform":
-        options["retention"] = 0.2
-    generate = type(loaded[0]).generate
-
-    def noted(self, *args, **kwargs):
-        if cache := kwargs.get(CACHE):
-            cached.append(cache.get_seq_length())
-        return generate(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(loaded[0]), "generate", noted)
-    for number, question in enumerate(QUESTIONS[:4]):
-        anew = VideoSession(*loaded)
-        for name, video in fresh.videos.items():
-            anew.add(video, name)
-        anew.turns = list(fresh.turns)
-        before = len(cached)
-        again = anew.chat(question, **options)
-        assert len(cached) == before
-        assert same(fresh.chat(question, **options), again)
-        assert (len(cached) > before) == (number > 0 and selection is not None), (
-            "the cache serves where the same is kept"
-        )
-    assert fresh.turns[::2] == QUESTIONS[:4] and len(fresh.turns) == 8
-
-
-def test_a_turn_that_was_interrupted_leaves_no_trace(loaded, fresh):
-    options, calls = {"selection": "all", **SHORT}, []
-    fresh.chat(QUESTIONS[0], **options)
-
-    def interrupt(*_):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    hook = loaded[0].model.language_model.register_forward_pre_hook(interrupt)
+def test_a_turn_that_was_interrupted_leaves_no_trace(loaded, fresh, monkeypatch):
+    fresh.chat(QUESTIONS[0], **SHORT)
+    turns = list(fresh.turns)
+    hook = loaded[0].model.language_model.register_forward_pre_hook(lambda *_: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
-        fresh.chat("What is in the purple circle?", **options)
+        fresh.chat("What is in the purple circle?", **SHORT)
     hook.remove()
-    anew = VideoSession(*loaded)
-    for name, video in fresh.videos.items():
-        anew.add(video, name)
-    anew.turns = list(fresh.turns)
-    assert len(fresh.turns) == 2 and same(fresh.chat(QUESTIONS[1], **options), anew.chat(QUESTIONS[1], **options))
+    assert fresh.turns == turns
+    answer, again = fresh.chat(QUESTIONS[1], **SHORT), fresh.ask(QUESTIONS[1], turns=turns, **SHORT)
+    assert same(answer, again) and fresh.turns == [*turns, QUESTIONS[1], answer.answer]
 
 
 def test_a_follow_up_keeps_what_its_own_words_ask_for(fresh):
@@ -411,10 +374,8 @@ def test_the_oldest_turns_go_that_have_no_positions(loaded, fresh, monkeypatch, 
 
 def test_a_long_conversation_goes_on(loaded, fresh, monkeypatch):
     monkeypatch.setattr(loaded[0].config.text_config, "max_position_embeddings", 160)
-    for number, question in enumerate(QUESTIONS[:10]):
-        answer = fresh.chat(question, selection="all", **SHORT)
-        assert bool(answer.warnings) == (len(fresh.turns) < 2 * (number + 1))
-    assert 4 < len(fresh.turns) < 20 and fresh.turns[-2:] == [question, answer.answer]
+    gone = [bool(fresh.chat(question, selection="all", **SHORT).warnings) for question in QUESTIONS[:10]]
+    assert gone == sorted(gone) and not gone[2] and gone[-1] and len(fresh.turns) == 20
 
 
 def test_what_has_no_positions_is_refused_on_every_way(loaded, cameras, fresh, monkeypatch):

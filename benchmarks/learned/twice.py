@@ -1,6 +1,6 @@
 """Two passes in the learned benchmark: every question has regions of its own encoded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,11 @@ import torch
 
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import Outcome, model_inputs
+from qtsplus.layout_qtsplus import lay_out, splice
+from qtsplus.mixin_qtsplus import choose
+from qtsplus.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, take_inputs
 from qtsplus.session import EncodedVideo, encode
-from qtsplus.two_passes import SecondPass, TwoPasses, second_pass, second_prompt
+from qtsplus.two_passes import SecondPass, TwoPasses, second_pass
 
 LEAST_TOKENS = 0.25  # encoded at full size, and twice as many as are kept at least
 TILE = 2  # tokens a side: an object of TinyWorld fills one or two, and frames have six a side
@@ -68,6 +71,26 @@ def ask_twice(
             outcome = Outcome(record, text == record.answer, second.num_tokens, second.rho, kept)
             asked.append(TwiceAsked(outcome, len(videos[str(record.video)].features), len(second.features)))
     return asked
+
+
+def second_prompt(
+    model: Any, inputs: Mapping[str, Any], passes: Sequence[SecondPass], **selection: Any
+) -> CompactPrompt:
+    """
+    The shortened prompts of questions about whole videos, of which `passes` have encoded some tokens: the others are as
+    if not kept, and what is there stays at its place. For `model.generate_from`.
+
+    Args:
+        inputs: the model's, `[B, S]`, with the grids of the whole videos.
+        selection: the fields of `SelectionInputs`; `retention` is that of each pass if it is left out.
+    """
+    retention, features = [one.retention for one in passes], [one.features for one in passes]
+    visual, choice = take_inputs({"retention": retention, **inputs, **selection, "video_features": features})
+    layout = lay_out(model.model, visual, inputs["input_ids"], inputs.get("attention_mask"))
+    layout = layout.narrow([one.places for one in passes])
+    some = {IMAGE: [], VIDEO: features}
+    selected, qtsplus = choose(model.model, layout, some, choice, sample_gate=False)
+    return splice(model.model, layout, some, selected, qtsplus, pad_left=True)
 
 
 def _second(model: Any, processor: Any, record: VideoRecord, video: EncodedVideo, retention: float) -> SecondPass:

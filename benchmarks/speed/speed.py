@@ -15,9 +15,10 @@ from transformers import BatchFeature
 
 from qtsplus.results import Journal, write_json
 from qtsplus.session import EncodedVideo, encode, prompt_inputs
-from qtsplus.two_passes import SecondPass, TwoPasses, second_pass, second_prompt
+from qtsplus.two_passes import SecondPass, TwoPasses, second_pass
 from qtsplus.video_qtsplus import choose_frames, read_video
 
+from ..learned.twice import second_prompt
 from ..machine import environment, steps
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs

@@ -18,7 +18,6 @@ from .layout_qtsplus import lay_out, splice
 from .methods_qtsplus import Method, check_budget
 from .mixin_qtsplus import choose
 from .prompt_qtsplus import (
-    CACHE,
     IMAGE,
     TEXT,
     VIDEO,
@@ -29,11 +28,11 @@ from .prompt_qtsplus import (
     pad_rows,
     take_inputs,
 )
-from .recall import Remembered, at_true_times, on_the_clock
+from .recall import Remembered, narrowed
 from .selector_qtsplus import kept_count
 from .settings import check_count
 from .subtitles import check_subtitles, near
-from .two_passes import SecondPass, second_pass, second_prompt
+from .two_passes import second_pass
 from .videos import EncodedVideo
 
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says
@@ -86,7 +85,6 @@ def answer_questions(
     questions: Sequence[str],
     *,
     turns: Sequence[str] = (),
-    memory: "Memory | None" = None,
     retention: float | None = None,
     max_visual_tokens: int | None = None,
     selection: str | Method | None = None,
@@ -102,7 +100,6 @@ def answer_questions(
         questions: each a row of the batch, with a budget of its own.
         turns: what was asked and answered before, in turn, in one conversation with each of the questions. The oldest
             go for which the model has no positions, and a warning of the answer says so.
-        memory: of that conversation.
         retention: fraction of the visual tokens to keep, in (0, 1]; predicted from the question when absent.
         max_visual_tokens: most visual tokens to keep; with `retention`, the smaller of both counts.
         selection: another way to choose them than the model's own: a name such as `"uniform"`, or a function from
@@ -120,41 +117,36 @@ def answer_questions(
     check_subtitles(subtitles, videos)
     choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     check_budget(selection or model.config.qtsplus_config.selection, [retention], 1, max_visual_tokens)
-    options, encoded = generation_options(model, generation, max_new_tokens), list(videos.values())
-    remembered, large = any(isinstance(video, Remembered) for video in encoded), encoded[0].large
-    if remembered and len(questions) > 1:  # each has positions of its own
-        asked: dict[str, Any] = {"turns": turns, "max_new_tokens": max_new_tokens, "subtitles": subtitles}
-        asked |= {**choice, **generation}
-        return [one for each in questions for one in answer_questions(model, processor, videos, [each], **asked)]
-    whole = videos
-    if large is not None:
-        whole = {name: replace(one, video_grid_thw=large.chunks.video_grid_thw) for name, one in videos.items()}
-    lay_out_prompts = partial(_lay_out, model, processor, whole, questions, turns, choice, options)
-    prompts, timings, second = lay_out_prompts(), {}, None
-    clock, places, rho = options["streamer"], prompts.places, None
-    if large is not None:
-        small = prompt_inputs(processor, videos, questions, turns[prompts.left_out :], model.device)
-        second = second_pass(model, large, small, **choice)
+    if len(questions) > 1 and any(isinstance(video, Remembered) for video in videos.values()):
+        more = {**choice, "turns": turns, "max_new_tokens": max_new_tokens, "subtitles": subtitles, **generation}
+        alone = (answer_questions(model, processor, videos, [question], **more) for question in questions)
+        return [answer for (answer,) in alone]  # each has positions of its own
+    options = generation_options(model, generation, max_new_tokens)
+    lay_out_prompts = partial(_lay_out, model, processor, questions, turns, options)
+    prompts, clock, timings, rho = lay_out_prompts(videos, choice), options["streamer"], {}, None
+    (name, video), *_ = videos.items()
+    if video.large is not None:
+        second = second_pass(model, video.large, prompts.inputs, **choice)
         timings["second_pass"] = time.perf_counter() - clock.started
-        clock.start()
-        places, rho = second.places, second.rho
-    compact = _shorten(model, prompts, choice, second)
+        grid, rho = video.large.chunks.video_grid_thw, second.rho
+        videos = {name: replace(video, features=second.features, places=second.places, video_grid_thw=grid)}
+        choice["retention"] = second.retention
+        prompts = lay_out_prompts(videos, choice)
+    compact = _shorten(model, prompts)
     if subtitles:
-        kept = [one if places is None else places[one.cpu()] for one in compact.qtsplus.kept_indices or ()]
-        prompts = lay_out_prompts([near(one, whole, processor, subtitles) for one in kept])
-        compact = _shorten(model, prompts, choice, second)
-    if memory is None or places is not None or subtitles:
-        output = model.generate_from(compact, **options)
-    else:
-        output = memory.generate(model, compact, prompts, choice, options)
-    if memory is not None:
-        memory.left_out = prompts.left_out
-    answers, timings = [], timings | clock.timings()
-    for row, ids in enumerate(output.sequences[:, prompts.inputs["input_ids"].shape[1] :]):
-        answer = make_answer(model, processor, whole, ids, compact.qtsplus, timings, row, places, rho)
-        answer = on_the_clock(answer, encoded) if remembered else answer
-        unheard = any(video.sound and not (subtitles and video.subtitles) for video in encoded)
-        answers.append(replace(answer, warnings=answer.warnings + prompts.warnings, unheard=unheard))
+        kept = [prompts.place(indices) for indices in compact.qtsplus.kept_indices or ()]
+        captions = [near(indices, videos, processor, subtitles) for indices in kept]
+        prompts = lay_out_prompts(videos, choice, captions)
+        compact = _shorten(model, prompts)
+    output = model.generate_from(compact, **options)
+    timings |= clock.timings()
+    new_ids = output.sequences[:, prompts.inputs["input_ids"].shape[1] :]
+    unheard = any(video.sound and not (subtitles and video.subtitles) for video in videos.values())
+    answers = []
+    for row, ids in enumerate(new_ids):
+        answer = _make_answer(model, processor, videos, prompts, ids, compact.qtsplus, row)
+        rho_of_row = answer.rho if rho is None else rho
+        answers.append(replace(answer, rho=rho_of_row, timings=timings, unheard=unheard))
     return answers
 
 
@@ -181,19 +173,22 @@ class _Prompts:
     layout: Layout
     visual: VisualInputs
     selection: SelectionInputs
-    places: torch.Tensor | None  # of what a stream remembers `[k]`, which tokens of the whole grids are there
-    left_out: int  # of the turns before, the oldest
+    places: torch.Tensor | None  # `[k]` ascending, which tokens of the whole grids are there; all of them if `None`
     warnings: list[str]
+
+    def place(self, indices: torch.Tensor) -> torch.Tensor:
+        """Of tokens that are there, the indices among those of the whole grids."""
+        return indices.cpu() if self.places is None else self.places[indices.cpu()]
 
 
 def _lay_out(
     model: Any,
     processor: Any,
-    videos: Mapping[str, EncodedVideo],
     questions: Sequence[str],
     turns: Sequence[str],
-    choice: Mapping[str, Any],
     options: Mapping[str, Any],
+    videos: Mapping[str, EncodedVideo],
+    choice: Mapping[str, Any],
     captions: Sequence[str] = (),
 ) -> _Prompts:
     """The prompts, without the oldest turns if the model has no positions for them; `ValueError` if still not."""
@@ -203,8 +198,8 @@ def _lay_out(
         options["streamer"].start()
         visual, selection = take_inputs({**inputs, **choice})
         layout, places = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]), None
-        if any(isinstance(video, Remembered) for video in videos.values()):
-            layout, places = at_true_times(model, layout, list(videos.values()), new_tokens)
+        if any(video.places is not None for video in videos.values()):
+            layout, places = narrowed(model, layout, list(videos.values()), new_tokens)
         excess = positions_needed(model, layout, selection, new_tokens) - most
         if excess <= 0:
             break
@@ -219,7 +214,7 @@ def _lay_out(
             excess -= sum(len(text.encode()) + 32 for text in turns[left_out : left_out + 2])
             left_out += 2
     gone = f"The model has {most} positions. Left out of the conversation, the oldest questions: {left_out // 2}."
-    return _Prompts(inputs, layout, visual, selection, places, left_out, [gone] * (left_out > 0))
+    return _Prompts(inputs, layout, visual, selection, places, [gone] * (left_out > 0))
 
 
 def positions_needed(model: Any, layout: Layout, selection: SelectionInputs, new_tokens: int) -> int:
@@ -242,10 +237,8 @@ def positions_needed(model: Any, layout: Layout, selection: SelectionInputs, new
     return max(needed)
 
 
-def _shorten(model: Any, prompts: _Prompts, choice: Mapping[str, Any], second: SecondPass | None) -> CompactPrompt:
+def _shorten(model: Any, prompts: _Prompts) -> CompactPrompt:
     """What the language model reads."""
-    if second is not None:
-        return second_prompt(model, prompts.inputs, [second], **{**choice, "retention": [second.retention]})
     layout, features = prompts.layout, {IMAGE: [], VIDEO: list(prompts.visual.video_features or ())}
     if prompts.places is None:
         features = encode_visual(model.model, prompts.visual, layout.grids)
@@ -253,59 +246,29 @@ def _shorten(model: Any, prompts: _Prompts, choice: Mapping[str, Any], second: S
     return splice(model.model, layout, features, selected, chosen, pad_left=True)
 
 
-@dataclass
-class Memory:
-    """What the last answer of a conversation left: the key/value cache, and which tokens were kept."""
-
-    cache: Any = None
-    kept: torch.Tensor | None = None
-    left_out: int = 0  # of the turns, the oldest, for which the model has no positions
-
-    def generate(
-        self, model: Any, prompt: CompactPrompt, prompts: "_Prompts", choice: dict[str, Any], options: dict[str, Any]
-    ) -> Any:
-        """As `model.generate_from`: from the cache if the question keeps the tokens that made it."""
-        (kept,) = prompt.qtsplus.kept_indices or ()
-        known, cache, self.kept, self.cache = self.kept, self.cache, None, None  # what is interrupted leaves no cache
-        same = known is not None and torch.equal(known, kept)
-        if same and not prompts.left_out and not model.model.recurrent:
-            output = model.generate(**prompts.inputs, **choice, **options, **{CACHE: cache})
-        else:
-            output = model.generate_from(prompt, **options)
-        self.cache, self.kept = output.get(CACHE), kept
-        return output
-
-
-def make_answer(
+def _make_answer(
     model: Any,
     processor: Any,
     videos: Mapping[str, EncodedVideo],
+    prompts: _Prompts,
     ids: torch.Tensor,
     chosen: Any,
-    timings: dict[str, float],
-    row: int = 0,
-    places: torch.Tensor | None = None,
-    rho: float | None = None,
+    row: int,
 ) -> Answer:
-    """
-    An answer from the ids that the model wrote, and a row of what was kept: of all tokens of the videos, or of those at
-    `places` `[k]`, ascending. `rho` is what the selection aimed at where that was decided before.
-    """
-    kept = chosen.kept_indices[row]
+    """An answer, without its timings, from the ids that the model wrote and what was kept for one row."""
     relevance = chosen.relevance[row] if chosen.relevance else None  # none if the method computed none
-    if places is not None:
-        kept = places[kept.cpu()]
-        if relevance is not None and len(relevance):
-            grids = model.model.merged_grid(torch.cat([video.video_grid_thw for video in videos.values()]))
-            relevance = torch.zeros(sum(map(prod, grids))).index_copy(0, places, relevance.float().cpu())
-    names, encoded = list(videos), list(videos.values())
+    if prompts.places is not None and relevance is not None and len(relevance):
+        grids = model.model.merged_grid(torch.cat([video.video_grid_thw for video in videos.values()]))
+        relevance = torch.zeros(sum(map(prod, grids))).index_copy(0, prompts.places, relevance.float().cpu())
+    kept, merge_size = prompts.place(chosen.kept_indices[row]), processor.video_processor.merge_size
+    shown = shown_by(videos, kept, relevance, merge_size, model.config.qtsplus_config)
     return Answer(
         answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
-        video=encoded[0].video if len(encoded) == 1 else ", ".join(names),
-        rho=float(chosen.rho[row]) if rho is None else rho,
-        timings=timings,
+        video=next(iter(videos.values())).video if len(videos) == 1 else ", ".join(videos),
+        rho=float(chosen.rho[row]),
+        timings={},
         seen=None if chosen.seen is None else float(chosen.seen[row]),
-        **shown_by(videos, kept, relevance, processor.video_processor.merge_size, model.config.qtsplus_config),
+        **{**shown, "warnings": shown["warnings"] + prompts.warnings},
     )
 
 
@@ -318,10 +281,12 @@ def shown_by(
     seconds = [float(video.second_per_grid_ts[0]) for video in encoded]
     maps = dict(zip(names, keep_maps(kept, grids, merge_size), strict=True))
     intervals = evidence_intervals(kept, relevance, grids, seconds, merge_size, config.evidence_share)
+    live = {name: video for name, video in videos.items() if isinstance(video, Remembered)}  # on one clock
+    whole = [video.length for name, video in videos.items() if name not in live]
     return {
-        "frames": sum(len(video.metadata.frames_indices) for video in encoded),
-        "seconds_of_video": sum(video.length for video in encoded),
-        "visual_tokens": sum(one.numel() for one in maps.values()),
+        "frames": sum(video.frames for video in encoded),
+        "seconds_of_video": max((video.length for video in live.values()), default=0.0) + sum(whole),
+        "visual_tokens": sum(len(live[name].features) if name in live else one.numel() for name, one in maps.items()),
         "kept_tokens": len(kept),
         "evidence": [placed(one, names[one.video], encoded[one.video]) for one in intervals],
         "keep_maps": maps,
@@ -336,10 +301,8 @@ def placed(interval: Interval, name: str, video: EncodedVideo) -> Interval:
     if width and height:
         left, top, right, bottom = interval.box
         pixels = floor(left * width), floor(top * height), ceil(right * width), ceil(bottom * height)
-    step, edges = float(video.second_per_grid_ts[0]), video.steps()
-    # The last grid step is padded where the frames are odd in number.
-    first, last = round(interval.start / step), min(round(interval.end / step), len(edges) - 1)
-    start, end = video.start + edges[first], video.start + edges[last]
+    step = float(video.second_per_grid_ts[0])
+    start, end = video.span(round(interval.start / step), round(interval.end / step))
     return replace(interval, start=start, end=end, name=name, pixels=pixels)
 
 

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .evidence import Interval
 from .prompt_qtsplus import VIDEO, Layout, VisualSpan
 from .videos import EncodedVideo
 
 if TYPE_CHECKING:
-    from .answers import Answer
     from .stream import Camera, Stream
 
 
@@ -26,58 +24,41 @@ class Remembered(EncodedVideo):
     Args:
         clock: the stream, whose cameras share one.
         rows: the step in time of each step of the grid.
-        places: `[m]` ascending, where the tokens stand in the grid.
-        frames: how many they are of.
+        missing: frames that the last of them lacks.
     """
 
     clock: "Stream"
     rows: list[int]
-    places: torch.Tensor
-    frames: int
+    missing: int
 
-    def steps(self) -> list[float]:
-        """As if no step were missing between two that are there."""
-        step = float(self.second_per_grid_ts[0])
-        return [number * step for number in range(len(self.rows))] + [min(len(self.rows) * step, self.length)]
+    @property
+    def frames(self) -> int:
+        cells = math.prod(self.clock.model.model.merged_grid(self.video_grid_thw)[0][1:])
+        return self.clock.frames_per_step * len((self.places // cells).unique()) - self.missing
 
-    def shown(self, interval: Interval) -> Interval:
-        """A stretch of the grid on the stream's clock."""
+    def span(self, first: int, last: int) -> tuple[float, float]:
         seconds = self.clock.seconds_per_step
-        first, last = round(interval.start / seconds), math.ceil(interval.end / seconds - 1e-3) - 1
-        end = min((self.rows[last] + 1) * seconds, self.length)
-        return replace(interval, start=self.rows[first] * seconds, end=end)
+        return self.rows[first] * seconds, min((self.rows[last - 1] + 1) * seconds, self.length)
 
 
-def at_true_times(
+def narrowed(
     model: Any, layout: Layout, videos: Sequence[EncodedVideo], max_new_tokens: int
 ) -> tuple[Layout, torch.Tensor]:
     """
-    The layout of one prompt about videos of which some are [`Remembered`], with what is there at its time; and `[k]`
-    ascending, which tokens of the whole grids these are.
+    The layout of one prompt about videos of which some have only some tokens, with those that are there, at their
+    times; and `[k]` ascending, which tokens of the whole grids these are.
     """
-    places = [one.places if isinstance(one, Remembered) else torch.arange(len(one.features)) for one in videos]
-    numbers = _numbers(model, videos, layout.input_ids, max_new_tokens)
-    layout = at_steps(model.model, layout, numbers).narrow(places)
-    if model.model.rope_axes == 1:  # the language model counts tokens: those that are there
+    places = [torch.arange(len(one.features)) if one.places is None else one.places for one in videos]
+    live = any(isinstance(video, Remembered) for video in videos)
+    if live:
+        layout = at_steps(model.model, layout, _numbers(model, videos, layout.input_ids, max_new_tokens))
+    layout = layout.narrow(places)
+    if live and model.model.rope_axes == 1:  # the language model counts tokens: those that are there
         row = layout.rows[0]
         order = torch.arange(len(row.columns), device=row.columns.device)[None]
         layout = replace(layout, rows=[replace(row, language_positions=order)])
     starts = accumulate(map(math.prod, layout.grids[VIDEO]), initial=0)
     return layout, torch.cat([own + start for own, start in zip(places, starts, strict=False)])
-
-
-def on_the_clock(answer: "Answer", videos: Sequence[EncodedVideo]) -> "Answer":
-    """An answer about videos of which some are [`Remembered`], with what was there and when."""
-    live = [video for video in videos if isinstance(video, Remembered)]
-    others = [video for video in videos if not isinstance(video, Remembered)]
-    spans = [(one, videos[one.video]) for one in answer.evidence]
-    return replace(
-        answer,
-        frames=sum(video.frames for video in live) + sum(len(video.metadata.frames_indices) for video in others),
-        seconds_of_video=max(video.length for video in live) + sum(video.length for video in others),
-        visual_tokens=sum(len(video.features) for video in videos),
-        evidence=[video.shown(one) if isinstance(video, Remembered) else one for one, video in spans],
-    )
 
 
 def _numbers(

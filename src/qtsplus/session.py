@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, with_config
 from typing_extensions import TypedDict
 
-from .answers import Answer, Memory, answer_questions, check_name, check_question
+from .answers import Answer, answer_questions, check_name, check_question
 from .answers import prompt_inputs as prompt_inputs
 from .decoding_qtsplus import is_address
 from .hub.folder import whole_folder
@@ -88,7 +88,6 @@ class VideoSession:
         self.videos: dict[str, EncodedVideo] = {}
         self.streams: dict[str, Stream] = {}
         self.turns: list[str] = []  # of the conversation: a question, its answer, the next question, ...
-        self._memory = Memory()
         self._talking = threading.Lock()
 
     @property
@@ -115,7 +114,6 @@ class VideoSession:
             raise ValueError(f"The name {name!r} is taken; name the video otherwise.")
         if options and isinstance(video, (EncodedVideo, Stream)):
             raise ValueError(f"Got {', '.join(options)} for a video that was encoded before; expected none.")
-        self._memory = Memory()
         if isinstance(video, Stream):
             if video.model is not self.model:
                 raise ValueError("The stream was opened with another model than the session's; open both with one.")
@@ -138,7 +136,6 @@ class VideoSession:
         self._check_names([name])
         self.videos.pop(name, None)
         self.streams.pop(name, None)
-        self._memory = Memory()
 
     def ask(self, question: str, videos: Sequence[str] | None = None, **generation: Any) -> Answer:
         """Answers a question about all or some `videos`, by name, as [`answer_questions`] does."""
@@ -162,21 +159,18 @@ class VideoSession:
         Answers a question that knows those before and their answers.
 
         The model reads the whole conversation, with the visual tokens that this question's own words choose: a
-        follow-up should name what it is about. The cache of the turns before serves where a question keeps the same
-        tokens as the one before it, as with `selection="all"`; the answer is that of reading everything again. The
-        oldest turns go for which the model has no positions; a warning of the answer says so. Threads take turns.
+        follow-up should name what it is about. The oldest turns go for which the model has no positions; a warning of
+        the answer says so. Threads take turns.
         """
         with self._talking:
-            videos, memory = self._chosen(None), self._memory
-            conversation: dict[str, Any] = {"turns": self.turns, "memory": memory, **generation}
-            (answer,) = answer_questions(self.model, self.processor, videos, [question], **conversation)
-            self.turns = [*self.turns[memory.left_out :], question, answer.answer]
+            answer = self.ask(question, turns=self.turns, **generation)
+            self.turns = [*self.turns, question, answer.answer]
         return answer
 
     def reset(self) -> None:
         """Ends the conversation; the videos stay."""
         with self._talking:
-            self.turns, self._memory = [], Memory()
+            self.turns = []
 
     @cached_property
     def fingerprint(self) -> str:
@@ -203,7 +197,7 @@ class VideoSession:
         for number, (name, stored) in enumerate(saved["videos"].items()):
             file = Path(folder, f"{number}.safetensors")
             videos[name] = load_video(file, self.fingerprint, self.model, stored, self.model.device)
-        self.videos, self.streams, self.turns, self._memory = videos, {}, saved["turns"], Memory()
+        self.videos, self.streams, self.turns = videos, {}, saved["turns"]
 
     def _chosen(self, names: Sequence[str] | None) -> dict[str, EncodedVideo]:
         """The videos of these names, in their order, and of a stream what its cameras remember by now."""

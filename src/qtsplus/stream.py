@@ -334,5 +334,4 @@ class Stream:
         )
         grid = torch.tensor([[len(rows), *camera.patches[0].tolist()]])
         video = (name, camera.tokens.features, grid, [self.seconds_per_step], metadata, 0.0)
-        frames = self.frames_per_step * len(set(steps)) - missing
-        return Remembered(*video, clock=self, rows=rows, places=places_of(camera, rows), frames=frames)
+        return Remembered(*video, clock=self, rows=rows, missing=missing, places=places_of(camera, rows))

@@ -1,20 +1,16 @@
 """Two passes over a video: it is read small, and the question chooses the regions that are encoded at full size."""
 
-import functools
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 
 from .encoding_qtsplus import Repeats
-from .layout_qtsplus import lay_out, splice
-from .methods_qtsplus import Method, check_budget, is_number
-from .mixin_qtsplus import choose
-from .prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, take_inputs
+from .methods_qtsplus import Method, is_number
 from .selector_qtsplus import kept_count
 from .settings import check_count
 from .video_qtsplus import VideoChunks, resize_frame, stack_frames
@@ -45,23 +41,25 @@ class Tiles:
     side: tuple[int, int]  # (height, width) of a tile in tokens
 
     @property
-    def bounds(self) -> tuple[list[int], list[int]]:
+    def bounds(self) -> list[torch.Tensor]:
         """Where rows of tiles begin, and columns, and where the last ones end."""
-        rows, columns = (
-            [*range(0, length, side), length] for length, side in zip(self.grid[1:], self.side, strict=True)
-        )
-        return rows, columns
+        pairs = zip(self.grid[1:], self.side, strict=True)
+        return [torch.tensor([*range(0, length, side), length]) for length, side in pairs]
 
     @property
     def sizes(self) -> torch.Tensor:
         """`[R, C]`, tokens."""
-        rows, columns = (torch.tensor(bounds).diff() for bounds in self.bounds)
+        rows, columns = (bounds.diff() for bounds in self.bounds)
         return rows[:, None] * columns
 
     def mass(self, weights: torch.Tensor) -> torch.Tensor:
         """`[T, R, C]`: what every tile has of the weights `[T, h, w]` of the same video's tokens at another size."""
-        rows, columns = (_shares(bounds, length) for bounds, length in zip(self.bounds, weights.shape[1:], strict=True))
-        return rows @ weights @ columns.T
+        shares = []
+        for bounds, parts in zip(self.bounds, weights.shape[1:], strict=True):
+            ends, first = bounds / bounds[-1] * parts, torch.arange(parts)
+            overlap = torch.minimum(ends[1:, None], first + 1) - torch.maximum(ends[:-1, None], first)
+            shares.append(overlap.clamp(min=0))
+        return shares[0] @ weights @ shares[1].T
 
     def best(self, mass: torch.Tensor, count: int) -> torch.Tensor:
         """
@@ -76,18 +74,6 @@ class Tiles:
         steps, rows, columns = torch.unravel_index(order[chosen], mass.shape)
         by_place = ((rows * mass.shape[2] + columns) * mass.shape[0] + steps).argsort()
         return torch.stack([steps, rows, columns], dim=1)[by_place]
-
-    def cut(self, row: int, column: int) -> tuple[slice, slice]:
-        """The rows and columns of tokens of a tile."""
-        rows, columns = self.bounds
-        return slice(rows[row], rows[row + 1]), slice(columns[column], columns[column + 1])
-
-
-def _shares(bounds: Sequence[int], parts: int) -> torch.Tensor:
-    """`[tiles, parts]`: the share of each of `parts` equal parts of an axis that lies between two bounds."""
-    ends = torch.tensor(bounds) / bounds[-1] * parts
-    first = torch.arange(parts)
-    return (torch.minimum(ends[1:, None], first + 1) - torch.maximum(ends[:-1, None], first)).clamp(min=0)
 
 
 @dataclass(frozen=True)
@@ -133,25 +119,20 @@ def open_twice(
             f"tile={two_passes.tile}: the vision tower of this model learns where a patch is in its frame, and has to "
             "see whole frames; leave tile out."
         )
-    merge, patch = processor.video_processor.merge_size, processor.video_processor.patch_size
+    sizes = processor.video_processor
     time, *size = chunks.video_grid_thw[0].tolist()
-    height, width = (length // merge for length in size)
-    large = Large(
-        chunks,
-        Tiles((time, height, width), (height, width) if side is None else (side, side)),
-        math.floor(two_passes.tokens * time * height * width),
-        merge,
-        processor.video_processor.temporal_patch_size,
-        frame_tolerance,
-    )
-    small = [max(round(length * two_passes.scale / merge), 1) * merge for length in size]
+    height, width = (length // sizes.merge_size for length in size)
+    tiles = Tiles((time, height, width), (height, width) if side is None else (side, side))
+    count = math.floor(two_passes.tokens * time * height * width)
+    large = Large(chunks, tiles, count, sizes.merge_size, sizes.temporal_patch_size, frame_tolerance)
+    small = [max(round(length * two_passes.scale / sizes.merge_size), 1) * sizes.merge_size for length in size]
     grid = torch.tensor([[time, *small]])
     return large, replace(
         chunks,
         video_grid_thw=grid,
         frames_per_chunk=chunks.frames_per_chunk * max(math.prod(size) // math.prod(small), 1),
-        resize=functools.partial(resize_frame, processor.video_processor, (small[0] * patch, small[1] * patch)),
-        preprocess=functools.partial(processor.preprocess_frames, grid=grid),
+        resize=partial(resize_frame, sizes, (small[0] * sizes.patch_size, small[1] * sizes.patch_size)),
+        preprocess=partial(processor.preprocess_frames, grid=grid),
     )
 
 
@@ -176,7 +157,6 @@ def second_pass(
         ValueError: more tokens are asked for than the second pass may encode.
     """
     device, config, num_tokens = model.device, model.config.qtsplus_config, math.prod(large.tiles.grid)
-    check_budget(selection or config.selection, [retention], 1, max_visual_tokens)
     most = min(config.n_max, max_visual_tokens or num_tokens)
     wanted = 0 if retention is None else kept_count(retention, num_tokens, most)
     if (selection or config.selection) == "all":
@@ -203,27 +183,6 @@ def second_pass(
     return SecondPass(features, places, num_tokens, min(wanted / len(features), 1.0), rho)
 
 
-def second_prompt(
-    model: Any, inputs: Mapping[str, Any], passes: Sequence[SecondPass], **selection: Any
-) -> CompactPrompt:
-    """
-    The shortened prompts of questions about whole videos, of which `passes` have encoded some tokens: the others are as
-    if not kept, and what is there stays at its place. For `model.generate_from`.
-
-    Args:
-        inputs: the model's, `[B, S]`, with the grids of the whole videos.
-        selection: the fields of [`SelectionInputs`]; `retention` is that of each pass if it is left out.
-    """
-    features = [one.features for one in passes]
-    visual, choice = take_inputs(
-        {"retention": [one.retention for one in passes], **inputs, **selection, "video_features": features}
-    )
-    layout = lay_out(model.model, visual, inputs["input_ids"], inputs.get("attention_mask"))
-    layout = layout.narrow([one.places for one in passes])
-    selected, qtsplus = choose(model.model, layout, {IMAGE: [], VIDEO: features}, choice, sample_gate=False)
-    return splice(model.model, layout, {IMAGE: [], VIDEO: features}, selected, qtsplus, pad_left=True)
-
-
 def encode_tiles(
     model: Any, large: Large, chosen: torch.Tensor, device: torch.device | str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,40 +198,27 @@ def encode_tiles(
     Returns:
         `[k, d]` features of their tokens, and `[k]` which of the video's tokens these are, ascending.
     """
-    merge = large.merge_size
+    chunks, merge, per_step = large.chunks, large.merge_size, large.temporal_patch_size
     indices = torch.arange(math.prod(large.tiles.grid)).reshape(large.tiles.grid)
+    (rows, columns), steps = large.tiles.bounds, chosen[:, 0].unique().tolist()
+    last, together = (steps[-1] + 1) * per_step, chunks.frames_per_chunk // per_step
+    frames = (chunks.resize(one) for n, one in enumerate(islice(chunks.decode(), last)) if n // per_step in steps)
     features, places = [], []
-    for steps, pixels, grid in _chunks_of_steps(large, chosen[:, 0].unique().tolist()):
+    for first in range(0, len(steps), together):
+        own_steps = steps[first : first + together]
+        pixels, grid = chunks.preprocess(stack_frames(list(islice(frames, len(own_steps) * per_step))))
         # Row by row of tokens, and the patches of a token one after another: a tile is some of these rows.
         height, width = (int(side) // merge for side in grid[0, 1:])
-        frames = pixels.reshape(len(steps), height, width, merge**2, -1)
+        patches = pixels.reshape(len(own_steps), height, width, merge**2, -1)
         by_size: dict[torch.Size, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for step, row, column in chosen[torch.isin(chosen[:, 0], torch.tensor(steps))].tolist():
-            cut = large.tiles.cut(row, column)
-            own = indices[step][cut]
-            by_size.setdefault(own.shape, []).append((frames[steps.index(step)][cut].flatten(0, 2), own.flatten()))
-        grids = [[len(tiles), rows * merge, columns * merge] for (rows, columns), tiles in by_size.items()]
-        tiles = [tile for group in by_size.values() for tile in group]
-        features += model.encode_videos(
-            torch.cat([patches for patches, _ in tiles]),
-            torch.tensor(grids),
-            device=device,
-            repeats=Repeats(large.frame_tolerance),
-        )
-        places += [own for _, own in tiles]
-    order = torch.cat(places).argsort()
-    joined = torch.cat(features)
+        for step, row, column in chosen[torch.isin(chosen[:, 0], torch.tensor(own_steps))].tolist():
+            cut = slice(rows[row], rows[row + 1]), slice(columns[column], columns[column + 1])
+            own, tile = indices[step][cut], patches[own_steps.index(step)][cut]
+            by_size.setdefault(own.shape, []).append((tile.flatten(0, 2), own.flatten()))
+        grids = torch.tensor([[len(some), *(side * merge for side in size)] for size, some in by_size.items()])
+        tiles = [tile for some in by_size.values() for tile, _ in some]
+        repeats = Repeats(large.frame_tolerance)
+        features += model.encode_videos(torch.cat(tiles), grids, device=device, repeats=repeats)
+        places += [own for some in by_size.values() for _, own in some]
+    order, joined = torch.cat(places).argsort(), torch.cat(features)
     return joined[order.to(joined.device)], torch.cat(places)[order]
-
-
-def _chunks_of_steps(large: Large, steps: Sequence[int]) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
-    """Some steps in time of a video with their pixel values and grid, chunk by chunk. Decoding ends with the last."""
-    chunks, per_step = large.chunks, large.temporal_patch_size
-    wanted = {step * per_step + frame for step in steps for frame in range(per_step)}
-    up_to_last = itertools.islice(chunks.decode(), max(wanted) + 1)
-    frames: Iterator[np.ndarray] = (chunks.resize(frame) for index, frame in enumerate(up_to_last) if index in wanted)
-    left = list(steps)
-    while chunk := list(itertools.islice(frames, chunks.frames_per_chunk)):
-        count = -(-len(chunk) // per_step)
-        yield left[:count], *chunks.preprocess(stack_frames(chunk))
-        left = left[count:]

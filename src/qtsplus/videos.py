@@ -45,11 +45,22 @@ class EncodedVideo:
     sound: bool = False  # whether the file has some, which is not read
     subtitles: Sequence[Subtitle] = ()  # as [`read_subtitles`] gives them
     large: Large | None = None  # with two passes, the video at full size; features and grid are those of the small one
+    places: torch.Tensor | None = None  # [M] ascending, where the features stand in the grid if it has more tokens
 
     @property
     def length(self) -> float:
         """Seconds from the first frame to the end of the last."""
         return self.metadata.total_num_frames / self.metadata.fps
+
+    @property
+    def frames(self) -> int:
+        """How many were looked at."""
+        return len(self.metadata.frames_indices)
+
+    def span(self, first: int, last: int) -> tuple[float, float]:
+        """When a player shows the steps of the grid from one on, up to another that is not part of it, in seconds."""
+        edges = self.steps()  # the last step is padded where the frames are odd in number
+        return self.start + edges[first], self.start + edges[min(last, len(edges) - 1)]
 
     def steps(self) -> list[float]:
         """When each step of the grid begins, and the last one ends, in seconds from the first frame."""

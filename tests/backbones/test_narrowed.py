@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from qtsplus.layout_qtsplus import lay_out
-from qtsplus.two_passes import SecondPass, second_prompt
+from qtsplus.layout_qtsplus import lay_out, splice
+from qtsplus.mixin_qtsplus import choose
+from qtsplus.prompt_qtsplus import IMAGE, VIDEO, take_inputs
 
 
 def scattered(grid):
@@ -22,9 +23,13 @@ def encoded(model, prepare):
     return inputs, whole, [scattered(own) for own in model.model.merged_grid(grid)]
 
 
-def passes(whole, places):
-    pairs = zip(whole, places, strict=True)
-    return [SecondPass(features[own], own, len(features), 1.0, 1.0) for features, own in pairs]
+def shortened(model, inputs, whole, places, **selection):
+    """The shortened prompts, of which only the tokens at `places` are there."""
+    features = {IMAGE: [], VIDEO: [one[own] for one, own in zip(whole, places, strict=True)]}
+    visual, choice = take_inputs({**inputs, **selection, "video_features": features[VIDEO]})
+    layout = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]).narrow(places)
+    selected, qtsplus = choose(model.model, layout, features, choice, sample_gate=False)
+    return splice(model.model, layout, features, selected, qtsplus, pad_left=True)
 
 
 def as_if_kept(whole, places):
@@ -45,7 +50,7 @@ def test_as_if_the_others_had_not_been_kept(model, encoded):
     given = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
     with torch.no_grad():
         expected = model.model.compress(**given, **as_if_kept(whole, places), pad_left=True)
-        some = second_prompt(model, given, passes(whole, places), selection="all", retention=None)
+        some = shortened(model, given, whole, places, selection="all")
     for name in ("input_ids", "attention_mask", "position_ids", "columns", "next_position"):
         assert torch.equal(getattr(some, name), getattr(expected, name)), name
     for one, other in zip(some.features["video"], expected.features["video"], strict=True):
@@ -57,7 +62,7 @@ def test_as_if_the_others_had_not_been_kept(model, encoded):
 def test_generating(model, encoded):
     inputs, whole, places = encoded
     call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    prompt = second_prompt(model, inputs, passes(whole, places), selection="all", retention=None)
+    prompt = shortened(model, inputs, whole, places, selection="all")
     expected = model.generate(**inputs, **as_if_kept(whole, places), **call)
     assert torch.equal(model.generate_from(prompt, **call), expected)
 
@@ -72,7 +77,7 @@ def test_attention_selects_among_them_as_in_a_prompt_of_them(model, encoded, apa
     every = [torch.arange(len(own)) for own in whole]
     with torch.no_grad():
         expected = model(**inputs, video_features=whole, **call).qtsplus
-        given = second_prompt(model, inputs, passes(whole, every), **call).qtsplus
+        given = shortened(model, inputs, whole, every, **call).qtsplus
     for one, other in zip(given.log_relevance, expected.log_relevance, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -82,7 +87,7 @@ def test_selecting_among_them(model, encoded, selection):
     inputs, whole, places = encoded
     call = {"selection": selection, "retention": 0.5, "query_input_ids": torch.full((2, 3), 30)}
     with torch.no_grad():
-        given = second_prompt(model, inputs, passes(whole, places), **call).qtsplus
+        given = shortened(model, inputs, whole, places, **call).qtsplus
     for row, count in enumerate((len(places[0]), len(places[1]) + len(places[2]))):
         assert len(given.kept_indices[row]) == -(-count // 2) and int(given.kept_indices[row].max()) < count
 
@@ -92,14 +97,15 @@ def test_every_token_is_the_whole_video(model, encoded):
     every = [torch.arange(len(own)) for own in whole]
     call = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     expected = model.generate(**inputs, video_features=whole, **call, retention=0.4)
-    prompt = second_prompt(model, inputs, passes(whole, every), retention=0.4)
+    prompt = shortened(model, inputs, whole, every, retention=0.4)
     assert torch.equal(model.generate_from(prompt, **call), expected)
 
 
 def test_whole_steps_stay_neighbours_in_time(model, encoded):
     """For a method that looks at the step before."""
     inputs, whole, _ = encoded
-    layout = lay_out(model.model, take(inputs, whole), inputs["input_ids"], inputs["attention_mask"])
+    visual, _ = take_inputs({**inputs, "video_features": whole})
+    layout = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"])
     (span, *_) = layout.competing(layout.rows[0])
     (t, h, w), rest = layout.grids[span.modality][span.index], [torch.arange(len(own)) for own in whole[1:]]
     assert layout.grids_of(span) == [(t, h, w)]
@@ -111,9 +117,3 @@ def test_whole_steps_stay_neighbours_in_time(model, encoded):
     assert grids(list(range(frame, t * frame))) == [(t - 1, 1, frame)]
     assert grids([1, 2, frame + 1, frame + 2]) == [(2, 1, 2)]
     assert grids([0, frame + 1, frame + 2]) == [(1, 1, 1), (1, 1, 2)]
-
-
-def take(inputs, features):
-    from qtsplus.prompt_qtsplus import take_inputs
-
-    return take_inputs({**inputs, "video_features": features})[0]
