@@ -121,9 +121,9 @@ def app_lines() -> list[list[str]]:
     return [
         *with_model("app", names=("{stock}", *FEW_MODELS)),
         *wrong(app, "--port", "--allow-host"),
-        *each_value(app, "--library", ("", "{missing}", "{empty_folder}", "{video}", "\x00")),
-        *each_value([*app, "--library", "{empty_folder}"], "--media-root", ("{missing}", "{video}", "\x00")),
-        *([*app, *more] for more in (["--media-root", "{frames}"], ["extra"])),
+        *([*app, library] for library in ("", "{missing}", "{empty_folder}", "{video}", "\x00")),
+        *each_value([*app, "{empty_folder}"], "--media-root", ("{missing}", "{video}", "\x00")),
+        *([*app, *more] for more in (["--media-root", "{frames}"], ["{empty_folder}", "extra"])),
     ]
 
 

@@ -93,11 +93,6 @@ def test_an_option_does_what_it_says(ask, tiny_mp4, options, expected):
     assert {name: answer[name] for name in expected} == expected
 
 
-def test_two_passes_have_a_time_of_their_own(ask, tiny_mp4):
-    answer = json.loads(ask(tiny_mp4, QUESTION, "--json", "--two-passes").stdout)
-    assert {"encode", "second_pass"} < set(answer["timings"]) and answer["frames"] == 8
-
-
 def test_a_folder_of_frames_lasts_as_its_rate_says(ask, frame_folder):
     answer = json.loads(ask(frame_folder, QUESTION, "--json", "--fps", "0.5").stdout)
     assert (answer["frames"], answer["seconds_of_video"]) == (6, pytest.approx(12))

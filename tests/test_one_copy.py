@@ -36,7 +36,6 @@ Path(folder, "recipe.yaml").write_text(f"model: {{weights: {model}}}\\n{data}\\n
 named = ["--model", model, "--max-new-tokens", "2"]
 for line, text in (
     (["ask", video, "What moves?", *named], None),
-    (["ask", video, "What moves?", *named, "--two-passes"], None),
     (["index", folder, "--out", f"{folder}/library", "--model", model], None),
     (["ask", f"{folder}/library", "What moves?", "--moments", "3", "--model", model], None),
     (["ask", f"{folder}/library", "What moves?", *named], None),

@@ -1,5 +1,7 @@
 """How a film is read: from when to when, how many frames and pixels, frames of uneven times; and what it will take."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from qtsplus.cli import app
 from qtsplus.forecast import forecast, measured
 from qtsplus.indexing import index
 from qtsplus.library import Library
+from qtsplus.loading import load, load_skeleton
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +121,21 @@ def test_a_forecast_of_time_counts_the_opening_and_a_last_piece_that_is_shorter(
     expected, clock = forecast(model, chunks), iter((100.0, 102.0))
     monkeypatch.setattr("qtsplus.forecast.time.perf_counter", lambda: next(clock))
     assert len(chunks) == 2 and measured(expected, model, chunks, opening=7.0).seconds == 7 + 2 * 48 / 32
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_forecast_needs_no_weights(tiny_published, noise, tmp_path, dtype, capfd):
+    folder = shutil.copytree(tiny_published, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (model, processor), (skeleton, _) = load(tiny_published, "cpu", dtype), load_skeleton(folder, "cpu", dtype)
+    chunks = processor.video_chunks(noise, fps=4)
+    assert forecast(model, chunks) == forecast(skeleton, chunks)
+    assert skeleton.lm_head.weight.is_meta and skeleton.dtype == model.dtype
+    pixels, grid = next(iter(chunks))
+    (features,) = skeleton.encode_videos(pixels, grid)
+    assert features.isfinite().all() and features.dtype == model.dtype
+    line = ["ask", str(noise), "What?", "--model", str(folder), "--dtype", dtype]
+    assert CliRunner().invoke(app, [*line, "--dry-run"]).exit_code == 0
+    assert CliRunner().invoke(app, line).exit_code == 2, "the answer needs them"
 
 
 def test_the_command_says_what_reading_takes_and_reads_a_stretch(tiny_published, noise):

@@ -145,11 +145,35 @@ def test_no_content_of_a_library_is_a_path(folder, mine, loaded, content):
     victim = folder.parent / "victim.safetensors"
     victim.write_bytes(b"mine")
     rewrite(folder, entry("content", content))
-    for call in (lambda: index(mine, folder, *loaded), lambda: Library(folder, *loaded)):
-        with pytest.raises(ValueError, match=r"Line \d of .* cannot be used: .*content is ") as error:
-            call()
-        assert "\n" not in str(error.value)
-    assert victim.read_bytes() == b"mine"
+    with pytest.raises(
+        ValueError, match=r"Line \d of .* cannot be used: .*content is .* So run `qtsplus index`"
+    ) as error:
+        Library(folder, *loaded)
+    assert "\n" not in str(error.value)
+    lines: list[str] = []
+    index(mine, folder, *loaded, say=lines.append)
+    assert "Left out of library.jsonl 4 lines that cannot be used." in lines
+    assert len(Library(folder, *loaded).names) == 2 and victim.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("number", range(1, 4))
+@pytest.mark.parametrize("damage", [lambda line: line[:-9], lambda line: line[:40] + "9" + line[41:], lambda _: "\x00"])
+def test_a_damaged_line_is_made_anew_by_index(folder, mine, loaded, number, damage):
+    """Whichever it is behind the first; what the others hold is not encoded again."""
+    whole, files = (
+        Library(folder, *loaded),
+        {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")},
+    )
+    lines = (folder / "library.jsonl").read_text().splitlines()
+    lines[number] = damage(lines[number])
+    (folder / "library.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=f"Line {number + 1} of .* cannot be used: .* So run `qtsplus index` again"):
+        Library(folder, *loaded)
+    index(mine, folder, *loaded)
+    again = Library(folder, *loaded)
+    assert again.find(QUESTION) == whole.find(QUESTION)
+    same = {path.name for path in folder.glob("*.safetensors") if files.get(path.name) == path.stat().st_mtime_ns}
+    assert len(same) >= 1
 
 
 @pytest.mark.parametrize("name", ["../a.mp4", "/a.mp4", "x/../../a.mp4", "", "a.mp4\0.mp4", "shadow", ".."])

@@ -146,11 +146,14 @@ def test_a_video_without_its_subtitles_is_refused(loaded, film):
 def test_a_film_with_sound_is_said_to_be_watched_without_it(loaded, film, tmp_path, capsys):
     (tmp_path / "loud.srt").write_text(SRT)
     talk = session.VideoSession(*loaded)
-    talk.add(str(write_film(tmp_path / "loud.mp4", sound=True)), "loud", subtitles=True)
-    talk.save(tmp_path / "saved")
-    talk.load(tmp_path / "saved")  # without its subtitles
+    talk.add(str(write_film(tmp_path / "loud.mp4", sound=True)), "loud")
     talk.add(str(tmp_path / "loud.mp4"), "said", subtitles=True)
     talk.add(str(film), "silent", subtitles=True)
+    said = {name: list(video.subtitles) for name, video in talk.videos.items()}
+    assert said["said"] == said["silent"] and not said["loud"]
+    talk.save(tmp_path / "saved")
+    talk.load(tmp_path / "saved")
+    assert said == {name: video.subtitles for name, video in talk.videos.items()}
     for names, subtitles, unheard in (
         (["loud"], None, True),
         (["said"], 50, False),

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from .data.media import UNREADABLE, VIDEO_SUFFIXES
 from .library import Library
-from .output import printable
+from .output import counted, printable
 from .session import Answer, VideoSession
 from .storage import film_state, measure
 from .video_qtsplus import open_video
@@ -136,7 +136,8 @@ class Visit:
         """What app.js draws: the films and what is known of them, with new answers or with what went wrong."""
         facts = "Drop a film to begin."
         if self.library is not None:
-            facts = f"Ask about the {len(self.library.names):,} films of the library, or drop one of your own."
+            count = counted(len(self.library.names), "film")
+            facts = f"Ask about the library, which holds {count}, or drop a film of your own."
         for name, film in self.session.videos.items():
             frames = f"{len(film.metadata.frames_indices)} frames read in {film.seconds:.1f} s"
             facts = f"{name}: {frames}, {len(film.features):,} visual tokens."
@@ -182,7 +183,8 @@ class Films:
                     continue
             absent.append(printable(name))
         if absent:
-            line = f"{len(absent)} films of the library are not in {media_root}, such as {', '.join(absent[:3])}."
+            count = counted(len(absent), "film")
+            line = f"Not in {media_root}: {count} of the library, such as {', '.join(absent[:3])}."
             if not self._files:
                 raise ValueError(f"{line} Expected the folder that it was made of.")
             say(line)

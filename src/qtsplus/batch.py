@@ -149,7 +149,7 @@ class Asker:
     retention: float | None = None
     max_visual_tokens: int | None = None
     selection: str | None = None
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = 128
 
     @cached_property
     def loaded(self) -> tuple[Any, Any]:
@@ -264,15 +264,13 @@ def run(
     engine: Callable[[Asker, list[list[Task]]], Results] = answer_here,
     *,
     share: tuple[int, int] = (0, 1),
-    retry_failed: bool = False,
 ) -> Counter[str] | None:
     """
-    Asks what is not answered yet, and writes all rows in the order of the file once nothing is left. What is finished
+    Asks what is not answered yet, and again what failed, and writes all rows in the order of the file. What is finished
     stands in the journal in the folder `<out>.run`, to which several processes may add.
 
     Args:
         share: the index of this process among so many, which take the videos in turn.
-        retry_failed: ask again where there is an error.
 
     Returns:
         how many rows have an `answer` and an `error`; `None` where other processes have not finished.
@@ -282,7 +280,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     with (lock := FileLock(folder / ".lock")):
         journal = Journal(folder / "journal.jsonl", asker.settings(), _ENTRIES, begin_anew=False)
-    done = {key for key in journal.done if not (retry_failed and isinstance(journal.done[key], Failed))}
+    done = {key for key in journal.done if not isinstance(journal.done[key], Failed)}
     keys = _keys(questions.tasks)
     first = {key: number for number, key in reversed(keys.items()) if key not in done}  # of rows that ask the same
     numbers = set(first.values())

@@ -3,24 +3,22 @@
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import track
 
 from .data.media import VIDEO_SUFFIXES
-from .known import KnownModel, remember_model
+from .known import remember_model
 from .library import INDEX, MADE, Entry, Index, refuse_links
-from .output import check_folder, first_line, printable, require_space, size
+from .output import check_folder, counted, first_line, printable, require_space, size
 from .storage import SAMPLING, State, film_state, fingerprint, load_video, measure, saved_video
-from .videos import FAILURES, EncodedVideo, encode, open_chunks
+from .videos import FAILURES, encode, open_chunks
 
 _PARTS = re.compile(r"\.(library\.jsonl|[0-9a-f]{32}\.safetensors)\.\d+\.part")  # of one that was killed
-_DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
 def index(
@@ -36,7 +34,6 @@ def index(
     end: float | None = None,
     max_frames: int | None = None,
     max_pixels: int | None = None,
-    dtype: str = "auto",
     prune: bool = False,
     say: Callable[[str], None] = print,
 ) -> Index:
@@ -50,7 +47,6 @@ def index(
         folder: the library, which need not be there yet.
         name, revision: of the model, for [`Library.open`]; without a name the bundled one's.
         fps, start, end, max_frames, max_pixels: as for [`encode`].
-        dtype: of the features on disk, `"float16"`, `"bfloat16"` or `"float32"`; `"auto"` is the model's.
         prune: let go of what is gone, also where that is most of the library.
         say: takes a line: what is to be done, and its size on disk.
 
@@ -59,8 +55,6 @@ def index(
         ValueError: no video; a library of another tower, settings or videos, or one that another process is writing; a
             folder of other files; most videos are gone; a full disk.
     """
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}.")
     videos, folder = Path(videos), Path(folder)
     if not videos.is_dir():
         raise ValueError(f"There is no folder {str(videos)!r}; expected one with videos.")
@@ -68,8 +62,7 @@ def index(
     if not files:
         raise ValueError(f"There is no video in {videos}; expected files such as {', '.join(VIDEO_SUFFIXES)}.")
     if left_out:
-        names = ", ".join(map(printable, left_out[:3])) + (", ..." if left_out[3:] else "")
-        say(f"{len(left_out)} files are no videos by their names, and left out: {names}")
+        say(f"Left out {counted(len(left_out), 'file')}, by the name no video: {_some(left_out)}")
     check_folder(folder).mkdir(parents=True, exist_ok=True)
     others = {path.name for path in folder.iterdir()} - {".lock"}
     if others and INDEX not in others:
@@ -86,24 +79,28 @@ def index(
                 if _PARTS.fullmatch(path.name):
                     path.unlink()
             if others and (folder / INDEX).stat().st_size:
-                Index(folder).require(made_by)
-            library = Index(folder, {"made_by": made_by, "dtype": dtype, **settings})
+                earlier = Index(folder, mend=True)
+                earlier.require(made_by)
+                if earlier.damaged:
+                    say(f"Left out of {INDEX} {counted(earlier.damaged, 'line')} that cannot be used.")
+            library = Index(folder, {"made_by": made_by, "dtype": "auto", **settings})  # that of the model
             indexing = _Indexing(library, model, processor, reading, say)
             indexing.recognise(files, str(videos.resolve()), prune)
             library.add(MADE, {"model": name, "revision": revision, "videos": str(videos.resolve())})
             if name:
-                _remember(made_by, {"name": name, "revision": revision}, say)
+                try:
+                    remember_model(made_by, {"name": name, "revision": revision})
+                except OSError as error:
+                    what = "questions to the library will have to name the model with --model"
+                    say(f"{error.filename} cannot be written: {what}.")
             indexing.encode_all(indexing.measure(files))
     except Timeout as error:
         raise ValueError(f"Another process is writing {folder}; wait until it is done.") from error
     return library
 
 
-def _remember(made_by: str, model: KnownModel, say: Callable[[str], None]) -> None:
-    try:
-        remember_model(made_by, model)
-    except OSError as error:
-        say(f"{error.filename} cannot be written: questions to the library will have to name the model with --model.")
+def _some(names: list[str]) -> str:
+    return ", ".join(map(printable, names[:3])) + (", ..." if names[3:] else "")
 
 
 def _find_videos(root: Path, library: Path) -> tuple[dict[str, Path], list[str]]:
@@ -174,16 +171,17 @@ class _Indexing:
         known, place = self.index.entries, self.index.folder
         same_folder = MADE in self.index.done and folder == str(self.index.videos) and len(gone) < len(known)
         if known and not (same_folder or any(entry["content"] in contents for entry in known.values())):
-            raise ValueError(f"{place} holds {len(known)} videos, none of which is here: choose another folder.")
-        names = ", ".join(map(printable, gone[:3])) + (", ..." if gone[3:] else "")
+            held = counted(len(known), "video")
+            raise ValueError(f"{place} holds {held} and nothing of what is here: choose another folder.")
         lost = [name for name in gone if known[name]["content"] not in contents]
         if len(lost) >= 2 and len(lost) > len(known) / 2 and not prune:
             raise ValueError(
-                f"{len(lost)} of {len(known)} videos of {place} are not in {folder}: {names}. Nothing was changed. Is "
-                "another folder to be mounted there? To let them go, run the same command with --prune."
+                f"{len(lost)} of {len(known)} videos of {place} are not in {folder}: {_some(gone)}. Nothing was "
+                "changed. Is another folder to be mounted there? To let them go, run the same command with --prune."
             )
         if gone:
-            self.say(f"{len(gone)} of {len(known)} videos leave the library, since they are not here: {names}")
+            held = counted(len(known), "video")
+            self.say(f"The library loses {len(gone)} of {held}, not here any more: {_some(gone)}")
         for name in gone:
             self._leave(known[name], contents)
             self.index.add(name, None)
@@ -207,8 +205,8 @@ class _Indexing:
             waiting[name] = files[name]
             tokens += int(grid.prod()) // self.processor.video_processor.merge_size**2
         if waiting:
-            needed = tokens * self.model.model.token_width * self._dtype().itemsize
-            what = f"{len(waiting)} of {len(files)} videos"
+            needed = tokens * self.model.model.token_width * self.model.dtype.itemsize
+            what = f"{len(waiting)} of {counted(len(files), 'video')}"
             self.say(f"Encoding {what}: {tokens:,} tokens, {size(needed)} in {self.index.folder}.")
             require_space(self.index.folder, needed, f"the features of {what}")
         return waiting
@@ -239,7 +237,9 @@ class _Indexing:
                 self.index.add(name, {**entry, "error": None, "features": features})
                 continue
             try:
-                encoded = self._encode(path)
+                encoded = encode(self.model, self.processor, path, device="cpu", **self.reading)
+                if not encoded.features.isfinite().all():
+                    raise ValueError("Its features hold NaN or infinity.")
             except FAILURES as error:
                 self._refuse(name, error)
                 continue
@@ -248,16 +248,5 @@ class _Indexing:
                 self.index.add(name, {**entry, "error": None, "features": features})
             copies[content] = features
 
-    def _encode(self, path: Path) -> EncodedVideo:
-        encoded = encode(self.model, self.processor, path, device="cpu", **self.reading)
-        features = encoded.features.to(self._dtype())
-        if not features.isfinite().all():
-            raise ValueError(f"Its features are too large for {features.dtype}; index with --dtype bfloat16.")
-        return replace(encoded, features=features)
-
     def _refuse(self, name: str, error: BaseException) -> None:
         self.index.add(name, {**self.index.done[name], "error": first_line(error), "features": None})
-
-    def _dtype(self) -> torch.dtype:
-        wanted = self.index.settings["dtype"]
-        return self.model.get_input_embeddings().weight.dtype if wanted == "auto" else getattr(torch, wanted)

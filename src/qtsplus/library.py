@@ -63,7 +63,7 @@ class Made(TypedDict):
 @with_config(STORED)
 class _Settings(TypedDict):
     made_by: Digest
-    dtype: Literal["auto", "float16", "bfloat16", "float32"]
+    dtype: Literal["auto"]
     fps: float | None
     num_frames: int | None
     min_frames: int | None
@@ -83,14 +83,15 @@ _Line = Annotated[
 class Index(Journal):
     """What a library holds: by the name of each video what is known of it."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any] | None = None):
+    def __init__(self, folder: Path, settings: dict[str, Any] | None = None, mend: bool = False):
         self.folder = folder
         refuse_links(folder)
         if settings is None and not (folder / INDEX).is_file():
             raise ValueError(
                 f"There is no library in {str(folder)!r}; make one: `qtsplus index VIDEOS --out {folder}`."
             )
-        super().__init__(folder / INDEX, settings, Schema(_Settings, _Line, oldest=1), begin_anew=False)
+        schema = Schema(_Settings, _Line, oldest=1, remedy="run `qtsplus index` again")
+        super().__init__(folder / INDEX, settings, schema, begin_anew=False, mend=mend)
 
     @property
     def made(self) -> Made:

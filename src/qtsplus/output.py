@@ -88,6 +88,11 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def counted(count: int, noun: str) -> str:
+    """Such as "1 film" and "1,200 films"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def first_line(error: object) -> str:
     """The first line of an error's text, or else what kind of error it is."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -44,12 +44,14 @@ class Schema:
         settings, line: types for pydantic: of the settings a dictionary, such as a `TypedDict`; of an entry a [`Line`].
         format: counts up where they change; a journal of a higher one is refused.
         oldest: the lowest that can still be read; 0 is what was written before formats had numbers.
+        remedy: what to do about an entry that is damaged.
     """
 
     settings: Any = dict[str, Any]
     line: Any = Line[Key, Any]
     format: int = 1
     oldest: int = 0
+    remedy: str = "remove it, and run the same command again"
 
 
 class Journal:
@@ -64,6 +66,7 @@ class Journal:
         settings: what the entries depend on; those of the file when absent.
         schema: of settings and entries.
         begin_anew: throw away a run with other settings, where it would be refused.
+        mend: leave out entries that are damaged, where they would be refused; `damaged` counts them.
 
     Raises:
         ValueError: another file, or one that is damaged or of another format; a run that began with other settings.
@@ -75,8 +78,9 @@ class Journal:
         settings: Mapping[str, Any] | None = None,
         schema: Schema = Schema(),
         begin_anew: bool = True,
+        mend: bool = False,
     ):
-        self.path, self.schema = path, schema
+        self.path, self.schema, self.mend, self.damaged = path, schema, mend, 0
         self.done = _Entries(self)
         wanted = None if settings is None else json.loads(json.dumps(settings))
         earlier = self._read(wanted is not None) if os.path.lexists(path) else None
@@ -93,7 +97,7 @@ class Journal:
 
     def _read(self, goes_on: bool) -> dict[str, Any] | None:
         """The settings, with the places of the entries noted; `None` where the file ends before them."""
-        settings, end = None, 0
+        settings, end, damaged = None, 0, set()
         if not is_plain_file(self.path):
             raise ValueError(f"{self.path} is no file: choose another folder.")
         with self.path.open("rb") as file:
@@ -108,9 +112,17 @@ class Journal:
                     else:
                         self.done.places[self.parse(line).key] = end
                 except ValueError as error:
-                    what = "choose another folder" if settings is None else "remove it, and run the same command again"
-                    raise ValueError(f"Line {number} of {self.path} cannot be used: {error} So {what}.") from error
+                    if settings is None or not self.mend:
+                        what = "choose another folder" if settings is None else self.schema.remedy
+                        raise ValueError(f"Line {number} of {self.path} cannot be used: {error} So {what}.") from error
+                    damaged.add(line)
                 end += len(line)
+        if damaged:
+            with self.path.open("rb") as file, whole_file(self.path, "wb") as rest:
+                rest.writelines(line for line in iter(lambda: file.readline(_LONGEST), b"") if line not in damaged)
+            self.damaged = len(damaged)
+            self.done.places.clear()
+            return self._read(goes_on)
         if end < self.path.stat().st_size:  # else another process may be adding to it
             if settings is None:
                 raise ValueError(f"{self.path} is no journal of a run: choose another folder.")

@@ -13,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 from transformers.video_utils import VideoMetadata
 from typing_extensions import NotRequired, TypedDict
 
+from .data.records import String
 from .hub.checkpoint import in_memory, write_tensors
 from .output import first_line, whole_file
 from .results import STORED, check_stored, is_plain_file
+from .subtitles import Subtitle
 from .videos import IN_MEMORY, EncodedVideo
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -24,6 +26,7 @@ Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 _ONE = Field(min_length=1, max_length=1)
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
+_When = Annotated[float, Field(ge=-1e9, le=1e9)]  # seconds on a player's clock
 
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # a stored video says its own
 
@@ -73,15 +76,25 @@ class _Metadata(TypedDict):
 
 
 @with_config(STORED)
+class _Said(TypedDict):
+    """A subtitle."""
+
+    start: _When
+    end: _When
+    text: String
+
+
+@with_config(STORED)
 class _About(TypedDict):
     """What the header of a stored video says beside the [`fingerprint`] of what encoded it."""
 
     video: str
     file: State | None  # of the video, where it is a file
     seconds: Seconds
-    start: Annotated[float, Field(ge=-1e9, le=1e9)]
+    start: _When
     warnings: list[str]
     sound: NotRequired[bool]  # not said before 2026-11-26
+    subtitles: NotRequired[list[_Said]]  # nor these
     video_grid_thw: Annotated[list[Annotated[list[Count], Field(min_length=3, max_length=3)]], _ONE]
     second_per_grid_ts: Annotated[list[Annotated[float, Field(ge=1e-6, le=1e9)]], _ONE]
     metadata: _Metadata
@@ -112,6 +125,7 @@ def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Sto
         "video_grid_thw": encoded.video_grid_thw.tolist(),
         "second_per_grid_ts": [float(seconds) for seconds in encoded.second_per_grid_ts],
         "metadata": vars(encoded.metadata),
+        "subtitles": [vars(line) for line in encoded.subtitles],
     }
     with whole_file(path, "wb") as part:
         try:
@@ -166,6 +180,7 @@ def _build(content: Any, features: torch.Tensor, model: Any, whole: bool, device
     if state is None or not path.is_file() or film_state(path) != state:
         about["video"] = IN_MEMORY
     grid, metadata = torch.tensor(about.pop("video_grid_thw")), VideoMetadata(**about.pop("metadata"))
+    said = [Subtitle(**line) for line in about.pop("subtitles", ())]
     steps, rows, columns = model.model.merged_grid(grid)[0]
     expected, width = steps * rows * columns, model.model.token_width
     if not expected or features.shape != (expected, width) or features.dtype not in _DTYPES:
@@ -175,4 +190,4 @@ def _build(content: Any, features: torch.Tensor, model: Any, whole: bool, device
         raise ValueError(f"metadata.frames_indices are {frames}; expected some for each of {steps} steps")
     if whole and not all(part.isfinite().all() for part in features.split(4096)):
         raise ValueError("features hold NaN or infinity")
-    return EncodedVideo(features=features.to(device), video_grid_thw=grid, metadata=metadata, **about)
+    return EncodedVideo(features=features.to(device), video_grid_thw=grid, metadata=metadata, subtitles=said, **about)

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..output import printable
 from . import options
 from .console import check_text, console, fail, note, notes, one_line_errors, wrote
-from .models import load_named, open_library, split_revision
+from .models import load_named, name_model, open_library, split_revision
 
 if TYPE_CHECKING:
     from ..evidence import Interval
@@ -36,11 +36,8 @@ def ask(
     end: options.End = None,
     max_frames: options.MaxFrames = None,
     max_pixels: options.MaxPixels = None,
-    two_passes: Annotated[
-        bool, typer.Option("--two-passes", help="Read only what the question chooses at full size: sooner, less sure.")
-    ] = False,
     subtitles: options.Subtitles = None,
-    max_new_tokens: options.MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = None,
     evidence: Annotated[
         Path | None,
         typer.Option(help="A folder for pictures of what the answer rests on, and these stretches as a film."),
@@ -64,16 +61,17 @@ def ask(
     reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     if not is_library(video):
         refuse({"pieces": pieces, "moments": moments}, "is about a library, which `qtsplus index` makes; leave it out")
-    check_videos(
-        [video], {**reading, "two_passes": two_passes or None, "subtitles": subtitles, "dry_run": dry_run or None}
-    )
+    check_videos([video], {**reading, "subtitles": subtitles, "dry_run": dry_run or None})
     budget = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
+    writing = {"max_new_tokens": max_new_tokens, "evidence": evidence, "pieces": pieces}
     if moments is not None:
-        refuse({**budget, "evidence": evidence, "pieces": pieces}, "has no effect with --moments: no answer is written")
+        refuse({**budget, **writing}, "has no effect with --moments: no answer is written")
+    if dry_run:
+        refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
     if film is not None and evidence is None:
         fail("--film and --no-film are about --evidence; name its folder")
     check_text(question)
-    choice: dict[str, Any] = {**budget, "max_new_tokens": max_new_tokens, "subtitles": subtitles}
+    choice = {**budget, "subtitles": subtitles, "max_new_tokens": max_new_tokens or 128}
     with one_line_errors():
         from ..decoding_qtsplus import shown_name
         from ..hub.folder import check_own
@@ -82,11 +80,13 @@ def ask(
         add_method(selection)
         if evidence is not None:
             check_own(evidence)
-        started = time.perf_counter()
-        talk = Talk(video, (model, revision, device, dtype.value), reading, subtitles, two_passes)
+        started, loading = time.perf_counter(), (model, revision, device, dtype.value)
         if dry_run:
-            print_forecast(talk.forecast(video, **choice), as_json)
+            expected = foresee(video, loading, reading, budget)
+            line = json.dumps(asdict(expected)) if as_json else str(expected)
+            print(line) if as_json else console.print(line, soft_wrap=True, highlight=False)
             return
+        talk = Talk(video, loading, reading, subtitles)
         if moments is not None:
             print_moments(question, talk.about.find(question, moments), as_json)
             return
@@ -100,26 +100,33 @@ def ask(
             talk.draw(evidence, film)
 
 
+def foresee(video: str, loading: tuple, reading: dict[str, Any], budget: dict[str, Any]) -> "Forecast":
+    """What reading a video will take, by the configuration and the processor of a model."""
+    from ..forecast import forecast, measured
+    from ..loading import load_skeleton
+    from ..videos import open_chunks
+
+    name, revision, device, dtype = loading
+    with notes.status("Measuring"):
+        model, processor = load_skeleton(name_model(name), device, dtype, revision)
+        started = time.perf_counter()
+        chunks = open_chunks(processor, video, **reading)
+        opening = time.perf_counter() - started
+        return measured(forecast(model, chunks, **budget), model, chunks, opening)
+
+
 class Talk:
     """Videos that are asked about in a session, or a library; and the answer that came last."""
 
-    def __init__(
-        self,
-        video: str,
-        loading: tuple,
-        reading: dict[str, Any],
-        subtitles: int | None = None,
-        two_passes: bool = False,
-    ) -> None:
-        from .. import session
+    def __init__(self, video: str, loading: tuple, reading: dict[str, Any], subtitles: int | None = None) -> None:
+        from ..session import VideoSession
 
         self.is_library = is_library(video)
         if self.is_library:
             self.about: Any = open_library(Path(video), *loading)
         else:
-            self.about = session.VideoSession(*load_named(*loading))
-        self.reading = {**reading, "two_passes": session.TwoPasses() if two_passes else None}
-        self.reading["subtitles"] = subtitles is not None
+            self.about = VideoSession(*load_named(*loading))
+        self.reading = {**reading, "subtitles": subtitles is not None}
         self.places: dict[str, str] = {}  # of the videos, as they were named here
         self.warnings: set[str] = set()  # that the log said when they were added
         self.last: Answer | None = None
@@ -133,19 +140,6 @@ class Talk:
         encoded = self.about.videos[name]
         self.warnings.update(encoded.warnings)
         return encoded
-
-    def forecast(self, video: str, **choice: Any) -> "Forecast":
-        """What reading the video will take; of two passes, what one at full size would."""
-        from ..forecast import forecast, measured
-        from ..videos import open_chunks
-
-        names = ("fps", "start", "end", "max_frames", "max_pixels")
-        started = time.perf_counter()
-        chunks = open_chunks(self.about.processor, video, **{name: self.reading[name] for name in names})
-        opening = time.perf_counter() - started
-        choice = {name: choice[name] for name in ("retention", "max_visual_tokens", "selection")}
-        with notes.status("Measuring"):
-            return measured(forecast(self.about.model, chunks, **choice), self.about.model, chunks, opening)
 
     def ask(self, question: str, **choice: Any) -> "Answer":
         """A question to a library stands alone."""
@@ -223,10 +217,6 @@ def place(box: tuple[float, float, float, float]) -> str:
     row = ("top", "middle", "bottom")[min(int((top + bottom) / 2 * 3), 2)]
     column = ("left", "centre", "right")[min(int((left + right) / 2 * 3), 2)]
     return f"{row} {column}" if (row, column) != ("middle", "centre") else "centre"
-
-
-def print_forecast(forecast: "Forecast", as_json: bool) -> None:
-    print(json.dumps(asdict(forecast))) if as_json else console.print(str(forecast), soft_wrap=True, highlight=False)
 
 
 def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> None:

@@ -33,7 +33,6 @@ def batch(
     fps: options.Fps = None,
     max_new_tokens: options.MaxNewTokens = 128,
     media_root: options.MediaRoot = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask the rows with an error again.")] = False,
     engine: Annotated[Engine, typer.Option(help="Where the model runs.")] = Engine.here,
     device: options.Device = None,
     dtype: options.WeightType = options.Dtype.auto,
@@ -59,13 +58,13 @@ def batch(
         name = name_model(model)
         asker = Asker(name, revision, device, dtype.value, fps, retention, max_visual_tokens, selection, max_new_tokens)
         answer = answer_in_vllm if engine is Engine.vllm else answer_here
-        counts = run(questions, out, asker, answer, share=share, retry_failed=retry_failed)
+        counts = run(questions, out, asker, answer, share=share)
     if counts is None:
         note("The other processes are still at work; the last of them writes the answers.")
         return
     wrote(out)
     if counts["error"]:
-        note(f"{counts['error']} of {counts.total()} rows have an error; --retry-failed asks them again.")
+        note(f"{counts['error']} of {counts.total()} rows have an error; the same command asks them again.")
     if not counts["answer"]:
         fail_run(f"no question of {file} was answered")
 

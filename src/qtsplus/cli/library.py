@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..output import printable
+from ..output import counted, printable
 from .console import note, one_line_errors, resumable, wrote
 from .evaluating import fail_run
 from .models import load_named, split_revision
-from .options import Device, Dtype, End, Fps, MaxFrames, MaxPixels, Model, Start
+from .options import Device, End, Fps, MaxFrames, MaxPixels, Model, Start
 
 
 def index(
@@ -21,9 +21,6 @@ def index(
     end: End = None,
     max_frames: MaxFrames = None,
     max_pixels: MaxPixels = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="The type of what is kept on disk. auto takes that of the model.")
-    ] = Dtype.auto,
     prune: Annotated[bool, typer.Option("--prune", help="Let go of videos that are gone, also of most.")] = False,
     device: Device = None,
 ) -> None:
@@ -38,13 +35,12 @@ def index(
         from .. import indexing
 
         loaded, processor = load_named(model, revision, device)
-        made: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "start": start, "end": end}
-        made |= {"max_frames": max_frames, "max_pixels": max_pixels}
-        options: dict[str, Any] = {"dtype": dtype.value, "prune": prune, "say": note}
-        made_index = indexing.index(folder, out, loaded, processor, **made, **options)
+        options: dict[str, Any] = {"name": model, "revision": revision, "fps": fps, "start": start, "end": end}
+        options |= {"max_frames": max_frames, "max_pixels": max_pixels, "prune": prune, "say": note}
+        made_index = indexing.index(folder, out, loaded, processor, **options)
     for name, entry in made_index.entries.items():
         if entry["error"] is not None:
             note(f"Left out {printable(name)}: {entry['error']}")
     if not made_index.files:
         fail_run(f"no video of {folder} could be encoded")
-    wrote(f"{out}, a library of {len(made_index.files)} videos")
+    wrote(f"{out}, a library of {counted(len(made_index.files), 'video')}")

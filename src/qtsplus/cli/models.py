@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..output import counted
 from .console import fail, note, notes
 
 Name = TypeVar("Name", str, str | None)
@@ -37,7 +38,7 @@ def open_library(folder: Path, model: str | None, revision: str | None, device: 
         model, revision = Index(folder).model
     library = Library(folder, *load_named(model, revision, device, dtype))
     if library.missing:
-        note(f"{len(library.missing)} videos of the library are not encoded yet: run `qtsplus index` again.")
+        note(f"Not encoded yet: {counted(len(library.missing), 'video')} of the library. Run `qtsplus index` again.")
     return library
 
 

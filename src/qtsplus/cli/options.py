@@ -74,7 +74,9 @@ Subtitles = Annotated[
     int | None,
     typer.Option(min=1, help="Give a question so many tokens of the film's subtitles, those near what is kept first."),
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="The answer ends after this many tokens.")]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(min=1, help="The answer ends after this many tokens.", show_default="128")
+]
 WeightType = Annotated[Dtype, typer.Option(help="The type of the weights. auto takes what the checkpoint has.")]
 AllowHost = Annotated[
     list[str] | None,

@@ -2,9 +2,6 @@
 
 import json
 import re
-import shlex
-import shutil
-import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,15 +53,12 @@ def watch(
             help="Tell an answer only if the model has become as sure as this that it sees what is asked.",
         ),
     ] = None,
-    run: Annotated[
-        str | None, typer.Option(help="A command to run for each answer that is told, with it as JSON on its input.")
-    ] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a question again and again while video comes. Ctrl-C ends it."""
     model, revision = split_revision(model)
-    named, command = _named(sources), _command(run)
+    named = _named(sources)
     check_text(question)
     with one_line_errors():
         from .. import watching
@@ -78,10 +72,7 @@ def watch(
         try:
             answers = watching.watch(loaded, processor, named, question, **options)
             for answer in _told(answers, on_change, when_seen):
-                line = json.dumps(answer.as_dict())
-                print(line, flush=True) if as_json else _print_answer(answer)
-                if command:
-                    _run(command, line)
+                print(json.dumps(answer.as_dict()), flush=True) if as_json else _print_answer(answer)
         except KeyboardInterrupt:
             note("Stopped.")
             raise typer.Exit(130) from None
@@ -96,23 +87,6 @@ def _told(answers: Iterable["Answer"], on_change: bool, when_seen: float | None)
         if is_sure and (is_news or (when_seen is None and not on_change)):
             last = answer.answer
             yield answer
-
-
-def _command(run: str | None) -> list[str]:
-    """The words of a command, which no shell reads; ends this one where there is none of that name."""
-    try:
-        words = shlex.split(run or "")
-    except ValueError as error:
-        fail(f"--run is {run!r}: {error}")
-    if run is not None and not (words and shutil.which(words[0])):
-        fail(f"--run is {run!r}; expected a command, and there is none of that name")
-    return words
-
-
-def _run(command: list[str], line: str) -> None:
-    ended = subprocess.run(command, input=line + "\n", text=True, check=False)
-    if ended.returncode:
-        note(f"{command[0]} ended with exit code {ended.returncode}.")
 
 
 def _named(sources: list[str]) -> dict[str, str]:
