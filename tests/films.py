@@ -34,10 +34,12 @@ def write_film(path, codec, milliseconds, rate=None, later=0, **options):
     Args:
         rate: frames a second of a constant rate; `None` writes the times in milliseconds.
         later: milliseconds that are painted too late, as in the second part of a recording.
-        options: of the encoder; besides `pix_fmt`, `side`, `aspect` of a pixel, and the clock's `offset` in seconds.
+        options: of the encoder; besides `pix_fmt`, `side`, `aspect` of a pixel, the clock's `offset` in seconds, and
+            `mirrored` for the picture of a front camera.
     """
     pix_fmt, aspect = options.pop("pix_fmt", "yuv420p"), options.pop("aspect", None)
     side, offset = options.pop("side", SIDE), options.pop("offset", 0)
+    turn = -1 if options.pop("mirrored", False) else 1
     with av.open(str(path), "w", options={"output_ts_offset": f"{offset}"} if offset else {}) as container:
         stream = container.add_stream(codec, rate=rate or 25)
         stream.width = stream.height = side
@@ -47,7 +49,9 @@ def write_film(path, codec, milliseconds, rate=None, later=0, **options):
         if aspect:
             stream.codec_context.sample_aspect_ratio = aspect
         for one in milliseconds:
-            frame = av.VideoFrame.from_ndarray(paint(one + later, side), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                np.ascontiguousarray(paint(one + later, side)[:, ::turn]), format="rgb24"
+            )
             frame.pts, frame.time_base = round(one / 1000 / base), base
             container.mux(stream.encode(frame))
         container.mux(stream.encode())

@@ -1,20 +1,25 @@
 """When a player shows the frames of films: those of many containers, codecs and clocks, with painted times."""
 
 import itertools
+import struct
 import time
 from fractions import Fraction
 
 import av
 import numpy as np
 import pytest
+import torch
 
 from films import CLOCKS, SIDE, paint, read_paint, write_film
 from qtsplus import session
+from qtsplus.answers import Answer, placed
 from qtsplus.decoding_qtsplus import Film
+from qtsplus.evidence import Interval
 from qtsplus.indexing import index
 from qtsplus.library import Library
 from qtsplus.picture import draw_evidence
 from qtsplus.video_qtsplus import choose_frames, open_video
+from qtsplus.videos import EncodedVideo
 from qtsplus.watching import Source
 
 NEAR = 50  # milliseconds
@@ -296,6 +301,40 @@ def test_pixels_that_are_not_square(tmp_path, tiny_published):
     with av.open(str(tmp_path / "drawn" / "kept.mp4")) as kept:
         stream = kept.streams.video[0]
         assert stream.width * (stream.sample_aspect_ratio or 1) == SIDE * 3 // 2 and stream.height == SIDE
+
+
+@pytest.mark.parametrize(
+    ("kind", "clock"),
+    [("mp4", "constant"), ("ts", "late"), ("mp4", "dropped"), ("mkv", "variable"), ("mirrored", "late")],
+)
+def test_the_film_of_the_evidence_shows_what_it_says_and_when(tmp_path, kind, clock):
+    """Drawn whole, each frame at its time; of two stretches, what a player shows in them, one behind the other."""
+    mirrored, rate = kind == "mirrored", None if clock == "variable" else 25
+    path = tmp_path / f"film.{'mp4' if mirrored else kind}"
+    shown = list(CLOCKS[clock])
+    write_film(path, "libx264", shown, rate, mirrored=mirrored, g="10", crf="10")
+    if mirrored:  # a point (x, y) is shown at (-x, y)
+        data = bytearray(path.read_bytes())
+        place = data.index(b"tkhd") + 44
+        data[place : place + 36] = struct.pack(">9i", -(2**16), 0, 0, 0, 2**16, 0, 0, 0, 1 << 30)
+        path.write_bytes(data)
+    opened = open_video(str(path), lambda total, fps: choose_frames(total, fps, num_frames=8))
+    begin = shown[0] if kind in BROADCASTS else 0
+    metadata, step = opened.metadata, [2 / opened.metadata.sampled_fps]
+    video = EncodedVideo(str(path), torch.empty(16, 4), torch.tensor([[4, 4, 4]]), step, metadata, 0.0, opened.start)
+    spans = [placed(Interval(at * step[0], (at + 1) * step[0], 0.5), "film", video) for at in (2, 0)]
+    maps = {"film": torch.ones(4, 2, 2, dtype=torch.bool)}
+    answer = Answer("yes", "film", 8, video.length, 16, 16, 1.0, spans, {}, maps)
+    for whole in (True, None):
+        draw_evidence(answer, {"film": video}, tmp_path / "drawn", whole)
+        with av.open(str(tmp_path / "drawn" / "kept.mp4")) as kept:
+            decoded = [(float(one.pts * one.time_base), one.to_ndarray(format="rgb24")) for one in kept.decode(video=0)]
+        times, frames = zip(*decoded, strict=True)
+        if not whole:
+            bounds = [[round((at - video.start) * metadata.fps) for at in (one.start, one.end)] for one in spans[::-1]]
+            assert times[0] == 0
+            times = [video.start + index / metadata.fps for first, last in bounds for index in range(first, last)]
+        assert shown_too_early_or_late(times, frames, shown, begin) == []
 
 
 def test_frames_that_change_their_size_are_as_large_as_the_first(tmp_path):
