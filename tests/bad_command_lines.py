@@ -151,9 +151,7 @@ def convert_lines() -> list[list[str]]:
         *(["convert", source, "--out", "{out}"] for source in sources),
         *(["convert", "{stock}", "--out", out] for out in ("{frames}", "{stock}", *NO_PLACES)),
         *each_value(convert, "--variant", ("qtsplus-99b", "", "../qtsplus-tiny")),
-        *each_value(convert, "--init", ("best", "", "lm")),
         *each_value(convert, "--set", settings),
-        *each_value(convert, "--vision-config", ("{missing}", "{video}", "{stock}")),
         *each_value(convert, "--processor", ("", "{missing}", "{video}", "{empty_folder}")),
         ["convert", "{stock}"],
         ["convert"],
@@ -173,7 +171,6 @@ def publish_lines() -> list[list[str]]:
         ["publish", "{model}", "--private", "--to", "{out}"],
         ["publish", "{model}", "--space", "--repo", "a/b"],
         ["publish", "{empty_folder}", "--type", "dataset", "--repo", "a/b"],
-        ["publish", "{model}", "--overwrite", "--repo", "a/b"],
         ["publish", "{model}", "--to="],
         *(["demo", f"--out={out}"] for out in ("", "{frames}", "{video}")),
     ]
@@ -205,7 +202,6 @@ def synthesis_lines() -> list[list[str]]:
     return [
         *(["data", "make", name, path, *both[4:]] for name in makers for path in ("{missing}", "{empty}", "{text}")),
         *each_value([*vscq1[:4], *server], "--out", ("", "{text}", "{text}/x", "\x00")),
-        *each_value(both, "--timeout", ("1e12", *NO_RATES)),
         *each_value(both, "--concurrency", ("4097", *NO_COUNTS)),
         *wrong(both, "--limit"),
         *each_value(both, "--extra-body", ("", "3", "{{", "[" * 5000, "NaN")),

@@ -92,7 +92,7 @@ def test_in_a_recipe_and_by_convert(mine, folder, tiny_mp4, tmp_path):
     trained = run("train", tmp_path / "recipe.yaml")
     stock, new = tmp_path / "stock", tmp_path / "new"
     assert run("convert", folder, "--out", stock).exit_code == 0
-    made = run("convert", stock, "--out", new, "--selection", name)
+    made = run("convert", stock, "--out", new, "--set", f"selection={name}")
     assert trained.exit_code == made.exit_code == 0, trained.output + made.output
     assert f"whoever loads it names its selection too, as --selection {name}" in " ".join(made.stderr.split())
     METHODS.pop(name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtsplus.configuration_qtsplus import QTSplusConfig
-from qtsplus.hub.weights import REFERENCE, our_name
+from qtsplus.hub.checkpoint import REFERENCE, our_name
 from qtsplus.selector_qtsplus import QTSplusSelector, find_threshold, gumbel_gate
 from reference import load, meta
 from tiny import PAPER

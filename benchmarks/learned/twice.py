@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.exact_match import Outcome, model_inputs
+from qtsplus.evaluation.exact_match import Outcome
 from qtsplus.layout_qtsplus import lay_out, splice
 from qtsplus.mixin_qtsplus import choose
 from qtsplus.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, take_inputs
 from qtsplus.session import EncodedVideo, encode
 from qtsplus.two_passes import SecondPass, TwoPasses, second_pass
+
+from ..exact_match import model_inputs
 
 LEAST_TOKENS = 0.25  # encoded at full size, and twice as many as are kept at least
 TILE = 2  # tokens a side: an object of TinyWorld fills one or two, and frames have six a side

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from qtsplus.evaluation.exact_match import model_inputs
 from qtsplus.lm_attention_qtsplus import attention_layer
 from qtsplus.results import write_json
 from qtsplus.training.models import make_model, make_processor
 
+from ..exact_match import model_inputs
 from ..machine import environment
 from ..speed.clock import busy
 from .policies import ATTENTION, BASE, CONTROLLED, DEFAULT, WRONG_QUESTIONS, Policy, name_of, policies_of, title_of

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.exact_match import exact_match, model_inputs
 from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.results import Journal
 from qtsplus.selector_qtsplus import kept_count
 from qtsplus.training.models import make_model
 
+from ..exact_match import exact_match, model_inputs
 from .baselines import fewer_frames, full_video, lower_resolution
 from .models import Checkpoint, Models
 from .policies import DEFAULT, ORACLES, OTHER_VIDEO, TWO_PASSES, Policy
@@ -163,7 +163,6 @@ class Work:
                 max_visual_tokens=policy.max_visual_tokens,
                 reencode=policy.reencode,
                 batch_size=self.batch_size,
-                progress=False,
                 features=features,
             )
         n_max = min(model.config.qtsplus_config.n_max, policy.max_visual_tokens or sys.maxsize)

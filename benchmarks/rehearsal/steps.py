@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
-from qtsplus.hub.checkpoint import read_checkpoint
+from qtsplus.hub.checkpoint import our_name, read_checkpoint
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.folder import read_json
-from qtsplus.hub.weights import our_name
 from qtsplus.loading import load_config
 
 from ..speed.cost import least_memory
@@ -224,7 +224,11 @@ def _same_tensors(one: Path, other: Path) -> int:
     """
     left, right = (_named(folder) for folder in (one, other))
     _require(set(left) == set(right), f"{sorted(set(left) ^ set(right))[:3]} are in one of {one.name} and {other.name}")
-    differing = [name for name, tensor in left.items() if not tensor.same_as(right[name])]
+    differing = [
+        name
+        for name, tensor in left.items()
+        if tensor.dtype != right[name].dtype or not torch.equal(tensor, right[name])
+    ]
     _require(not differing, f"{differing[:3]} differ between {one.name} and {other.name}")
     return len(left)
 

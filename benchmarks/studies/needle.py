@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.exact_match import answer, conversation
-from qtsplus.evaluation.labelled import LabelledQuestion
+from qtsplus.evaluation.labelled import LabelledQuestion, sighting_tokens
 from qtsplus.figures import save_figure
 from qtsplus.methods_qtsplus import METHODS
 from qtsplus.output import check_output
@@ -28,6 +27,7 @@ from qtsplus.results import Journal
 from qtsplus.session import encode
 from qtsplus.training.features import digest_of
 
+from ..exact_match import answer, conversation
 from ..intervals import percent_interval, share_interval
 from ..tables import markdown_table
 
@@ -133,7 +133,8 @@ def _encode_clip(model: Any, processor: Any, needle: LabelledQuestion, size: Seq
     pixels, patches = processor.preprocess_frames(frames, torch.tensor([[len(frames), *size]]))
     (features,) = model.encode_videos(pixels, patches, device="cpu")
     (grid,) = model.model.merged_grid(patches)
-    shown = needle.tokens(grid, chunks.second_per_grid_ts[0]) if needle.needles else np.arange(len(features))
+    seen = [sighting for alternatives in needle.needles for sighting in alternatives]
+    shown = sighting_tokens(seen, grid, chunks.second_per_grid_ts[0]) if seen else np.arange(len(features))
     return Clip(features, shown)
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.exact_match import model_inputs
 from benchmarks.learned.baselines import full_video
 from benchmarks.studies import analysis
 from benchmarks.studies.analysis import measure, run_analysis, summarise_choices
 from benchmarks.world.tinyworld import build_dataset
 from qtsplus.data.formats import read_records
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.exact_match import model_inputs
 from qtsplus.training.models import make_model
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from benchmarks.bases import CROWD
+from benchmarks.exact_match import model_inputs
 from benchmarks.world.clip import write_mp4
 from benchmarks.world.crowd import LABEL_WORDS, make_crowd, render_crowd, token_labels
 from benchmarks.world.crowd_questions import CROWD_PLAN
 from benchmarks.world.scene import FPS, GRID, sightings
 from benchmarks.world.tinyworld import ask_world, evidence_tokens, make_world
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.exact_match import model_inputs
 from qtsplus.evaluation.labelled import sighting_tokens
 from qtsplus.selector_qtsplus import kept_count
 from tiny import load_bundled

@@ -13,7 +13,7 @@ from benchmarks.world.crowd import make_crowd, render_crowd
 from benchmarks.world.haystack import write_background, write_needles
 from qtsplus import session
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.labelled import LabelledQuestion, read_questions
+from qtsplus.evaluation.labelled import LabelledQuestion, read_questions, sighting_tokens
 from qtsplus.training.models import make_model
 
 
@@ -71,7 +71,7 @@ def test_cells_for_every_length_depth_and_selection(model, tiny_processor, hayst
 
 def test_what_counts_as_found_are_the_needles_tokens(model, tiny_processor, haystack, tmp_path, monkeypatch):
     background, (needle, _) = haystack
-    clip_tokens = needle.tokens((2, 6, 6), 1.0)
+    clip_tokens = sighting_tokens([seen for each in needle.needles for seen in each], (2, 6, 6), 1.0)
     told = needles_of.answer
 
     def keep_the_needle(model, processor, inputs, limit, **call):

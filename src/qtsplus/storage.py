@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, with_config
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers.video_utils import VideoMetadata
 from typing_extensions import NotRequired, TypedDict
 
 from .data.records import String
-from .hub.checkpoint import in_memory, write_tensors
 from .output import first_line, whole_file
 from .results import STORED, check_stored, is_plain_file
 from .subtitles import Subtitle
@@ -128,11 +128,11 @@ def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Sto
         "subtitles": [vars(line) for line in encoded.subtitles],
     }
     with whole_file(path, "wb") as part:
+        header = {"made_by": made_by, "about": json.dumps(about)}
         try:
-            write_tensors({"features": in_memory(encoded.features)}, part, made_by=made_by, about=json.dumps(about))
-            part.flush()
-        except OSError as error:  # such as a full disk; it does not say where
-            raise OSError(error.errno, error.strerror, str(path)) from error
+            save_file({"features": encoded.features.detach().cpu().contiguous()}, part.name, header)
+        except SafetensorError as error:  # such as a full disk; it does not say where
+            raise OSError(f"{path} cannot be written: {first_line(error)}") from error
         yield measure(Path(part.name))
 
 

@@ -7,9 +7,9 @@ from transformers import GenerationConfig, Qwen2VLImageProcessor, Qwen2VLVideoPr
 
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.hub.card import card_data
+from qtsplus.hub.checkpoint import on_meta
 from qtsplus.hub.files import hub_configs, variants
 from qtsplus.hub.folder import read_json
-from qtsplus.hub.weights import on_meta
 from qtsplus.saving_qtsplus import auto_map
 from qtsplus.training.recipe import load_recipe
 

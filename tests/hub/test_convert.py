@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
 from qtsplus.hub import convert as conversion
-from qtsplus.hub.checkpoint import StoredTensor
+from qtsplus.hub.checkpoint import REFERENCE, SELECTOR, check_weights, on_meta, our_name
 from qtsplus.hub.convert import convert, initialise_selector
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.reference import find_vision_config
-from qtsplus.hub.weights import REFERENCE, SELECTOR, check_weights, on_meta, our_name
 from reference import GOLDEN, load, meta
 from tiny import batch, load_bundled, prompt, published_name, stock_twin, tiny_model, token_types
 
@@ -29,14 +28,6 @@ EVERYTHING = {"selection": "all", "reencode_layers": 0}
 
 def run(*arguments):
     return CliRunner().invoke(app, ["convert", *map(str, arguments)])
-
-
-def convert_reference(folder, out, **settings):
-    return convert(folder, out, vision_config=folder.parent / "vision", **settings)
-
-
-def run_reference(folder, out):
-    return run(folder, "--out", out, "--vision-config", folder.parent / "vision")
 
 
 def assert_refused(result, *words):
@@ -70,9 +61,10 @@ def stock_folder(tmp_path):
 
 @pytest.fixture
 def reference_folder(tmp_path):
-    """The golden checkpoint with its vision configuration beside it."""
-    shutil.copytree(GOLDEN / "case1" / "e2e" / "vision", tmp_path / "reference" / "vision")
-    return shutil.copytree(REFERENCE_FOLDER, tmp_path / "reference" / "checkpoint")
+    """The golden checkpoint with its vision configuration."""
+    folder = shutil.copytree(REFERENCE_FOLDER, tmp_path / "reference")
+    shutil.copyfile(GOLDEN / "case1" / "e2e" / "vision" / "config.json", folder / "vision_config.json")
+    return folder
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -168,7 +160,9 @@ def test_a_variant_gives_the_hyperparameters_and_settings_come_on_top(stock_fold
 
 def test_attention_selects_without_training(stock_folder, tmp_path):
     """The selector's weights are there, and nothing reads them."""
-    result = run(stock_folder, "--out", tmp_path / "ours", "--selection", "lm_attention", "--set", "attention_layer=1")
+    result = run(
+        stock_folder, "--out", tmp_path / "ours", "--set", "selection=lm_attention", "--set", "attention_layer=1"
+    )
     assert result.exit_code == 0, result.output
     assert "the attention of layer 1 selects" in result.stderr.replace("\n", " ")
     model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path / "ours").eval()
@@ -187,8 +181,8 @@ def test_attention_selects_without_training(stock_folder, tmp_path):
     assert (tmp_path / "ours" / "lm_attention_qtsplus.py").exists()
     for setting, words in (("attention_layer=2", "none of the 2 layers"), ("attention_heads=[9]", "heads from 0 to 3")):
         target = tmp_path / "other"
-        assert_refused(run(stock_folder, "--out", target, "--selection", "lm_attention", "--set", setting), words)
-    assert_refused(run(stock_folder, "--out", tmp_path / "other", "--selection", "best"), "selection='best'")
+        assert_refused(run(stock_folder, "--out", target, "--set", "selection=lm_attention", "--set", setting), words)
+    assert_refused(run(stock_folder, "--out", tmp_path / "other", "--set", "selection=best"), "selection='best'")
 
 
 def test_bfloat16_stays_bfloat16(tmp_path):
@@ -199,13 +193,10 @@ def test_bfloat16_stays_bfloat16(tmp_path):
 
 
 def test_the_processor_comes_along_and_says_where_a_question_stands(tiny_processor, tmp_path):
-    from qtsplus.hub.convert import _plain_processor
-
     for part in load_bundled():
         part.save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "plain")
     assert "Qwen2_5_VLProcessor" in (tmp_path / "plain" / "processor_config.json").read_text()
-    assert _plain_processor(tiny_processor).tokenizer is tiny_processor.tokenizer
     convert(tmp_path / "plain", tmp_path / "again")
     config = Qwen2_5_VLQTSplusConfig.from_pretrained(tmp_path / "again")
     for name, value in tiny_processor.query_token_ids.items():
@@ -243,7 +234,7 @@ def test_published_layouts(variant, changes):
     assert config.text_config.rope_parameters["mrope_section"] == rope["mrope_section"]
     state = on_meta(Qwen2_5_VLQTSplusConfig(**content)).state_dict()
     stored = {
-        published_name(name): StoredTensor(torch.bfloat16, tuple(tensor.shape), tensor.clone)
+        published_name(name): tensor.bfloat16()
         for name, tensor in state.items()
         if ".qtsplus." not in name and not (content["tie_word_embeddings"] and name == "lm_head.weight")
     }
@@ -272,7 +263,7 @@ def reference_prompt():
 
 
 def test_a_reference_checkpoint_end_to_end(reference_folder, tmp_path):
-    result = run_reference(reference_folder, tmp_path / "ours")
+    result = run(reference_folder, "--out", tmp_path / "ours")
     assert result.exit_code == 0, result.output
     model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tmp_path / "ours", dtype="auto")
     golden, inputs = load("case1", "e2e", "outputs"), reference_prompt()
@@ -289,13 +280,11 @@ def test_what_a_reference_does_not_say_is_as_its_code_has_it(reference_folder, t
     selector = {key for key in config if key.startswith(("qts_plus_", "lambda_"))}
     silent = {key: value for key, value in config.items() if key not in selector}
     (reference_folder / "config.json").write_text(json.dumps({**silent, "qts_plus_n_heads": 8}))
-    result = run_reference(reference_folder, tmp_path / "ours")
+    result = run(reference_folder, "--out", tmp_path / "ours")
     assert_refused(result, "unexpected", "model.qts_plus.selector.reencode_layers.1.core.q_proj.weight")
     second = ".reencode_layers.1."
     rewrite(reference_folder, lambda tensors: {key: t for key, t in tensors.items() if second not in key})
-    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(
-        convert_reference(reference_folder, tmp_path / "ours")
-    ).qtsplus_config
+    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(convert(reference_folder, tmp_path / "ours")).qtsplus_config
     assert (selector.n_max, selector.tau_s, selector.lambda_t, selector.reencode_layers) == (2560, 0.1, 1.0, 1)
 
 
@@ -304,9 +293,7 @@ def test_layers_that_a_reference_does_not_have(change, reference_folder, tmp_pat
     edit_config(**change)(reference_folder)
     if "qts_plus_reencode" in change:
         rewrite(reference_folder, lambda tensors: {k: t for k, t in tensors.items() if ".reencode_layers." not in k})
-    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(
-        convert_reference(reference_folder, tmp_path / "ours")
-    ).qtsplus_config
+    selector = Qwen2_5_VLQTSplusConfig.from_pretrained(convert(reference_folder, tmp_path / "ours")).qtsplus_config
     assert (selector.scoring_layers, selector.reencode_layers) == (1, 0 if "qts_plus_reencode" in change else 2)
 
 
@@ -326,9 +313,9 @@ def in_shards(folder, tensors):
 
 @pytest.mark.parametrize("change", [with_head, in_shards])
 def test_a_reference_checkpoint_loads_alike_in_every_form(change, reference_folder, tmp_path):
-    convert_reference(reference_folder, tmp_path / "as it was")
+    convert(reference_folder, tmp_path / "as it was")
     change(reference_folder, load_file(reference_folder / "model.safetensors"))
-    convert_reference(reference_folder, tmp_path / "changed")
+    convert(reference_folder, tmp_path / "changed")
     for name in ("model.safetensors", "config.json"):
         assert filecmp.cmp(tmp_path / "as it was" / name, tmp_path / "changed" / name, shallow=False), name
 
@@ -337,32 +324,31 @@ def test_the_head_is_tied_where_a_reference_does_not_say_and_has_none(reference_
     config = meta("case1", "e2e", "checkpoint", "config")
     del config["tie_word_embeddings"]
     (reference_folder / "config.json").write_text(json.dumps(config))
-    folder = convert_reference(reference_folder, tmp_path / "ours")
+    folder = convert(reference_folder, tmp_path / "ours")
     assert Qwen2_5_VLQTSplusConfig.from_pretrained(folder).tie_word_embeddings
 
 
 def test_the_vision_configuration_is_given_or_known_but_never_guessed(reference_folder, tmp_path):
-    given = reference_folder.parent / "elsewhere.json"
-    shutil.move(reference_folder.parent / "vision" / "config.json", given)
-    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), "--vision-config", "vision/config.json")
+    given = reference_folder / "vision_config.json"
+    vision = json.loads(given.read_text())
+    given.unlink()
+    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), f"put one there, as {given}")
     # A whole Qwen2.5-VL configuration does as well.
-    given.write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": json.loads(given.read_text())}))
-    result = run(reference_folder, "--out", tmp_path / "ours", "--vision-config", given)
-    assert result.exit_code == 0
-    assert_refused(run(reference_folder, "--out", tmp_path / "x", "--vision-config", tmp_path / "no.json"), "no.json")
+    given.write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": vision}))
+    assert run(reference_folder, "--out", tmp_path / "ours").exit_code == 0
 
 
 @pytest.mark.parametrize("variant", ["qtsplus-3b", "qtsplus-7b"])
-def test_the_vision_tower_of_a_published_model_is_known_by_its_width(variant):
+def test_the_vision_tower_of_a_published_model_is_known_by_its_width(variant, tmp_path):
     config = Qwen2_5_VLQTSplusConfig.from_pretrained(hub_configs() / variant)
-    vision = find_vision_config({"hidden_size": config.text_config.hidden_size}, None)
+    vision = find_vision_config(tmp_path, {"hidden_size": config.text_config.hidden_size})
     assert vision["out_hidden_size"] == config.text_config.hidden_size
 
 
 def test_a_wrong_vision_configuration_is_named_by_what_does_not_fit(reference_folder, tmp_path):
-    config = json.loads((reference_folder.parent / "vision" / "config.json").read_text())
-    (tmp_path / "wrong.json").write_text(json.dumps({**config, "intermediate_size": 64}))
-    result = run(reference_folder, "--out", tmp_path / "ours", "--vision-config", tmp_path / "wrong.json")
+    config = json.loads((reference_folder / "vision_config.json").read_text())
+    (reference_folder / "vision_config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    result = run(reference_folder, "--out", tmp_path / "ours")
     assert_refused(
         result, "misshapen", "model.vision_tower.blocks.3.mlp.gate_proj.weight", "[48, 32], expected [64, 32]"
     )
@@ -391,7 +377,7 @@ def test_every_key_that_is_missing_unexpected_or_misshapen_is_listed(reference_f
         return {**tensors, **whole, **strange, "model.norm.weight": cut}
 
     rewrite(reference_folder, spoil)
-    result = run_reference(reference_folder, tmp_path / "ours")
+    result = run(reference_folder, "--out", tmp_path / "ours")
     assert_refused(result, *names, "4 missing", "2 unexpected: extra, model.rotary.inv_freq", "2 misshapen")
     assert "model.norm.weight (torch.float32 [3], expected [64])" in result.stderr
     assert "model.layers.0.input_layernorm.weight (torch.int64 [64], expected [64])" in result.stderr
@@ -411,13 +397,13 @@ def test_the_same_weight_under_two_names_is_refused(stock_folder, tmp_path):
 
 def test_a_head_against_a_configuration_that_ties_it_is_refused(reference_folder, tmp_path):
     rewrite(reference_folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"] + 1})
-    assert_refused(run_reference(reference_folder, tmp_path / "ours"), "lm_head.weight", "tie_word_embeddings")
+    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), "lm_head.weight", "tie_word_embeddings")
 
 
 def test_an_untied_model_without_a_head_is_refused(reference_folder, tmp_path):
     config = {**meta("case1", "e2e", "checkpoint", "config"), "tie_word_embeddings": False}
     (reference_folder / "config.json").write_text(json.dumps(config))
-    assert_refused(run_reference(reference_folder, tmp_path / "ours"), "1 missing: lm_head.weight")
+    assert_refused(run(reference_folder, "--out", tmp_path / "ours"), "1 missing: lm_head.weight")
 
 
 def cut(folder):
@@ -458,7 +444,7 @@ def edit_config(**values):
 )
 def test_a_broken_source_is_refused_in_one_line(spoil, words, reference_folder, tmp_path):
     spoil(reference_folder)
-    result = run_reference(reference_folder, tmp_path / "ours")
+    result = run(reference_folder, "--out", tmp_path / "ours")
     assert_refused(result, *words)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["reference"]
 
@@ -472,8 +458,6 @@ def test_a_model_of_another_type_is_refused(reference_folder, tmp_path):
     ("arguments", "words"),
     [
         (["--variant", "qtsplus-3b"], ["--variant", "new selector"]),
-        (["--init", "identity"], ["--init"]),
-        (["--init", "zeros"], ["'zeros'", "identity, language_model"]),
         (["--set", "n_max=3"], ["--set"]),
         (["--set", "n_max"], ["name=value"]),
     ],
@@ -488,7 +472,6 @@ def test_an_argument_without_a_meaning_is_refused(arguments, words, tmp_path):
         (["--variant", "qtsplus-9b"], ["qtsplus-9b", "qtsplus-3b"]),
         (["--set", "n_mex=3"], ["n_mex"]),
         (["--set", "rho_min=2"], ["rho_min"]),
-        (["--vision-config", "x.json"], ["--vision-config", "reference"]),
     ],
 )
 def test_an_argument_that_is_wrong_is_refused(arguments, words, stock_folder, tmp_path):
@@ -505,7 +488,7 @@ def test_a_source_that_is_nowhere_or_is_the_target_is_refused(stock_folder, tmp_
     assert_refused(run("lab/none", "--out", tmp_path / "ours"), "no folder lab/none", "Hub")
     assert_refused(run(stock_folder / "model.safetensors", "--out", tmp_path / "ours"), "is a file")
     before = {path.name for path in stock_folder.iterdir()}
-    assert_refused(run(stock_folder, "--out", stock_folder, "--overwrite"), "source itself")
+    assert_refused(run(stock_folder, "--out", stock_folder), "source itself")
     assert {path.name for path in stock_folder.iterdir()} == before
 
 
@@ -527,5 +510,4 @@ def test_an_earlier_run_is_replaced_and_other_files_are_not(stock_folder, tmp_pa
         convert(tmp_path / "ours", tmp_path / "again")
     (tmp_path / "ours" / "notes.txt").write_text("mine")
     assert_refused(run(stock_folder, "--out", tmp_path / "ours"), "notes.txt")
-    assert run(stock_folder, "--out", tmp_path / "ours", "--overwrite").exit_code == 0
     assert (tmp_path / "ours" / "notes.txt").read_text() == "mine"

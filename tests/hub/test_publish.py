@@ -115,26 +115,13 @@ def test_an_earlier_assembly_is_replaced(tiny_published, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["README.md", "config.json", "model-00001-of-00002.safetensors"])
-def test_what_was_changed_since_is_replaced_only_when_asked_to(tmp_path, name):
+@pytest.mark.parametrize("name", ["README.md", "config.json", "thesis.tex"])
+def test_what_was_changed_since_and_what_is_not_ours_stays(tmp_path, name):
     folder = assemble_folder("qtsplus-tiny", tmp_path / "hub")
     (folder / name).write_text("my words")
     with pytest.raises(FileExistsError, match=name):
         assemble_folder("qtsplus-tiny", folder)
     assert (folder / name).read_text() == "my words"
-    assemble_folder("qtsplus-tiny", folder, overwrite=True)
-    assert not (folder / name).exists() or (folder / name).read_text() != "my words"
-
-
-def test_a_folder_with_other_files_is_refused_unless_asked_to(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match=r"thesis\.tex"):
-        assemble_folder("qtsplus-tiny", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-    assemble_folder("qtsplus-tiny", tmp_path, overwrite=True)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
-    assert (tmp_path / "config.json").exists()
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch):

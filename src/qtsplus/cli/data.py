@@ -4,10 +4,11 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,18 +16,12 @@ from ..output import printable
 from .console import complain, console, fail, one_line_errors, resumable, wrote
 from .options import AsJson, MediaRoot
 
-if TYPE_CHECKING:
-    from ..data.check import Checked
-
 data_app = typer.Typer(help="Make and check training data.", no_args_is_help=True)
 
 
 @data_app.command()
 def check(
-    path: Annotated[
-        Path,
-        typer.Argument(help="JSONL, JSON or Parquet.", metavar="SET"),
-    ],
+    path: Annotated[Path, typer.Argument(help="JSONL, JSON or Parquet.", metavar="SET")],
     media_root: MediaRoot = None,
     against: Annotated[
         Path | None, typer.Option(help="Another set, such as the test set, that must not share a video with this one.")
@@ -54,20 +49,16 @@ def check(
     finally:
         signal.signal(signal.SIGINT, interrupt)
     if as_json:
-        print(json.dumps(checked.as_dict()))
+        print(json.dumps({**asdict(checked), "good": not checked.bad}))
     else:
-        _print_check(checked)
-    if not checked.good:
+        for bad in checked.bad:
+            name = "" if bad.id is None else f" ({bad.id})"
+            print(f"Row {bad.row}{name}, {bad.check}: {printable(' '.join(bad.reason.split()))}")
+        bad_rows = len({bad.row for bad in checked.bad})
+        rows = f"{checked.rows} row{'' if checked.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
+        print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")
+    if checked.bad:
         raise typer.Exit(1)
-
-
-def _print_check(checked: "Checked") -> None:
-    for bad in checked.bad:
-        name = "" if bad.id is None else f" ({bad.id})"
-        print(f"Row {bad.row}{name}, {bad.check}: {printable(' '.join(bad.reason.split()))}")
-    bad_rows = len({bad.row for bad in checked.bad})
-    rows = f"{checked.rows} row{'' if checked.rows == 1 else 's'}, {bad_rows or 'none'} of them bad"
-    print(f"{rows}; {checked.videos} video{'' if checked.videos == 1 else 's'} looked at.")
 
 
 class Kind(str, Enum):
@@ -87,7 +78,6 @@ def make(
     frames: Annotated[
         int | None, typer.Option(help="How many frames of a video the teacher is sent; 16.", min=1, max=4096)
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds until a reply must be whole.", min=0.001, max=86_400)] = 300.0,
     extra_body: Annotated[str, typer.Option(help="JSON for every request, such as '{\"temperature\": 0.2}'.")] = "{}",
     concurrency: Annotated[int, typer.Option(help="How many items are worked on at a time.", min=1, max=4096)] = 64,
     limit: Annotated[
@@ -110,7 +100,7 @@ def make(
         from ..synthesis.questions import PROMPTS, write_questions
         from ..synthesis.video_steps import VideoTeacher, screen, write_answers
 
-        server = Endpoint(endpoint, teacher, read_key(), timeout, extra_body=_read_extra(extra_body))
+        server = Endpoint(endpoint, teacher, read_key(), extra_body=_read_extra(extra_body))
         if kind is Kind.vscq1:
             server.temperature = 0.7
             step, settings = partial(write_questions, server), {**server.settings(), "prompts": PROMPTS}
@@ -123,7 +113,13 @@ def make(
             step, settings = partial(ask, seeing), seeing.settings()
         read = iter_captions if kind is Kind.vscq1 else iter_choices
         kept = run(Job(kind.value, partial(read, source), step, server, settings), out, concurrency, limit)
-    _print_made(json.loads((kept.parent / "summary.json").read_text(encoding="utf-8")))
+    made = json.loads((kept.parent / "summary.json").read_text(encoding="utf-8"))
+    lines = [f"{made['finished']} items: {made['kept']} rows kept, {made['dropped']} dropped."]
+    lines += [f"  dropped, {reason}: {count}" for reason, count in made["dropped_because"].items()]
+    if made["failed"]:
+        lines.append(f"{made['failed']} items failed, as failed.jsonl says; the same command tries them again.")
+    tokens = f"{made['prompt_tokens']:,} tokens read and {made['completion_tokens']:,} written"
+    console.print("\n".join([*lines, f"{made['requests']:,} requests, {tokens}."]), highlight=False)
     wrote(kept)
 
 
@@ -152,13 +148,3 @@ def _read_extra(extra_body: str) -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise ValueError(f"--extra-body is {extra_body[:80]!r}; expected a JSON object.")
     return extra
-
-
-def _print_made(summary: dict[str, Any]) -> None:
-    console.print(f"{summary['finished']} items: {summary['kept']} rows kept, {summary['dropped']} dropped.")
-    for reason, count in summary["dropped_because"].items():
-        console.print(f"  dropped, {reason}: {count}", highlight=False)
-    if summary["failed"]:
-        console.print(f"{summary['failed']} items failed, as failed.jsonl says; the same command tries them again.")
-    tokens = f"{summary['prompt_tokens']:,} tokens read and {summary['completion_tokens']:,} written"
-    console.print(f"{summary['requests']:,} requests, {tokens}.", highlight=False)

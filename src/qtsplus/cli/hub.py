@@ -8,7 +8,6 @@ import typer
 
 from .console import console, fail, note, notes, one_line_errors, wrote
 from .models import split_revision
-from .options import Overwrite
 
 
 def convert(
@@ -25,30 +24,17 @@ def convert(
         str | None,
         typer.Option(help="Give a stock model the selector settings of this variant, such as qtsplus-3b."),
     ] = None,
-    init: Annotated[
-        str | None,
-        typer.Option(
-            help="How a new selector starts. identity (when absent) hands tokens on unchanged; language_model copies "
-            "layers of the language model."
-        ),
-    ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Set a field of a new selector, such as n_max=512. Repeatable.")
-    ] = None,
-    selection: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="How tokens are chosen, such as lm_attention: the language model's own attention, without training."
+            "--set",
+            help="Set a field of a new selector, such as n_max=512. May be repeated. selection=lm_attention chooses by "
+            "the language model's own attention, without training.",
         ),
-    ] = None,
-    vision_config: Annotated[
-        Path | None,
-        typer.Option(help="The vision configuration of a reference checkpoint: a JSON file, or a folder with one."),
     ] = None,
     processor: Annotated[
         str | None, typer.Option(help="Take the processor from this folder or Hub id, if the source has none.")
     ] = None,
-    overwrite: Overwrite = False,
 ) -> None:
     """Make a QTSplus model of a stock model or of a reference checkpoint, or a stock model of a QTSplus model."""
     source, revision = split_revision(source)
@@ -59,12 +45,9 @@ def convert(
             source,
             out,
             variant=variant,
-            initialise=init,
-            selector=_parse_settings(settings, selection),
-            vision_config=vision_config,
+            selector=_parse_settings(settings),
             processor=processor,
             revision=revision,
-            overwrite=overwrite,
             say=note,
         )
     wrote(folder)
@@ -81,15 +64,14 @@ def publish(
     space: Annotated[
         bool, typer.Option("--space", help="Add app.py and what it needs: the folder is a Gradio Space as well.")
     ] = False,
-    overwrite: Overwrite = False,
 ) -> None:
     """Assemble a complete Hub repository (weights, configuration, processor, code, model card) and upload it."""
     if to is None and repo is None:
         fail("nothing to do: give --repo ORG/NAME to upload, --to DIR to write a folder, or both")
     if repo is None and private:
         fail("--private is about an upload: give --repo ORG/NAME")
-    if (overwrite or space) and to is None:
-        fail(f"--{'overwrite' if overwrite else 'space'} is about a folder: give --to DIR")
+    if space and to is None:
+        fail("--space is about a folder: give --to DIR")
     with one_line_errors(), tempfile.TemporaryDirectory() as scratch:
         from ..hub import publish as publishing
 
@@ -97,9 +79,7 @@ def publish(
             publishing.check_repository(repo)
         folder = Path(scratch) / "repository" if to is None else to
         keep = folder is to
-        publishing.assemble_folder(
-            model, folder, repository=repo, overwrite=overwrite, link_weights=not keep, space=space, say=note
-        )
+        publishing.assemble_folder(model, folder, repository=repo, link_weights=not keep, space=space, say=note)
         if keep:
             wrote(folder.resolve())
         if repo is not None:
@@ -108,11 +88,11 @@ def publish(
             console.print(f"Uploaded {address}", soft_wrap=True, highlight=False)
 
 
-def _parse_settings(settings: list[str] | None, selection: str | None) -> dict[str, object] | None:
-    """`["n_max=512"]` as `{"n_max": 512}`; the values are YAML. With a selection, which has an option of its own."""
+def _parse_settings(settings: list[str] | None) -> dict[str, object] | None:
+    """`["n_max=512"]` as `{"n_max": 512}`; the values are YAML."""
     from ..settings import parse_yaml
 
-    parsed: dict[str, object] = {} if selection is None else {"selection": selection}
+    parsed: dict[str, object] = {}
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals or not name:

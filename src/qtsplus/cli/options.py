@@ -89,7 +89,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 MediaRoot = Annotated[
     Path | None, typer.Option(help="The folder of the videos. Without it, the folder of the file.", show_default=False)
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write to the folder even if it holds other files.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Change a field of the recipe, such as training.seed=1. May be repeated."),

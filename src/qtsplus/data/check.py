@@ -4,22 +4,14 @@ import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from ..output import printable
 from .formats import Row, iter_records, iter_rows, locate, media_folder
 from .media import media_key, media_problem
-from .records import (
-    SPECIAL_TOKEN,
-    Caption,
-    Record,
-    VideoRecord,
-    all_texts,
-    media_name,
-)
+from .records import SPECIAL_TOKEN, Caption, Record, VideoRecord, all_texts, media_name
 
 ROWS_AT_ONCE = 256
 
@@ -41,15 +33,6 @@ class Checked:
     rows: int = 0  # how many it has
     bad: list[BadRow] = field(default_factory=list)  # in order; a row may stand there for several reasons
     videos: int = 0  # how many were looked at
-
-    @property
-    def good(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.bad
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {**asdict(self), "good": self.good}
 
 
 def check_set(
@@ -90,10 +73,10 @@ def check_set(
                 result.rows += 1
                 reasons = [("schema", row.problem)] if row.record is None else list(_reasons(row.record, row, seen))
                 reasons.append(("media", None if place is None else videos[place]))
-                reasons.append(("overlap", _overlap(row.record, others, against)))
-                result.bad += [
-                    BadRow(row.number, row.id, check, printable(reason)) for check, reason in reasons if reason
-                ]
+                name = media_name(row.record) if row.record is not None and others else None
+                if (other := None if name is None else others.get(_digest(media_key(name)))) is not None:
+                    reasons.append(("overlap", f"row {other} of {Path(str(against)).name} is about the same video."))
+                result.bad += [BadRow(row.number, row.id, check, printable(why)) for check, why in reasons if why]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     if not result.rows:
@@ -102,36 +85,26 @@ def check_set(
     return result
 
 
-def _first(seen: dict[bytes, int], number: int, *texts: str | None) -> int | None:
-    """The earlier row with the same texts, apart from case and spaces. Their digests are held, not the texts."""
-    normal = "\x00".join(" ".join((text or "").casefold().split()) for text in texts)
-    return earlier if (earlier := seen.setdefault(_digest(normal), number)) != number else None
-
-
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=12).digest()
 
 
 def _reasons(record: Record, row: Row, seen: dict[bytes, int]) -> Iterator[tuple[str, str | None]]:
-    if record.id is not None:
-        earlier = _first(seen, row.number, "id", record.id)
-        yield "duplicate", None if earlier is None else f"row {earlier} has the same id."
-    earlier = _first(seen, row.number, "text", *_texts(record))
-    same = "caption" if isinstance(record, Caption) else "question"
-    yield "duplicate", None if earlier is None else f"row {earlier} has the same {same} about the same video."
+    """What is wrong with a record itself, or beside the earlier ones. Digests of these are held, not their texts."""
+
+    def earlier(*texts: str | None) -> int | None:
+        normal = "\x00".join(" ".join((text or "").casefold().split()) for text in texts)
+        return first if (first := seen.setdefault(_digest(normal), row.number)) != row.number else None
+
+    if record.id is not None and (first := earlier("id", record.id)):
+        yield "duplicate", f"row {first} has the same id."
+    kind, asked = ("caption", [record.caption]) if isinstance(record, Caption) else ("question", [record.question])
+    if isinstance(record, VideoRecord):  # the answer makes no other: one question has one
+        asked += [question for question, _ in record.earlier]
+    if first := earlier("text", media_key(media_name(record) or ""), *asked):
+        yield "duplicate", f"row {first} has the same {kind} about the same video."
     if token := SPECIAL_TOKEN.search("\n".join(all_texts(record))):
         yield "special token", f"{token[0]!r} in its text is a special token; it is read as text."
-
-
-def _texts(record: Record) -> Iterator[str | None]:
-    """What makes a record another one's double. The answer does not: one question has one answer."""
-    yield media_key(media_name(record) or "")
-    if isinstance(record, Caption):
-        yield record.caption
-        return
-    yield record.question
-    if isinstance(record, VideoRecord):
-        yield from (question for question, _ in record.earlier)
 
 
 def _videos(path: str | os.PathLike) -> dict[bytes, int]:
@@ -145,9 +118,3 @@ def _videos(path: str | os.PathLike) -> dict[bytes, int]:
     if not number:
         raise ValueError(f"{path} holds no record; expected another set, which should share no video with this one.")
     return videos
-
-
-def _overlap(record: Record | None, others: dict[bytes, int], against: str | os.PathLike | None) -> str | None:
-    name = None if record is None or not others else media_name(record)
-    row = None if name is None else others.get(_digest(media_key(name)))
-    return None if row is None else f"row {row} of {Path(str(against)).name} is about the same video."

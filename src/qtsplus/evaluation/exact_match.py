@@ -1,8 +1,7 @@
 """Asks a model questions about videos, and counts the answers that match."""
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,8 @@ from ..data.records import VideoRecord
 from ..methods_qtsplus import Method
 from ..output import first_line
 from ..training.dataset import SkippedRecord, require_rates
+from ..videos import FAILURES, EncodedVideo, encode
 from .intervals import share_interval
-
-# By video, `video_features` `[k, d]`, `video_grid_thw` `[1, 3]` and `second_per_grid_ts` `[1]`.
-Features = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -45,22 +42,14 @@ def exact_match(
     processor: Any,
     records: Sequence[VideoRecord],
     *,
-    retention: float | Sequence[float] | None = None,
+    retention: float | None = None,
     selection: str | Method | None = None,
-    max_visual_tokens: int | None = None,
-    reencode: bool = True,
     batch_size: int = 16,
     progress: bool = True,
-    features: Features | None = None,
 ) -> list[Outcome]:
     """
-    Greedy answers to records with a video, compared with the records' own, letter for letter.
-
-    Args:
-        retention: one for all records or one for each.
-        selection, max_visual_tokens, reencode: as for `generate`.
-        batch_size: questions at a time, which are asked in the order of the lengths of their answers.
-        features: of videos that were encoded before, in place of their pixels.
+    Greedy answers to records with a video, compared with the records' own, letter for letter. Each video is encoded
+    once for all of its questions, of which `batch_size` are asked at a time.
 
     Returns:
         one outcome per record, in order.
@@ -68,96 +57,67 @@ def exact_match(
     Raises:
         ValueError: a folder of frames whose record does not give its rate.
     """
-    if features is None:
-        require_rates(records)
-    lengths = [len(processor.text_ids(record.answer)) for record in records]
-    order = sorted(range(len(records)), key=lengths.__getitem__)
+    require_rates(records)
     outcomes: dict[int, Outcome] = {}
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    for batch in track(batches, "Asking", console=Console(stderr=True), disable=not progress):
-        inputs, unreadable = _read(processor, [records[index] for index in batch], features)
-        for index, problem in zip(batch, unreadable, strict=True):
-            if problem is not None:
-                outcomes[index] = Outcome(records[index], False, unreadable=problem)
-        readable = [index for index in batch if index not in outcomes]
-        if not readable:
+    videos: dict[tuple[str, float | None], list[int]] = {}
+    for index, record in enumerate(records):
+        videos.setdefault((str(record.video), record.fps), []).append(index)
+    for (video, fps), indices in track(videos.items(), "Asking", console=Console(stderr=True), disable=not progress):
+        try:
+            encoded = encode(model, processor, video, fps=fps)
+        except FAILURES as error:
+            problem = SkippedRecord(video, first_line(error))
+            outcomes |= {index: Outcome(records[index], False, unreadable=problem) for index in indices}
             continue
-        retentions = [retention[index] for index in readable] if isinstance(retention, Sequence) else retention
-        call = {"retention": retentions, "max_visual_tokens": max_visual_tokens, "reencode": reencode}
-        answers, chosen = answer(model, processor, inputs, lengths[batch[-1]] + 2, selection=selection, **call)
-        visual_tokens = [math.prod(grid) for grid in model.model.merged_grid(inputs["video_grid_thw"])]
-        for row, index in enumerate(readable):
-            correct, kept = answers[row] == records[index].answer, tuple(chosen.kept_indices[row].tolist())
-            outcomes[index] = Outcome(records[index], correct, visual_tokens[row], float(chosen.rho[row]), kept)
+        for start in range(0, len(indices), batch_size):
+            batch = [records[index] for index in indices[start : start + batch_size]]
+            conversations = [
+                [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": record.question}]}]
+                for record in batch
+            ]
+            query = [record.query or record.question for record in batch]
+            longest = max(len(processor.text_ids(record.answer)) for record in batch) + 2
+            options = {"retention": retention, "selection": selection, "max_new_tokens": longest, "do_sample": False}
+            ids, chosen = answer(model, processor, conversations, [encoded] * len(batch), query=query, **options)
+            texts = processor.batch_decode(ids, skip_special_tokens=True)
+            for row, (index, text) in enumerate(zip(indices[start:], texts, strict=False)):
+                correct, kept = text.strip() == records[index].answer, tuple(chosen.kept_indices[row].tolist())
+                rho = float(chosen.rho[row])
+                outcomes[index] = Outcome(records[index], correct, len(encoded.features), rho, kept)
     return [outcomes[index] for index in range(len(records))]
 
 
 @torch.no_grad()
 def answer(
-    model: Any, processor: Any, inputs: Mapping[str, Any], max_new_tokens: int, **call: Any
-) -> tuple[list[str], Any]:
+    model: Any,
+    processor: Any,
+    conversations: Sequence[list[dict[str, Any]]],
+    videos: Sequence[EncodedVideo],
+    query: Sequence[str] | None = None,
+    images: Sequence[Any] = (),
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
     """
-    Greedy answers to prompts, and the `QTSplusOutput` that says what they rest on.
+    The ids `[B, T]` that a model answers conversations with, and the `QTSplusOutput` that says what they rest on.
 
     Args:
-        inputs: of the model, as [`model_inputs`] makes them; on any device.
-        call: how this call selects, such as `retention`.
+        conversations: messages as for `processor.conversation_inputs`.
+        videos: those of all conversations, in order.
+        query: of each conversation the text to select by; its question when absent.
+        images: a list for each conversation that has some.
+        options: as for `generate`.
     """
-    on_device = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
-    output = model.generate(
-        **on_device, **call, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True
-    )
-    answers = output.sequences[:, inputs["input_ids"].shape[1] :]
-    texts = processor.batch_decode(answers, skip_special_tokens=True)
-    return [text.strip() for text in texts], output.qtsplus
-
-
-def _read(
-    processor: Any, records: Sequence[VideoRecord], features: Features | None
-) -> tuple[dict[str, Any], list[SkippedRecord | None]]:
-    """The inputs of the records whose video can be read, and per record why its video cannot."""
-    try:
-        return model_inputs(processor, records, features), [None] * len(records)
-    except (ValueError, OSError):
-        if features is not None:
-            raise
-        unreadable = [_unreadable(processor, record) for record in records]
-        if not any(unreadable):
-            raise  # not the videos' fault
-    readable = [record for record, problem in zip(records, unreadable, strict=True) if problem is None]
-    return (model_inputs(processor, readable) if readable else {}), unreadable
-
-
-def _unreadable(processor: Any, record: VideoRecord) -> SkippedRecord | None:
-    try:
-        processor(text=[processor.video_token], return_tensors="pt", **_videos([record]))
-    except (ValueError, OSError) as error:
-        return SkippedRecord(str(record.video), first_line(error))
-    return None
-
-
-def _videos(records: Sequence[VideoRecord]) -> dict[str, Any]:
-    """The videos of records as the processor takes them, each at the rate of its record."""
-    rates = [record.fps for record in records]
-    videos = {"videos": [record.video for record in records]}
-    return videos if all(rate is None for rate in rates) else {**videos, "fps": rates}
-
-
-def model_inputs(processor: Any, records: Sequence[VideoRecord], features: Features | None = None) -> dict[str, Any]:
-    """Prompts that end where the answer begins, with pixels or features; see [`exact_match`]."""
-    conversations = [conversation(record.question) for record in records]
-    query = [record.query or record.question for record in records]
-    if features is None:
-        return dict(processor.conversation_inputs(conversations, query=query, **_videos(records)))
-    encoded = [features[str(record.video)] for record in records]
-    times = {name: torch.cat([video[name] for video in encoded]) for name in ("video_grid_thw", "second_per_grid_ts")}
-    inputs = processor.conversation_inputs(conversations, query=query, **times)
-    return {**inputs, **times, "video_features": [video["video_features"] for video in encoded]}
-
-
-def conversation(question: str) -> list[dict[str, Any]]:
-    """A question about one video."""
-    return [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}]
+    given: dict[str, Any] = {"query": query} if query else {}
+    if images:
+        given["images"] = images
+    if videos:
+        given["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
+        given["video_metadata"] = [video.metadata for video in videos]
+        options["video_features"] = [video.features for video in videos]
+        options["second_per_grid_ts"] = [seconds for video in videos for seconds in video.second_per_grid_ts]
+    inputs = processor.conversation_inputs(conversations, **given)
+    output = model.generate(**inputs.to(model.device), **options, return_dict_in_generate=True)
+    return output.sequences[:, inputs["input_ids"].shape[1] :], output.qtsplus
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -86,10 +86,6 @@ class LabelledQuestion:
     record: VideoRecord
     needles: list[list[Sighting]]
 
-    def tokens(self, grid: tuple[int, int, int], seconds_per_grid: float) -> np.ndarray:
-        """`[k]` int64, ascending: the visual tokens of its needles; see [`sighting_tokens`]."""
-        return sighting_tokens([seen for needle in self.needles for seen in needle], grid, seconds_per_grid)
-
 
 def read_questions(path: Path) -> list[LabelledQuestion]:
     """

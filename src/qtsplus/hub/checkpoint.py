@@ -1,46 +1,40 @@
-"""Checkpoints on disk, read and written tensor by tensor: memory does not grow with a shard, however large it is."""
+"""Checkpoints on disk, and their weights under the names of our model: exactly what its configuration needs.
 
-import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+Tensors that were read are memory-mapped: a model is copied from file to file without being in memory.
+"""
+
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
-from transformers.modeling_utils import str_to_torch_dtype
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from .folder import read_json
+from ..backbones import backbone_of
+from .folder import read_json, reading
 
-_DTYPE_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # as safetensors names them
 _FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SELECTOR, RHO_HISTORY = "model.qtsplus.", "model.qtsplus.rho_history"
+HEAD, EMBEDDINGS = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor that stays where it is until it is written elsewhere."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    load: Callable[[], torch.Tensor]  # gives the tensor itself; from a safetensors file as a view of the file
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def same_as(self, other: "StoredTensor") -> bool:
-        """Whether dtype, shape and every byte agree."""
-        if (self.dtype, self.shape) != (other.dtype, other.shape):
-            return False
-        return torch.equal(_bytes(self.load()), _bytes(other.load()))
-
-
-def in_memory(tensor: torch.Tensor) -> StoredTensor:
-    """A tensor of this process (or of a memory-mapped file) as a [`StoredTensor`]."""
-    return StoredTensor(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+# From a checkpoint's names to ours, which are those of Transformers since 4.52: regular expressions with their
+# replacements, applied in turn. Older checkpoints and saved backbones, which have no head, name weights otherwise.
+STOCK = (
+    (r"^language_model\.lm_head\.", "lm_head."),
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^(?!model\.|lm_head\.)", "model."),
+    (r"^model\.(embed_tokens|layers|norm)\.", r"model.language_model.\1."),
+)
+REFERENCE = (
+    (r"^model\.qts_plus\.selector\.", "model.qtsplus."),
+    (r"^(model\.qtsplus\.reencode_layers\.\d+)\.core\.", r"\1."),
+    (r"^(model\.qtsplus\..+)\.ffn\.net\.", r"\1.ffn."),
+    (r"^model\.vision_tower\.", "model.visual."),
+    *STOCK,
+)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -63,95 +57,97 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / INDEX, *shards]
 
 
-def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """
-    The tensors of a folder's weights, whole or in shards.
-
-    Raises:
-        ValueError: no weights, or a missing, cut or unreadable file.
-    """
-    files = [path for path in weight_files(folder) if path.suffix != ".json"]
-    return {name: tensor for path in files for name, tensor in _read_file(path).items()}
-
-
-def write_checkpoint(
-    tensors: Mapping[str, StoredTensor],
-    folder: Path,
-    max_shard_size: int | str = "5GB",
-) -> None:
-    """Writes `model.safetensors`, or shards with their index, under the names that Transformers uses."""
-    split = split_state_dict_into_shards_factory(
-        dict(tensors),
-        get_storage_size=lambda tensor: tensor.num_bytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
-    for file_name, names in split.filename_to_tensors.items():
-        # The widest first keeps every tensor aligned.
-        ordered = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
-        with (folder / file_name).open("wb") as file:
-            write_tensors({name: tensors[name] for name in ordered}, file, format="pt")
-    if split.is_sharded:
-        total = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        index = {
-            "metadata": {"total_parameters": total, **split.metadata},
-            "weight_map": dict(sorted(split.tensor_to_filename.items())),
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
 def weight_map(index: Path) -> dict[str, str]:
     """By the name of a tensor the shard that holds it; a `ValueError` for an index that leads out of its folder."""
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index} has no weight_map: it is no index of a checkpoint.")
-    # An index from elsewhere must not reach files outside its folder.
-    strange = sorted(str(name) for name in shards.values() if not _is_file_name(name))
-    if strange:
-        raise ValueError(f"{index} names {strange[0]!r}; expected names of files beside it.")
+    for name in shards.values():  # an index from elsewhere must not reach files outside its folder
+        if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\:\0"):
+            raise ValueError(f"{index} names {str(name)!r}; expected names of files beside it.")
     return shards
 
 
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder's weights; a `ValueError` for a missing, cut or unreadable file."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in weight_files(folder):
+        try:
+            tensors |= {} if path.suffix == ".json" else load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+    return tensors
 
 
-def _read_file(path: Path) -> dict[str, StoredTensor]:
-    try:
-        with safe_open(path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}") from error
-    unknown = sorted(name for name, entry in slices.items() if entry.get_dtype() not in str_to_torch_dtype)
-    if unknown:
-        raise ValueError(f"{path} holds tensors of a dtype that is not supported here: {', '.join(unknown)}.")
-    return {
-        name: StoredTensor(
-            str_to_torch_dtype[entry.get_dtype()], tuple(entry.get_shape()), partial(_load_tensor, path, name)
-        )
-        for name, entry in slices.items()
+def write_checkpoint(tensors: Mapping[str, torch.Tensor], folder: Path, max_shard_size: int | str = "5GB") -> None:
+    """Writes `model.safetensors`, or shards with their index, under the names that Transformers uses."""
+    save_torch_state_dict(dict(tensors), folder, max_shard_size=max_shard_size)
+
+
+def our_name(name: str, rules: tuple[tuple[str, str], ...] = STOCK) -> str:
+    """The name in our model of the weight that is called `name` in a checkpoint."""
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def on_meta(config: Any) -> Any:
+    """The model of a configuration without weights: names, shapes and sizes."""
+    with torch.device("meta"):
+        return backbone_of(config.model_type).model(config)
+
+
+def check_weights(
+    stored: Mapping[str, torch.Tensor],
+    config: Any,
+    folder: Path,
+    rules: tuple[tuple[str, str], ...] = STOCK,
+    without: str | None = None,
+) -> dict[str, torch.Tensor]:
+    """
+    What was stored, under our names and in the model's order, if it is exactly what the model needs.
+
+    Args:
+        stored: a head beside tied embeddings is dropped where the two are equal.
+        rules: from the stored names to ours.
+        without: how the names begin, in our model, of weights that are not expected.
+
+    Raises:
+        ValueError: weights are missing, unexpected or of another shape; each is listed.
+    """
+    with reading(Path(folder, "config.json")):
+        model = on_meta(config)
+    needed = model.state_dict().items()
+    expected = {name: tensor for name, tensor in needed if without is None or not name.startswith(without)}
+    found: dict[str, torch.Tensor] = {}
+    sources: dict[str, str] = {}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()  # as Qwen3.5's heads for several tokens at a time
+    for key, tensor in stored.items():
+        if any(re.search(pattern, key) for pattern in ignored):
+            continue
+        name = our_name(key, rules)
+        if name in found:
+            raise ValueError(f"{folder} holds {name} twice, as {sources[name]} and as {key}.")
+        found[name], sources[name] = tensor, key
+    if config.tie_word_embeddings:
+        expected.pop(HEAD)
+        if HEAD in found and EMBEDDINGS in found and not torch.equal(found.pop(HEAD), found[EMBEDDINGS]):
+            raise ValueError(
+                f"{folder} has a {HEAD} that differs from its embeddings, but its configuration ties the two: set "
+                "tie_word_embeddings to false in its config.json, or remove the head."
+            )
+
+    wrong = {
+        "missing": [name for name in expected if name not in found],
+        "unexpected": sorted(sources[name] for name in found if name not in expected),
+        "misshapen": [
+            f"{sources[name]} ({tensor.dtype} {list(tensor.shape)}, expected {list(expected[name].shape)})"
+            for name, tensor in found.items()
+            if name in expected
+            and (tensor.shape, tensor.is_floating_point()) != (expected[name].shape, expected[name].is_floating_point())
+        ],
     }
-
-
-def _load_tensor(path: Path, name: str) -> torch.Tensor:
-    with safe_open(path, "pt") as file:
-        return file.get_tensor(name)
-
-
-def write_tensors(tensors: Mapping[str, StoredTensor], file: IO[bytes], **metadata: str) -> None:
-    """Writes a safetensors file, one tensor at a time."""
-    header: dict[str, object] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.num_bytes
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    file.write(len(encoded).to_bytes(8, "little") + encoded)
-    for tensor in tensors.values():
-        file.write(_bytes(tensor.load()).numpy().data)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """`[num_bytes]` uint8."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    problems = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in wrong.items() if names]
+    if problems:
+        raise ValueError(f"The weights in {folder} do not fit their configuration. {'; '.join(problems)}.")
+    return {name: found[name] for name in expected}

@@ -22,12 +22,21 @@ from ..methods_qtsplus import add_method
 from ..output import check_folder, first_line
 from ..settings import check_types
 from .card import card_data, matching_variant
-from .checkpoint import StoredTensor, in_memory, read_checkpoint, write_checkpoint
+from .checkpoint import (
+    EMBEDDINGS,
+    HEAD,
+    REFERENCE,
+    RHO_HISTORY,
+    SELECTOR,
+    check_weights,
+    on_meta,
+    read_checkpoint,
+    write_checkpoint,
+)
 from .files import hub_configs, require_variant
 from .folder import read_json, reading, whole_folder
 from .publish import write_repository
 from .reference import MODEL_TYPE, convert_reference_config, find_vision_config
-from .weights import EMBEDDINGS, HEAD, REFERENCE, RHO_HISTORY, SELECTOR, check_weights, on_meta, read_weights
 
 INITIALISATIONS = ("identity", "language_model")  # of a fresh selector
 _STOCK = [name.removesuffix(OURS) for name in model_types()]
@@ -52,7 +61,7 @@ class _Conversion:
     """What is to be written: a configuration, tensors under the names they get, and what the card says of them."""
 
     config: Any
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, torch.Tensor]
     about: dict[str, Any] = field(default_factory=dict)
     variant: str | None = None
 
@@ -64,11 +73,9 @@ def convert(
     variant: str | None = None,
     initialise: str | None = None,
     selector: Mapping[str, Any] | None = None,
-    vision_config: str | Path | None = None,
     processor: str | Path | None = None,
     revision: str | None = None,
     seed: int | None = None,
-    overwrite: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """
@@ -78,12 +85,12 @@ def convert(
     `seed` are about that; a reference QTSplus becomes one of ours; one of ours becomes a stock model again.
 
     Args:
-        source: a folder, or a Hub repository's id, at a `revision`.
-        out, overwrite: the folder to write, see [`whole_folder`].
+        source: a folder, or a Hub repository's id, at a `revision`. A reference checkpoint lacks the configuration of
+            its vision tower; one of another size than 3B and 7B needs it beside its own, as `vision_config.json`.
+        out: the folder to write, see [`whole_folder`].
         variant: a folder of `hub_configs` whose selector hyperparameters are taken.
         initialise: "identity" (when absent) or "language_model", see [`initialise_selector`].
         selector: fields of `qtsplus_config` to set.
-        vision_config: for a reference checkpoint, which lacks it: a JSON file, or a folder with a config.json.
         processor: a folder or Hub id to take the processor from, where the source has none.
         say: takes a line for every choice that was made.
 
@@ -92,24 +99,20 @@ def convert(
             argument that has no meaning for this kind; a vision tower that is not known.
         FileExistsError: the folder holds other files.
     """
-    if initialise not in (None, *INITIALISATIONS):
-        raise ValueError(f"init={initialise!r}: expected one of {', '.join(INITIALISATIONS)}.")
     out = check_folder(out).resolve()
     folder = _source_folder(source, revision)
     if out == folder.resolve():
         raise ValueError(f"{out} is the source itself; choose another folder to write to.")
     refuse_adapter(folder)
     model_type = read_json(folder / "config.json").get("model_type")
-    other = f"and {folder} is of type {model_type!r}"
     if model_type not in _STOCK:
-        _refuse(f"starts a new selector, {other}", variant=variant, init=initialise, set=selector, seed=seed)
-    if model_type != MODEL_TYPE:
-        _refuse(f"is for reference checkpoints, {other}", vision_config=vision_config)
+        reason = f"starts a new selector, and {folder} is of type {model_type!r}"
+        _refuse(reason, variant=variant, init=initialise, set=selector, seed=seed)
 
     if model_type in _STOCK:
         made = _from_base(folder, str(source), variant, initialise or "identity", selector or {}, seed or 0, say)
     elif model_type == MODEL_TYPE:
-        made = _from_reference(folder, None if vision_config is None else Path(vision_config))
+        made = _from_reference(folder)
     elif model_type in model_types():
         made = _to_base(folder)
     else:
@@ -119,15 +122,22 @@ def convert(
             f"reference QTSplus on Qwen2.5-VL) or {ours} (ours, to go back to the stock model)."
         )
 
-    with whole_folder(out, overwrite) as staging:
-        loaded = _load_processor(folder if processor is None else processor, made.config, processor is not None, say)
+    with whole_folder(out) as staging:
+        loaded = None
+        if processor is not None or (folder / "tokenizer_config.json").exists():
+            loaded = processor_of(processor or folder, made.config)
+        else:
+            say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
         if loaded is not None and model_type in _STOCK:
             _take_over(loaded, made)
         write_checkpoint(made.tensors, staging)
-        _generation_config(folder, made).save_pretrained(staging)
+        generation = load_generation_config(folder) or load_generation_config(hub_configs() / (made.variant or ""))
+        (generation or GenerationConfig.from_model_config(made.config)).save_pretrained(staging)
         if model_type in model_types():
             if loaded is not None:
-                _plain_processor(loaded).save_pretrained(staging)
+                names = inspect.signature(loaded.stock_class).parameters
+                parts = {name: getattr(loaded, name) for name in names if hasattr(loaded, name)}
+                loaded.stock_class(**parts).save_pretrained(staging)
             made.config.save_pretrained(staging)
         else:
             write_repository(staging, on_meta(made.config), loaded, f"org/{out.name}", made.about)
@@ -185,14 +195,14 @@ def _from_base(
     return _Conversion(config, tensors, about, known)
 
 
-def _from_reference(folder: Path, vision_config: Path | None) -> _Conversion:
+def _from_reference(folder: Path) -> _Conversion:
     stated, stored = read_json(folder / "config.json"), read_checkpoint(folder)
-    vision = find_vision_config(stated, vision_config)
+    vision = find_vision_config(folder, stated)
     with reading(folder / "config.json"):
         config = convert_reference_config({"tie_word_embeddings": HEAD not in stored, **stated}, vision)
     tensors = check_weights(stored, config, folder, REFERENCE, without=RHO_HISTORY)
     config.dtype = tensors[EMBEDDINGS].dtype
-    tensors[RHO_HISTORY] = in_memory(torch.zeros(2, dtype=torch.int64))
+    tensors[RHO_HISTORY] = torch.zeros(2, dtype=torch.int64)
     known = matching_variant(config)
     about = {**card_data(known, "license", "license_name", "license_link", "base_model"), "weights": _CONVERTED}
     return _Conversion(config, tensors, about, known)
@@ -203,7 +213,7 @@ def _to_base(folder: Path) -> _Conversion:
     backbone = backbone_of(ours.model_type)
     config = backbone.stock_config(**stock_settings(ours))
     config.architectures = [backbone.stock_model.__name__]
-    weights = read_weights(folder, ours).items()
+    weights = check_weights(read_checkpoint(folder), ours, folder).items()
     return _Conversion(config, {name: tensor for name, tensor in weights if not name.startswith(SELECTOR)})
 
 
@@ -220,8 +230,8 @@ def _own_fields(backbone: Any) -> set[str]:
 
 
 def fresh_selector(
-    config: Any, tensors: Mapping[str, StoredTensor], initialise: str, seed: int
-) -> dict[str, StoredTensor]:
+    config: Any, tensors: Mapping[str, torch.Tensor], initialise: str, seed: int
+) -> dict[str, torch.Tensor]:
     """A new selector's tensors in the dtype of the embeddings, started from the language model's where asked to."""
     model = on_meta(config)
     selector, layers = model.model.qtsplus, model.model.language_model.layers
@@ -232,11 +242,11 @@ def fresh_selector(
         for index, layer in enumerate(layers[: max(len(selector.scoring_layers), len(selector.reencode_layers))]):
             prefix = f"model.language_model.layers.{index}."
             names = [name for name in layer.state_dict() if not name.startswith("mlp.")]
-            layer.load_state_dict({name: tensors[prefix + name].load() for name in names}, strict=False, assign=True)
+            layer.load_state_dict({name: tensors[prefix + name] for name in names}, strict=False, assign=True)
     initialise_selector(model, initialise)
     dtype = tensors[EMBEDDINGS].dtype
     return {
-        SELECTOR + name: in_memory(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        SELECTOR + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in selector.state_dict().items()
     }
 
@@ -309,13 +319,6 @@ def _refuse(reason: str, **options: object) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {reason}.")
 
 
-def _load_processor(folder: str | Path, config: Any, asked_for: bool, say: Callable[[str], object]) -> Any | None:
-    if not asked_for and not (Path(folder) / "tokenizer_config.json").exists():
-        say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
-        return None
-    return processor_of(folder, config)
-
-
 def _take_over(processor: Any, made: _Conversion) -> None:
     """The tokenizer says which ids open and close a question, a variant of this size how to sample frames."""
     for name, value in processor.query_token_ids.items():
@@ -326,18 +329,3 @@ def _take_over(processor: Any, made: _Conversion) -> None:
         processor.video_processor = type(processor.video_processor)(**content["video_processor"])
     if getattr(processor.video_processor, "cap_pixels_per_frame", True) is None:  # else frames of any size are tokens
         processor.video_processor.cap_pixels_per_frame = True
-
-
-def _generation_config(folder: Path, made: _Conversion) -> GenerationConfig:
-    """The source's; that of the variant with its sizes where it has none."""
-    return (
-        load_generation_config(folder)
-        or load_generation_config(hub_configs() / (made.variant or ""))
-        or GenerationConfig.from_model_config(made.config)
-    )
-
-
-def _plain_processor(processor: Any) -> Any:
-    stock = processor.stock_class
-    names = inspect.signature(stock).parameters
-    return stock(**{name: getattr(processor, name) for name in names if hasattr(processor, name)})

@@ -17,15 +17,6 @@ from ..output import check_folder
 
 # In every folder that is written here: what was written, so that a later run replaces that and nothing else.
 WRITTEN = ".qtsplus-files.json"
-# What a model's folder may hold that must not mix with another's: goes when overwriting is allowed.
-_REPLACED = (
-    *("config.json", "generation_config.json", "processor_config.json", "chat_template.jinja", "README.md"),
-    *("model*.safetensors", "model.safetensors.index.json", "*_qtsplus*.py"),
-    *("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("preprocessor_config.json", "video_preprocessor_config.json"),
-)
-
-
 # What Transformers and its parsers raise for a file that is there, but not what its name says.
 _SPEAKING = (OSError, ValueError, ImportError, StrictDataclassError)
 _CODE = (TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError)
@@ -33,19 +24,16 @@ _BROKEN = (*_SPEAKING, *_CODE, UnpicklingError, SafetensorError, TemplateError)
 
 
 @contextmanager
-def whole_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
+def whole_folder(folder: str | Path) -> Iterator[Path]:
     """
-    A folder beside the target to write to; it takes the target's place when the block ends without an error.
-
-    Args:
-        folder: the target. What an earlier run wrote there is replaced, unless it was changed since.
-        overwrite: write also into a folder that holds other files. Those of a model are replaced, the others stay.
+    A folder beside the target to write to; it takes the target's place when the block ends without an error. What an
+    earlier run wrote there is replaced.
 
     Raises:
-        FileExistsError: the folder holds other files, or is a file.
-        ValueError: an empty name; the folder cannot be written, or another process writes it.
+        FileExistsError: the folder holds other files, or some that were changed since.
+        ValueError: an empty name; the folder is a file or cannot be written, or another process writes it.
     """
-    folder = check_own(folder, overwrite)
+    folder = check_own(folder)
     with _sole_writer(folder):
         staging = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(staging, ignore_errors=True)  # left by a process that was killed
@@ -53,19 +41,22 @@ def whole_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
         try:
             yield staging
             (staging / WRITTEN).write_text(json.dumps(_files(staging), indent=2) + "\n", encoding="utf-8")
-            _move(staging, folder, overwrite)
+            _move(staging, folder)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def check_own(folder: str | Path, overwrite: bool = False) -> Path:
+def check_own(folder: str | Path) -> Path:
     """The folder of [`whole_folder`], before anything is computed for it; raises as that does."""
     folder = check_folder(folder).resolve()
-    others = _others(folder)
-    if others and not overwrite:
+    if (folder / WRITTEN).is_file():
+        others = sorted(_files(folder).keys() - _unchanged(folder))
+    else:
+        others = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if others:
         raise FileExistsError(
             f"{folder} holds files that an earlier run did not write, or that were changed since "
-            f"({', '.join(others[:3])}); choose another folder, move them away, or allow overwriting."
+            f"({', '.join(others[:3])}); choose another folder, or move them away."
         )
     return folder
 
@@ -125,7 +116,7 @@ def update_json(path: Path, drop: tuple[str, ...] = (), **values: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _move(staging: Path, folder: Path, overwrite: bool) -> None:
+def _move(staging: Path, folder: Path) -> None:
     if not folder.exists():
         staging.rename(folder)
         return
@@ -133,9 +124,6 @@ def _move(staging: Path, folder: Path, overwrite: bool) -> None:
     (folder / "config.json").unlink(missing_ok=True)
     for name in _unchanged(folder):
         (folder / name).unlink(missing_ok=True)
-    for pattern in _REPLACED if overwrite else ():
-        for path in folder.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name in sorted([*_files(staging), WRITTEN], key=lambda name: name == "config.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).replace(folder / name)
@@ -154,10 +142,3 @@ def _unchanged(folder: Path) -> set[str]:
         return set()
     written = read_json(folder / WRITTEN)
     return {name for name, state in _files(folder).items() if written.get(name) == state}
-
-
-def _others(folder: Path) -> list[str]:
-    """What a folder holds beside that."""
-    if (folder / WRITTEN).is_file():
-        return sorted(_files(folder).keys() - _unchanged(folder))
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []

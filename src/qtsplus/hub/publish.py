@@ -20,10 +20,9 @@ from ..output import check_folder
 from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from ..saving_qtsplus import auto_map, code_of
 from .card import card_data, matching_variant, model_card
-from .checkpoint import read_checkpoint, weight_files, write_checkpoint
+from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files, write_checkpoint
 from .files import hub_configs, hub_root, variants
 from .folder import read_json, update_json, whole_folder
-from .weights import on_meta, read_weights
 
 # What a repository may hold from an earlier upload, and must not mix with this one's.
 _REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\w+_qtsplus\w*\.py")
@@ -48,7 +47,6 @@ def assemble_folder(
     folder: str | Path,
     *,
     repository: str | None = None,
-    overwrite: bool = False,
     link_weights: bool = False,
     space: bool = False,
     say: Callable[[str], object] = lambda line: None,
@@ -61,14 +59,14 @@ def assemble_folder(
 
     Args:
         source: a folder, or the name of a variant of `hub_configs` that comes with weights.
-        folder, overwrite: the target, see [`whole_folder`].
+        folder: the target, see [`whole_folder`].
         repository: the id under which the card's usage loads it; "org/" and the folder's name when absent.
         link_weights: link to the source's weights instead of copying them, for a folder that is only uploaded.
         space: add the page of `qtsplus app`, see [`write_space`].
 
     Raises:
         ValueError: another kind of model, a folder without weights, or weights that do not fit.
-        FileExistsError: the folder holds other files, or is a file.
+        FileExistsError: the folder holds other files.
     """
     bundled = not Path(source).is_dir() and source in variants()
     source, folder = hub_configs() / source if bundled else Path(source).resolve(), check_folder(folder).resolve()
@@ -76,7 +74,8 @@ def assemble_folder(
         raise ValueError(f"{folder} is the source itself; choose another folder to write to.")
     _check_publishable(source)
     config = load_config(source)
-    tensors, model = read_weights(source, config), on_meta(config)
+    stored, model = read_checkpoint(source), on_meta(config)
+    tensors = check_weights(stored, config, source)
     repository = repository or f"org/{folder.name}"
     card, about = None, {}
     if (source / "README.md").exists():
@@ -89,8 +88,8 @@ def assemble_folder(
         about = card_data(known, "license", "license_name", "license_link", "base_model")
         licence = f"the licence of {known}, which has the same sizes" if about else "no licence, as none is known"
         say(f"{source} has no README.md: the card is a new one, with {licence}.")
-    with whole_folder(folder, overwrite) as staging:
-        if read_checkpoint(source).keys() != tensors.keys():
+    with whole_folder(folder) as staging:
+        if stored.keys() != tensors.keys():
             write_checkpoint(tensors, staging)
         else:
             for path in weight_files(source):

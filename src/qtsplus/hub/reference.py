@@ -60,26 +60,27 @@ _NOT_TEXT = {"model_type", "architectures", "auto_map", "transformers_version", 
 _NOT_VISION = _NOT_TEXT | {"dtype", "torch_dtype"}
 
 
-def find_vision_config(config: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
+def find_vision_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     The configuration of the vision tower of a reference checkpoint; whether it fits its weights is checked with them.
 
     Args:
-        config: the checkpoint's config.json.
-        path: a vision configuration, a whole Qwen2.5-VL one, or a folder with either.
+        folder: the checkpoint's, perhaps with `vision_config.json`: such a configuration, or a whole Qwen2.5-VL one.
+        config: its config.json.
 
     Raises:
         ValueError: the file is neither; or there is none, and the language model is not one of those that are known.
     """
-    if path is None:
+    path = folder / "vision_config.json"
+    if not path.exists():
         variant = _KNOWN_VISION.get(config.get("hidden_size", 0))
         if variant is None:
             raise ValueError(
                 f"The checkpoint carries no configuration of its vision tower, and its width is none of "
-                f"{', '.join(map(str, _KNOWN_VISION))}: give one with --vision-config, such as vision/config.json."
+                f"{', '.join(map(str, _KNOWN_VISION))}: put one there, as {path}."
             )
-        path = hub_configs() / variant
-    content = read_json(path / "config.json" if path.is_dir() else path)
+        path = hub_configs() / variant / "config.json"
+    content = read_json(path)
     with reading(path):
         vision = content.get("vision_config", content)
         Qwen2_5_VLVisionConfig(**{key: value for key, value in vision.items() if key not in _NOT_VISION})

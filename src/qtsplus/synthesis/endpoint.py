@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
@@ -18,8 +18,7 @@ NO_KEY = "none"  # what servers without keys are sent
 LARGEST_REPLY = 2**20  # bytes
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """What a teacher said."""
 
     text: str
@@ -59,7 +58,7 @@ class Endpoint:
     url: str  # such as `http://localhost:8000/v1`
     model: str  # its name there
     key: str = field(default=NO_KEY, repr=False)  # never printed, logged or written
-    timeout: float = 300.0  # seconds until a reply must be whole, with all waiting for a server that is busy
+    timeout: float = 600.0  # seconds until a reply must be whole, with all waiting for a server that is busy
     temperature: float = 0.0
     extra_body: Mapping[str, Any] = field(default_factory=dict)  # further fields of each request
     retries: int = 8  # after a rate limit, a server's error or a broken connection, as the openai client waits for them
@@ -80,10 +79,6 @@ class Endpoint:
     def settings(self) -> dict[str, Any]:
         """What decides the replies, as it is written down."""
         return {"model": self.model, "temperature": self.temperature, "extra_body": dict(self.extra_body)}
-
-    def redact(self, text: str) -> str:
-        """The text without the key, should a server have put it there."""
-        return text if self.key == NO_KEY else text.replace(self.key, "[key]")
 
     async def __aenter__(self) -> "Endpoint":
         options: dict[str, Any] = {"timeout": None, "max_retries": self.retries, "http_client": _Client()}
@@ -132,14 +127,14 @@ class Endpoint:
             choice = completion.choices[0]
             # A reply may hold halves of surrogate pairs, which no file takes.
             said = (choice.message.content or "").encode("utf-8", "replace").decode()
-            return Reply(self.redact(said), choice.finish_reason != "length")
+            return Reply(self._redact(said), choice.finish_reason != "length")
         ledger.reasons.append(reason)
         raise ItemFailed
 
     def _explain(self, error: OpenAIError) -> str:
         """Why one request failed; a `ValueError` for what no other would do better with."""
         if isinstance(error, APIStatusError):
-            said = f"The server answered {error.status_code}: {self._line(error.message)}"
+            said = f"The server answered {error.status_code}: {' '.join(self._redact(error.message).split())[:300]}"
             if error.status_code in (401, 403, 404):
                 raise ValueError(
                     f"The endpoint {self.url} refuses the model {self.model!r}. {said} Check the "
@@ -147,14 +142,15 @@ class Endpoint:
                 ) from None
             return said
         cause = error.__cause__ or error
-        reason = f"The request failed: {self._line(str(cause) or type(cause).__name__)}."
+        words = self._redact(str(cause) or type(cause).__name__).split()
+        reason = f"The request failed: {' '.join(words)[:300]}."
         if isinstance(error, APIConnectionError) and type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
             raise ValueError(f"The endpoint {self.url} takes no request. {reason}") from None
         return reason
 
-    def _line(self, text: str) -> str:
-        """The first words of a message, without the key."""
-        return " ".join(self.redact(text).split())[:300]
+    def _redact(self, text: str) -> str:
+        """The text without the key, should a server have put it there."""
+        return text if self.key == NO_KEY else text.replace(self.key, "[key]")
 
 
 class _ReplyTooLong(OpenAIError):

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,68 +106,58 @@ def run(job: Job, out: Path, concurrency: int = 64, limit: int | None = None) ->
         RunFailed: one item after another fails, every item failed, or the disk is full.
     """
     folder = check_folder(out)
-    if not (folder / JOURNAL).exists():
-        _refuse_files(folder, job.name)
-    items, digest = _measure(job.read())
+    files = [folder / name for name in (f"{job.name}.jsonl", "dropped.jsonl", "failed.jsonl", "summary.json")]
+    if not (folder / JOURNAL).exists() and (there := next(filter(Path.exists, files), None)):
+        raise ValueError(f"{there} is there already, and not from this run: choose another folder.")
+    items, digest = 0, hashlib.sha256()
+    for record in job.read():
+        items += 1
+        digest.update(json.dumps(record.row(), sort_keys=True).encode() + b"\n")
     if not items:
         raise ValueError("The input holds no record.")
-    settings = {"step": job.name, "input": digest, "items": items, **job.settings}
-    total = items if limit is None else min(items, limit)
+    settings = {"step": job.name, "input": digest.hexdigest()[:16], "items": items, **job.settings}
     with _working_in(folder):
         journal = Journal(folder / JOURNAL, settings, _SCHEMA, begin_anew=False)
-        finished = {position for position, entry in _entries(journal) if not entry["failed"]}
-        records = enumerate(itertools.islice(job.read(), total))
-        unfinished = (
-            Item(position, record.id or f"{position:08d}", record)
-            for position, record in records
-            if position not in finished
-        )
-        recorder = Recorder(journal, total, len(finished), concurrency)
-        with recorder.bar:
-            asyncio.run(_finish_all(job, unfinished, concurrency, recorder))
-        return write_sets(folder, job.name, journal)
+        asyncio.run(_finish_all(job, journal, items if limit is None else min(items, limit), concurrency))
+        return _write_sets(files, journal)
 
 
-def _files(name: str) -> list[str]:
-    return [f"{name}.jsonl", "dropped.jsonl", "failed.jsonl", "summary.json"]
+async def _finish_all(job: Job, journal: Journal, total: int, concurrency: int) -> None:
+    """Workers take items from one iterator, so that no more than `concurrency` of them are in memory."""
+    finished = {position for position, entry in _entries(journal) if not entry["failed"]}
+    records = enumerate(itertools.islice(job.read(), total))
+    items = (Item(at, record.id or f"{at:08d}", record) for at, record in records if at not in finished)
+    console, patience, in_a_row = Console(stderr=True), max(20, 2 * concurrency), 0
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    task = bar.add_task(f"Making {job.name}", total=total, completed=len(finished))
 
+    async def work() -> None:
+        nonlocal in_a_row
+        for item in items:
+            ledger, result, failed = Ledger(), Result(), False
+            try:
+                result = await job.step(item, ledger)
+            except ItemFailed:
+                failed = True
+            journal.add(item.position, {"id": item.id, "failed": failed, **vars(result), **vars(ledger)})
+            bar.advance(task)
+            in_a_row = in_a_row + 1 if failed else 0
+            if in_a_row >= patience:
+                raise RunFailed(
+                    f"The last {in_a_row} items failed, the last one because {ledger.reasons[-1]} Mend that, and run "
+                    "the same command again."
+                )
 
-def _refuse_files(folder: Path, name: str) -> None:
-    for path in (folder / file for file in _files(name)):
-        if path.exists():
-            raise ValueError(f"{path} is there already, and not from this run: choose another folder.")
-
-
-def write_sets(folder: Path, name: str, journal: Journal) -> Path:
-    """Writes what a journal holds, in the input's order; see [`run`]. Where all items failed, no set is written."""
-    kept, dropped, failed, summary = (folder / file for file in _files(name))
-    if all(entry["failed"] for _, entry in _entries(journal)):
-        reasons = _write_failed(failed, journal)
-        raise RunFailed(
-            f"All {len(reasons)} items failed, because {' '.join(list(dict.fromkeys(reasons))[:3])} No set was "
-            f"written; {failed} says more. Mend that, and run the same command again."
-        )
-    counts: Counter[str] = Counter(dict.fromkeys(("finished", "kept", "dropped", *COSTS), 0))
-    causes: Counter[str] = Counter()
-    with whole_file(kept) as good, whole_file(dropped) as bad:
-        for _, entry in _entries(journal):
-            counts.update(entry["costs"], finished=1)
-            for file, rows, count in ((good, entry["kept"], "kept"), (bad, entry["dropped"], "dropped")):
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-                counts[count] += len(rows)
-            causes.update(row["reason"].partition(":")[0] for row in entry["dropped"])
-    failures = len(_write_failed(failed, journal))
-    totals = {**journal.settings, **counts, "failed": failures, "dropped_because": dict(sorted(causes.items()))}
-    write_json(summary, totals)
-    return kept
-
-
-def _write_failed(path: Path, journal: Journal) -> list[str]:
-    """Writes the items that failed, and gives the last reason of each."""
-    entries = [entry for _, entry in _entries(journal) if entry["failed"]]
-    with whole_file(path) as file:
-        file.writelines(json.dumps({"id": entry["id"], "reasons": entry["reasons"]}) + "\n" for entry in entries)
-    return [entry["reasons"][-1] for entry in entries]
+    async with job.teacher:
+        with bar:
+            workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
 
 
 def _entries(journal: Journal) -> Iterator[tuple[int, Entry]]:
@@ -176,59 +166,31 @@ def _entries(journal: Journal) -> Iterator[tuple[int, Entry]]:
         yield position, journal.done[position]
 
 
-def _measure(records: Iterable[Any]) -> tuple[int, str]:
-    """How many records there are, and a digest of them."""
-    count, digest = 0, hashlib.sha256()
-    for record in records:
-        count += 1
-        digest.update(json.dumps(record.row(), sort_keys=True).encode() + b"\n")
-    return count, digest.hexdigest()[:16]
-
-
-async def _finish_all(job: Job, items: Iterator[Item], concurrency: int, recorder: "Recorder") -> None:
-    """Workers take items from one iterator, so that no more than `concurrency` of them are in memory."""
-
-    async def work() -> None:
-        for item in items:
-            ledger, result, failed = Ledger(), Result(), False
-            try:
-                result = await job.step(item, ledger)
-            except ItemFailed:
-                failed = True
-            entry: Any = {"id": item.id, "failed": failed, **vars(result), **vars(ledger)}
-            recorder.record(item.position, entry)
-
-    async with job.teacher:
-        workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-
-
-class Recorder:
-    """Writes items that were tried into a journal, and shows on a bar how far a run is, where that is a terminal."""
-
-    def __init__(self, journal: Journal, items: int, finished: int, concurrency: int):
-        console = Console(stderr=True)
-        self.journal = journal
-        self.failed_in_a_row, self.patience = 0, max(20, 2 * concurrency)
-        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-        self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self.task = self.bar.add_task(f"Making {journal.settings['step']}", total=items, completed=finished)
-
-    def record(self, position: int, entry: Entry) -> None:
-        """Notes an item; raises [`RunFailed`] where one after another fails."""
-        self.journal.add(position, entry)
-        self.bar.advance(self.task)
-        self.failed_in_a_row = self.failed_in_a_row + 1 if entry["failed"] else 0
-        if self.failed_in_a_row >= self.patience:
-            raise RunFailed(
-                f"The last {self.failed_in_a_row} items failed, the last one because {entry['reasons'][-1]} Mend that, "
-                "and run the same command again."
-            )
+def _write_sets(files: Sequence[Path], journal: Journal) -> Path:
+    """Writes what a journal holds, in the input's order; see [`run`]. Where all items failed, no set is written."""
+    kept, dropped, failed, summary = files
+    reasons = []
+    with whole_file(failed) as file:
+        for _, entry in _entries(journal):
+            if entry["failed"]:
+                file.write(json.dumps({"id": entry["id"], "reasons": entry["reasons"]}) + "\n")
+                reasons.append(entry["reasons"][-1])
+    if len(reasons) == len(journal.done):
+        raise RunFailed(
+            f"All {len(reasons)} items failed, because {' '.join(list(dict.fromkeys(reasons))[:3])} No set was "
+            f"written; {failed} says more. Mend that, and run the same command again."
+        )
+    counts: Counter[str] = Counter(dict.fromkeys(("finished", "kept", "dropped", *COSTS), 0))
+    causes: Counter[str] = Counter()
+    with whole_file(kept) as good, whole_file(dropped) as bad:
+        for _, entry in _entries(journal):
+            counts.update(entry["costs"], finished=1, kept=len(entry["kept"]), dropped=len(entry["dropped"]))
+            good.writelines(json.dumps(row) + "\n" for row in entry["kept"])
+            bad.writelines(json.dumps(row) + "\n" for row in entry["dropped"])
+            causes.update(row["reason"].partition(":")[0] for row in entry["dropped"])
+    totals = {**journal.settings, **counts, "failed": len(reasons), "dropped_because": dict(sorted(causes.items()))}
+    write_json(summary, totals)
+    return kept
 
 
 @contextlib.contextmanager

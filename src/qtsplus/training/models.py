@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 
 from ..backbones import OURS, backbone_of
 from ..configuration_qtsplus import QTSplusConfig
-from ..hub.checkpoint import in_memory, read_checkpoint
+from ..hub.checkpoint import read_checkpoint
 from ..hub.convert import fresh_selector
 from ..hub.files import hub_configs, require_variant
 from ..loading import find_device, load_config, processor_of, refuse_adapter, stored_config
@@ -87,11 +87,11 @@ def make_model(
             model.generation_config = GenerationConfig.from_pretrained(hub_configs() / variant)
         return model
     base = backbone.stock_model.from_pretrained(weights, **loading)
-    stored = {name: in_memory(tensor) for name, tensor in base.state_dict().items()}
-    selector = {name: tensor.load() for name, tensor in fresh_selector(config, stored, "identity", seed).items()}
+    stored = base.state_dict()
+    selector = fresh_selector(config, stored, "identity", seed)
     with no_init_weights():
         model = backbone.model._from_config(config, **loading)
-    missing, unexpected = model.load_state_dict({**base.state_dict(), **selector}, strict=False, assign=True)
+    missing, unexpected = model.load_state_dict({**stored, **selector}, strict=False, assign=True)
     if missing or unexpected:
         raise ValueError(f"{weights} does not fit the configuration: {(missing + unexpected)[0]} is not in both.")
     model.tie_weights()

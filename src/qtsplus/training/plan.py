@@ -1,23 +1,22 @@
-"""What a run will take, before any weight is loaded: trained parameters, memory, steps, time and disk."""
+"""What a run will take, before any weight is loaded: trained parameters, memory, steps and disk."""
 
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from ..backbones import backbone_of
 from ..data.formats import iter_rows
+from ..hub.checkpoint import on_meta
 from ..output import size
 from .arguments import QTSplusTrainingArguments
 from .attention import check_relevance
-from .freezing import PARTS, count_parameters, freeze, part_of
+from .freezing import count_parameters, freeze
 from .lora import add_lora, lora_config
 from .models import make_config
 from .recipe import Recipe
 
-FLOPS = 400e12  # a second, which an H100 reaches in bfloat16
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -32,8 +31,8 @@ def make_plan(recipe: Recipe) -> Plan:
     """
     What a recipe takes, from its model on the meta device.
 
-    Memory is that of weights, gradients, AdamW and what a step holds beside them; time is that of the matrix products.
-    Both are rough, and leave out a `relevance_teacher` that is another model.
+    Memory is roughly that of weights, gradients, AdamW and what a step holds beside them, without a `relevance_teacher`
+    that is another model.
 
     Raises:
         ValueError: weights that are not there, or settings that do not fit the model.
@@ -45,8 +44,8 @@ def make_plan(recipe: Recipe) -> Plan:
     saved = width * (counts.total - counts.trainable) + 4 * counts.trainable
     computed = 2 if training.bf16 or training.fp16 else width
     frames, tokens = _longest_clip(config, data.processor_kwargs)
-    held, flops = _step(recipe, config, model, tokens)
-    memory = saved + 12 * counts.trainable + training.train_batch_size * computed * held
+    values = _values(recipe, config, tokens)
+    memory = saved + 12 * counts.trainable + training.train_batch_size * computed * values
     samples = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     there = all(Path(path).is_file() for path in data.train_files)
     records = sum(1 for path in data.train_files for _ in iter_rows(path)) if there else None
@@ -56,11 +55,10 @@ def make_plan(recipe: Recipe) -> Plan:
     disk = saved + _checkpoints(training, steps) * (saved + 8 * counts.trainable)
     clip = f"{frames} frames, {tokens:,} visual tokens"
     lines = [counts.describe(), f"about {size(memory)} of memory with clips of up to {clip}"]
-    if steps is None:
-        lines.append("steps and time are not known: the files to train on are not there")
-    else:
-        hours = f"about {steps * samples * flops / FLOPS / 3600:.2g} hours at {FLOPS / 1e12:.0f} TFLOP/s"
-        lines.append(f"{steps:,} steps of {samples} records, {hours}")
+    known = (
+        f"{steps:,} steps of {samples} records" if steps else "the files to train on are not there: no step is known"
+    )
+    lines.append(known)
     lines.append(f"{size(disk)} of disk for the model and its checkpoints in {recipe.output_dir}")
     if data.features is not None:
         levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
@@ -73,7 +71,7 @@ def make_plan(recipe: Recipe) -> Plan:
 def _on_meta(recipe: Recipe, config: Any) -> Any:
     args, training = recipe.model, recipe.training
     with torch.device("meta"):
-        model: nn.Module = backbone_of(config.model_type).model(config)
+        model = on_meta(config)
         teacher = args.relevance_teacher
         check_relevance(model, training, model if teacher is None else None, teacher == "lm_attention")
         if training.lora_rank:
@@ -111,27 +109,13 @@ def _longest_clip(config: Any, kwargs: dict[str, Any]) -> tuple[int, int]:
     return frames, int(even * (longest or processor.frame_pixels) / token)
 
 
-def _step(recipe: Recipe, config: Any, model: Any, tokens: int) -> tuple[int, float]:
-    """Of one record: the values that a step holds beside the weights, and its floating-point operations."""
+def _values(recipe: Recipe, config: Any, tokens: int) -> int:
+    """How many values a step holds beside the weights, for each record."""
     text, training, selector = config.text_config, recipe.training, config.qtsplus_config
     width, depth, prompt = text.hidden_size, text.num_hidden_layers, recipe.data.model_max_length or 512
     share = max(training.retention_range) if training.retention_range else selector.rho_max
     kept = tokens if selector.selection == "all" else min(math.ceil(tokens * share), selector.n_max)
-    length, layer = prompt + kept, 6 * width + 3 * text.intermediate_size  # what the inside of a layer holds
+    layer = 6 * width + 3 * text.intermediate_size  # what the inside of one holds
     inside = layer if training.gradient_checkpointing else depth * layer
-    held = length * (depth * width + inside + 2 * text.vocab_size) + 2 * tokens * width
-
-    sizes = dict.fromkeys(PARTS, 0)
-    for name, weight in model.named_parameters():
-        sizes[part_of(name)] += weight.numel() if weight.ndim > 1 else 0
-
-    def forward(read: int) -> float:
-        return 2 * read * (sizes["language_model"] + depth * width * read)
-
-    passes = 3 + bool(training.gradient_checkpointing) + (not training.freeze_language_model)
-    probes = selector.budget == "loss"  # with 1, 2, 4, ... tokens: together twice the most
-    flops = (passes + 2 * probes) * forward(length)
-    if training.relevance_weight:
-        held, flops = max(held, (prompt + tokens) * layer), flops + forward(prompt + tokens)
-    patches = tokens * getattr(config.vision_config, "spatial_merge_size", 2) ** 2
-    return held, flops + 2 * patches * sizes["vision"]
+    student = (prompt + kept) * (depth * width + inside + 2 * text.vocab_size) + 2 * tokens * width
+    return max(student, (prompt + tokens) * layer) if training.relevance_weight else student

@@ -17,6 +17,7 @@ from rich.progress import track
 from ... import session
 from ...loading import find_device
 from ...output import first_line
+from ..exact_match import answer
 from .answers import Answered, AnswerLog
 from .loading import Options, load
 
@@ -176,20 +177,13 @@ class QTSplus(lmms):
         return self._encoded[video]
 
     def _generate(self, asked: Sequence[tuple[_Request, list[session.EncodedVideo]]]) -> dict[str, Answered]:
+        requests = [request for request, _ in asked]
         videos = [video for _, found in asked for video in found]
-        inputs = self._inputs([request for request, _ in asked], videos)
-        encoded: dict[str, Any] = {}
-        if videos:
-            encoded["video_features"] = [video.features for video in videos]
-            encoded["second_per_grid_ts"] = [second for video in videos for second in video.second_per_grid_ts]
-        output = self.model.generate(
-            **inputs.to(self.device),
-            **self.options.call(),
-            **_generation(asked[0][0].generation),
-            **encoded,
-            return_dict_in_generate=True,
-        )
-        new = output.sequences[:, inputs["input_ids"].shape[1] :]
+        messages, images = [one.messages for one in requests], [one.images for one in requests if one.images]
+        some = any(request.query for request in requests)
+        query = [one.query or _question(one.messages) for one in requests] if some else None
+        options = {**self.options.call(), **_generation(requests[0].generation)}
+        new, chosen = answer(self.model, self.processor, messages, videos, query, images, **options)
         texts = self.processor.batch_decode(new, skip_special_tokens=True)
         padding = self.processor.tokenizer.pad_token_id
         answers = {}
@@ -200,20 +194,9 @@ class QTSplus(lmms):
                 video=request.names,
                 frames=sum(len(video.metadata.frames_indices) for video in found),
                 visual_tokens=sum(len(video.features) for video in found),
-                kept_visual_tokens=len(output.qtsplus.kept_indices[row]) if found else 0,
+                kept_visual_tokens=len(chosen.kept_indices[row]) if found else 0,
             )
         return answers
-
-    def _inputs(self, requests: Sequence[_Request], videos: Sequence[session.EncodedVideo]) -> Any:
-        options: dict[str, Any] = {}
-        if videos:
-            options["video_grid_thw"] = torch.cat([video.video_grid_thw for video in videos])
-            options["video_metadata"] = [video.metadata for video in videos]
-        if images := [request.images for request in requests if request.images]:
-            options["images"] = images
-        if any(request.query for request in requests):
-            options["query"] = [request.query or _question(request.messages) for request in requests]
-        return self.processor.conversation_inputs([request.messages for request in requests], **options)
 
 
 def _batches(waiting: Mapping[str, Instance], size: int) -> list[list[str]]:
