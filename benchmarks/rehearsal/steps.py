@@ -167,7 +167,7 @@ def _using(place: Place) -> list[Step]:
             "calibrate",
             [
                 *(_COMMANDS, "calibrate", model, place.at(RECORDS)),
-                *("--out", place.at("calibration.json"), "--dtype", "bfloat16"),
+                *("--out", place.at("calibration.json")),
             ],
             lambda output, done: _check_calibration(place),
         ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .console import console, one_line_errors, wrote
-from .options import Device, Dtype, Overrides, RecipeFile
+from .options import Device, Overrides, RecipeFile
 
 if TYPE_CHECKING:
     from ..evaluation.calibration import Calibration
@@ -75,9 +75,6 @@ def calibrate(
     ],
     out: Annotated[Path, typer.Option(help="The file for all figures.")] = Path("calibration.json"),
     device: Device = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="The type of the weights. auto is bfloat16 on a GPU and float32 elsewhere.")
-    ] = Dtype.auto,
 ) -> None:
     """
     Find the layers and heads whose attention finds what an answer rests on, for attention distillation and for
@@ -87,11 +84,11 @@ def calibrate(
         from ..evaluation import calibration
         from ..output import check_output
         from ..results import write_json
-        from ..training.models import load_teacher
+        from ..training.models import load_either
 
         check_output(out)
         questions = calibration.read_labelled(records)
-        result = calibration.calibrate(*load_teacher(model, device, dtype.value), questions)
+        result = calibration.calibrate(*load_either(model, device), questions)
         write_json(out, result.as_dict())
         _print_calibration(result)
         wrote(out)

@@ -26,10 +26,8 @@ def make_config(variant: str | None, weights: str | None, selector: Mapping[str,
         selector: fields of `qtsplus_config` to change.
 
     Raises:
-        ValueError: neither is given, an unknown variant, another kind of model, or a field that cannot be so.
+        ValueError: an unknown variant, another kind of model, or a field that cannot be so.
     """
-    if variant is None and weights is None:
-        raise ValueError("The model section names neither a variant nor weights; expected at least one of them.")
     source = str(weights) if variant is None else str(require_variant(variant))
     if (kind := model_type(source)).endswith(OURS):
         config = load_config(source)
@@ -99,18 +97,15 @@ def make_model(
     return model
 
 
-def load_teacher(weights: str, device: str | None = None, dtype: str = "auto") -> tuple[Any, Any]:
+def load_either(weights: str, device: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
     """
-    A stock model or a QTSplus model, in a folder or on the Hub, with its processor. `"auto"` is bfloat16 on a GPU and
-    float32 elsewhere.
-
-    Raises:
-        ValueError: no such model, or one of an unknown backbone.
+    A stock model or a QTSplus model, in a folder or on the Hub, with its processor; without a `dtype` in that of the
+    checkpoint. A `ValueError` for no such model, or one of an unknown backbone.
     """
-    where = find_device(device)
-    automatic = "bfloat16" if where.startswith("cuda") else "float32"
+    where, stored = find_device(device), stored_config(weights)
     selector = {} if model_type(weights).endswith(OURS) else {"reencode_layers": 0}
-    model = make_model(None, weights, selector, automatic if dtype == "auto" else dtype)
+    dtype = dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
+    model = make_model(None, weights, selector, dtype)
     return model.to(where).eval(), make_processor(None, weights, model.config)
 
 

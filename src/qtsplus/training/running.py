@@ -2,7 +2,9 @@
 
 import gc
 import json
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +18,19 @@ from transformers.utils import logging
 from ..data.records import VideoRecord
 from ..hub.card import card_data
 from ..output import check_folder, require_space
-from .arguments import QTSplusTrainingArguments
 from .attention import AttentionChoice
-from .collator import VideoQACollator
 from .dataset import VideoQADataset, check_processor_kwargs
-from .features import AttentionTargets, VideoFeatures, encode_files
+from .features import VideoFeatures, encode_files
 from .freezing import vision_modules
 from .models import check_weights, make_config, make_model, make_processor
 from .plan import make_plan
-from .recipe import Recipe
+from .recipe import ModelArguments, Recipe
 from .sharding import check_checkpoint
 from .targets import note_targets, require_same_tokens
 from .trainer import SKIPPED_FILE, QTSplusTrainer
 
 logger = logging.get_logger(__name__)
+_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
 def run_stages(stages: Sequence[Recipe], resume: bool = False) -> Path:
@@ -90,7 +91,7 @@ def require_free(output_dir: Path) -> None:
     checkpoint = last_checkpoint(output_dir)
     if checkpoint is not None and not is_finished(output_dir):
         raise ValueError(f"{output_dir} holds {checkpoint.name}: resume the run, or choose another output_dir.")
-    names = sorted(path.name for path in output_dir.iterdir() if path.is_file() or _is_checkpoint(path))
+    names = sorted(path.name for path in output_dir.iterdir() if path.is_file() or _CHECKPOINT.fullmatch(path.name))
     if names not in ([], [SKIPPED_FILE]):  # which a run leaves that ended for them
         what = "a finished model" if is_finished(output_dir) else names[0]
         raise ValueError(f"{output_dir} holds {what}, which is not replaced: choose another output_dir.")
@@ -103,19 +104,12 @@ def is_finished(output_dir: Path) -> bool:
 
 def last_checkpoint(output_dir: Path) -> Path | None:
     """The newest checkpoint that was written to its end: the Trainer's state is the last file."""
-    checkpoints = filter(_is_checkpoint, output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-    for path in sorted(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        try:
+    steps = {int(name[1]): path for path in output_dir.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))}
+    for _, path in sorted(steps.items(), reverse=True):
+        with suppress(FileNotFoundError, ValueError):
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            continue
-        return path
+            return path
     return None
-
-
-def _is_checkpoint(path: Path) -> bool:
-    prefix, _, step = path.name.rpartition("-")
-    return prefix == PREFIX_CHECKPOINT_DIR and step.isdigit()
 
 
 def build_trainer(recipe: Recipe) -> QTSplusTrainer:
@@ -128,33 +122,48 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     )
     if not train:
         raise ValueError(f"{recipe.path}: data.train_files hold no record.")
+    if data.features is not None and not training.freeze_vision_model:
+        raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
     config = make_config(args.variant, args.weights, args.selector)
     if args.weights is not None:
         check_weights(args.weights, config.model_type)
     processor = make_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
+    mixed = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
 
-    def dataset(records: list[VideoRecord], features: VideoFeatures | None = None) -> VideoQADataset:
-        return trainer_class.dataset_class(records, processor, data.model_max_length, data.processor_kwargs, features)
+    def dataset(kind: type[VideoQADataset], records: list[VideoRecord], features: Any = None) -> VideoQADataset:
+        return kind(records, processor, data.model_max_length, data.processor_kwargs, features)
 
-    dataset(train).require_videos(training.max_skipped)
-    loading = args.dtype, args.attn_implementation, training.seed
-    model = make_model(args.variant, args.weights, args.selector, *loading)
-    relevance_teacher = _load_relevance_teacher(recipe, model, processor)
-    features = None if data.features is None else _encode(recipe, model, processor, train + evaluation)
-    train_dataset = dataset(train, features)
+    def encode(tower: Any, records: list[VideoRecord]) -> VideoFeatures:
+        for module in vision_modules(tower).values():
+            module.to(training.device)
+        videos = [(record.video, record.fps) for record in records if record.video is not None]
+        settings = str(data.features), data.processor_kwargs, mixed, training.dataloader_num_workers
+        return encode_files(tower, processor, videos, *settings)
+
+    dataset(trainer_class.dataset_class, train).require_videos(training.max_skipped)
+    model = make_model(
+        args.variant, args.weights, args.selector, args.dtype, args.attn_implementation, seed=training.seed
+    )
+    grouped = args.relevance_teacher == "lm_attention"
+    teacher = None if grouped or not training.relevance_weight else _load_relevance_teacher(args, model, processor)
+    features = None if data.features is None else encode(model, train + evaluation)
+    train_dataset = dataset(trainer_class.dataset_class, train, features)
     collator = trainer_class.collator_class(processor)
-    frozen = relevance_teacher is not None or (training.freeze_language_model and not training.lora_rank)
+    frozen = teacher is not None or (training.freeze_language_model and not training.lora_rank)
     if features is not None and training.relevance_weight and frozen:
-        # Nothing of the teacher trains: it reads every example once.
-        train_dataset.targets = _note(recipe, model, relevance_teacher, train_dataset, collator)
-        relevance_teacher = None
+        # Nothing of the teacher trains: it reads every example once. Another one sees with its own vision tower.
+        reader, records = teacher or model, train_dataset.attended()
+        attended = dataset(VideoQADataset, records, encode(reader, records))
+        choice = AttentionChoice.of(training, grouped)
+        note_targets(reader.to(training.device), attended, collator, str(data.features), choice, mixed)
+        train_dataset.targets, teacher = attended.targets, None
     trainer = trainer_class(
         model,
         training,
-        relevance_teacher="lm_attention" if args.relevance_teacher == "lm_attention" else relevance_teacher,
+        relevance_teacher="lm_attention" if grouped else teacher,
         train_dataset=train_dataset,
-        eval_dataset=dataset(evaluation, features) if evaluation else None,
+        eval_dataset=dataset(trainer_class.dataset_class, evaluation, features) if evaluation else None,
         data_collator=collator,
         processing_class=processor,
     )
@@ -170,12 +179,11 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
     return trainer
 
 
-def _load_relevance_teacher(recipe: Recipe, model: Any, processor: Any) -> Any:
+def _load_relevance_teacher(args: ModelArguments, model: Any, processor: Any) -> Any:
     """The model whose attention is the target; `None` where that is the model itself."""
-    args, training = recipe.model, recipe.training
-    if args.relevance_teacher in (None, "lm_attention") or not training.relevance_weight:
+    if (weights := args.relevance_teacher) is None:
         return None
-    weights, same = args.relevance_teacher, {"select_images": model.config.qtsplus_config.select_images}
+    same = {"select_images": model.config.qtsplus_config.select_images}
     config = make_config(None, weights, same)
     require_same_tokens(config, model.config)
     if make_processor(None, weights, config).tokenizer.get_vocab() != processor.tokenizer.get_vocab():
@@ -184,40 +192,3 @@ def _load_relevance_teacher(recipe: Recipe, model: Any, processor: Any) -> Any:
             "teacher with the same tokenizer."
         )
     return make_model(None, weights, same, args.dtype, args.attn_implementation)
-
-
-def _note(
-    recipe: Recipe, model: Any, relevance_teacher: Any, dataset: VideoQADataset, collator: VideoQACollator
-) -> AttentionTargets:
-    """The teacher's attention in every example. Another teacher sees all videos with its own vision tower."""
-    data, training = recipe.data, recipe.training
-    grouped = recipe.model.relevance_teacher == "lm_attention"
-    choice, mixed, folder = AttentionChoice.of(training, grouped), _mixed(training), str(data.features)
-    teacher = model if relevance_teacher is None else relevance_teacher
-    records = dataset.attended()
-    features = _encode(recipe, teacher, dataset.processor, records)
-    settings = data.model_max_length, data.processor_kwargs
-    attended = VideoQADataset(records, dataset.processor, *settings, features)
-    return note_targets(teacher.to(training.device), attended, collator, folder, choice, mixed)
-
-
-def _encode(recipe: Recipe, model: Any, processor: Any, records: list[VideoRecord]) -> VideoFeatures:
-    data, training = recipe.data, recipe.training
-    if not training.freeze_vision_model:
-        raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
-    for module in vision_modules(model).values():
-        module.to(training.device)
-    return encode_files(
-        model,
-        processor,
-        [(record.video, record.fps) for record in records if record.video is not None],
-        str(data.features),
-        data.processor_kwargs,
-        autocast_dtype=_mixed(training),
-        workers=training.dataloader_num_workers,
-    )
-
-
-def _mixed(training: QTSplusTrainingArguments) -> torch.dtype | None:
-    """What mixed-precision training computes in."""
-    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None

@@ -149,7 +149,12 @@ class QTSplusTrainer(Trainer):
             require_same_tokens(base_model(other).config, base_model(model).config)
         reads = None if self._targets_are_kept else base_model(other or model)
         check_relevance(base_model(model), self.args, reads, grouped)
-        self._check_whole_layers(grouped and not self._targets_are_kept)
+        one_by_one = self.selector_config.selection == "lm_attention" or (grouped and not self._targets_are_kept)
+        if one_by_one and shares_layers(self.accelerator.state):
+            raise ValueError(
+                "lm_attention reads the first layers by themselves, which FSDP and ZeRO-3 share out: train with "
+                "recipes/accelerate/zero2.yaml or ddp.yaml, or let a frozen model teach by data.features."
+            )
         self.attention_choice = AttentionChoice.of(self.args, grouped)
         self.relevance_teacher = None if other is None else other.to(self.args.device).eval().requires_grad_(False)
         self.about: dict[str, Any] = {}
@@ -160,14 +165,6 @@ class QTSplusTrainer(Trainer):
         self._retention: float | None = None
         self.budget = RhoControl(self.selector, self.args, self.running)
         self.add_callback(_StepCallback(self))
-
-    def _check_whole_layers(self, grouped: bool) -> None:
-        """Layers that are read one by one must not be in parts on several processes."""
-        if shares_layers(self.accelerator.state) and (grouped or self.selector_config.selection == "lm_attention"):
-            raise ValueError(
-                "lm_attention reads the first layers by themselves, which FSDP and ZeRO-3 share out: train with "
-                "recipes/accelerate/zero2.yaml or ddp.yaml, or let a frozen model teach by data.features."
-            )
 
     # --- The objective ---
 
@@ -197,12 +194,18 @@ class QTSplusTrainer(Trainer):
         with self.further_losses(inputs, labels) as (inputs, losses_of):
             outputs, token_losses, rows = self._answer(model, inputs, labels, self.args.label_smoothing_factor)
         token_source = sources[rows]
-        loss = (self._token_weights(counts[: len(SOURCES)])[token_source] * token_losses).sum()
-        self._note_tokens(token_losses, token_source)
+        tokens = counts[: len(SOURCES)]  # supervised ones of the step, of each source
+        if self.args.sft_loss == "token_mean":
+            tokens = tokens.sum().expand(len(tokens))
+        loss = (token_losses / tokens.clamp(min=1)[token_source]).sum()
+        running = self.running[model.training]
+        running.add("loss_lm", token_losses.sum(), len(token_losses))
+        for index, source in enumerate(SOURCES):
+            part = token_losses[token_source == index]
+            running.add(f"loss_{source}", part.sum(), len(part))
 
         if self.args.relevance_weight > 0 and model.training:
-            targets = self._ask_teacher(inputs, labels, targets)
-            divergences = self._relevance_divergences(outputs.qtsplus, labels, targets)
+            divergences = self._relevance_divergences(outputs.qtsplus, inputs, labels, targets)
             loss = loss + self.args.relevance_weight * divergences.sum() / counts[-1].clamp(min=1)
             self.running[True].add("loss_relevance", divergences.sum(), len(divergences))
         further = losses_of(outputs) if model.training else {}
@@ -268,38 +271,28 @@ class QTSplusTrainer(Trainer):
         most = most_tokens(totals, self.selector_config).to(labels.device)
         steps = int(self.accelerator.gather(most.max()).max()).bit_length()  # no process may wait for another's pass
         steps = min(steps, DOUBLINGS)
-        with evaluating(self.model):  # kept is what inference keeps
-            measured = torch.stack([self._loss_with(inputs, labels, 2**step) for step in range(steps)], 1)
+        measured = torch.zeros(len(labels), steps, device=labels.device)  # the whole answer's loss with 1, 2, 4, ...
+        with evaluating(self.model), torch.no_grad():  # kept is what inference keeps
+            for step in range(steps):
+                limited = {**inputs, "retention": 1.0, "max_visual_tokens": 2**step}
+                _, token_losses, rows = self._answer(self.model, limited, labels)
+                measured[:, step].index_add_(0, rows, token_losses)
         if qtsplus is None:
             return measured[:0, 0]
         return loss_differences(qtsplus.predicted_losses[:, :steps], measured, most)
-
-    @torch.no_grad()
-    def _loss_with(self, inputs, labels, n: int) -> torch.Tensor:
-        """`[B]`, the sum of the cross-entropy over each answer, with n visual tokens at most."""
-        inputs = {**inputs, "retention": 1.0, "max_visual_tokens": n}
-        _, token_losses, rows = self._answer(self.model, inputs, labels)
-        return token_losses.new_zeros(len(labels)).index_add(0, rows, token_losses)
-
-    def _token_weights(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The weight of a token of each source, from the step's number of supervised tokens of each."""
-        if self.args.sft_loss == "token_mean":
-            tokens = tokens.sum().expand(len(tokens))
-        return 1.0 / tokens.clamp(min=1)
-
-    def _ask_teacher(self, inputs, labels, targets):
-        """The attention with all tokens, where it is not kept."""
-        if targets is not None or self._targets_are_kept:
-            return targets
-        return answer_attention(self.relevance_teacher or self.model, inputs, labels, self.attention_choice)
 
     @property
     def _targets_are_kept(self) -> bool:
         """Whether the dataset gives the attention: then no teacher is asked."""
         return getattr(self.train_dataset, "targets", None) is not None
 
-    def _relevance_divergences(self, qtsplus, labels, targets) -> torch.Tensor:
-        """Of each sample with visual tokens and an answer: how far the scores are from the attention."""
+    def _relevance_divergences(self, qtsplus, inputs, labels, targets) -> torch.Tensor:
+        """
+        Of each sample with visual tokens and an answer: how far the scores are from the attention, which a teacher is
+        asked for where it is not kept.
+        """
+        if targets is None and not self._targets_are_kept:
+            targets = answer_attention(self.relevance_teacher or self.model, inputs, labels, self.attention_choice)
         if targets is None or qtsplus is None or qtsplus.log_relevance is None:
             return torch.zeros(0, device=labels.device)
         null_token = self.selector_config.null_token
@@ -322,13 +315,6 @@ class QTSplusTrainer(Trainer):
         return self.accelerator.reduce(values.clone(), reduction="sum")
 
     # --- The log ---
-
-    def _note_tokens(self, token_losses: torch.Tensor, token_source: torch.Tensor) -> None:
-        running = self.running[self.model.training]
-        running.add("loss_lm", token_losses.sum(), len(token_losses))
-        for index, source in enumerate(SOURCES):
-            chosen = token_losses[token_source == index]
-            running.add(f"loss_{source}", chosen.sum(), len(chosen))
 
     def _note_skipped(self, skipped: list[SkippedRecord] | tuple[()]) -> None:
         """Says the first ones; a `ValueError` for more than `max_skipped` of the records."""
@@ -405,13 +391,8 @@ class QTSplusTrainer(Trainer):
             return
         folder = Path(str(self.args.output_dir))
         repository = self.hub_model_id or self.args.hub_model_id
-        about = {**known_front_matter(self.model), **self._describe_run(), **self.about}
-        card = model_card(self.model, repository or f"org/{folder.resolve().name}", about)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-
-    def _describe_run(self) -> dict[str, Any]:
         args, steps = self.args, self.state.global_step
-        return {
+        run = {
             "weights": f"The weights were trained with `qtsplus train` for {steps} steps.",
             "hyperparameters": {
                 "steps": steps,
@@ -421,6 +402,9 @@ class QTSplusTrainer(Trainer):
                 **{name: getattr(self.selector_config, name) for name in _SELECTOR},
             },
         }
+        about = {**known_front_matter(self.model), **run, **self.about}
+        card = model_card(self.model, repository or f"org/{folder.resolve().name}", about)
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """As stock. A sharded model gives tied weights twice, and ZeRO-3 lacks what PEFT freezes in a selector."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from ... import loading
 from ...methods_qtsplus import add_method
-from ...training import models
+from ...training.models import load_either
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,5 @@ def load(pretrained: str, revision: str | None, device: str, dtype: str, options
         raise ValueError(f"{pretrained!r} has no selector: say how it is to choose, such as selection=uniform.")
     if revision is not None:
         raise ValueError(f"{pretrained!r} is a stock model: download the revision, and name its folder.")
-    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
-    model = models.make_model(None, pretrained, {"reencode_layers": 0}, str(stored) if dtype == "auto" else dtype)
-    processor = models.make_processor(None, pretrained, model.config)
-    return model.to(device).eval(), processor, replace(options, selection=options.selection or "all")
+    loaded = load_either(pretrained, device, None if dtype == "auto" else dtype)
+    return *loaded, replace(options, selection=options.selection or "all")
