@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from qtsplus.results import read_result, write_json
+from qtsplus.results import write_json
 from qtsplus.training.features import digest_of
 from qtsplus.training.models import make_config, make_model, make_processor
 from qtsplus.training.recipe import Recipe, load_recipe
 from qtsplus.training.running import is_finished, last_checkpoint, run
 
+from ..files import read_result
 from ..teaching.trainer import TinyWorldTrainer
 from .plan import Plan
 from .policies import BASE, DEFAULT, FRESH

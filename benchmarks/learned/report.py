@@ -6,8 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from qtsplus.figures import save_figure
-
+from ..files import save_figure
 from ..tables import markdown_table
 from ..world.tinyworld import POINT_KINDS, QUESTION_KINDS
 from .policies import (

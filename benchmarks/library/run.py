@@ -15,6 +15,7 @@ from qtsplus.methods_qtsplus import Candidates, top_n
 from qtsplus.ranking import Piece, Scorer
 from qtsplus.results import Journal
 
+from ..files import finish
 from ..intervals import percent_interval, share_interval
 from ..machine import environment, steps
 from ..tables import markdown_table
@@ -75,7 +76,7 @@ def run_library(
     }
     target = out / "library-crowd.json"
     target.with_suffix(".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
-    return journal.finish(target, document)
+    return finish(journal, target, document)
 
 
 class _Bench:

@@ -12,6 +12,7 @@ from typing import Any
 from qtsplus.output import whole_file
 from qtsplus.results import Journal
 
+from ..files import finish
 from ..machine import environment, steps
 from ..tables import markdown_table
 from .films import render_films
@@ -56,7 +57,7 @@ def run_rehearsal(shape: str, work: Path, out: Path, vocabulary: Path | None = N
     label = "cpu" if shape == "3b" else shape
     with whole_file(out / f"rehearsal-{label}.md") as file:
         file.write(_report(document, scale.weights))
-    return journal.finish(out / f"rehearsal-{label}.json", document)
+    return finish(journal, out / f"rehearsal-{label}.json", document)
 
 
 def _check_vocabulary(wanted: bool, wheel: Path | None) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from qtsplus.decoding_qtsplus import Film
 from qtsplus.results import Journal
 
+from ..files import finish
 from ..machine import environment, steps
 
 COUNTS = (8, 256, 4096, 7200)  # of an hour these are one in 7.5 minutes, one in 14 s, one a second and two
@@ -57,7 +58,7 @@ def run_decoding(
         | {"equal_to_the_byte": all(one["digest"] == every["digest"] for one, every in pairs.values())},
         "measured": dict(journal.done),
     }
-    target = journal.finish(out / "decoding.json", document)
+    target = finish(journal, out / "decoding.json", document)
     film.unlink()
     return target
 

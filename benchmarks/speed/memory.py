@@ -10,6 +10,7 @@ from benchmarks.speed.naive import naive_log_relevance
 from qtsplus.relevance_qtsplus import log_relevance
 from qtsplus.results import Journal
 
+from ..files import finish
 from ..machine import environment, steps
 from .cost import faster_dtype
 from .peak import extra_memory, in_own_process
@@ -89,7 +90,7 @@ def run_memory(
         "extra_mb": extra,
         "repeats": {task: journal.done[task] for task in tasks},
     }
-    target = journal.finish(out / f"{name}.json", document)
+    target = finish(journal, out / f"{name}.json", document)
     summarise(out, shape_name)
     return target
 

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from qtsplus.figures import save_figure
+from ..files import save_figure
 
 _COLOURS = {"stock": "#8c8c8c", "ours": "#0b6e99"}
 _SIDES = {"stock": "stock", "ours": "QTSplus", "two_passes": "in two passes"}

@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qtsplus.results import read_result, write_json
+from qtsplus.results import write_json
+
+from ..files import read_result
 
 # What `speed-cpu.json` and `speed-gpu.json` say in short, and how each figure is to be read.
 SUMMARY = {

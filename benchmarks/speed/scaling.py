@@ -16,6 +16,7 @@ from qtsplus.hub.files import hub_configs
 from qtsplus.results import Journal
 from qtsplus.selector_qtsplus import QTSplusSelector
 
+from ..files import finish
 from ..machine import environment, steps
 from .clock import busy, now
 from .peak import extra_memory, in_own_process
@@ -109,7 +110,7 @@ def run_scaling(
         "fits": fits,
         "sizes": points,
     }
-    target = journal.finish(out / f"{name}.json", document)
+    target = finish(journal, out / f"{name}.json", document)
     if by_selector:
         summarise(out, shape_name)
     draw_scaling(document, target.with_suffix(""))

@@ -18,6 +18,7 @@ from qtsplus.session import EncodedVideo, encode, prompt_inputs
 from qtsplus.two_passes import SecondPass, TwoPasses, second_pass
 from qtsplus.video_qtsplus import choose_frames, read_video
 
+from ..files import finish
 from ..learned.twice import second_prompt
 from ..machine import environment, steps
 from .clock import StageClock, TokenClock, now
@@ -348,7 +349,7 @@ def _write(shape: Shape, points, settings: dict[str, Any], journal: Journal, tar
             for measured, frames in points[1:]
         ],
     }
-    journal.finish(target, document)
+    finish(journal, target, document)
     if {"selection", TWO_PASSES} & set(settings):  # a column of its own
         figures = speed_figures(stages)
         document = {"summary": {key: figures.get(key) for key in SUMMARY}, **document}

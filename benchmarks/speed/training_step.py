@@ -8,6 +8,7 @@ import torch
 
 from qtsplus.results import Journal
 
+from ..files import finish
 from ..machine import environment, steps
 from .clock import now
 from .cost import faster_dtype
@@ -89,7 +90,7 @@ def run_train(
         "extra_mb": extra,
         "repeats": runs,
     }
-    target = journal.finish(out / f"{name}.json", document)
+    target = finish(journal, out / f"{name}.json", document)
     summarise(out, shape_name)
     return target
 

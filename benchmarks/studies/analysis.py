@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import track
 
 from qtsplus.data.records import VideoRecord
-from qtsplus.figures import save_figure
 from qtsplus.output import check_folder, check_output
 from qtsplus.results import write_json
 from qtsplus.selector_qtsplus import find_threshold
@@ -20,6 +19,7 @@ from qtsplus.training.dataset import require_rates
 from qtsplus.training.features import encode_files
 
 from ..exact_match import model_inputs
+from ..files import save_figure
 from ..intervals import correlation, share_interval
 
 # What the paper's budget head sees, and the gate's threshold: what the paper holds against rho.

@@ -20,7 +20,6 @@ from rich.progress import track
 
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.labelled import LabelledQuestion, sighting_tokens
-from qtsplus.figures import save_figure
 from qtsplus.methods_qtsplus import METHODS
 from qtsplus.output import check_output
 from qtsplus.results import Journal
@@ -28,6 +27,7 @@ from qtsplus.session import encode
 from qtsplus.training.features import digest_of
 
 from ..exact_match import answer, conversation
+from ..files import finish, save_figure
 from ..intervals import percent_interval, share_interval
 from ..tables import markdown_table
 
@@ -116,7 +116,7 @@ def run_needle(
     }
     target.with_suffix(".md").write_text("\n".join(_page(document)) + "\n", encoding="utf-8")
     save_figure(_draw(document["cells"]), target.with_suffix(""))
-    return journal.finish(target, document)
+    return finish(journal, target, document)
 
 
 def hide(video: torch.Tensor, clip: torch.Tensor, depth: float, per_step: int) -> tuple[torch.Tensor, int]:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.files import read_result
 from benchmarks.speed import memory, speed
 from benchmarks.speed.cost import stage_costs
 from benchmarks.speed.shapes import MODEL_SHAPES, SIDES, build_pair, make_config, make_processor
 from pairs import assert_one_model, counted_flops
-from qtsplus.results import read_result
 
 PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 # The toys' (time, height, width) in tokens.

@@ -1,7 +1,7 @@
 """What it costs to see some frames of a film, at toy size."""
 
+from benchmarks.files import read_result
 from benchmarks.speed.decoding import run_decoding
-from qtsplus.results import read_result
 
 
 def test_frames_are_the_same_however_few_are_decoded(tmp_path):

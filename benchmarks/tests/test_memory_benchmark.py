@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
+from benchmarks.files import read_result
 from benchmarks.speed import memory, peak
 from benchmarks.speed.shapes import MODEL_SHAPES, build
-from qtsplus.results import read_result
 
 RELEVANCE = {"tokens": 20_000, "heads": 4, "key_value_heads": 2, "head_dim": 16, "question_tokens": 16}
 

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
+from benchmarks.files import read_result
 from benchmarks.rehearsal import run, tasks
 from benchmarks.rehearsal.steps import Found, Step
 from benchmarks.rehearsal.stock import SPECIAL_TOKENS, make_tokenizer, read_ranks
 from qtsplus.cli import app as qtsplus_app
-from qtsplus.results import read_result
 
 USAGE = {"seconds": 2.0, "processor_seconds": 3.0, "peak_gb": 1.0}
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.files import read_result
 from benchmarks.speed import scaling
 from qtsplus import mixin_qtsplus
-from qtsplus.results import read_result
 
 SIZES = (300, 1200, 2500)
 

@@ -8,12 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
+from benchmarks.files import read_result
 from benchmarks.speed import speed
 from benchmarks.speed.clock import StageClock
 from benchmarks.speed.results import SUMMARY
 from benchmarks.speed.shapes import MODEL_SHAPES, SIDES, build_pair, find_shape, make_config
 from pairs import assert_one_model
-from qtsplus.results import read_result
 
 REPEATS = 2
 PNG = b"\x89PNG"

@@ -5,9 +5,9 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
+from benchmarks.files import read_result
 from benchmarks.speed import training_step
 from benchmarks.speed.shapes import MODEL_SHAPES, SIDES, build
-from qtsplus.results import read_result
 
 CALL = {"device": "cpu", "dtype": "float32", "attention": None, "frames": 4, "retention": 0.25, "repeats": 2}
 

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.progress import track
 
 from .evidence import Interval
-from .figures import save_figure
 from .hub.folder import whole_folder
 from .output import printable
 from .recall import Remembered
@@ -123,8 +122,10 @@ def draw_timeline(answer: Answer, videos: Mapping[str, EncodedVideo], path: str 
         axes.set_xlim(video.start, video.start + video.length)
         axes.set_ylabel("% kept")
         axes.set_title(_plain(name), fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
     plots[-1].set_xlabel("seconds; orange is evidence")
-    save_figure(figure, Path(path).with_suffix(""))
+    FigureCanvasAgg(figure)
+    figure.savefig(Path(path).with_suffix(".png"), dpi=150, metadata={"Software": None})
 
 
 def draw_spans(video: EncodedVideo, kept: torch.Tensor, evidence: Sequence[Interval], path: str | Path) -> None:

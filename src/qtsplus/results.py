@@ -154,12 +154,6 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         self.done.places[key] = place
 
-    def finish(self, target: Path, document: dict[str, Any]) -> Path:
-        """Writes the whole result, or nothing, and forgets the entries."""
-        write_json(target, document)
-        self.path.unlink()
-        return target
-
 
 class _Head(BaseModel):
     """The first line of a journal."""
@@ -252,8 +246,3 @@ def write_json(path: Path, document: dict[str, Any] | list[Any]) -> None:
     """Writes a file that is never seen half written."""
     with whole_file(path) as file:
         file.write(json.dumps(document, indent=1) + "\n")
-
-
-def read_result(path: Path) -> dict[str, Any] | None:
-    """A result, or `None` where there is none yet."""
-    return json.loads(path.read_text()) if path.exists() else None

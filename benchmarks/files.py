@@ -1,0 +1,34 @@
+"""What a benchmark leaves on disk: one JSON file at its end, and figures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from qtsplus.results import Journal, write_json
+
+
+def finish(journal: Journal, target: Path, document: dict[str, Any]) -> Path:
+    """Writes the whole result, or nothing, and forgets the journal's entries."""
+    write_json(target, document)
+    journal.path.unlink()
+    return target
+
+
+def read_result(path: Path) -> dict[str, Any] | None:
+    """A result, or `None` where there is none yet."""
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes `path.png`, the same bytes for the same figures."""
+    FigureCanvasAgg(figure)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path.with_name(path.name + ".png"), dpi=150, metadata={"Software": None})
+
+
+__all__ = ["finish", "read_result", "save_figure"]
