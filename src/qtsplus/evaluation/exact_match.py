@@ -77,8 +77,9 @@ def exact_match(
             ]
             query = [record.query or record.question for record in batch]
             longest = max(len(processor.text_ids(record.answer)) for record in batch) + 2
-            options = {"retention": retention, "selection": selection, "max_new_tokens": longest, "do_sample": False}
-            ids, chosen = answer(model, processor, conversations, [encoded] * len(batch), query=query, **options)
+            call: dict[str, Any] = {"retention": retention, "selection": selection, "max_new_tokens": longest}
+            videos_of_all = [encoded] * len(batch)
+            ids, chosen = answer(model, processor, conversations, videos_of_all, query, do_sample=False, **call)
             texts = processor.batch_decode(ids, skip_special_tokens=True)
             for row, (index, text) in enumerate(zip(indices[start:], texts, strict=False)):
                 correct, kept = text.strip() == records[index].answer, tuple(chosen.kept_indices[row].tolist())

@@ -391,14 +391,14 @@ class QTSplusTrainer(Trainer):
             return
         folder = Path(str(self.args.output_dir))
         repository = self.hub_model_id or self.args.hub_model_id
-        args, steps = self.args, self.state.global_step
+        own, steps = self.args, self.state.global_step
         run = {
             "weights": f"The weights were trained with `qtsplus train` for {steps} steps.",
             "hyperparameters": {
                 "steps": steps,
                 "epochs": round(self.state.epoch or 0, 2),
-                "samples per step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-                **{name: getattr(args, name) for name in _TOLD},
+                "samples per step": own.train_batch_size * own.gradient_accumulation_steps * own.world_size,
+                **{name: getattr(own, name) for name in _TOLD},
                 **{name: getattr(self.selector_config, name) for name in _SELECTOR},
             },
         }
