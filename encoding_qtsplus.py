@@ -6,7 +6,6 @@ in Qwen2.5-VL all windows of a layer in a few calls of attention. Without the fl
 calls attention once per window: about 340,000 calls for 600 frames.
 """
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,9 +18,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.utils import logging
 
 from .configuration_qtsplus import PATCHES_PER_CHUNK
-from .layout_qtsplus import Features, QTSplusBackboneMixin
+from .layout_qtsplus import QTSplusBackboneMixin
 from .methods_qtsplus import is_number
-from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Grid, VisualInputs
+from .prompt_qtsplus import IMAGE, MODALITIES, VIDEO, Features, Grid, VisualInputs
 
 try:  # torch 2.10 and newer
     from torch.nn.attention.varlen import varlen_attn
@@ -74,7 +73,10 @@ class Repeats:
             self._size, self.pixels = size, None
         sources: list[int] = []
         for index, step in enumerate(steps):
-            if self.pixels is not None and _same(step, self.pixels, tolerance):
+            last = self.pixels
+            if last is not None and (
+                bool((step - last).abs().max() <= tolerance) if tolerance else torch.equal(step, last)
+            ):
                 sources.append(sources[-1] if sources else -1)
             else:
                 sources.append(index)
@@ -107,12 +109,6 @@ class Repeats:
         """Holds no more than one step of what it was given."""
         if self.pixels is not None:
             self.pixels, self._features = self.pixels.clone(), self._features.clone()
-
-
-def _same(step: torch.Tensor, encoded: torch.Tensor, tolerance: float) -> bool:
-    if tolerance == 0:
-        return torch.equal(step, encoded)
-    return bool((step - encoded).abs().max() <= tolerance)
 
 
 def encode_visual(model: QTSplusBackboneMixin, visual: VisualInputs, grids: dict[int, list[Grid]]) -> Features:
@@ -159,36 +155,48 @@ def _encode_sources(
     device: torch.device | str | None,
 ) -> dict[int, torch.Tensor]:
     """Features of the images and videos that have steps of their own to encode; those of other steps are empty."""
-    lengths = [t * h * w for t, h, w in model.merged_grid(grid_thw, modality)]
     waiting = [[index for index, source in enumerate(video) if source == index] for video in sources]
     grid_waiting = grid_thw.clone()
     grid_waiting[:, 0] = grid_thw.new_tensor([len(video) for video in waiting])
     features: dict[int, torch.Tensor] = {}
-    for chunk in _chunks(model, modality, grid_waiting, frames_per_chunk):
+    for chunk in _chunks(model, modality, grid_waiting, steps, frames_per_chunk):
         chosen = []
         for index, (count, _, _) in chunk:
             chosen.append(waiting[index][:count])
             waiting[index] = waiting[index][count:]
         grid = grid_thw.new_tensor([piece for _, piece in chunk])
         indices = [index for index, _ in chunk]
-        parts = [_at(steps[index], numbers).flatten(0, 1) for index, numbers in zip(indices, chosen, strict=True)]
+        parts = []
+        for index, numbers in zip(indices, chosen, strict=True):
+            first, last = numbers[0], numbers[-1]  # a view where they lie one behind the other
+            whole = last - first + 1 == len(numbers)
+            parts.append((steps[index][first : last + 1] if whole else steps[index][numbers]).flatten(0, 1))
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
         encoded = model.encode_pixels(modality, rows.to(grid.device), grid)
         for index, numbers, piece, part in zip(indices, chosen, encoded, parts, strict=True):
-            _check_finite(piece, part, f"{MODALITIES[modality]} {index}")
-            if len(piece) == lengths[index]:
+            if not _is_finite(piece):
+                blame = "its features (the weights or the dtype overflow)" if _is_finite(part) else "its pixel values"
+                raise ValueError(
+                    f"NaN or infinity in {blame} of {MODALITIES[modality]} {index}: expected finite numbers."
+                )
+            if len(numbers) == len(sources[index]):
                 features[index] = piece.to(device or piece.device)
                 continue
             if index not in features:
                 # Filled piece by piece: joining the pieces afterwards would hold them twice.
-                features[index] = piece.new_empty(lengths[index], piece.shape[-1], device=device or piece.device)
+                length = len(piece) // len(numbers) * len(sources[index])
+                features[index] = piece.new_empty(length, piece.shape[-1], device=device or piece.device)
             steps_of_all = features[index].unflatten(0, (len(sources[index]), -1))
             steps_of_all[numbers] = piece.unflatten(0, (len(numbers), -1)).to(steps_of_all.device)
     return features
 
 
 def _chunks(
-    model: QTSplusBackboneMixin, modality: int, grid_thw: torch.Tensor, frames_per_chunk: int | None
+    model: QTSplusBackboneMixin,
+    modality: int,
+    grid_thw: torch.Tensor,
+    steps: Sequence[torch.Tensor],
+    frames_per_chunk: int | None,
 ) -> Iterable:
     grids = grid_thw.tolist()
     if frames_per_chunk is not None:
@@ -200,11 +208,12 @@ def _chunks(
         # Gradients would keep every chunk's activations, and ranks that share weights must call them equally often.
         return [[(index, grid) for index, grid in enumerate(grids) if grid[0]]]
     capacity = PATCHES_PER_CHUNK_ON_CPU if model.device.type == "cpu" else PATCHES_PER_CHUNK
-    patches = [rows * model.patches_per_row for rows in model.pixel_rows(grid_thw)]
+    patches = [rows.shape[1] * model.patches_per_row for rows in steps]
     if modality == IMAGE:  # its crops belong together
-        whole = chunk_grids([(1, h, w) for _, h, w in grids], capacity, patches)
+        crops = [len(rows) * count for rows, count in zip(steps, patches, strict=True)]
+        whole = chunk_grids([(1, h, w) for _, h, w in grids], capacity, crops)
         return [[(index, grids[index]) for index, _ in chunk] for chunk in whole]
-    return chunk_grids(grids, capacity, [count // max(t, 1) for count, (t, _, _) in zip(patches, grids, strict=True)])
+    return chunk_grids(grids, capacity, patches)
 
 
 def _check_features(
@@ -253,18 +262,6 @@ def chunk_grids(
         yield chunk
 
 
-def _at(steps: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Some steps, in order; a view where they lie one behind the other."""
-    first, last = indices[0], indices[-1]
-    return steps[first : last + 1] if last - first + 1 == len(indices) else steps[indices]
-
-
-def _check_finite(features: torch.Tensor, pixels: torch.Tensor, name: str) -> None:
-    if not _is_finite(features):
-        blame = "its features (the weights or the dtype overflow)" if _is_finite(pixels) else "its pixel values"
-        raise ValueError(f"NaN or infinity in {blame} of {name}: expected finite numbers.")
-
-
 def _is_finite(values: torch.Tensor) -> bool:
     """By the extremes, which unlike a sum in float32 need no wider copy of 16-bit values."""
     return bool(torch.stack(values.detach().aminmax()).isfinite().all())
@@ -304,29 +301,6 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
         return self.proj(attend_within(query, key, value, cu_seqlens).flatten(1))
 
 
-class BiasWithin(nn.Linear):
-    """Stock's, which in bfloat16 on a CPU without gradients adds its bias within the product: 3% less time."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight, self.bias
-        plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and not torch.compiler.is_compiling()
-        if not (plain and input.dtype == weight.dtype == torch.bfloat16 and _multiplies_bfloat16()):
-            return super().forward(input)
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return super().forward(input)
-        return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether oneDNN is there and has bfloat16 on this processor; then torch multiplies with it, too."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-# By a layer of Qwen2.5-VL's tower the one with the same weights that takes its place.
-FASTER: dict[type[nn.Module], type[nn.Module]] = {Qwen2_5_VLVisionAttention: WindowsTogether, nn.Linear: BiasWithin}
-
-
 def attend_within(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
@@ -361,20 +335,17 @@ def attend_by_length(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor
 ) -> torch.Tensor:
     """[`attend_within`] where sequences of one length attend as a batch."""
-    starts, lengths = cu_seq_lens[:-1], cu_seq_lens.diff()
+    lengths, attended = cu_seq_lens.diff(), torch.empty_like(query)
     distinct = lengths.unique().tolist()
-
-    def attend(states: list[torch.Tensor], length: int) -> torch.Tensor:
-        query, key, value = (heads.unflatten(0, (-1, length)).transpose(1, 2) for heads in states)
-        attended = nn.functional.scaled_dot_product_attention(query, key, value)
-        return attended.transpose(1, 2).flatten(0, 1)
-
-    states = [query, key, value]
-    if len(distinct) == 1:
-        return attend(states, distinct[0])
-    attended = torch.empty_like(query)
     for length in distinct:
-        rows = (starts[lengths == length, None] + torch.arange(length, device=starts.device)).flatten()
-        # Not `heads[rows]`: on a CPU that copies number by number what this copies row by row.
-        attended.index_copy_(0, rows, attend([heads.index_select(0, rows) for heads in states], length))
+        states, rows = [query, key, value], None
+        if len(distinct) > 1:
+            rows = (cu_seq_lens[:-1][lengths == length, None] + torch.arange(length, device=query.device)).flatten()
+            # Not `heads[rows]`: on a CPU that copies number by number what this copies row by row.
+            states = [heads.index_select(0, rows) for heads in states]
+        batch = (heads.unflatten(0, (-1, length)).transpose(1, 2) for heads in states)
+        together = nn.functional.scaled_dot_product_attention(*batch).transpose(1, 2).flatten(0, 1)
+        if rows is None:
+            return together
+        attended.index_copy_(0, rows, together)
     return attended

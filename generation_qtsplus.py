@@ -11,6 +11,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from .layout_qtsplus import full_mask
 from .prompt_qtsplus import (
     CACHE,
     IMAGE,
@@ -22,7 +23,7 @@ from .prompt_qtsplus import (
     SelectionInputs,
     VisualInputs,
     alone_with_ids,
-    full_mask,
+    lay_positions,
     pad_rows,
     take_cache,
     take_inputs,
@@ -137,11 +138,14 @@ class QTSplusGenerationMixin:
         """[`generate`] from a prompt that has been shortened already, padded on the left."""
         if kwargs.get("cache_implementation") == "paged":
             raise ValueError('cache_implementation="paged" cannot take a prompt with selected visual tokens.')
-        chunk_size = self._setting("prefill_chunk_size", kwargs, generation_config)
+        # As `generate` finds them: in the call, in the configuration passed with it, or in the model's own.
+        configs = [vars(config) for config in (self.generation_config, generation_config) if config is not None]
+        settings = {name: value for one in (*configs, kwargs) for name, value in one.items() if value is not None}
+        chunk_size = settings.get("prefill_chunk_size")
         if chunk_size is not None and prompt.features and not _SPLITS_FEATURES:
             raise ValueError(f"prefill_chunk_size={chunk_size} needs Transformers 5.23 or later beside videos.")
         source_ids = prompt.source_ids
-        generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, source_ids.shape[1])
+        generation_config, kwargs = self._count_new_tokens(generation_config, kwargs, settings, source_ids.shape[1])
         result = super().generate(
             prompt.input_ids,
             generation_config,
@@ -159,7 +163,7 @@ class QTSplusGenerationMixin:
         sequences = torch.cat([front, generated], dim=1)
         cache = kwargs.get(CACHE) if isinstance(result, torch.Tensor) else result.get(CACHE)
         if cache is not None:
-            prompt.features = {}
+            prompt.features, prompt.selected = {}, {}
             # A cache with a row for every beam or copy cannot be continued with one row for every prompt.
             whole = copies == 1 and _rows_of(cache) == len(source_ids)
             cache.qtsplus = CachedPrompt(prompt, generated) if whole else None
@@ -208,7 +212,7 @@ class QTSplusGenerationMixin:
             fresh,
             input_ids=torch.cat([old.input_ids, answer, fresh.input_ids], dim=1),
             attention_mask=attention_mask,
-            position_ids=self.model.lay_positions(text_positions(attention_mask), language),
+            position_ids=lay_positions(text_positions(attention_mask), language),
             source_ids=input_ids,
             source_mask=mask,
             counts=counts,
@@ -258,18 +262,12 @@ class QTSplusGenerationMixin:
                 left[name] = None if values is None else [values[index] for index in flags.nonzero()[:, 0]]
         return replace(visual, **(left if any(is_new) else dict.fromkeys(left)))
 
-    def _setting(self, name: str, kwargs, generation_config):
-        """A setting as `generate` finds it: in the call, in the configuration passed with it, or in the model's own."""
-        configs = (generation_config, self.generation_config)
-        values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in values if value is not None), None)
-
-    def _count_new_tokens(self, generation_config, kwargs, prompt_length: int):
+    def _count_new_tokens(self, generation_config, kwargs, settings, prompt_length: int):
         """Says lengths in new tokens, for those that count the prompt would count the shortened one."""
         config = copy.deepcopy(generation_config)
         for total, new, least in (("max_length", "max_new_tokens", 1), ("min_length", "min_new_tokens", 0)):
-            length = self._setting(total, kwargs, config)
-            if self._setting(new, kwargs, config) is None and length:
+            length = settings.get(total)
+            if new not in settings and length:
                 if length - prompt_length < least and total == "max_length":
                     raise ValueError(
                         f"max_length={length}, but the prompt alone has {prompt_length} tokens: set max_new_tokens."

@@ -1,46 +1,147 @@
-"""The hooks of a backbone, and what stands on both sides of the selection: prompts are laid out, and spliced again."""
+"""What a backbone hooks in, and how a prompt is laid out by it ([`lay_out`])."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from .prompt_qtsplus import (
-    IMAGE,
-    MODALITIES,
-    VIDEO,
-    CompactPrompt,
-    Grid,
-    Layout,
-    PromptRow,
-    SelectionInputs,
-    VisualInputs,
-    VisualSpan,
-    find_query_mask,
-    find_separators,
-    find_spans,
-    full_mask,
-    given_queries,
-    join,
-    pad_rows,
-    restarts,
-    text_positions,
-)
-from .selector_qtsplus import QTSplusOutput
+from .prompt_qtsplus import IMAGE, MODALITIES, TEXT, VIDEO, Grid, Layout, PromptRow, VisualInputs, pad_rows
 
-Features = dict[int, list[torch.Tensor]]
+# --- Where images and videos stand ---
+
+
+@dataclass
+class VisualSpan:
+    """
+    The placeholders of one image or video, or of one frame of it: `length` of a row's real tokens from `start` on. With
+    `line`, a separator (a newline) follows after every `line` tokens of the encoder.
+    """
+
+    modality: int
+    index: int  # among the batch's images, or its videos
+    start: int
+    grid: tuple[int, int, int]  # tokens along (time, height, width)
+    frame: int = 0  # how much of the video stands before this span
+    line: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def length(self) -> int:
+        return self.tokens + (self.tokens // self.line if self.line else 0)
+
+    def token_columns(self) -> torch.Tensor:
+        """`[tokens]`, where the encoder's tokens stand in the row."""
+        tokens = torch.arange(self.tokens)
+        return self.start + tokens + (tokens // self.line if self.line else 0)
+
+    def line_ends(self) -> torch.Tensor:
+        """`[tokens / line]`, where the separators stand in the row."""
+        return self.start + self.line + torch.arange(self.tokens // self.line if self.line else 0) * (self.line + 1)
+
+
+def find_spans(
+    token_types: Sequence[torch.Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]
+) -> list[list[VisualSpan]]:
+    """
+    Pairs the placeholders of every row with the images and videos of the batch, in order.
+
+    Args:
+        token_types: per row `[S_b]`, TEXT, IMAGE or VIDEO for each real token.
+        unplaced: per modality the spans of all images or videos of the batch, whose `start` is still to be found.
+
+    Raises:
+        ValueError: the placeholders do not add up to the spans.
+    """
+    counts = {modality: len({span.index for span in spans}) for modality, spans in unplaced.items()}
+    queues = {modality: iter(spans) for modality, spans in unplaced.items()}
+    rows = []
+    for row, types in enumerate(token_types):
+        spans: list[VisualSpan] = []
+        for modality, start, stop in visual_runs(types):
+            while start < stop:
+                span = next(queues[modality], VisualSpan(modality, -1, 0, (0, 0, 0)))
+                begun = not span.frame or [(one.modality, one.index) for one in spans[-1:]] == [(modality, span.index)]
+                end = start + span.length
+                if span.index < 0 or end > stop or not begun:
+                    raise ValueError(_mismatch(row, modality, stop - start, span, counts[modality]))
+                spans.append(replace(span, start=start))
+                start = end
+        rows.append(spans)
+    for modality, queue in queues.items():
+        left = len({span.index for span in queue})
+        if left:
+            name = MODALITIES[modality]
+            raise ValueError(
+                f"{counts[modality]} {name}s were given, but the prompts have placeholders for only "
+                f"{counts[modality] - left}: give one block of placeholders per {name}, as the processor does."
+            )
+    return rows
+
+
+def find_separators(spans: Sequence[VisualSpan], length: int) -> torch.Tensor:
+    """
+    The tokens of a row that go unless something is kept of what they end or announce, `[3, K]` as in [`PromptRow`].
+
+    A newline goes with its line. A frame that is a span by itself goes with the text in front of it and the one token
+    behind it; the first one's text stays, since nothing tells where the question ends and that begins.
+
+    Args:
+        spans: those among whose tokens the selector chooses.
+        length: tokens of the row.
+    """
+    separators = [torch.zeros(3, 0, dtype=torch.long)]
+    first, before = 0, None
+    for span in spans:
+        if span.line:
+            ends, lines = span.line_ends(), first + torch.arange(span.tokens // span.line) * span.line
+            separators.append(torch.stack([ends, lines, lines + span.line]))
+        if span.frame and before is not None:
+            stop = span.start + span.length
+            text = [*range(before.start + before.length + 1, span.start), *range(stop, min(stop + 1, length))]
+            separators.append(torch.tensor([text, [first] * len(text), [first + span.tokens] * len(text)]))
+        first, before = first + span.tokens, span
+    return torch.cat(separators, dim=1)
+
+
+def visual_runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """(modality, start, stop) of every run of placeholders."""
+    bounds = [0, *((types[1:] != types[:-1]).nonzero()[:, 0] + 1).tolist(), len(types)]
+    values = types[bounds[:-1]].tolist() if len(types) else []
+    for value, start, stop in zip(values, bounds, bounds[1:], strict=False):
+        if value != TEXT:
+            yield value, start, stop
+
+
+def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan, count: int) -> str:
+    name = MODALITIES[modality]
+    if span.index < 0:
+        expected = f"only {count} {name}(s) were given"
+    else:
+        t, h, w = span.grid
+        newlines = f" and {span.length - span.tokens} newlines" if span.line else ""
+        expected = f"{name} {span.index} has {t} x {h} x {w} = {span.tokens} tokens{newlines}"
+    return (
+        f"Row {row}: {placeholders} {name} placeholder(s) in a row, but {expected}. Make input_ids and "
+        f"{name}_grid_thw with the same processor call, and give every one of them its pixels."
+    )
+
+
+# --- What a backbone hooks in ---
 
 
 class QTSplusBackboneMixin:
     """
     What a backbone may override: how its tower encodes, where its tokens stand, what its language model takes.
-    Everything has the value that fits Qwen2.5-VL, except `merged_grid`, which a backbone supplies.
+    Everything has the value that fits Qwen2.5-VL.
     """
 
     rope_axes = 3  # of the language model: (time, height, width), or 1 where positions are numbers
     frames_apart = False  # whether text stands between the frames of a video
+    patches_per_row: Any = 1  # of the pixels, that the vision tower makes
     recurrent = False  # whether layers carry a state from token to token, so that no mask leaves out what they saw
 
     # What the class brings that this stands in front of
@@ -55,16 +156,12 @@ class QTSplusBackboneMixin:
 
     def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
         """(time, height, width) in tokens of every image or video."""
-        raise NotImplementedError
+        merge = getattr(self.config.vision_config, "spatial_merge_size", 1)
+        return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
 
     def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
         """Rows of the pixels of every image or video."""
         return grid_thw.prod(-1).tolist()
-
-    @property
-    def patches_per_row(self) -> int:
-        """Patches that the vision tower makes of a row of the pixels."""
-        return 1
 
     @property
     def token_width(self) -> int:
@@ -130,7 +227,7 @@ class QTSplusBackboneMixin:
     @property
     def tokens_per_second(self) -> float:
         """Positions in time per second of video."""
-        return 2
+        return getattr(self.config.vision_config, "tokens_per_second", 2)
 
     def span_positions(self, span: VisualSpan, start: int, seconds_per_grid: Any) -> tuple[torch.Tensor, int]:
         """
@@ -172,10 +269,6 @@ class QTSplusBackboneMixin:
         if self.rope_axes == 3:
             return positions
         return torch.arange(start, start + positions.shape[1], device=positions.device)[None]
-
-    def lay_positions(self, order: torch.Tensor, language: torch.Tensor) -> torch.Tensor:
-        """`position_ids` of the language model, from the order of the tokens `[B, S]` and `[rope_axes, B, S]`."""
-        return language[0] if self.rope_axes == 1 else torch.cat([order[None], language])
 
     def language_axes(self, position_ids: torch.Tensor) -> torch.Tensor:
         """`[rope_axes, B, S]` of `position_ids`."""
@@ -262,6 +355,21 @@ def lay_out_again(model: QTSplusBackboneMixin, layout: Layout, ids: Sequence[tor
     return again if layout.present is None else again.narrow(layout.present)
 
 
+def full_mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """`[B, S]`, 1 on real tokens: the caller's `attention_mask`, checked; all real if `None`."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}.")
+    return mask
+
+
+def restarts(position_ids: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether positions `[B, S]`, `[3, B, S]` or `[4, B, S]` begin again at 0 behind a row's first real token."""
+    # Along several axes an image or video goes back too, but only the first token of a sequence to 0 on all of them.
+    highest = position_ids if position_ids.ndim == 2 else position_ids.amax(0)
+    return bool(((highest == 0) & mask.bool() & (mask.cumsum(-1) > 1)).any())
+
+
 def _rows(model, input_ids, mask, starts, grids, seconds, position_ids=None) -> list[PromptRow]:
     columns = [row.nonzero()[:, 0] for row in mask]
     types = [row[real] for row, real in zip(model.token_types(input_ids), columns, strict=True)]
@@ -279,51 +387,11 @@ def _rows(model, input_ids, mask, starts, grids, seconds, position_ids=None) -> 
                 spans=spans[b],
                 positions=positions,
                 language_positions=language if own_positions is None else own_positions[:, b, real],
-                candidates=join([span.token_columns().to(real.device) for span in competing], real[:0]),
+                candidates=torch.cat([real[:0], *(span.token_columns().to(real.device) for span in competing)]),
                 separators=find_separators(competing, len(real)).to(real.device),
             )
         )
     return rows
-
-
-def find_questions(
-    model: QTSplusBackboneMixin, layout: Layout, query_mask: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    """
-    Per row `[S_b]` bool, which of its tokens are the question, by `query_mask` where there is one: `[B, S]`, or
-    narrower where answers were put behind the prompts that it was made for.
-    """
-    config, shape = model.config, layout.input_ids.shape
-
-    def find() -> torch.Tensor:
-        return find_query_mask(
-            layout.input_ids,
-            layout.mask,
-            config.user_turn_token_ids,
-            config.turn_end_token_id,
-            config.special_token_ids,
-            config.video_token_id,
-            getattr(config, "frame_text_token_ids", ()),
-        )
-
-    if query_mask is None:
-        query_mask = find()
-    elif query_mask.shape != shape:
-        width = query_mask.shape[1]
-        if len(query_mask) != shape[0] or width > shape[1] or bool(find()[:, width:].any()):
-            raise ValueError(f"query_mask {tuple(query_mask.shape)}: expected input_ids' shape, {tuple(shape)}.")
-        query_mask = nn.functional.pad(query_mask, (0, shape[1] - width))
-    return [question[row.columns] for question, row in zip(query_mask.bool(), layout.rows, strict=True)]
-
-
-def query_embeds(model: QTSplusBackboneMixin, layout: Layout, selection: SelectionInputs) -> list[torch.Tensor]:
-    """Per row `[L_b, d]`, the embeddings of the question that is given apart, or else of the prompt's own."""
-    questions, embed = find_questions(model, layout, selection.query_mask), model.get_input_embeddings()
-    queries = given_queries(selection, len(layout.rows))
-    if queries is None:
-        rows = zip(layout.input_ids, layout.rows, questions, strict=True)
-        queries = [ids[row.columns[question]] for ids, row, question in rows]
-    return [embed(ids[None])[0] for ids in queries]  # NEFTune's hook and the like expect rows of ids
 
 
 def check_grids(
@@ -349,94 +417,3 @@ def check_grids(
     if pixels is not None and len(pixels) != patches:
         raise ValueError(f"{len(pixels)} rows of {name} pixels: expected {patches}, the patches of {name}_grid_thw.")
     return model.merged_grid(grid_thw, modality)
-
-
-# --- Splicing ---
-
-
-def splice(
-    model: QTSplusBackboneMixin,
-    layout: Layout,
-    features: Features,
-    selected: Sequence[torch.Tensor],
-    qtsplus: QTSplusOutput,
-    pad_left: bool | None = None,
-) -> CompactPrompt:
-    """
-    The shortened prompts: what was no candidate, and of the candidates the kept ones.
-
-    Args:
-        features: per modality, of every image or video of the batch; read where they do not compete.
-        selected: per row `[n_b, token_width]`, the kept candidates.
-        qtsplus: with the `kept_indices`; its `columns` are set.
-        pad_left: pad on the left; `None` pads where the caller did, left if nowhere.
-    """
-    columns, positions = [], []
-    row_features: dict[str, list[torch.Tensor]] = {name: [] for name in MODALITIES.values()}
-    for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
-        keep = row.keep(kept_indices.to(row.columns.device))
-        columns.append(row.columns[keep])
-        positions.append(row.language_positions[:, keep])
-        for name, kept in _row_features(model, layout, row, keep, tokens, features).items():
-            row_features[name].append(kept)
-
-    pad_left = bool(layout.mask[:, -1].all()) if pad_left is None else pad_left
-    padded = pad_rows(columns, -1, pad_left)
-    is_padding, source = padded < 0, padded.clamp(min=0)
-    attention_mask = (~is_padding).long()
-    order = text_positions(attention_mask)
-    if model.config.qtsplus_config.position_ids == "sequential":
-        start = torch.tensor(layout.starts, device=order.device)
-        language = (order + start[:, None]).masked_fill(is_padding, 0).expand(model.rope_axes, -1, -1)
-        next_position = start + attention_mask.sum(-1)
-    else:
-        language = pad_rows(positions, 0, pad_left).transpose(0, 1)
-        next_position = torch.stack([row.language_positions[:, -1].max() + 1 for row in layout.rows])
-    qtsplus.columns = padded
-    padding_id = model.config.text_config.pad_token_id or 0
-    return CompactPrompt(
-        input_ids=layout.input_ids.gather(1, source).masked_fill(is_padding, padding_id),
-        attention_mask=attention_mask,
-        position_ids=model.lay_positions(order, language),
-        features=row_features,
-        columns=padded,
-        next_position=next_position,
-        source_ids=layout.input_ids,
-        source_mask=layout.mask,
-        counts={
-            modality: [len({span.index for span in row.spans if span.modality == modality}) for row in layout.rows]
-            for modality in MODALITIES
-        },
-        qtsplus=qtsplus,
-    )
-
-
-def _row_features(model, layout: Layout, row: PromptRow, keep, tokens, features: Features) -> dict[str, torch.Tensor]:
-    """What stands in place of a row's image and video placeholders, `[k, token_width]` each."""
-    row_features, types = {}, None
-    competing = {span.modality for span in row.spans}.intersection(layout.modalities)
-    if len(competing) > 1 or any(span.line for span in row.spans):
-        competes = torch.isin(row.types, torch.tensor(layout.modalities, device=keep.device))
-        types = row.types[keep & competes].to(tokens.device)
-        tokens = _with_line_ends(model, row, keep & competes, tokens)
-    for modality, name in MODALITIES.items():
-        if modality not in layout.modalities:
-            untouched = [features[modality][span.index] for span in row.spans if span.modality == modality]
-            row_features[name] = join(untouched, model.no_features(row.columns.device))
-        elif types is None:
-            row_features[name] = tokens if modality in competing else tokens[:0]
-        else:
-            row_features[name] = tokens[types == modality]
-    return row_features
-
-
-def _with_line_ends(model, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The kept tokens `[k, d]` with the newlines that stay among them."""
-    is_token = torch.zeros_like(keep)
-    is_token[row.candidates] = True
-    is_token = is_token[keep].to(tokens.device)
-    if len(is_token) > len(tokens):
-        spread = model.line_end.to(tokens.device, tokens.dtype).expand(len(is_token), -1).clone()
-        spread[is_token] = tokens
-        tokens = spread
-    return tokens

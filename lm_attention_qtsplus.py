@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from .layout_qtsplus import Features, QTSplusBackboneMixin, find_questions, lay_out_again, splice
-from .methods_qtsplus import no_question
-from .prompt_qtsplus import Grid, Layout, PromptRow, SelectionInputs, given_queries
-from .relevance_qtsplus import take_rows
+from .layout_qtsplus import QTSplusBackboneMixin, lay_out_again
+from .methods_qtsplus import no_question, take_rows
+from .prompt_qtsplus import Features, Grid, Layout, PromptRow, SelectionInputs, find_questions, given_queries, splice
 from .selector_qtsplus import QTSplusOutput
 
 DEPTH = 0.65  # of the layers: where published work reads (18 and 19 of 28, 23 of 36), unless a model was calibrated
@@ -165,12 +164,19 @@ class Reading:
     looking: list[torch.Tensor]  # per row [P], the tokens that look, among its real ones
 
 
-def reading_of(model: QTSplusBackboneMixin, layout: Layout, selection: SelectionInputs) -> Reading:
+def reading_of(
+    model: QTSplusBackboneMixin,
+    layout: Layout,
+    selection: SelectionInputs,
+    looking: Sequence[torch.Tensor] | None = None,
+) -> Reading:
     """The prompts with the questions that select: one that is passed apart replaces the prompt's own."""
     questions = find_questions(model, layout, selection.query_mask)
     queries = given_queries(selection, len(layout.rows))
     if queries is not None:
         layout, questions = _with_queries(model, layout, questions, queries)
+    if looking is not None:
+        return Reading(layout, list(looking))
     rows = zip(layout.input_ids, layout.rows, questions, strict=True)
     return Reading(layout, [_looking(model, ids[row.columns], question, row.candidates) for ids, row, question in rows])
 
@@ -217,7 +223,7 @@ def _looking(
 
 def log_attention(
     model: QTSplusBackboneMixin,
-    reading: Reading,
+    read: Callable[[], Reading],
     index: int,
     sources: Sequence[torch.Tensor],
     grids: Sequence[Grid],
@@ -228,10 +234,12 @@ def log_attention(
     over heads. With one group it is that of the whole model in its layer.
 
     Args:
+        read: gives the prompts as they are read; called when this is.
         sources: the features of the row's candidates, `[k, token_width]` of each video.
         grids: (time, height, width) of each of them.
         features: those of the batch.
     """
+    reading = read()
     row, looking = reading.layout.rows[index], reading.looking[index]
     if not len(looking):
         raise no_question(index, len(row.candidates))
@@ -241,9 +249,9 @@ def log_attention(
     for group in range(groups.count):
         chosen = groups.tokens(group)
         tokens, place = take_rows(sources, chosen), row.keep(chosen).cumsum(0) - 1
-        read = _read_group(model, reading.layout, index, row.only(chosen), tokens, features, place[looking])
-        result[chosen] = read.log_weights - read.log_weights.logsumexp(0)
-        log_odds.append(read.log_odds)
+        seen = _read_group(model, reading.layout, index, row.only(chosen), tokens, features, place[looking])
+        result[chosen] = seen.log_weights - seen.log_weights.logsumexp(0)
+        log_odds.append(seen.log_odds)
     for number, share in enumerate(group_shares(log_odds)):
         result[groups.tokens(number)] += share.log()
     return result

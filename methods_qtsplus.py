@@ -162,6 +162,16 @@ def first_largest(scores: torch.Tensor) -> torch.Tensor:
     return (scores >= scores.amax() - TIE).int().argmax()
 
 
+def take_rows(parts: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
+    """`[n, d]`, the rows that ascending indices name among those of `parts`, as if they were one tensor."""
+    if len(parts) == 1:
+        return parts[0][indices]
+    starts = torch.tensor([0, *(len(part) for part in parts)], device=indices.device).cumsum(0)
+    bounds = torch.searchsorted(indices, starts).tolist()
+    pieces = zip(parts, starts, bounds, bounds[1:], strict=False)
+    return torch.cat([part[indices[low:high] - start] for part, start, low, high in pieces])
+
+
 METHODS: dict[str, Method] = {
     "qtsplus": most_relevant,
     "lm_attention": lm_attention,

@@ -3,7 +3,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -15,24 +15,28 @@ from transformers.utils import can_return_tuple, logging
 
 from .encoding_qtsplus import Repeats, encode, encode_visual
 from .generation_qtsplus import QTSplusGenerationMixin, places, states_of
-from .layout_qtsplus import Features, QTSplusBackboneMixin, check_grids, lay_out, query_embeds, splice
-from .lm_attention_qtsplus import Reading, check_attention, log_attention, reading_of
+from .layout_qtsplus import QTSplusBackboneMixin, check_grids, lay_out
+from .lm_attention_qtsplus import check_attention, log_attention, reading_of
+from .methods_qtsplus import take_rows
 from .prompt_qtsplus import (
     CACHE,
     MODALITIES,
     NAMES,
     VIDEO,
     CompactPrompt,
+    Features,
     Layout,
     SelectedFeatures,
     SelectionInputs,
     VisualInputs,
     alone_with_ids,
+    lay_positions,
     names_inputs,
+    query_embeds,
+    splice,
     take_inputs,
     text_positions,
 )
-from .relevance_qtsplus import take_rows
 from .selector_qtsplus import QTSplusOutput, QTSplusSelector
 
 
@@ -77,30 +81,21 @@ def choose(
         looking: per row `[P]`, which of its real tokens look at the video where the language model is asked; those
             from which the answer begins if `None`.
     """
-    nothing, width = model.no_features(layout.mask.device), model.config.text_config.hidden_size
-
-    @cache  # rows about the same video share the tensor
-    def moved(source: torch.Tensor) -> torch.Tensor:
-        return source.to(nothing.device)
-
-    @cache
-    def narrow(source: torch.Tensor) -> torch.Tensor:
-        return source[:, :width]
-
+    device, width = layout.mask.device, model.config.text_config.hidden_size
+    # By tensor: rows about the same video share it.
+    moved = {id(source): source.to(device) for kind in layout.modalities for source in features[kind]}
+    scored = {key: source[:, :width] for key, source in moved.items()}
     spans = [layout.competing(row) for row in layout.rows]
     grids = [[grid for span in row for grid in layout.grids_of(span)] for row in spans]
-    sources = [[moved(features[span.modality][span.index]) for span in row] or [nothing] for row in spans]
-
-    @cache
-    def reading() -> Reading:
-        read = reading_of(model, layout, selection)
-        return read if looking is None else replace(read, looking=list(looking))
-
-    def attend(row: int) -> torch.Tensor:
-        return log_attention(model, reading(), row, sources[row], grids[row], features)
-
+    keys = [[id(features[span.modality][span.index]) for span in row] for row in spans]
+    if not all(keys):
+        keys = [row or [0] for row in keys]
+        moved[0] = model.no_features(device)
+        scored[0] = moved[0][:, :width]
+    sources = [[moved[key] for key in row] for row in keys]
+    reading = cache(partial(reading_of, model, layout, selection, looking))
     selected, qtsplus = model.qtsplus(
-        [list(map(narrow, parts)) for parts in sources],
+        [[scored[key] for key in row] for row in keys],
         query_embeds(model, layout, selection),
         [row.positions[:, row.candidates] for row in layout.rows],
         grids,
@@ -109,9 +104,11 @@ def choose(
         selection=selection.selection,
         reencode=selection.reencode,
         sample_gate=sample_gate,
-        attention=[partial(attend, row) for row in range(len(layout.rows))],
+        attention=[
+            partial(log_attention, model, reading, row, sources[row], grids[row], features) for row in range(len(spans))
+        ],
     )
-    if model.token_width > width:  # what a backbone puts behind a token goes with it
+    if sources[0][0].shape[1] > width:  # what a backbone puts behind a token goes with it
         selected = [
             torch.cat([tokens, take_rows([part[:, width:] for part in parts], kept)], dim=1)
             for tokens, parts, kept in zip(selected, sources, qtsplus.kept_indices, strict=True)
@@ -366,7 +363,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
         delta: int | torch.Tensor = 0
         if self.rope_deltas is not None:
             delta = self.rope_deltas.repeat_interleave(batch_size // len(self.rope_deltas), dim=0).to(order.device)
-        return self.lay_positions(order, (order + delta).expand(self.rope_axes, -1, -1))
+        return lay_positions(order, (order + delta).expand(self.rope_axes, -1, -1))
 
 
 # --- With a language-modelling head ---

@@ -22,14 +22,15 @@ from .configuration_qtsplus import (
     Qwen3_5QTSplusConfig,
     Qwen3VLQTSplusConfig,
 )
-from .encoding_qtsplus import FASTER, PatchProjection
+from .encoding_qtsplus import PatchProjection, WindowsTogether
+from .layout_qtsplus import VisualSpan
 from .mixin_qtsplus import (
     QTSplusCausalLMOutputWithPast,
     QTSplusHeadMixin,
     QTSplusModelMixin,
     QTSplusModelOutputWithPast,
 )
-from .prompt_qtsplus import IMAGE, TEXT, VIDEO, VisualSpan
+from .prompt_qtsplus import IMAGE, TEXT
 from .saving_qtsplus import QTSplusPreTrainedMixin
 
 
@@ -42,10 +43,6 @@ class QwenVLQTSplusModelMixin(QTSplusModelMixin):
         super().__init__(config)
         self.visual.patch_embed.proj.__class__ = PatchProjection  # the same weights, by the same names
 
-    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
-        merge = self.config.vision_config.spatial_merge_size
-        return [(t, h // merge, w // merge) for t, h, w in grid_thw.tolist()]
-
 
 class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_VLModel):
     """Qwen2.5-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
@@ -55,12 +52,8 @@ class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qw
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
         super().__init__(config)
-        for module in self.visual.modules():
-            module.__class__ = FASTER.get(type(module), type(module))
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.config.vision_config.tokens_per_second
+        for block in self.visual.blocks:
+            block.attn.__class__ = WindowsTogether  # the same weights, by the same names
 
     @property
     def tile_side(self) -> int:

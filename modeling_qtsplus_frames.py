@@ -37,9 +37,6 @@ class FramesQTSplusModelMixin(QTSplusModelMixin):
 
     rope_axes = 1
 
-    def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
-        return [(t, h, w) for t, h, w in grid_thw.tolist()]
-
     def pixel_rows(self, grid_thw: torch.Tensor) -> list[int]:
         return grid_thw[:, 0].tolist()
 

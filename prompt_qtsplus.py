@@ -1,12 +1,12 @@
-"""A call as data: what it brings, where its question, images and videos stand in the prompt, and what selection leaves.
-layout_qtsplus.py fills these from the hooks of a backbone.
+"""A prompt from the call to the language model: what the call brings, the question in it, its rows as layout_qtsplus.py
+lays them out, and how the kept tokens are spliced ([`splice`]).
 """
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,12 +16,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutp
 from .methods_qtsplus import Method
 from .selector_qtsplus import QTSplusOutput
 
+if TYPE_CHECKING:
+    from .layout_qtsplus import QTSplusBackboneMixin, VisualSpan
+
 T = TypeVar("T", bound=Callable[..., Any])
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 MODALITIES = {IMAGE: "image", VIDEO: "video"}
 
 Grid = tuple[int, int, int]  # (time, height, width)
+Features = dict[int, list[torch.Tensor]]  # per modality, of each image or video of a batch [k, token_width]
 
 # As Transformers names the key/value cache in calls and outputs: `cache` since 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -93,6 +97,11 @@ def names_inputs(forward: T) -> T:
     ]
     forward.__signature__ = signature.replace(parameters=[*stock, *named, rest])  # type: ignore[attr-defined]
     return forward
+
+
+def alone_with_ids() -> ValueError:
+    """What is said of images or videos beside something in place of a prompt's ids."""
+    return ValueError("Images and videos come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs.")
 
 
 # --- The question ---
@@ -184,39 +193,7 @@ def tokenize_query(tokenizer: Any, query: str | list[str], rows: int | None, lik
     return {name: torch.tensor(values) for name, values in padded.items()} if torch.is_tensor(like) else padded
 
 
-# --- Images and videos ---
-
-
-@dataclass
-class VisualSpan:
-    """
-    The placeholders of one image or video, or of one frame of it: `length` of a row's real tokens from `start` on. With
-    `line`, a separator (a newline) follows after every `line` tokens of the encoder.
-    """
-
-    modality: int
-    index: int  # among the batch's images, or its videos
-    start: int
-    grid: tuple[int, int, int]  # tokens along (time, height, width)
-    frame: int = 0  # how much of the video stands before this span
-    line: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.grid[0] * self.grid[1] * self.grid[2]
-
-    @property
-    def length(self) -> int:
-        return self.tokens + (self.tokens // self.line if self.line else 0)
-
-    def token_columns(self) -> torch.Tensor:
-        """`[tokens]`, where the encoder's tokens stand in the row."""
-        tokens = torch.arange(self.tokens)
-        return self.start + tokens + (tokens // self.line if self.line else 0)
-
-    def line_ends(self) -> torch.Tensor:
-        """`[tokens / line]`, where the separators stand in the row."""
-        return self.start + self.line + torch.arange(self.tokens // self.line if self.line else 0) * (self.line + 1)
+# --- Its rows ---
 
 
 @dataclass
@@ -230,31 +207,28 @@ class PromptRow:
 
     columns: torch.Tensor  # [S_b], the caller's
     types: torch.Tensor  # [S_b], TEXT, IMAGE or VIDEO
-    spans: list[VisualSpan]
+    spans: "list[VisualSpan]"
     positions: torch.Tensor  # [3, S_b], (time, height, width) in the full prompt
     language_positions: torch.Tensor  # [1 or 3, S_b], what the language model takes for them
     candidates: torch.Tensor  # [M_b], the tokens among which the selector chooses
     separators: torch.Tensor  # [3, K]
 
-    def _counts_before(self, kept_indices: torch.Tensor) -> torch.Tensor:
-        """`[M_b + 1]`: how many of these candidates stand in front of each, and of the end."""
-        is_kept = torch.zeros(len(self.candidates) + 1, dtype=torch.long, device=self.columns.device)
-        is_kept[kept_indices + 1] = 1
-        return is_kept.cumsum(0)
-
     def keep(self, kept_indices: torch.Tensor) -> torch.Tensor:
         """`[S_b]` bool: the tokens that stay when these of the candidates do."""
-        before, (separators, first, stop) = self._counts_before(kept_indices), self.separators
-        keep = torch.ones_like(self.columns, dtype=torch.bool)
-        keep[self.candidates] = before.diff().bool()
+        is_kept = torch.zeros(len(self.candidates), dtype=torch.bool, device=self.columns.device)
+        is_kept[kept_indices] = True
+        keep, (separators, first, stop) = torch.ones_like(self.columns, dtype=torch.bool), self.separators
+        keep[self.candidates] = is_kept
+        before = nn.functional.pad(is_kept.cumsum(0), (1, 0))
         keep[separators] = before[stop] > before[first]
         return keep
 
     def only(self, present: torch.Tensor) -> "PromptRow":
         """The row without the candidates that are not among `present` `[k]`, and without what goes with them."""
-        keep, before = self.keep(present), self._counts_before(present)
+        keep = self.keep(present)
         place = keep.cumsum(0) - 1
-        separators, first, stop = self.separators[:, keep[self.separators[0]]]
+        separators, *candidates = self.separators[:, keep[self.separators[0]]]
+        first, stop = (torch.searchsorted(present, bound) for bound in candidates)
         return replace(
             self,
             columns=self.columns[keep],
@@ -262,7 +236,7 @@ class PromptRow:
             positions=self.positions[:, keep],
             language_positions=self.language_positions[:, keep],
             candidates=place[self.candidates[present]],
-            separators=torch.stack([place[separators], before[first], before[stop]]),
+            separators=torch.stack([place[separators], first, stop]),
         )
 
 
@@ -279,11 +253,11 @@ class Layout:
     modalities: tuple[int, ...]  # whose tokens compete
     present: list[torch.Tensor] | None = None  # per video [k], ascending, which of its tokens are there; all if `None`
 
-    def competing(self, row: PromptRow) -> list[VisualSpan]:
+    def competing(self, row: PromptRow) -> "list[VisualSpan]":
         """The first span of each image or video whose tokens compete for the budget of a row."""
         return [span for span in row.spans if span.modality in self.modalities and not span.frame]
 
-    def grids_of(self, span: VisualSpan) -> list[Grid]:
+    def grids_of(self, span: "VisualSpan") -> list[Grid]:
         """
         The grid of an image or video; of a part of one in turn (steps, 1, tokens) for each run of steps in time that
         have the same places of the frame.
@@ -313,125 +287,52 @@ class Layout:
         return replace(self, rows=rows, present=list(present))
 
 
-@dataclass
-class CompactPrompt:
-    """What the language model sees, `[B, S']`."""
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    position_ids: torch.Tensor
-    features: dict[str, list[torch.Tensor]]  # "image" and "video": per row [k, d], in place of its placeholders
-    columns: torch.Tensor  # the caller's column behind each column here, -1 on padding
-    next_position: torch.Tensor  # [B], the first one after the prompt
-    source_ids: torch.Tensor  # [B, S], the caller's prompt
-    source_mask: torch.Tensor
-    counts: dict[int, list[int]]  # per modality and row, its images and videos
-    qtsplus: QTSplusOutput
-
-    @property
-    def selected(self) -> "dict[str, SelectedFeatures]":
-        """The features as `mm_encoder_outputs`."""
-        return {name: SelectedFeatures(pooler_output=tuple(rows)) for name, rows in self.features.items()}
-
-
-def find_spans(
-    token_types: Sequence[torch.Tensor], unplaced: Mapping[int, Sequence[VisualSpan]]
-) -> list[list[VisualSpan]]:
+def find_questions(
+    model: "QTSplusBackboneMixin", layout: Layout, query_mask: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """
-    Pairs the placeholders of every row with the images and videos of the batch, in order.
-
-    Args:
-        token_types: per row `[S_b]`, TEXT, IMAGE or VIDEO for each real token.
-        unplaced: per modality the spans of all images or videos of the batch, whose `start` is still to be found.
-
-    Raises:
-        ValueError: the placeholders do not add up to the spans.
+    Per row `[S_b]` bool, which of its tokens are the question, by `query_mask` where there is one: `[B, S]`, or
+    narrower where answers were put behind the prompts that it was made for.
     """
-    counts = {modality: len({span.index for span in spans}) for modality, spans in unplaced.items()}
-    queues = {modality: iter(spans) for modality, spans in unplaced.items()}
-    rows = []
-    for row, types in enumerate(token_types):
-        spans: list[VisualSpan] = []
-        for modality, start, stop in visual_runs(types):
-            while start < stop:
-                span = next(queues[modality], VisualSpan(modality, -1, 0, (0, 0, 0)))
-                begun = not span.frame or [(one.modality, one.index) for one in spans[-1:]] == [(modality, span.index)]
-                end = start + span.length
-                if span.index < 0 or end > stop or not begun:
-                    raise ValueError(_mismatch(row, modality, stop - start, span, counts[modality]))
-                spans.append(replace(span, start=start))
-                start = end
-        rows.append(spans)
-    for modality, queue in queues.items():
-        left = len({span.index for span in queue})
-        if left:
-            name = MODALITIES[modality]
-            raise ValueError(
-                f"{counts[modality]} {name}s were given, but the prompts have placeholders for only "
-                f"{counts[modality] - left}: give one block of placeholders per {name}, as the processor does."
-            )
-    return rows
+    config, shape = model.config, layout.input_ids.shape
+    if query_mask is None or query_mask.shape != shape:
+        found = find_query_mask(
+            layout.input_ids,
+            layout.mask,
+            config.user_turn_token_ids,
+            config.turn_end_token_id,
+            config.special_token_ids,
+            config.video_token_id,
+            getattr(config, "frame_text_token_ids", ()),
+        )
+        if query_mask is None:
+            query_mask = found
+        else:
+            width = query_mask.shape[1]
+            if len(query_mask) != shape[0] or width > shape[1] or bool(found[:, width:].any()):
+                raise ValueError(f"query_mask {tuple(query_mask.shape)}: expected input_ids' shape, {tuple(shape)}.")
+            query_mask = nn.functional.pad(query_mask, (0, shape[1] - width))
+    return [question[row.columns] for question, row in zip(query_mask.bool(), layout.rows, strict=True)]
 
 
-def find_separators(spans: Sequence[VisualSpan], length: int) -> torch.Tensor:
-    """
-    The tokens of a row that go unless something is kept of what they end or announce, `[3, K]` as in [`PromptRow`].
-
-    A newline goes with its line. A frame that is a span by itself goes with the text in front of it and the one token
-    behind it; the first one's text stays, since nothing tells where the question ends and that begins.
-
-    Args:
-        spans: those among whose tokens the selector chooses.
-        length: tokens of the row.
-    """
-    separators = [torch.zeros(3, 0, dtype=torch.long)]
-    first, before = 0, None
-    for span in spans:
-        if span.line:
-            ends, lines = span.line_ends(), first + torch.arange(span.tokens // span.line) * span.line
-            separators.append(torch.stack([ends, lines, lines + span.line]))
-        if span.frame and before is not None:
-            stop = span.start + span.length
-            text = [*range(before.start + before.length + 1, span.start), *range(stop, min(stop + 1, length))]
-            separators.append(torch.tensor([text, [first] * len(text), [first + span.tokens] * len(text)]))
-        first, before = first + span.tokens, span
-    return torch.cat(separators, dim=1)
-
-
-def visual_runs(types: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(modality, start, stop) of every run of placeholders."""
-    bounds = [0, *((types[1:] != types[:-1]).nonzero()[:, 0] + 1).tolist(), len(types)]
-    values = types[bounds[:-1]].tolist() if len(types) else []
-    for value, start, stop in zip(values, bounds, bounds[1:], strict=False):
-        if value != TEXT:
-            yield value, start, stop
-
-
-def _mismatch(row: int, modality: int, placeholders: int, span: VisualSpan, count: int) -> str:
-    name = MODALITIES[modality]
-    if span.index < 0:
-        expected = f"only {count} {name}(s) were given"
-    else:
-        t, h, w = span.grid
-        newlines = f" and {span.length - span.tokens} newlines" if span.line else ""
-        expected = f"{name} {span.index} has {t} x {h} x {w} = {span.tokens} tokens{newlines}"
-    return (
-        f"Row {row}: {placeholders} {name} placeholder(s) in a row, but {expected}. Make input_ids and "
-        f"{name}_grid_thw with the same processor call, and give every one of them its pixels."
-    )
-
-
-def full_mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """`[B, S]`, 1 on real tokens: the caller's `attention_mask`, checked; all real if `None`."""
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask {tuple(mask.shape)}: expected input_ids' shape, {tuple(input_ids.shape)}.")
-    return mask
+def query_embeds(model: "QTSplusBackboneMixin", layout: Layout, selection: SelectionInputs) -> list[torch.Tensor]:
+    """Per row `[L_b, d]`, the embeddings of the question that is given apart, or else of the prompt's own."""
+    questions, embed = find_questions(model, layout, selection.query_mask), model.get_input_embeddings()
+    queries = given_queries(selection, len(layout.rows))
+    if queries is None:
+        rows = zip(layout.input_ids, layout.rows, questions, strict=True)
+        queries = [ids[row.columns[question]] for ids, row, question in rows]
+    return [embed(ids[None])[0] for ids in queries]  # NEFTune's hook and the like expect rows of ids
 
 
 def text_positions(attention_mask: torch.Tensor) -> torch.Tensor:
     """Position among the real tokens, `[B, S]` -> `[B, S]`; 0 on padding."""
     return (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
+
+
+def lay_positions(order: torch.Tensor, language: torch.Tensor) -> torch.Tensor:
+    """`position_ids` of the language model, from the order of the tokens `[B, S]` and `[rope_axes, B, S]`."""
+    return language[0] if len(language) == 1 else torch.cat([order[None], language])
 
 
 def pad_rows(rows: Sequence[torch.Tensor], value: int, left: bool) -> torch.Tensor:
@@ -451,16 +352,7 @@ def join(parts: list[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def alone_with_ids() -> ValueError:
-    """What is said of images or videos beside something in place of a prompt's ids."""
-    return ValueError("Images and videos come with input_ids alone: leave out inputs_embeds and mm_encoder_outputs.")
-
-
-def restarts(position_ids: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether positions `[B, S]`, `[3, B, S]` or `[4, B, S]` begin again at 0 behind a row's first real token."""
-    # Along several axes an image or video goes back too, but only the first token of a sequence to 0 on all of them.
-    highest = position_ids if position_ids.ndim == 2 else position_ids.amax(0)
-    return bool(((highest == 0) & mask.bool() & (mask.cumsum(-1) > 1)).any())
+# --- Splicing ---
 
 
 @dataclass
@@ -468,3 +360,109 @@ class SelectedFeatures(BaseModelOutputWithPooling):
     """Features that [`QTSplusModelMixin.compress`] has selected; `pooler_output` has `[k_b, d]` for each row."""
 
     pooler_output: Any = None
+
+
+@dataclass
+class CompactPrompt:
+    """What the language model sees, `[B, S']`."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    features: dict[str, list[torch.Tensor]]  # "image" and "video": per row [k, d], in place of its placeholders
+    columns: torch.Tensor  # the caller's column behind each column here, -1 on padding
+    next_position: torch.Tensor  # [B], the first one after the prompt
+    source_ids: torch.Tensor  # [B, S], the caller's prompt
+    source_mask: torch.Tensor
+    counts: dict[int, list[int]]  # per modality and row, its images and videos
+    qtsplus: QTSplusOutput
+    selected: dict[str, SelectedFeatures]  # the features as `mm_encoder_outputs`
+
+
+def splice(
+    model: "QTSplusBackboneMixin",
+    layout: Layout,
+    features: Features,
+    selected: Sequence[torch.Tensor],
+    qtsplus: QTSplusOutput,
+    pad_left: bool | None = None,
+) -> CompactPrompt:
+    """
+    The shortened prompts: what was no candidate, and of the candidates the kept ones.
+
+    Args:
+        features: per modality, of every image or video of the batch; read where they do not compete.
+        selected: per row `[n_b, token_width]`, the kept candidates.
+        qtsplus: with the `kept_indices`; its `columns` are set.
+        pad_left: pad on the left; `None` pads where the caller did, left if nowhere.
+    """
+    columns, positions = [], []
+    row_features: dict[str, list[torch.Tensor]] = {name: [] for name in MODALITIES.values()}
+    for row, tokens, kept_indices in zip(layout.rows, selected, qtsplus.kept_indices or (), strict=True):
+        keep = row.keep(kept_indices.to(row.columns.device))
+        columns.append(row.columns[keep])
+        positions.append(row.language_positions[:, keep])
+        for name, kept in _row_features(model, layout, row, keep, tokens, features).items():
+            row_features[name].append(kept)
+
+    pad_left = bool(layout.mask[:, -1].all()) if pad_left is None else pad_left
+    padded = pad_rows(columns, -1, pad_left)
+    is_padding, source = padded < 0, padded.clamp(min=0)
+    attention_mask = (~is_padding).long()
+    order = text_positions(attention_mask)
+    if model.config.qtsplus_config.position_ids == "sequential":
+        start = torch.tensor(layout.starts, device=order.device)
+        language = (order + start[:, None]).masked_fill(is_padding, 0).expand(model.rope_axes, -1, -1)
+        next_position = start + attention_mask.sum(-1)
+    else:
+        language = pad_rows(positions, 0, pad_left).transpose(0, 1)
+        next_position = torch.stack([row.language_positions[:, -1].max() + 1 for row in layout.rows])
+    qtsplus.columns = padded
+    padding_id = model.config.text_config.pad_token_id or 0
+    return CompactPrompt(
+        input_ids=layout.input_ids.gather(1, source).masked_fill(is_padding, padding_id),
+        attention_mask=attention_mask,
+        position_ids=lay_positions(order, language),
+        features=row_features,
+        columns=padded,
+        next_position=next_position,
+        source_ids=layout.input_ids,
+        source_mask=layout.mask,
+        counts={
+            modality: [len({span.index for span in row.spans if span.modality == modality}) for row in layout.rows]
+            for modality in MODALITIES
+        },
+        qtsplus=qtsplus,
+        selected={name: SelectedFeatures(pooler_output=tuple(rows)) for name, rows in row_features.items()},
+    )
+
+
+def _row_features(model, layout: Layout, row: PromptRow, keep, tokens, features: Features) -> dict[str, torch.Tensor]:
+    """What stands in place of a row's image and video placeholders, `[k, token_width]` each."""
+    row_features, types = {}, None
+    competing = {span.modality for span in row.spans}.intersection(layout.modalities)
+    if len(competing) > 1 or any(span.line for span in row.spans):
+        competes = torch.isin(row.types, torch.tensor(layout.modalities, device=keep.device))
+        types = row.types[keep & competes].to(tokens.device)
+        tokens = _with_line_ends(model, row, keep & competes, tokens)
+    for modality, name in MODALITIES.items():
+        if modality not in layout.modalities:
+            untouched = [features[modality][span.index] for span in row.spans if span.modality == modality]
+            row_features[name] = join(untouched, tokens[:0])
+        elif types is None:
+            row_features[name] = tokens if modality in competing else tokens[:0]
+        else:
+            row_features[name] = tokens[types == modality]
+    return row_features
+
+
+def _with_line_ends(model, row: PromptRow, keep: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The kept tokens `[k, d]` with the newlines that stay among them."""
+    is_token = torch.zeros_like(keep)
+    is_token[row.candidates] = True
+    is_token = is_token[keep].to(tokens.device)
+    if len(is_token) > len(tokens):
+        spread = model.line_end.to(tokens.device, tokens.dtype).expand(len(is_token), -1).clone()
+        spread[is_token] = tokens
+        tokens = spread
+    return tokens

@@ -24,6 +24,7 @@ from .methods_qtsplus import (
     check_kept,
     find_method,
     no_question,
+    take_rows,
     top_n,
 )
 from .relevance_qtsplus import (
@@ -34,7 +35,6 @@ from .relevance_qtsplus import (
     QTSplusLossHead,
     find_threshold,
     rotary_tables,
-    take_rows,
 )
 
 SOFT_TOKENS = 3  # times what inference keeps, through the soft gate
@@ -149,7 +149,8 @@ def predict_budget(
         rho = selector.budget(features, config.rho_min, config.rho_max)
         return Budget(rho, kept_count(float(rho.detach()), num_tokens, cap), losses)
     if selection != "lm_attention" and config.budget == "loss":
-        losses = selector.budget(candidates.query_states.detach(), candidates.log_relevance.detach())
+        relevance = candidates.log_relevance.detach()
+        losses = selector.budget(candidates.query_states.detach(), relevance)
         bounds = (kept_count(bound, num_tokens, cap) for bound in (config.rho_min, config.rho_max))
         n = cheapest_count(losses.detach(), config, *bounds)
         return Budget(zero + n / num_tokens, n, losses)
@@ -333,11 +334,9 @@ class QTSplusSelector(nn.Module):
     ):
         super().__init__()
         find_method(config.selection)  # or a `ValueError`
-        self.config = config
-        self.hidden_size = hidden_size
+        self.config, self.hidden_size = config, hidden_size
         self.head_dim = hidden_size // num_attention_heads
-        self.rope_theta = rope_theta
-        self.mrope_section = list(mrope_section)
+        self.rope_theta, self.mrope_section = rope_theta, list(mrope_section)
         shape = (hidden_size, num_attention_heads, num_key_value_heads, rms_norm_eps, config.dropout)
         self.scoring_layers = nn.ModuleList(QTSplusLayer(*shape) for _ in range(config.scoring_layers))
         self.budget: nn.Module

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .encoding_qtsplus import encode_visual
 from .evidence import Interval, evidence_intervals, keep_maps
-from .layout_qtsplus import lay_out, splice
+from .layout_qtsplus import lay_out
 from .methods_qtsplus import Method, check_budget
 from .mixin_qtsplus import choose
 from .prompt_qtsplus import (
@@ -26,6 +26,7 @@ from .prompt_qtsplus import (
     SelectionInputs,
     VisualInputs,
     pad_rows,
+    splice,
     take_inputs,
 )
 from .recall import Remembered, narrowed

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .prompt_qtsplus import VIDEO, Layout, VisualSpan
+from .layout_qtsplus import VisualSpan
+from .prompt_qtsplus import VIDEO, Layout
 from .videos import EncodedVideo
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from ..answers import Answer, shown_by
 from ..backbones import backbone_of
-from ..layout_qtsplus import lay_out, splice
+from ..layout_qtsplus import lay_out
 from ..methods_qtsplus import add_method
 from ..mixin_qtsplus import choose
-from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs
+from ..prompt_qtsplus import IMAGE, VIDEO, Layout, SelectionInputs, VisualInputs, splice
 from ..selector_qtsplus import QTSplusOutput
 from ..videos import EncodedVideo
 from .processing import QTSplusMultiModalProcessor, of_bytes
