@@ -8,9 +8,9 @@ import torch
 
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import Outcome
-from qtsplus.layout_qtsplus import lay_out, splice
+from qtsplus.layout_qtsplus import lay_out
 from qtsplus.mixin_qtsplus import choose
-from qtsplus.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, take_inputs
+from qtsplus.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, splice, take_inputs
 from qtsplus.session import EncodedVideo, encode
 from qtsplus.two_passes import SecondPass, TwoPasses, second_pass
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from qtsplus.layout_qtsplus import lay_out, splice
+from qtsplus.layout_qtsplus import lay_out
 from qtsplus.mixin_qtsplus import choose
-from qtsplus.prompt_qtsplus import IMAGE, VIDEO, take_inputs
+from qtsplus.prompt_qtsplus import IMAGE, VIDEO, splice, take_inputs
 
 
 def scattered(grid):
