@@ -80,9 +80,6 @@ def path() -> dict[str, float]:
 
 
 def run(model, tiny, grid, features, inputs):
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-
-    model.model.get_video_features = lambda *_, **__: BaseModelOutputWithPooling(pooler_output=(features,))
     ids = inputs["input_ids"][0].tolist()
     place = ids.index(tiny.VIDEO_PAD)
     ids[place : place + 1] = [tiny.VIDEO_PAD] * len(features)
@@ -90,7 +87,7 @@ def run(model, tiny, grid, features, inputs):
     model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        pixel_values_videos=torch.empty(grid[0] * grid[1] * grid[2], 0),
+        video_features=[features],
         video_grid_thw=torch.tensor([grid]),
         second_per_grid_ts=[0.5],
         max_new_tokens=1,

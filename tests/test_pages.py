@@ -9,12 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
 import qtsplus
+from clips import write_mp4
 from qtsplus import QTSplusConfig, Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
 from qtsplus.demo import run_demo
@@ -93,6 +95,7 @@ def test_the_first_page_runs_and_prints_what_it_says(after_demo, monkeypatch):
     monkeypatch.chdir(after_demo)
     (after_demo / "films").mkdir()
     (after_demo / "films" / "film.mp4").write_bytes((after_demo / "demo" / "clip.mp4").read_bytes())
+    write_mp4(after_demo / "films" / "night.mp4", np.zeros((16, 112, 112, 3), np.uint8), 8)
     monkeypatch.setenv("COLUMNS", "200")
     assert CliRunner().invoke(app, ["convert", "demo/qtsplus-tiny", "--out", "stock"]).exit_code == 0
     blocks = BLOCK.findall((ROOT / "docs" / "start.md").read_text(encoding="utf-8"))

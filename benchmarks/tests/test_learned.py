@@ -73,7 +73,7 @@ def crowded(setting):
         made = stamps(setting / "taught")
         (answers,) = (setting / "taught").glob("answers-*/seed5.jsonl")
         before = answers.read_text().splitlines()
-        forgotten = [line for line in before if line.startswith('{"key": "needle_oracle-0.1"')]
+        forgotten = [line for line in before if '"key": "needle_oracle-0.1"' in line]
         answers.write_text("".join(line + "\n" for line in before if line not in forgotten))
         second = run(*call)
         assert len(forgotten) == 1 and sorted(answers.read_text().splitlines()) == sorted(before)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qtsplus import encode, layout_qtsplus
-from qtsplus.answers import make_answer
+from qtsplus.answers import Answer, shown_by
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -56,7 +56,11 @@ def test_an_answer_rests_on_the_same(engine):
         for number, count in enumerate(asked["videos"], start=1):
             videos[str(number)] = encode(engine.model, engine.processor, frames_of(count), metadata=described(count))
         *_, chosen = engine.here(asked)
-        here = make_answer(engine.model, engine.processor, videos, torch.tensor([0]), chosen, {}).as_dict()
+        relevance = None if chosen.relevance is None else chosen.relevance[0]
+        merge_size, config = engine.processor.video_processor.merge_size, engine.model.config.qtsplus_config
+        shown = shown_by(videos, chosen.kept_indices[0], relevance, merge_size, config)
+        seen = None if chosen.seen is None else float(chosen.seen[0])
+        here = Answer(answer="", video="", rho=float(chosen.rho[0]), timings={}, seen=seen, **shown).as_dict()
         same_basis(told, here)
         assert {one["video"] for one in told["evidence"]} == {one["video"] for one in here["evidence"]}, name
 
