@@ -24,6 +24,7 @@ def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     try:
         with part.open(mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
+            os.chmod(part, os.fstat(file.fileno()).st_mode)  # safetensors puts a file there that no one else may read
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)

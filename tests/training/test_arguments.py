@@ -166,7 +166,11 @@ def test_our_trainer_is_not_told(tmp_path, monkeypatch):
     assert not warnings
 
 
-@pytest.mark.parametrize("settings", SAME, ids=lambda settings: next(iter(settings)))
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(one, marks=[pytest.mark.slow] * ("torch_compile" in one)) for one in SAME],
+    ids=lambda settings: next(iter(settings)),
+)
 def test_a_field_leaves_the_loss_as_it_is(kind, expected, tmp_path, settings):
     supported(settings)
     trainer = trainer_of(kind, tmp_path, **settings)
