@@ -178,11 +178,6 @@ class QTSplusBackboneMixin:
         """Whether the tokens of images compete for the budget, or only those of videos."""
         return (IMAGE, VIDEO) if self.config.qtsplus_config.select_images else (VIDEO,)
 
-    @property
-    def tile_side(self) -> int | None:
-        """Tokens a side of the part of a frame that the tower can be given by itself; `None` if that is all of it."""
-        return None
-
     def encode_pixels(self, modality: int, pixels: torch.Tensor, grid_thw: torch.Tensor) -> Sequence[torch.Tensor]:
         """Per image or video its tokens, `[k, token_width]`, without newlines."""
         encoder = self.get_image_features if modality == IMAGE else self.get_video_features

@@ -55,12 +55,6 @@ class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qw
         for block in self.visual.blocks:
             block.attn.__class__ = WindowsTogether  # the same weights, by the same names
 
-    @property
-    def tile_side(self) -> int:
-        """A window of attention. Only layers over whole frames tell it of other tiles."""
-        vision = self.config.vision_config
-        return vision.window_size // vision.patch_size // vision.spatial_merge_size
-
 
 class Qwen2_5_VLQTSplusForConditionalGeneration(
     QTSplusHeadMixin, QTSplusPreTrainedMixin, Qwen2_5_VLForConditionalGeneration
@@ -78,11 +72,6 @@ class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2
 
     config: Qwen2VLQTSplusConfig
     _no_split_modules = [*Qwen2VLModel._no_split_modules, "QTSplusSelector"]
-
-    @property
-    def tile_side(self) -> int:
-        """As large as a window of Qwen2.5-VL; here every layer would tell it of other tiles."""
-        return 4
 
     def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
         """One position per temporal patch, as along an image, where Qwen2.5-VL measures seconds."""

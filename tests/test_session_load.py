@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor, loading, session
 from qtsplus.cli import app
-from qtsplus.two_passes import TwoPasses
 
 
 @pytest.fixture
@@ -230,10 +229,9 @@ def test_a_question_longer_than_the_models_positions(loaded, tiny_mp4):
 
 
 @pytest.mark.parametrize("retention", ["0.1", True, torch.tensor(0.1), [0.1, 0.2], float("nan"), 0], ids=repr)
-@pytest.mark.parametrize("two_passes", [None, TwoPasses()], ids=["once", "twice"])
-def test_a_retention_that_is_no_fraction(loaded, tiny_mp4, retention, two_passes):
+def test_a_retention_that_is_no_fraction(loaded, tiny_mp4, retention):
     with pytest.raises(ValueError, match="retention"):
-        session.ask(*loaded, tiny_mp4, "What moves?", retention=retention, two_passes=two_passes)
+        session.ask(*loaded, tiny_mp4, "What moves?", retention=retention)
 
 
 @pytest.mark.parametrize(("most", "kept"), [(1, 1), (10_000, 16)])

@@ -381,9 +381,9 @@ def test_a_long_conversation_goes_on(loaded, fresh, monkeypatch):
 def test_what_has_no_positions_is_refused_on_every_way(loaded, cameras, fresh, monkeypatch):
     stream, film = Stream(*loaded), cameras / "front.mp4"
     stream.append(render_world(WORLDS[0]))
-    twice, question = session.TwoPasses(tile=2), f"{QUESTIONS[0]} {'word ' * 30}"
+    question = f"{QUESTIONS[0]} {'word ' * 30}"
     ways = [fresh.ask, fresh.chat, lambda *call, **more: fresh.ask_many([*call, "What?"], **more), stream.ask]
-    ways += [lambda *call, **more: session.ask(*loaded, film, *call, **more, two_passes=twice)]
+    ways += [lambda *call, **more: session.ask(*loaded, film, *call, **more)]
     monkeypatch.setattr(loaded[0].config.text_config, "max_position_embeddings", 150)
     for ask in ways:
         with pytest.raises(ValueError, match=r"takes \d+ positions, and the model has 150: \d+ are for text, 60 for"):
@@ -479,18 +479,6 @@ def test_what_is_no_stored_video_is_named(loaded, both, tmp_path):
     assert torch.equal(back.features, both.videos["front.mp4"].features)
     assert back.metadata == both.videos["front.mp4"].metadata
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "empty", "foreign", "other", "text", "video"]
-
-
-def test_a_video_for_two_passes_is_asked_about_alone(loaded, cameras, tmp_path):
-    made = VideoSession(*loaded)
-    made.add(cameras / "front.mp4", two_passes=session.TwoPasses(tile=2))
-    assert "second_pass" in made.ask(QUESTIONS[0], **SHORT).timings
-    with pytest.raises(ValueError, match="Two passes look at one video for one question"):
-        made.ask_many(QUESTIONS[:2])
-    with pytest.raises(ValueError, match="encoded for two passes and cannot be stored"):
-        made.save(tmp_path / "saved")
-    with pytest.raises(ValueError, match="Two passes read a video twice"):
-        made.add(render_world(WORLDS[0]), fps=2, two_passes=session.TwoPasses())
 
 
 # A player's clock -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Two passes in the learned benchmark: every question has regions of its own encoded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +8,9 @@ import torch
 
 from qtsplus.data.records import VideoRecord
 from qtsplus.evaluation.exact_match import Outcome
-from qtsplus.layout_qtsplus import lay_out
-from qtsplus.mixin_qtsplus import choose
-from qtsplus.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, splice, take_inputs
-from qtsplus.session import EncodedVideo, encode
-from qtsplus.two_passes import SecondPass, TwoPasses, second_pass
 
 from ..exact_match import model_inputs
+from ..two_passes import TwoPasses, read_small, second_pass, second_prompt, tile_side
 
 LEAST_TOKENS = 0.25  # encoded at full size, and twice as many as are kept at least
 TILE = 2  # tokens a side: an object of TinyWorld fills one or two, and frames have six a side
@@ -44,20 +40,27 @@ def ask_twice(
     Args:
         retention: fraction of each whole video's tokens to keep.
     """
-    tile = None if model.model.tile_side is None else TILE
+    tile = None if tile_side(model) is None else TILE
     passes = TwoPasses(tokens=min(max(LEAST_TOKENS, 2 * retention), 1.0), tile=tile)
     names = {str(record.video) for record in records}
-    videos = {name: encode(model, processor, name, two_passes=passes) for name in sorted(names)}
+    videos = {name: read_small(model, processor, name, passes) for name in sorted(names)}
+    first = {name: {**_described(small), "video_features": small.features} for name, (small, _) in videos.items()}
+    whole = {
+        name: {**_described(large.chunks), "video_features": small.features} for name, (small, large) in videos.items()
+    }
     asked: list[TwiceAsked] = []
     for start in range(0, len(records), batch_size):
         batch = records[start : start + batch_size]
-        seconds = [_second(model, processor, record, videos[str(record.video)], retention) for record in batch]
-        known = {
-            name: {**_described(video.large.chunks), "video_features": video.features}
-            for name, video in videos.items()
-            if video.large is not None
-        }
-        inputs = model_inputs(processor, batch, known)
+        seconds = [
+            second_pass(
+                model,
+                videos[str(record.video)][1],
+                model_inputs(processor, [record], first),
+                retention=retention,
+            )
+            for record in batch
+        ]
+        inputs = model_inputs(processor, batch, whole)
         inputs = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
         longest = max(len(processor.tokenizer(record.answer)["input_ids"]) for record in batch)
         output = model.generate_from(
@@ -71,34 +74,8 @@ def ask_twice(
         for row, (record, second, text) in enumerate(zip(batch, seconds, answers, strict=True)):
             kept = tuple(second.places[output.qtsplus.kept_indices[row].cpu()].tolist())
             outcome = Outcome(record, text == record.answer, second.num_tokens, second.rho, kept)
-            asked.append(TwiceAsked(outcome, len(videos[str(record.video)].features), len(second.features)))
+            asked.append(TwiceAsked(outcome, len(videos[str(record.video)][0].features), len(second.features)))
     return asked
-
-
-def second_prompt(
-    model: Any, inputs: Mapping[str, Any], passes: Sequence[SecondPass], **selection: Any
-) -> CompactPrompt:
-    """
-    The shortened prompts of questions about whole videos, of which `passes` have encoded some tokens: the others are as
-    if not kept, and what is there stays at its place. For `model.generate_from`.
-
-    Args:
-        inputs: the model's, `[B, S]`, with the grids of the whole videos.
-        selection: the fields of `SelectionInputs`; `retention` is that of each pass if it is left out.
-    """
-    retention, features = [one.retention for one in passes], [one.features for one in passes]
-    visual, choice = take_inputs({"retention": retention, **inputs, **selection, "video_features": features})
-    layout = lay_out(model.model, visual, inputs["input_ids"], inputs.get("attention_mask"))
-    layout = layout.narrow([one.places for one in passes])
-    some = {IMAGE: [], VIDEO: features}
-    selected, qtsplus = choose(model.model, layout, some, choice, sample_gate=False)
-    return splice(model.model, layout, some, selected, qtsplus, pad_left=True)
-
-
-def _second(model: Any, processor: Any, record: VideoRecord, video: EncodedVideo, retention: float) -> SecondPass:
-    assert video.large is not None
-    known = {str(record.video): {**_described(video), "video_features": video.features}}
-    return second_pass(model, video.large, model_inputs(processor, [record], known), retention=retention)
 
 
 def _described(video: Any) -> dict[str, torch.Tensor]:

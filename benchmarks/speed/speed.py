@@ -15,12 +15,11 @@ from transformers import BatchFeature
 
 from qtsplus.results import Journal, write_json
 from qtsplus.session import EncodedVideo, encode, prompt_inputs
-from qtsplus.two_passes import SecondPass, TwoPasses, second_pass
 from qtsplus.video_qtsplus import choose_frames, read_video
 
 from ..files import finish
-from ..learned.twice import second_prompt
 from ..machine import environment, steps
+from ..two_passes import Large, SecondPass, TwoPasses, read_small, second_pass, second_prompt
 from .clock import StageClock, TokenClock, now
 from .cost import Cost, faster_dtype, probe, stage_costs
 from .plots import draw_frames, draw_stages
@@ -209,8 +208,12 @@ class _Bench:
         began = now(self.device)
         with StageClock(self.device, model.model, **modules) as stages:
             # Stock encodes every frame too.
-            known = encode(model, self.processor, video, frame_tolerance=None, two_passes=two_passes)
-            inputs, second = self._ask(QUESTION, known)
+            large, call = None, (model, self.processor, video)
+            if two_passes is None:
+                known = encode(*call, frame_tolerance=None)
+            else:
+                known, large = read_small(*call, two_passes, frame_tolerance=None)
+            inputs, second = self._ask(QUESTION, known, large)
             encoded, chosen = now(self.device), stages.seconds("selection")
             output = self._generate(inputs, second, streamer=tokens)
         kept = len(output.qtsplus.kept_indices[0])
@@ -228,10 +231,10 @@ class _Bench:
             selected = {"relevance": stages.seconds("selection")}
         later = TokenClock()
         asked = now(self.device)
-        self._generate(*self._ask(SECOND_QUESTION, known), streamer=later)
+        self._generate(*self._ask(SECOND_QUESTION, known, large), streamer=later)
         if second is not None:
             selected |= {"first_pass_tokens": len(known.features), "second_pass_tokens": len(second.features)}
-        visual_tokens = self._count(known.video_grid_thw if known.large is None else known.large.chunks.video_grid_thw)
+        visual_tokens = self._count(known.video_grid_thw if large is None else large.chunks.video_grid_thw)
         return {
             "reading": encoded - began - stages.seconds("vision") - chosen,
             "vision": stages.seconds("vision"),
@@ -242,14 +245,14 @@ class _Bench:
             **self._figures(stages, tokens, visual_tokens, kept, began=began, encoded=encoded),
         }
 
-    def _ask(self, question: str, known: EncodedVideo) -> tuple[BatchFeature, SecondPass | None]:
+    def _ask(self, question: str, known: EncodedVideo, large: Large | None) -> tuple[BatchFeature, SecondPass | None]:
         """The inputs of a question about a video that has been encoded; of two passes it makes the second."""
         grid, second = known.video_grid_thw, None
-        if known.large is not None:
+        if large is not None:
             how = {"retention": self.retention, "selection": self.how["selection"]}
             small = prompt_inputs(self.processor, {known.video: known}, [question])
-            second = second_pass(self.models["ours"], known.large, small, **how)
-            grid = known.large.chunks.video_grid_thw
+            second = second_pass(self.models["ours"], large, small, **how)
+            grid = large.chunks.video_grid_thw
         text = [prompt_text(self.processor, question)]
         inputs = self.processor(text=text, video_grid_thw=grid, return_tensors="pt").to(self.device)
         inputs["second_per_grid_ts"] = known.second_per_grid_ts

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import zip_longest
 from math import ceil, floor, prod
 from typing import Any
@@ -33,7 +32,6 @@ from .recall import Remembered, narrowed
 from .selector_qtsplus import kept_count
 from .settings import check_count
 from .subtitles import check_subtitles, near
-from .two_passes import second_pass
 from .videos import EncodedVideo
 
 MAX_NEW_TOKENS = 128  # of an answer, where nobody says
@@ -51,8 +49,8 @@ class Answer:
     kept_tokens: int  # n, those that the language model read
     rho: float  # the fraction that the selection aimed at
     evidence: list[Interval]  # stretches that show what was asked for, the surest first, on a player's clock
-    # Seconds of reading and encoding the video (`encode`, unless that was before), of a `second_pass`, and from calling
-    # `generate` to the `first_token` and to the end (`generate`); questions of one batch share them.
+    # Seconds of reading and encoding the video (`encode`, unless that was before), and from calling `generate` to the
+    # `first_token` and to the end (`generate`); questions of one batch share them.
     timings: dict[str, float]
     keep_maps: dict[str, torch.Tensor]  # by the video's name, bool [T, H, W], the kept tokens in its grid of tokens
     # How sure it is that the videos show what was asked for: the part of the relevance, 0 to 1, that their tokens took
@@ -111,8 +109,8 @@ def answer_questions(
         generation: as for `generate`.
 
     Raises:
-        ValueError: no video; subtitles, and no video was encoded with some; two passes over other than one video and
-            one question; a prompt for which the model has no positions; and as [`ask`].
+        ValueError: no video; subtitles, and no video was encoded with some; a prompt for which the model has no
+            positions; and as [`ask`].
     """
     _check_asked(model, processor, videos, questions, turns)
     check_subtitles(subtitles, videos)
@@ -123,31 +121,22 @@ def answer_questions(
         alone = (answer_questions(model, processor, videos, [question], **more) for question in questions)
         return [answer for (answer,) in alone]  # each has positions of its own
     options = generation_options(model, generation, max_new_tokens)
-    lay_out_prompts = partial(_lay_out, model, processor, questions, turns, options)
-    prompts, clock, timings, rho = lay_out_prompts(videos, choice), options["streamer"], {}, None
-    (name, video), *_ = videos.items()
-    if video.large is not None:
-        second = second_pass(model, video.large, prompts.inputs, **choice)
-        timings["second_pass"] = time.perf_counter() - clock.started
-        grid, rho = video.large.chunks.video_grid_thw, second.rho
-        videos = {name: replace(video, features=second.features, places=second.places, video_grid_thw=grid)}
-        choice["retention"] = second.retention
-        prompts = lay_out_prompts(videos, choice)
+    conversation = (model, processor, videos, questions, turns, choice, options)
+    prompts = _lay_out(*conversation)
     compact = _shorten(model, prompts)
     if subtitles:
         kept = [prompts.place(indices) for indices in compact.qtsplus.kept_indices or ()]
         captions = [near(indices, videos, processor, subtitles) for indices in kept]
-        prompts = lay_out_prompts(videos, choice, captions)
+        prompts = _lay_out(*conversation, captions)
         compact = _shorten(model, prompts)
     output = model.generate_from(compact, **options)
-    timings |= clock.timings()
+    timings = options["streamer"].timings()
     new_ids = output.sequences[:, prompts.inputs["input_ids"].shape[1] :]
     unheard = any(video.sound and not (subtitles and video.subtitles) for video in videos.values())
     answers = []
     for row, ids in enumerate(new_ids):
         answer = _make_answer(model, processor, videos, prompts, ids, compact.qtsplus, row)
-        rho_of_row = answer.rho if rho is None else rho
-        answers.append(replace(answer, rho=rho_of_row, timings=timings, unheard=unheard))
+        answers.append(replace(answer, timings=timings, unheard=unheard))
     return answers
 
 
@@ -162,8 +151,6 @@ def _check_asked(
         check_text("turn", text)
     if not videos:
         raise ValueError("There is no video to ask about; add one.")
-    if any(video.large for video in videos.values()) and len(videos) + len(questions) > 2:
-        raise ValueError("Two passes look at one video for one question; encode the videos in one pass.")
 
 
 @dataclass(frozen=True)
@@ -185,11 +172,11 @@ class _Prompts:
 def _lay_out(
     model: Any,
     processor: Any,
+    videos: Mapping[str, EncodedVideo],
     questions: Sequence[str],
     turns: Sequence[str],
-    options: Mapping[str, Any],
-    videos: Mapping[str, EncodedVideo],
     choice: Mapping[str, Any],
+    options: Mapping[str, Any],
     captions: Sequence[str] = (),
 ) -> _Prompts:
     """The prompts, without the oldest turns if the model has no positions for them; `ValueError` if still not."""
@@ -199,7 +186,7 @@ def _lay_out(
         options["streamer"].start()
         visual, selection = take_inputs({**inputs, **choice})
         layout, places = lay_out(model.model, visual, inputs["input_ids"], inputs["attention_mask"]), None
-        if any(video.places is not None for video in videos.values()):
+        if any(isinstance(video, Remembered) for video in videos.values()):
             layout, places = narrowed(model, layout, list(videos.values()), new_tokens)
         excess = positions_needed(model, layout, selection, new_tokens) - most
         if excess <= 0:

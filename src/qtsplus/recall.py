@@ -26,11 +26,13 @@ class Remembered(EncodedVideo):
         clock: the stream, whose cameras share one.
         rows: the step in time of each step of the grid.
         missing: frames that the last of them lacks.
+        places: `[M]` ascending, where the features stand in the grid, which has more tokens.
     """
 
     clock: "Stream"
     rows: list[int]
     missing: int
+    places: torch.Tensor
 
     @property
     def frames(self) -> int:
@@ -46,15 +48,13 @@ def narrowed(
     model: Any, layout: Layout, videos: Sequence[EncodedVideo], max_new_tokens: int
 ) -> tuple[Layout, torch.Tensor]:
     """
-    The layout of one prompt about videos of which some have only some tokens, with those that are there, at their
-    times; and `[k]` ascending, which tokens of the whole grids these are.
+    The layout of one prompt about videos of which some are remembered, with the tokens that are there, at their times;
+    and `[k]` ascending, which tokens of the whole grids these are.
     """
-    places = [torch.arange(len(one.features)) if one.places is None else one.places for one in videos]
-    live = any(isinstance(video, Remembered) for video in videos)
-    if live:
-        layout = at_steps(model.model, layout, _numbers(model, videos, layout.input_ids, max_new_tokens))
+    places = [one.places if isinstance(one, Remembered) else torch.arange(len(one.features)) for one in videos]
+    layout = at_steps(model.model, layout, _numbers(model, videos, layout.input_ids, max_new_tokens))
     layout = layout.narrow(places)
-    if live and model.model.rope_axes == 1:  # the language model counts tokens: those that are there
+    if model.model.rope_axes == 1:  # the language model counts tokens: those that are there
         row = layout.rows[0]
         order = torch.arange(len(row.columns), device=row.columns.device)[None]
         layout = replace(layout, rows=[replace(row, language_positions=order)])

@@ -22,7 +22,6 @@ from .results import STORED, read_stored, seal
 from .settings import check_count, check_path
 from .storage import Stored, fingerprint, load_video, saved_video
 from .stream import Stream
-from .two_passes import TwoPasses
 from .videos import EncodedVideo, encode
 
 _SAVED = "session.json"
@@ -50,7 +49,6 @@ def ask(
     question: str,
     *,
     fps: float | None = None,
-    two_passes: TwoPasses | None = None,
     subtitles: int | None = None,
     **options: Any,
 ) -> Answer:
@@ -61,7 +59,7 @@ def ask(
         model, processor: as [`load`] gives them.
         video: whatever [`encode`] takes; or what it has made of one, for another question.
         question: the text; special tokens in it, such as `<|im_end|>`, are text too.
-        fps, two_passes: as for [`encode`], of a video that was not encoded before.
+        fps: as for [`encode`], of a video that was not encoded before.
         subtitles, options: as for [`answer_questions`].
 
     Raises:
@@ -71,11 +69,10 @@ def ask(
     check_question(model, processor, question)
     timings: dict[str, float] = {}
     if not isinstance(video, EncodedVideo):
-        reading: dict[str, Any] = {"fps": fps, "two_passes": two_passes, "subtitles": subtitles is not None}
-        video = encode(model, processor, video, **reading)
+        video = encode(model, processor, video, fps=fps, subtitles=subtitles is not None)
         timings["encode"] = video.seconds
-    elif fps is not None or two_passes is not None:
-        raise ValueError(f"Got fps={fps} and {two_passes=} for a video that was encoded before; give them to `encode`.")
+    elif fps is not None:
+        raise ValueError(f"Got {fps=} for a video that was encoded before; give it to `encode`.")
     (answer,) = answer_questions(model, processor, {video.video: video}, [question], subtitles=subtitles, **options)
     return replace(answer, timings={**timings, **answer.timings})
 

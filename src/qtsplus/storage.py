@@ -116,8 +116,6 @@ def saved_video(encoded: EncodedVideo, path: Path, made_by: str) -> Iterator[Sto
     Writes an encoded video to one file, with the [`fingerprint`] of what encoded it. It stands at `path` once the
     context ends, where what is known of it can be noted.
     """
-    if encoded.large is not None:
-        raise ValueError(f"{encoded.video!r} was encoded for two passes and cannot be stored; encode it in one.")
     file = Path(encoded.video)
     about = {
         "file": film_state(file) if file.is_file() else None,

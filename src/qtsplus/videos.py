@@ -21,7 +21,6 @@ from .forecast import forecast
 from .loading import find_device
 from .settings import check_count
 from .subtitles import Subtitle, read_subtitles
-from .two_passes import Large, TwoPasses, open_twice
 from .video_qtsplus import flatten_videos
 
 T = TypeVar("T")
@@ -44,8 +43,6 @@ class EncodedVideo:
     warnings: list[str] = field(default_factory=list)  # what is wrong with the file, one sentence each
     sound: bool = False  # whether the file has some, which is not read
     subtitles: Sequence[Subtitle] = ()  # as [`read_subtitles`] gives them
-    large: Large | None = None  # with two passes, the video at full size; features and grid are those of the small one
-    places: torch.Tensor | None = None  # [M] ascending, where the features stand in the grid if it has more tokens
 
     @property
     def length(self) -> float:
@@ -88,7 +85,6 @@ def encode(
     frames_per_chunk: int | None = None,
     device: str | None = None,
     frame_tolerance: float | None = 0.0,
-    two_passes: TwoPasses | None = None,
     subtitles: bool = False,
     progress: bool = False,
 ) -> EncodedVideo:
@@ -108,22 +104,16 @@ def encode(
         frames_per_chunk: frames at a time; by default about 16,384 patches.
         device: where the features shall live, such as `"cpu"`; the model's when absent.
         frame_tolerance: see [`Repeats`]: 0 encodes equal frames once, `None` encodes every frame.
-        two_passes: encode the video small, and let every question choose the regions that are encoded at full size.
         subtitles: read those of a file too, from one beside it or within it, for questions with `subtitles=`.
         progress: show a bar on standard error while a video of several chunks is encoded.
 
     Raises:
-        ValueError: a video that cannot be read, frames without `fps`; two passes with a backbone that reads every
-            frame at one size, or tiles with one that has to see whole frames.
+        ValueError: a video that cannot be read, frames without `fps`.
     """
     said = read_subtitles(video) if subtitles else ()
     device = None if device is None else find_device(device)
-    if two_passes is not None and not isinstance(two_passes, TwoPasses):
-        raise ValueError(f"{two_passes=}: expected a `TwoPasses`.")
     reading: dict[str, Any] = {"start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     if not isinstance(video, (str, Path)):
-        if two_passes is not None:
-            raise ValueError("Two passes read a video twice; expected a file, an address or a folder, and got frames.")
         if given := [name for name, value in reading.items() if value is not None]:
             raise ValueError(f"Got {', '.join(given)} for frames; expected those to look at, in their size.")
         return _encode_frames(model, processor, video, fps, metadata, device, frame_tolerance)
@@ -132,9 +122,6 @@ def encode(
     started = time.perf_counter()
     chunks = open_chunks(processor, video, fps, frames_per_chunk=frames_per_chunk, **reading)
     forecast(model, chunks).require_memory(device or model.device)
-    large = None
-    if two_passes is not None:
-        large, chunks = open_twice(model, processor, chunks, two_passes, frame_tolerance)
     tokens = int(chunks.video_grid_thw.prod()) // processor.video_processor.merge_size**2
     features, filled = torch.empty(0), 0
     repeats, console = Repeats(frame_tolerance), Console(stderr=True)
@@ -158,7 +145,6 @@ def encode(
         warnings=chunks.warnings,
         sound=chunks.sound,
         subtitles=said,
-        large=large,
     )
 
 

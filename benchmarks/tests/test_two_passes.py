@@ -1,13 +1,25 @@
 """Two passes: a video is read small, and the regions that a question chooses at full size."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from benchmarks.two_passes import (
+    Tiles,
+    TwoPasses,
+    encode_tiles,
+    open_twice,
+    read_small,
+    second_pass,
+    second_prompt,
+    tile_side,
+)
 from qtsplus import session
-from qtsplus.two_passes import Tiles, TwoPasses, encode_tiles, open_twice
 
+GRID = torch.tensor([[8, 8, 12]])  # of the clip in patches
 QUESTION = "What colour is the shape that moves to the left?"
 
 
@@ -43,45 +55,56 @@ def seen(loaded, monkeypatch):
     return counts
 
 
-def test_one_question(loaded, clip, seen):
+@pytest.fixture
+def ask(loaded, clip):
+    """Asks about the folder in two passes: what the second one encoded, which tokens were kept, and the new ids."""
+    model, processor = loaded
+
+    def ask(passes, max_new_tokens=1, **choice):
+        small, large = read_small(model, processor, clip, passes, fps=2)
+        prompt = session.prompt_inputs(processor, {"clip": small}, [QUESTION])
+        second = second_pass(model, large, prompt, **choice)
+        whole = session.prompt_inputs(processor, {"clip": replace(small, video_grid_thw=GRID)}, [QUESTION])
+        del whole["video_features"]
+        compact = second_prompt(model, whole, [second], selection=choice.get("selection"))
+        output = model.generate_from(compact, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
+        kept = second.places[output.qtsplus.kept_indices[0]]
+        return second, kept, output.sequences[0, whole["input_ids"].shape[1] :]
+
+    return ask
+
+
+def test_one_question(ask, seen):
     """Frames of 4 x 6 tokens, in tiles of 2 x 2."""
-    passes = TwoPasses(0.5, 0.25, tile=2)
-    answer = session.ask(*loaded, clip, QUESTION, fps=2, retention=0.1, two_passes=passes, max_new_tokens=4)
+    second, kept, _ = ask(TwoPasses(0.5, 0.25, tile=2), retention=0.1)
     assert seen == {(4, 6): 8, (4, 4): 12}, "all steps at half the sides, a quarter of the 48 tiles at full size"
-    assert answer.keep_map.shape == (8, 4, 6) and answer.visual_tokens == 8 * 24
-    assert answer.kept_tokens == answer.keep_map.sum() == 20, "a tenth of the whole video, from twelve tiles"
-    assert answer.rho == pytest.approx(0.1)
-    steps = answer.keep_map.flatten(1).any(1).nonzero()[:, 0]
-    for one in answer.evidence:
-        assert any(one.start <= int(step) < one.end for step in steps)
-    assert set(answer.timings) == {"encode", "second_pass", "first_token", "generate"}
+    assert second.num_tokens == 8 * 24 and second.rho == pytest.approx(0.1)
+    assert len(kept) == 20, "a tenth of the whole video, from twelve tiles"
 
 
-def test_what_is_kept_stands_where_it_was_chosen(loaded, clip, monkeypatch):
+def test_what_is_kept_stands_where_it_was_chosen(ask, monkeypatch):
     monkeypatch.setattr(Tiles, "best", lambda *_: torch.tensor([[7, 0, 2], [3, 1, 0]]))
-    call = {"fps": 2, "retention": 8 / 192, "max_new_tokens": 1}
-    answer = session.ask(*loaded, clip, QUESTION, two_passes=TwoPasses(tile=2), **call)
+    _, kept, _ = ask(TwoPasses(tile=2), retention=8 / 192)
     expected = torch.zeros(8, 4, 6, dtype=torch.bool)
     expected[7, :2, 4:] = expected[3, 2:, :2] = True
-    assert torch.equal(answer.keep_map, expected)
-    assert answer.evidence and all((one.start, one.end) in ((3, 4), (7, 7.5)) for one in answer.evidence)
+    assert torch.equal(kept, expected.flatten().nonzero()[:, 0])
 
 
 def test_every_question_chooses_for_itself(loaded, clip, seen):
-    video = session.encode(*loaded, clip, fps=2, two_passes=TwoPasses(tokens=0.2, tile=2))
-    assert seen == {(4, 6): 8} and len(video.features) == 8 * 6
+    small, large = read_small(*loaded, clip, TwoPasses(tokens=0.2, tile=2), fps=2)
+    assert seen == {(4, 6): 8} and len(small.features) == 8 * 6
     for _ in range(2):
-        session.ask(*loaded, video, QUESTION, max_new_tokens=1)
+        second_pass(loaded[0], large, session.prompt_inputs(loaded[1], {"clip": small}, [QUESTION]))
     assert seen == {(4, 6): 8, (4, 4): 2 * 9}
 
 
-def test_with_all_of_whole_frames_it_is_one_pass(loaded, clip):
+def test_with_all_of_whole_frames_it_is_one_pass(loaded, clip, ask):
     """From the last step's lonely frame on, bit for bit."""
-    call = {"fps": 2, "selection": "all", "max_new_tokens": 6}
-    whole = TwoPasses(tokens=1, tile=6)
-    once, twice = (session.ask(*loaded, clip, QUESTION, two_passes=passes, **call) for passes in (None, whole))
-    assert once.answer == twice.answer and torch.equal(once.keep_map, twice.keep_map)
-    assert once.rho == twice.rho == 1
+    once = session.ask(*loaded, clip, QUESTION, fps=2, selection="all", max_new_tokens=6)
+    second, kept, ids = ask(TwoPasses(tokens=1, tile=6), 6, selection="all")
+    assert loaded[1].tokenizer.decode(ids, skip_special_tokens=True).strip() == once.answer
+    assert len(kept) == once.visual_tokens and second.rho == 1
+    assert torch.equal(second.features, session.encode(*loaded, clip, fps=2).features)
 
 
 @pytest.mark.parametrize("frames_per_chunk", (None, 4))
@@ -91,8 +114,7 @@ def test_a_tile_is_what_it_is_in_its_frame(loaded, clip, frames_per_chunk, monke
     visual = model.model.visual
     monkeypatch.setattr(visual, "fullatt_block_indexes", [])
     monkeypatch.setattr(visual.config, "fullatt_block_indexes", [])
-    side = model.model.tile_side
-    assert side == 4
+    assert tile_side(model) == 4
     chunks = processor.video_chunks(clip, fps=2, frames_per_chunk=frames_per_chunk)
     whole = session.encode(model, processor, clip, fps=2).features
     large, _ = open_twice(model, processor, chunks, TwoPasses())
@@ -142,22 +164,20 @@ def test_the_mass_of_a_smaller_video():
     assert tiles.mass(torch.tensor([[[1.0, 0.0]]])).tolist() == [[[pytest.approx(1 / 3), pytest.approx(1 / 6), 0]] * 2]
 
 
-def test_without_relevance_kept_tokens_count(loaded, clip, seen):
-    call = {"fps": 2, "selection": "uniform", "retention": 0.1, "max_new_tokens": 1}
-    session.ask(*loaded, clip, QUESTION, two_passes=TwoPasses(tokens=1, tile=2), **call)
+def test_without_relevance_kept_tokens_count(ask, seen):
+    ask(TwoPasses(tokens=1, tile=2), selection="uniform", retention=0.1)
     assert seen[4, 4] == 5, "a tenth of 48 small tokens, and none that was not kept"
 
 
-@pytest.mark.parametrize("call", [{"selection": "all"}, {"retention": 1}, {"retention": 0.3}], ids=str)
-def test_more_than_a_second_pass_encodes_is_refused(loaded, clip, call):
+@pytest.mark.parametrize("choice", [{"selection": "all"}, {"retention": 1}, {"retention": 0.3}], ids=str)
+def test_more_than_a_second_pass_encodes_is_refused(ask, choice):
     with pytest.raises(ValueError, match="tokens are asked for, and the second pass encodes 48: keep fewer"):
-        session.ask(*loaded, clip, QUESTION, fps=2, two_passes=TwoPasses(tile=2), **call)
+        ask(TwoPasses(tile=2), **choice)
 
 
-def test_what_the_model_predicts_ends_at_what_was_encoded(loaded, clip):
-    passes = TwoPasses(tokens=0.03, tile=1)
-    answer = session.ask(*loaded, clip, QUESTION, fps=2, two_passes=passes, max_new_tokens=1)
-    assert answer.kept_tokens <= 5 and answer.rho == pytest.approx(5 / 192)
+def test_what_the_model_predicts_ends_at_what_was_encoded(ask):
+    second, kept, _ = ask(TwoPasses(tokens=0.03, tile=1))
+    assert len(kept) <= 5 and second.rho == pytest.approx(5 / 192)
 
 
 def test_what_it_refuses(loaded, clip, monkeypatch):
@@ -167,9 +187,9 @@ def test_what_it_refuses(loaded, clip, monkeypatch):
     for side in (0, 1.5, True):
         with pytest.raises(ValueError, match="expected a whole number of tokens, at least 1"):
             TwoPasses(tile=side)
-    video = session.encode(*loaded, clip, fps=2)
-    with pytest.raises(ValueError, match=r"two_passes=TwoPasses\(.*for a video that was encoded before"):
-        session.ask(*loaded, video, QUESTION, two_passes=TwoPasses())
-    monkeypatch.setattr(type(loaded[0].model), "tile_side", None)
+    monkeypatch.setattr(loaded[0].config, "model_type", "qwen3_vl_qtsplus")
     with pytest.raises(ValueError, match="tile=2: the vision tower of this model .* has to see whole frames"):
-        session.encode(*loaded, clip, fps=2, two_passes=TwoPasses(tile=2))
+        read_small(*loaded, clip, TwoPasses(tile=2), fps=2)
+    monkeypatch.setattr(loaded[1], "native_resolution", False)
+    with pytest.raises(ValueError, match="Two passes need a model that reads frames of any size"):
+        read_small(*loaded, clip, TwoPasses(), fps=2)

@@ -1,19 +1,25 @@
 """Two passes over a video: it is read small, and the question chooses the regions that are encoded at full size."""
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from .encoding_qtsplus import Repeats
-from .methods_qtsplus import Method, is_number
-from .selector_qtsplus import kept_count
-from .settings import check_count
-from .video_qtsplus import VideoChunks, resize_frame, stack_frames
+from qtsplus.encoding_qtsplus import Repeats
+from qtsplus.layout_qtsplus import lay_out
+from qtsplus.methods_qtsplus import Method, is_number
+from qtsplus.mixin_qtsplus import choose
+from qtsplus.prompt_qtsplus import IMAGE, VIDEO, CompactPrompt, splice, take_inputs
+from qtsplus.selector_qtsplus import kept_count
+from qtsplus.settings import check_count
+from qtsplus.video_qtsplus import VideoChunks, resize_frame, stack_frames
+from qtsplus.videos import EncodedVideo, read_ahead
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,42 @@ class SecondPass:
     rho: float  # of the whole video's tokens, what the first pass aimed at, as far as they were encoded
 
 
+def read_small(
+    model: Any,
+    processor: Any,
+    video: str | Path,
+    two_passes: TwoPasses,
+    fps: float | None = None,
+    frame_tolerance: float | None = 0.0,
+) -> tuple[EncodedVideo, Large]:
+    """The first pass: a video with smaller frames, encoded, and the same at full size; as [`open_twice`]."""
+    started, repeats = time.perf_counter(), Repeats(frame_tolerance)
+    large, small = open_twice(model, processor, processor.video_chunks(video, fps=fps), two_passes, frame_tolerance)
+    pieces = small if model.device.type == "cpu" else read_ahead(small)
+    features = [model.encode_videos(pixels, grid, repeats=repeats)[0] for pixels, grid in pieces]
+    encoded = EncodedVideo(
+        video=str(video),
+        features=torch.cat(features),
+        video_grid_thw=small.video_grid_thw,
+        second_per_grid_ts=small.second_per_grid_ts,
+        metadata=small.metadata,
+        seconds=time.perf_counter() - started,
+    )
+    return encoded, large
+
+
+def tile_side(model: Any) -> int | None:
+    """
+    Tokens a side of the part of a frame that the vision tower can be given by itself; `None` if that is all of it, for
+    a tower that learns where a patch is in its frame.
+    """
+    if model.config.model_type not in ("qwen2_5_vl_qtsplus", "qwen2_vl_qtsplus"):
+        return None
+    vision = model.config.vision_config  # Qwen2-VL has no windows: a tile as large as one of Qwen2.5-VL
+    side = getattr(vision, "window_size", 4 * vision.patch_size * vision.spatial_merge_size)
+    return side // vision.patch_size // vision.spatial_merge_size
+
+
 def open_twice(
     model: Any, processor: Any, chunks: VideoChunks, two_passes: TwoPasses, frame_tolerance: float | None = 0.0
 ) -> tuple[Large, VideoChunks]:
@@ -113,8 +155,8 @@ def open_twice(
             "Two passes need a model that reads frames of any size, as the Qwen-VL ones do; this one brings every "
             "frame to one size."
         )
-    side = two_passes.tile or model.model.tile_side
-    if model.model.tile_side is None and two_passes.tile is not None:
+    side = two_passes.tile or tile_side(model)
+    if tile_side(model) is None and two_passes.tile is not None:
         raise ValueError(
             f"tile={two_passes.tile}: the vision tower of this model learns where a patch is in its frame, and has to "
             "see whole frames; leave tile out."
@@ -181,6 +223,26 @@ def second_pass(
     rho = min(float(chosen.rho[0]), max(large.count, 1) / num_tokens)
     wanted = kept_count(rho, num_tokens, most)
     return SecondPass(features, places, num_tokens, min(wanted / len(features), 1.0), rho)
+
+
+def second_prompt(
+    model: Any, inputs: Mapping[str, Any], passes: Sequence[SecondPass], **selection: Any
+) -> CompactPrompt:
+    """
+    The shortened prompts of questions about whole videos, of which `passes` have encoded some tokens: the others are as
+    if not kept, and what is there stays at its place. For `model.generate_from`.
+
+    Args:
+        inputs: the model's, `[B, S]`, with the grids of the whole videos.
+        selection: the fields of `SelectionInputs`; `retention` is that of each pass if it is left out.
+    """
+    retention, features = [one.retention for one in passes], [one.features for one in passes]
+    visual, choice = take_inputs({"retention": retention, **inputs, **selection, "video_features": features})
+    layout = lay_out(model.model, visual, inputs["input_ids"], inputs.get("attention_mask"))
+    layout = layout.narrow([one.places for one in passes])
+    some = {IMAGE: [], VIDEO: features}
+    selected, qtsplus = choose(model.model, layout, some, choice, sample_gate=False)
+    return splice(model.model, layout, some, selected, qtsplus, pad_left=True)
 
 
 def encode_tiles(
