@@ -69,7 +69,7 @@ class Film:
             arbitrary = container.format.flags & ARBITRARY_CLOCK
             begin = (container.start_time or 0) / av.time_base if arbitrary else 0.0
             end = None if container.duration is None or arbitrary else container.duration / av.time_base
-            if stream.duration is not None and not arbitrary:
+            if stream.duration is not None and not arbitrary and container.format.name != "asf":  # whose end it is
                 end = float(((stream.start_time or 0) + stream.duration) * stream.time_base)
             if (stream.time_base or 1) >= 1 and (stream.codec_context.framerate or 0) > 1:
                 raise ValueError("it has no time scale, so when its frames are shown is unknown")
@@ -88,7 +88,7 @@ class Film:
             self.times = np.arange(self.total) / self.fps  # [N], when the frames are shown, in seconds from the first
         self.start = max(self.first - begin, 0.0)
         self.warnings: list[str] = []
-        if missing := self._missing(stated_frames, end, self.first + float(self.times[-1]) + 1 / self.fps):
+        if missing := self._missing(stated_frames, end, self.first + self.total / self.fps):
             self._warn(f"is incomplete: {missing}")
 
     def _read_packets(self, container: Any, stream: Any) -> bool:
@@ -316,16 +316,19 @@ class Clock:
     def __init__(self, container: Any, stream: Any, name: str):
         ahead = _AHEAD if container.format.flags & ARBITRARY_CLOCK else _FAR_AHEAD
         self.name, self.step = name, float(stream.time_base or 1)  # seconds
-        # AVI knows no times, but when a packet is decoded.
+        # AVI knows no times, but when a packet is decoded; FFmpeg guesses those of one that reorders late.
         self.is_avi, self.reorders = container.format.name == "avi", stream.codec_context.has_b_frames
         self.smallest, self.largest = -_BACK / self.step, ahead / self.step
         self.last: int | None = None  # when the packet before was to be decoded, by the file
         self.newest: int | None = None  # of the times so far, on the one clock
         self.end = self.offset = self.apart = 0  # `end` is when that is over
+        self.guessed = False
 
     def set(self, packet: Any) -> None:
         """Brings the times of the next packet to the one clock."""
-        if self.is_avi and not self.reorders:
+        if self.newest is None and packet.pts is not None and packet.dts is not None:
+            self.guessed = self.reorders and (packet.pts - packet.dts) * self.step > 1  # of a film that begins late
+        if self.is_avi and not self.guessed:
             packet.pts = packet.dts
         if packet.pts is None:
             return
