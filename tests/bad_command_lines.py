@@ -277,7 +277,6 @@ model.selector: 5 | [] | text | {{n_max: -1}} | {{n_max: many}} | {{nothing: 1}}
 model.selector: {{rho_min: .nan}} | {{n_max: 1.5}} | {{reencode_rope: yes}} | {{dropout: true}}
 model.selector.n_max: 0 | 1.5 | x
 model.dtype: float8 | '' | 5 | device | [float32]
-model.initialise: best | 5
 model.attn_implementation: fastest | 5 | []
 data.train_files: [] | 5 | text | [null] | [/nonexistent] | [''] | {{a: b}} | [{empty_folder}] | [{video}] | [{empty}]
 data.eval_files: 5 | text | [/nonexistent] | null

@@ -25,14 +25,14 @@ ODD = st.one_of(
     st.integers(-3, 3),
     st.floats(-2, 2),
 )
-ENCODE = ("fps", "max_frames", "frames_per_chunk", "device", "frame_tolerance", "two_passes")
+ENCODE = ("fps", "max_frames", "frames_per_chunk", "device", "frame_tolerance")
 ASK = ("question", "turns", "retention", "max_visual_tokens", "selection", "max_new_tokens", "subtitles")
-STREAM = ("memory_tokens", "policy", "question", "fps", "sized_as", "device", "folder")
+STREAM = ("memory_tokens", "policy", "question", "fps", "sized_as", "device")
 ARGUMENTS = (
     *(("load", name) for name in ("model", "device", "dtype", "revision")),
     *(("encode", name) for name in ("video", *ENCODE)),
     *(("frames", name) for name in ("video", *ENCODE)),
-    *(("ask", name) for name in ("video", "fps", "two_passes", *ASK)),
+    *(("ask", name) for name in ("video", "fps", *ASK)),
     *(("session", name) for name in ("videos", "batch_size", "questions", "name", "remove", "load")),
     *(("stream", name) for name in STREAM),
     *(("append", name) for name in ("frames", "times", "name")),

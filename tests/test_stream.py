@@ -1,10 +1,8 @@
 """A stream remembers so many tokens; appended in pieces it is the whole, and a standing question drifts nowhere."""
 
-import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import numpy as np
 import pytest
@@ -64,30 +62,12 @@ def test_pieces_are_the_whole(loaded, whole, cuts):
 
 
 @pytest.mark.parametrize("question", [None, QUESTION])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_of_it_stays_in_memory_or_on_disk(loaded, whole, tmp_path, monkeypatch, question, dtype):
-    """Of two cameras, each in a file of its own."""
-    model = loaded[0].model
-    encode_videos = model.encode_videos
-    monkeypatch.setattr(
-        model, "encode_videos", lambda *args, **more: [rows.to(dtype) for rows in encode_videos(*args, **more)]
-    )
-    memory, disk = (
-        Stream(*loaded, memory_tokens=None, question=question, **where) for where in ({}, {"folder": tmp_path})
-    )
+def test_all_of_it_stays(loaded, question):
+    stream = Stream(*loaded, memory_tokens=None, question=question)
     for first in range(0, 16, 4):
-        for name, stream in product(("door", "yard"), (memory, disk)):
+        for name in ("door", "yard"):
             stream.append(FRAMES[first : first + 4], name=name)
-    assert memory.num_tokens == disk.num_tokens == 576 and not list(tmp_path.iterdir()), "the files have no names"
-    for name, camera in disk.cameras.items():
-        tokens = memory.cameras[name].tokens
-        assert os.fstat(camera.disk._file.fileno()).st_size == tokens.features.nbytes
-        for ours, expected in zip(vars(camera.tokens).values(), vars(tokens).values(), strict=True):
-            assert torch.equal(ours, expected) and ours.dtype == expected.dtype
-    if dtype == torch.float32:
-        ours, expected = disk.ask(QUESTION), memory.ask(QUESTION)
-        assert (ours.answer, ours.evidence) == (expected.answer, expected.evidence)
-        assert all(torch.equal(kept, expected.keep_maps[name]) for name, kept in ours.keep_maps.items())
+    assert stream.num_tokens == 576
 
 
 def test_the_last_odd_frame_is_a_step_when_the_stream_is_finished(loaded):
@@ -372,10 +352,8 @@ def test_a_camera_that_was_forgotten_is_not_in_the_prompt(loaded):
         ({"policy": "diversity", "question": "What?"}, "with that policy"),
         ({"question": " "}, "empty"),
         ({"memory_tokens": 0}, "memory_tokens=0"),
-        ({"memory_tokens": None, "policy": "diversity"}, "expected a policy where"),
-        ({"folder": "."}, "a folder where all of them do"),
+        ({"memory_tokens": None, "policy": "diversity"}, "with which all tokens stay"),
         ({"memory_tokens": 1.5}, "memory_tokens=1.5"),
-        ({"memory_tokens": None, "folder": "nowhere"}, "no folder 'nowhere'"),
         ({"sized_as": 0}, "sized_as=0"),
         ({"fps": 0}, "from 0.001 to 1000"),
         ({"fps": float("nan")}, "from 0.001 to 1000"),

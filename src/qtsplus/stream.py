@@ -5,11 +5,9 @@ gone, so that its price is flat. What stays keeps its time and its place in the 
 """
 
 import math
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ from .methods_qtsplus import METHODS, Candidates, Method, check_kept, is_number,
 from .output import printable
 from .ranking import StandingQuestion
 from .recall import Remembered, places_of, rows_of
-from .settings import check_count, check_path
+from .settings import check_count
 from .video_qtsplus import naming, resize_frame, stack_frames
 from .videos import EncodedVideo
 
@@ -61,26 +59,9 @@ class Tokens:
     def take(self, kept: torch.Tensor) -> "Tokens":
         return Tokens(*(values[kept] for values in vars(self).values()))
 
-    def join(self, newer: "Tokens", disk: "RowsOnDisk | None" = None) -> "Tokens":
+    def join(self, newer: "Tokens") -> "Tokens":
         older = self if len(self) else newer.take(torch.arange(0))
-        (_, features), *others = zip(vars(older).values(), vars(newer).values(), strict=True)
-        whole = disk.append(features) if disk else torch.cat([older.features, features])
-        return Tokens(whole, *map(torch.cat, others))
-
-
-class RowsOnDisk:
-    """Rows of a tensor in a file without a name, which are read where they are looked at and go with the stream."""
-
-    def __init__(self, folder: str | Path):
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open while the stream is
-
-    def append(self, rows: torch.Tensor) -> torch.Tensor:
-        """All rows so far, `[n, d]`."""
-        self._file.seek(0, 2)
-        self._file.write(rows.contiguous().view(torch.uint8).numpy().data)
-        self._file.flush()
-        mapped = torch.from_numpy(np.memmap(self._file, mode="c"))  # which torch may write to; the file stays
-        return mapped.view(rows.dtype).view(-1, rows.shape[1])
+        return Tokens(*map(torch.cat, zip(vars(older).values(), vars(newer).values(), strict=True)))
 
 
 @dataclass
@@ -92,7 +73,6 @@ class Camera:
     cells: tuple[int, int]  # those of its grid in tokens
     repeats: Repeats
     tokens: Tokens
-    disk: RowsOnDisk | None
     waiting: list[tuple[int, np.ndarray]] = field(
         default_factory=list
     )  # frames of a step that may go on, and its number
@@ -116,7 +96,6 @@ class Stream:
         sized_as: frames are as large as in a video of so many, with backbones such as Qwen3-VL that share a number of
             pixels among the frames of a video; by default of as many as the processor looks at.
         device: where the memory lives, such as `"cpu"`; the model's when absent.
-        folder: of a disk on which the memory lives instead, as far as all tokens stay.
     """
 
     def __init__(
@@ -130,13 +109,9 @@ class Stream:
         fps: float = 2.0,
         sized_as: int | None = None,
         device: str | None = None,
-        folder: str | Path | None = None,
     ):
-        if (policy if memory_tokens is None else folder) is not None:
-            raise ValueError(
-                f"Got memory_tokens={memory_tokens}, policy={policy!r} and folder={folder!r}; expected a policy where "
-                "so many tokens stay, and a folder where all of them do (memory_tokens=None)."
-            )
+        if memory_tokens is None and policy is not None:
+            raise ValueError(f"Got {policy=} and memory_tokens=None, with which all tokens stay; expected one of them.")
         policy = policy or ("diversity" if question is None else "question")
         if not callable(policy) and policy not in (*POLICIES,):
             raise ValueError(f"policy={policy!r}; expected one of {tuple(POLICIES)}, or a function like theirs.")
@@ -146,8 +121,6 @@ class Stream:
             check_count("memory_tokens", memory_tokens, "tokens")
         if not (is_number(fps) and 1e-3 <= fps <= 1e3):
             raise ValueError(f"fps={fps!r}: expected frames per second, a number from 0.001 to 1000.")
-        if folder is not None and not Path(check_path("folder", folder)).is_dir():
-            raise ValueError(f"There is no folder {str(folder)!r}; expected one for the memory.")
         if sized_as is not None:
             check_count("sized_as", sized_as, "frames")
         self.model, self.processor, self.memory_tokens = model, processor, memory_tokens
@@ -156,8 +129,7 @@ class Stream:
         self.frames_per_step = processor.video_processor.temporal_patch_size
         self.fps, self.seconds_per_step = fps, self.frames_per_step / fps
         self.sized_as = sized_as or int(getattr(processor.video_processor, "max_frames", None) or 768)
-        self.folder = folder
-        self.device = torch.device("cpu" if folder else model.device if device is None else find_device(device))
+        self.device = torch.device(model.device if device is None else find_device(device))
         self.cameras: dict[str, Camera] = {}
         self._changing = threading.Lock()  # the memory, of which another thread may ask
         self._width = model.config.text_config.hidden_size  # a backbone may put more behind a token
@@ -244,8 +216,7 @@ class Stream:
             ((_, height, width),) = self.model.model.merged_grid(grid)
             index, features = torch.empty(0, dtype=torch.long), self.model.model.no_features(self.device)
             tokens = Tokens(features, index, index, torch.empty(0, 0))
-            disk = None if self.folder is None else RowsOnDisk(self.folder)
-            self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), Repeats(), tokens, disk)
+            self.cameras[name] = Camera((shape[0], shape[1]), grid[:, 1:], (height, width), Repeats(), tokens)
         return self.cameras[name]
 
     def _add(self, camera: Camera, steps: Sequence[list[tuple[int, np.ndarray]]]) -> None:
@@ -268,7 +239,7 @@ class Stream:
         places = torch.tensor([*steps]).repeat_interleave(cells), torch.arange(cells).repeat(len(steps))
         new = Tokens(features, *places, scores)
         with self._changing:
-            camera.tokens, camera.newest = camera.tokens.join(new, camera.disk), int(steps[-1])
+            camera.tokens, camera.newest = camera.tokens.join(new), int(steps[-1])
             if self.memory_tokens is not None and self.num_tokens > self.memory_tokens:
                 self._forget(self.memory_tokens)
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from qtsplus.hub.convert import initialise_selector
 from qtsplus.training.lora import add_lora, lora_config
 from tiny_backbones import QWEN3_5
 
@@ -11,11 +10,6 @@ from tiny_backbones import QWEN3_5
 @pytest.fixture(scope="module")
 def own_processor():
     return QWEN3_5.processor()
-
-
-def test_the_selector_takes_no_attention_from_a_layer_without_keys(own_processor):
-    with pytest.raises(ValueError, match='no attention to start the selector from; use "identity"'):
-        initialise_selector(QWEN3_5.build(own_processor), "language_model")
 
 
 def test_heads_that_do_not_divide_the_hidden_states(own_processor):

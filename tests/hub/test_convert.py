@@ -16,7 +16,7 @@ from qtsplus import Qwen2_5_VLQTSplusConfig, Qwen2_5_VLQTSplusForConditionalGene
 from qtsplus.cli import app
 from qtsplus.hub import convert as conversion
 from qtsplus.hub.checkpoint import REFERENCE, SELECTOR, check_weights, on_meta, our_name
-from qtsplus.hub.convert import convert, initialise_selector
+from qtsplus.hub.convert import convert
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.reference import find_vision_config
 from reference import GOLDEN, load, meta
@@ -118,16 +118,11 @@ def test_there_and_back_gives_the_same_bytes(stock, tmp_path):
         assert torch.equal(again(**inputs).logits, stock(**inputs).logits)
 
 
-def test_the_selector_starts_as_an_identity_or_from_the_language_model(stock_folder, tmp_path):
-    plain = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(convert(stock_folder, tmp_path / "identity"))
-    copied = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(
-        convert(stock_folder, tmp_path / "lm", initialise="language_model")
-    )
-    for layer in plain.model.qtsplus.reencode_layers:
-        assert not layer.o_proj.weight.any() and not layer.ffn[-1].weight.any()
-    initialise_selector(plain, "language_model")  # the same method, on a model that is whole
-    for (name, mine), theirs in zip(copied.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
+def test_the_selector_starts_as_an_identity(stock_folder, tmp_path):
+    model = Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(convert(stock_folder, tmp_path / "identity"))
+    tokens = torch.randn(5, 64)
+    for layer in model.model.qtsplus.reencode_layers:
+        assert torch.equal(layer(tokens, tokens), tokens)
 
 
 def test_converting_says_what_it_does_and_nothing_else(tiny_published, tmp_path):
@@ -140,14 +135,14 @@ def test_converting_says_what_it_does_and_nothing_else(tiny_published, tmp_path)
     assert first_words == ["The"], result.stderr
 
 
-def test_the_selector_depends_on_the_seed_alone(stock_folder, tmp_path):
+def test_a_new_selector_is_the_same_each_time(stock_folder, tmp_path):
     state = torch.random.get_rng_state()
     first = weights(convert(stock_folder, tmp_path / "a"))
     assert torch.equal(state, torch.random.get_rng_state())
     torch.rand(3)
-    again, other = (weights(convert(stock_folder, tmp_path / str(seed), seed=seed)) for seed in (0, 1))
+    again = weights(convert(stock_folder, tmp_path / "b"))
     name = "model.qtsplus.scoring_layers.0.q_proj.weight"
-    assert torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name])
+    assert torch.equal(first[name], again[name])
 
 
 def test_a_variant_gives_the_hyperparameters_and_settings_come_on_top(stock_folder, tmp_path):

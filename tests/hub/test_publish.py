@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration, Qwen2_5_VLQTSplusProcessor
 from qtsplus.hub.folder import WRITTEN
-from qtsplus.hub.publish import assemble_folder, code_files
-from qtsplus.saving_qtsplus import auto_map
+from qtsplus.hub.publish import assemble_folder
+from qtsplus.saving_qtsplus import auto_map, code_of
 from tiny import load_bundled
 
 AUTO_MAP = auto_map(Qwen2_5_VLQTSplusForConditionalGeneration)
+CODE = {path.name for name in ("modeling", "processing") for path in code_of(f"qtsplus.{name}_qtsplus")}
 
 
 def test_a_folder_holds_all_that_a_hub_user_needs(tiny_published):
@@ -23,7 +24,7 @@ def test_a_folder_holds_all_that_a_hub_user_needs(tiny_published):
     assert names == {
         *("README.md", "config.json", "generation_config.json", "model.safetensors", "processor_config.json"),
         *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
-        *(path.name for path in code_files()),
+        *CODE,
         WRITTEN,
     }
 
@@ -71,7 +72,7 @@ def test_a_space_brings_its_page_this_package_and_what_that_needs(tiny_published
         *(path.name for path in tiny_published.iterdir()),
         *("app.py", "requirements.txt", "qtsplus"),
     }
-    assert {path.name for path in code_files()} < {path.name for path in (folder / "qtsplus").iterdir()}
+    assert {path.name for path in (folder / "qtsplus").iterdir()} > CODE
     about = metadata_load(folder / "README.md")
     assert (about["title"], about["sdk"], about["app_file"]) == ("shapes", "gradio", "app.py")
     lines = (folder / "requirements.txt").read_text().splitlines()

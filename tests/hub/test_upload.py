@@ -15,9 +15,8 @@ from loopback import loopback_hub
 from qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from qtsplus.cli import app
 from qtsplus.hub.folder import WRITTEN
-from qtsplus.hub.publish import code_files
 from qtsplus.loading import processor_of
-from qtsplus.saving_qtsplus import auto_map
+from qtsplus.saving_qtsplus import auto_map, code_of
 from qtsplus.training import QTSplusTrainer, QTSplusTrainingArguments
 
 REPOSITORY = "lab/QTSplus-tiny"
@@ -156,8 +155,8 @@ def test_the_trainer_pushes_the_same_repository(hub, tiny_published, tiny_proces
 def test_save_pretrained_brings_the_code(tiny_published, tmp_path):
     Qwen2_5_VLQTSplusForConditionalGeneration.from_pretrained(tiny_published).save_pretrained(tmp_path)
     saved = {path.name for path in tmp_path.glob("*.py")}
-    of_the_processor = {"processing_qtsplus.py", "video_qtsplus.py", "decoding_qtsplus.py"}
-    assert saved == {path.name for path in code_files()} - of_the_processor
+    assert saved == {path.name for path in code_of("qtsplus.modeling_qtsplus")}
+    assert not saved & {"processing_qtsplus.py", "video_qtsplus.py", "decoding_qtsplus.py"}
     auto_map = json.loads((tiny_published / "config.json").read_text())["auto_map"]
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == auto_map
 

@@ -38,7 +38,6 @@ from .folder import read_json, reading, whole_folder
 from .publish import write_repository
 from .reference import MODEL_TYPE, convert_reference_config, find_vision_config
 
-INITIALISATIONS = ("identity", "language_model")  # of a fresh selector
 _STOCK = [name.removesuffix(OURS) for name in model_types()]
 # What a checkpoint's folder may hold that a conversion reads, as patterns for a download.
 _DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.jinja")
@@ -48,8 +47,8 @@ _UNTRAINED = """\
 > the video in groups of frames with the question, and what they attend to stays. The selector's own weights are random
 > and not used; they are there for whoever wants to train them."""
 _FRESH = """\
-> **The selector is new and untrained** (start: `{initialise}`, seed {seed}): {source} with a selector that does not yet
-> know what to keep. Train it first, for example with `qtsplus train`."""
+> **The selector is new and untrained**: {source} with a selector that does not yet know what to keep. Train it first,
+> for example with `qtsplus train`."""
 _CONVERTED = (
     "The weights are those of a checkpoint of the reference implementation (github Siyou-Li/QTSplus), converted with "
     "`qtsplus convert`."
@@ -71,25 +70,22 @@ def convert(
     out: str | Path,
     *,
     variant: str | None = None,
-    initialise: str | None = None,
     selector: Mapping[str, Any] | None = None,
     processor: str | Path | None = None,
     revision: str | None = None,
-    seed: int | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """
     Writes a Hub folder made from a checkpoint; which way it goes follows from the checkpoint's `model_type`.
 
-    A stock model (Qwen2.5-VL or another backbone) gets a fresh selector, and `variant`, `initialise`, `selector` and
-    `seed` are about that; a reference QTSplus becomes one of ours; one of ours becomes a stock model again.
+    A stock model (Qwen2.5-VL or another backbone) gets a fresh selector, and `variant` and `selector` are about that; a
+    reference QTSplus becomes one of ours; one of ours becomes a stock model again.
 
     Args:
         source: a folder, or a Hub repository's id, at a `revision`. A reference checkpoint lacks the configuration of
             its vision tower; one of another size than 3B and 7B needs it beside its own, as `vision_config.json`.
         out: the folder to write, see [`whole_folder`].
         variant: a folder of `hub_configs` whose selector hyperparameters are taken.
-        initialise: "identity" (when absent) or "language_model", see [`initialise_selector`].
         selector: fields of `qtsplus_config` to set.
         processor: a folder or Hub id to take the processor from, where the source has none.
         say: takes a line for every choice that was made.
@@ -107,10 +103,10 @@ def convert(
     model_type = read_json(folder / "config.json").get("model_type")
     if model_type not in _STOCK:
         reason = f"starts a new selector, and {folder} is of type {model_type!r}"
-        _refuse(reason, variant=variant, init=initialise, set=selector, seed=seed)
+        _refuse(reason, variant=variant, set=selector)
 
     if model_type in _STOCK:
-        made = _from_base(folder, str(source), variant, initialise or "identity", selector or {}, seed or 0, say)
+        made = _from_base(folder, str(source), variant, selector or {}, say)
     elif model_type == MODEL_TYPE:
         made = _from_reference(folder)
     elif model_type in model_types():
@@ -148,9 +144,7 @@ def _from_base(
     folder: Path,
     source: str,
     variant: str | None,
-    initialise: str,
     selector: Mapping[str, Any],
-    seed: int,
     say: Callable[[str], object],
 ) -> _Conversion:
     backbone = backbone_of(read_json(folder / "config.json")["model_type"])
@@ -178,8 +172,8 @@ def _from_base(
 
     tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
     config.dtype = tensors[EMBEDDINGS].dtype
-    tensors.update(fresh_selector(config, tensors, initialise, seed))
-    say(f"The selector is new: start {initialise}, seed {seed}.")
+    tensors.update(fresh_selector(config, tensors[EMBEDDINGS].dtype))
+    say("The selector is new.")
     if ":" in (own := config.qtsplus_config.selection):
         say(f"The folder imports nothing: whoever loads it names its selection too, as --selection {own}.")
     if by_attention:
@@ -190,7 +184,7 @@ def _from_base(
     about = {
         **card_data(known, "license", "license_name", "license_link", "recipe"),
         **({"base_model": base} if base else {}),
-        "weights": text.format(initialise=initialise, seed=seed, source=base or f"a {backbone.model.backbone_name}"),
+        "weights": text.format(source=base or f"a {backbone.model.backbone_name}"),
     }
     return _Conversion(config, tensors, about, known)
 
@@ -229,74 +223,17 @@ def _own_fields(backbone: Any) -> set[str]:
     return {field.name for field in fields(backbone.config)} - {field.name for field in fields(backbone.stock_config)}
 
 
-def fresh_selector(
-    config: Any, tensors: Mapping[str, torch.Tensor], initialise: str, seed: int
-) -> dict[str, torch.Tensor]:
-    """A new selector's tensors in the dtype of the embeddings, started from the language model's where asked to."""
+def fresh_selector(config: Any, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A new selector's tensors, which change nothing of what they re-encode until they are trained."""
     model = on_meta(config)
-    selector, layers = model.model.qtsplus, model.model.language_model.layers
+    selector = model.model.qtsplus
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         selector.to_empty(device="cpu").apply(model._init_weights)
-    if initialise == "language_model":
-        for index, layer in enumerate(layers[: max(len(selector.scoring_layers), len(selector.reencode_layers))]):
-            prefix = f"model.language_model.layers.{index}."
-            names = [name for name in layer.state_dict() if not name.startswith("mlp.")]
-            layer.load_state_dict({name: tensors[prefix + name] for name in names}, strict=False, assign=True)
-    initialise_selector(model, initialise)
-    dtype = tensors[EMBEDDINGS].dtype
     return {
         SELECTOR + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in selector.state_dict().items()
     }
-
-
-@torch.no_grad()
-def initialise_selector(model: Any, method: str) -> None:
-    """
-    Sets a selector's starting point; what a method does not name stays as it is.
-
-    Args:
-        model: a QTSplus model.
-        method: `"identity"` zeroes what the re-encoder adds to its tokens, and a layer over the question to its words,
-            as in a fresh model. `"language_model"` is the paper's: the i-th of the scoring, the re-encoding and the
-            question's layers takes attention and norms of the i-th of the language model.
-
-    Raises:
-        ValueError: an unknown method, or a language model of another shape or with too few layers.
-    """
-    selector: Any = model.model.qtsplus
-    if method == "identity":
-        for layer in [*selector.reencode_layers, *selector.question_layers]:
-            for weight in (layer.o_proj.weight, layer.ffn[-1].weight, layer.ffn[-1].bias):
-                weight.zero_()
-    elif method == "language_model":
-        layers = model.model.language_model.layers
-        for group in (selector.scoring_layers, selector.reencode_layers, selector.question_layers):
-            if len(group) > len(layers):
-                raise ValueError(f"{len(group)} selector layers cannot start from {len(layers)} language model layers.")
-            for ours, source in zip(group, layers, strict=False):
-                _copy_attention(ours, source)
-    else:
-        raise ValueError(f"method={method!r}: expected one of {INITIALISATIONS}.")
-
-
-def _copy_attention(ours: Any, source: Any) -> None:
-    refusal = f"A {type(source).__name__} of the language model has no attention to start the selector from"
-    if not hasattr(source, "self_attn"):
-        raise ValueError(f'{refusal}; use "identity".')
-    pairs = [
-        (ours.q_norm, source.input_layernorm),
-        (ours.kv_norm, source.input_layernorm),
-        (ours.ffn_norm, source.post_attention_layernorm),
-        *((getattr(ours, name), getattr(source.self_attn, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-    ]
-    for target, origin in pairs:
-        source_tensors = origin.state_dict()
-        for name, parameter in target.named_parameters():
-            if name not in source_tensors or source_tensors[name].shape != parameter.shape:
-                raise ValueError(f'{refusal} ({name} {list(parameter.shape)}); use "identity".')
-            parameter.copy_(source_tensors[name])
 
 
 def _source_folder(source: str | Path, revision: str | None) -> Path:

@@ -15,9 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..backbones import backbone_of, model_types
 from ..loading import load_config, load_generation_config, processor_of, refuse_adapter
-from ..modeling_qtsplus import Qwen2_5_VLQTSplusForConditionalGeneration
 from ..output import check_folder
-from ..processing_qtsplus import Qwen2_5_VLQTSplusProcessor
 from ..saving_qtsplus import auto_map, code_of
 from .card import card_data, matching_variant, model_card
 from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files, write_checkpoint
@@ -121,8 +119,9 @@ def write_repository(
         about: what the card tells, see [`model_card`]; or the whole `card`.
     """
     backbone = backbone_of(model.config.model_type)
-    for path in code_files(backbone.model, backbone.processor):
-        shutil.copyfile(path, folder / path.name)
+    for kind in (backbone.model, backbone.processor):
+        for path in code_of(kind.__module__):
+            shutil.copyfile(path, folder / path.name)
     if processor is not None:
         processor.save_pretrained(folder)
         target = f"{backbone.processor.__module__.rpartition('.')[2]}.{backbone.processor.__name__}"
@@ -146,13 +145,6 @@ def write_space(folder: Path, title: str) -> None:
     (folder / "requirements.txt").write_text("".join(lines), encoding="utf-8")
     card = folder / "README.md"
     metadata_save(card, {**(metadata_load(card) or {}), "title": title, **_SPACE})
-
-
-def code_files(
-    model_class: Any = Qwen2_5_VLQTSplusForConditionalGeneration, processor_class: Any = Qwen2_5_VLQTSplusProcessor
-) -> list[Path]:
-    """The Python files that a repository needs: those that the auto maps name, and what they import."""
-    return sorted({*code_of(model_class.__module__), *code_of(processor_class.__module__)})
 
 
 def upload(

@@ -86,7 +86,7 @@ def make_model(
         return model
     base = backbone.stock_model.from_pretrained(weights, **loading)
     stored = base.state_dict()
-    selector = fresh_selector(config, stored, "identity", seed)
+    selector = fresh_selector(config, base.dtype, seed)
     with no_init_weights():
         model = backbone.model._from_config(config, **loading)
     missing, unexpected = model.load_state_dict({**stored, **selector}, strict=False, assign=True)
