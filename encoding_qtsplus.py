@@ -275,7 +275,16 @@ class PatchProjection(nn.Conv3d):
     The vision tower's first layer, `[N, channels, time, height, width]` -> `[N, d, 1, 1, 1]`. Its kernel covers a whole
     patch, so it is one matrix product, which in bfloat16 on a CPU takes a 46th of the convolution's time. In float32 it
     stays a convolution, stock's result bit for bit.
+
+    Args:
+        stock: the layer in whose place it stands, with its weights.
     """
+
+    def __init__(self, stock: nn.Conv3d):
+        shape = stock.in_channels, stock.out_channels, stock.kernel_size, stock.stride
+        super().__init__(*shape, bias=stock.bias is not None, device="meta")
+        self.weight, self.bias = stock.weight, stock.bias
+        self._is_hf_initialized = getattr(stock, "_is_hf_initialized", False)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         if patches.dtype == torch.float32:
@@ -288,7 +297,15 @@ class WindowsTogether(Qwen2_5_VLVisionAttention):
     """
     Qwen2.5-VL's vision attention, whose `"sdpa"` attends in all windows of a layer together. With another
     `attn_implementation` it is stock's.
+
+    Args:
+        stock: the attention in whose place it stands, with its weights.
     """
+
+    def __init__(self, stock: Qwen2_5_VLVisionAttention):
+        with torch.device("meta"):
+            super().__init__(stock.config)
+        self.qkv, self.proj = stock.qkv, stock.proj
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor, position_embeddings: Any = None, **kwargs: Any

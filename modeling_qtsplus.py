@@ -41,7 +41,7 @@ class QwenVLQTSplusModelMixin(QTSplusModelMixin):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.visual.patch_embed.proj.__class__ = PatchProjection  # the same weights, by the same names
+        self.visual.patch_embed.proj = PatchProjection(self.visual.patch_embed.proj)
 
 
 class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2_5_VLModel):
@@ -53,7 +53,7 @@ class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qw
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
         super().__init__(config)
         for block in self.visual.blocks:
-            block.attn.__class__ = WindowsTogether  # the same weights, by the same names
+            block.attn = WindowsTogether(block.attn)
 
 
 class Qwen2_5_VLQTSplusForConditionalGeneration(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def _read(model: Any, processor: Any, folder: str, name: str, **choice: Any) -> 
     )
     with torch.no_grad():
         if choice:  # in one piece and by a convolution, as stock does: other matrix products round in other ways
-            model.model.visual.patch_embed.proj.__class__ = torch.nn.Conv3d
+            projection = model.model.visual.patch_embed.proj
+            projection.forward = partial(torch.nn.Conv3d.forward, projection)
             pixels, grid = inputs.pop("pixel_values_videos"), inputs["video_grid_thw"]
             choice["video_features"] = model.encode_videos(pixels, grid, frames_per_chunk=len(frames))
         logits = model(**inputs, **choice).logits[0]

@@ -1,5 +1,7 @@
 """What a recipe loads: the weights of a stock model, and a fresh selector."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
@@ -16,7 +18,8 @@ def test_a_stock_model_in_bfloat16_is_that_model(tmp_path, tied):
     everything = {"selection": "all", "reencode_layers": 0}
     loaded = make_model(None, str(tmp_path), everything, "bfloat16").eval()
     loaded.set_attn_implementation({"vision_config": "sdpa"})
-    loaded.model.visual.patch_embed.proj.__class__ = torch.nn.Conv3d  # ours rounds otherwise in bfloat16
+    projection = loaded.model.visual.patch_embed.proj
+    projection.forward = partial(torch.nn.Conv3d.forward, projection)  # ours rounds otherwise in bfloat16
     inputs = batch(prompt(videos=[(4, 8, 12)], question=200))
     with torch.no_grad():
         logits = stock(**inputs, mm_token_type_ids=token_types(inputs["input_ids"])).logits
