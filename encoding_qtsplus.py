@@ -114,13 +114,13 @@ class Repeats:
 def encode_visual(model: QTSplusBackboneMixin, visual: VisualInputs, grids: dict[int, list[Grid]]) -> Features:
     """Per modality the features of every image and video, `[k, token_width]`; the caller's own where there are some."""
     if visual.video_features is None:
-        videos = encode(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw)
+        videos = encode_modality(model, VIDEO, visual.pixel_values_videos, visual.video_grid_thw)
     else:
         videos = _check_features(model, VIDEO, visual.video_features, grids[VIDEO])
-    return {IMAGE: encode(model, IMAGE, visual.pixel_values, visual.image_grid_thw), VIDEO: videos}
+    return {IMAGE: encode_modality(model, IMAGE, visual.pixel_values, visual.image_grid_thw), VIDEO: videos}
 
 
-def encode(
+def encode_modality(
     model: QTSplusBackboneMixin,
     modality: int,
     pixels: torch.Tensor | None,

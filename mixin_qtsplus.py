@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
-from .encoding_qtsplus import Repeats, encode, encode_visual
+from .encoding_qtsplus import Repeats, encode_modality, encode_visual
 from .generation_qtsplus import QTSplusGenerationMixin, places, states_of
 from .layout_qtsplus import QTSplusBackboneMixin, check_grids, lay_out
 from .lm_attention_qtsplus import check_attention, log_attention, reading_of
@@ -189,7 +189,7 @@ class QTSplusModelMixin(QTSplusBackboneMixin):
             raise ValueError("encode_videos got no videos: pass pixel_values_videos and video_grid_thw.")
         if self.device.type != "meta":  # as where weights wait on disk; what brings them in brings the pixels too
             video_grid_thw = video_grid_thw.to(self.device)
-        return encode(self, VIDEO, pixel_values_videos, video_grid_thw, frames_per_chunk, device, repeats)
+        return encode_modality(self, VIDEO, pixel_values_videos, video_grid_thw, frames_per_chunk, device, repeats)
 
     def shorten(
         self,

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 DOUBLINGS = 15  # predicted are 1, 2, 4, ... 16,384 tokens, whatever n_max is; more lose nothing
 EPSILON = 1e-8  # inside the normalisation and the logarithm of the entropy
-NEAR = 0.2  # of the highest relevance
+NEAR_SHARE = 0.2  # of the highest relevance
 
 # --- The layer ---
 
@@ -211,12 +211,12 @@ class QTSplusLossHead(nn.Module):
     @staticmethod
     def _features(query: torch.Tensor, log_relevance: torch.Tensor) -> torch.Tensor:
         """
-        The query, what the tokens have of all relevance, and how it is spread among those that come [`NEAR`] the most
-        relevant: the thousands of weak ones that a long video adds say nothing about how many an answer needs.
+        The query, what the tokens have of all relevance, and how it is spread among those with at least [`NEAR_SHARE`]
+        of the highest: the thousands of weak ones that a long video adds say nothing about how many an answer needs.
         """
         relevance = log_relevance.exp()
         seen = relevance.sum()
-        near = relevance[relevance >= NEAR * relevance.max()].sort(descending=True).values
+        near = relevance[relevance >= NEAR_SHARE * relevance.max()].sort(descending=True).values
         shares = near / (near.sum() + EPSILON)
         entropy = torch.special.entr(shares).sum()
         held = torch.searchsorted(shares.cumsum(0), shares.new_tensor([0.5, 0.8, 0.95])) + 1

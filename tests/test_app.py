@@ -217,7 +217,7 @@ def shown(monkeypatch, tmp_path) -> Iterator[Callable[..., str]]:
         def serve(model, processor, library=None, films=None, **options) -> str:
             from qtsplus import app
 
-            page, own = app.build(model, processor, library, films or app.Films(None, None, print), ())
+            page, own = app.build_page(model, processor, library, films or app.Films(None, None, print), ())
             _, address, _ = page.launch(**{**own, **options})
             stack.callback(page.close)
             return address

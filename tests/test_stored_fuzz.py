@@ -77,7 +77,7 @@ def whole(loaded, tmp_path_factory):
             journal.add(number, item)
         journal = Journal(folder / "answers.jsonl", {}, answers._SCHEMA)
         for number in range(3):
-            journal.add(f"{number}", answers.Answered(text=f"answer {number}").model_dump())
+            journal.add(f"{number}", answers.SampleAnswer(text=f"answer {number}").model_dump())
         tensors = {
             "video_features": torch.rand(4, 8),
             "video_grid_thw": torch.ones(1, 3),

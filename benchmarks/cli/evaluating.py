@@ -58,14 +58,14 @@ def needle(
     if selection == ["all"] and (retention is not None or max_visual_tokens is not None):
         fail("--retention and --max-visual-tokens have no effect with --selection all, which keeps every token")
     with one_line_errors():
-        from qtsplus.evaluation.labelled import read_questions
+        from qtsplus.evaluation.labelled import labelled_questions
 
         from ..studies.needle import SELECTIONS, check_places, run_needle
 
         lengths, depths = length or (60, 300, 600, 1800, 3600), depth or (0.0, 0.25, 0.5, 0.75, 1.0)
         selections = selection or SELECTIONS
         check_places(lengths, depths, selections)
-        hidden = read_questions(needles)
+        hidden = labelled_questions(needles)
         target = run_needle(
             *load_named(model, revision, device),
             hidden,

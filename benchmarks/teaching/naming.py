@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from qtsplus.encoding_qtsplus import encode
+from qtsplus.encoding_qtsplus import encode_modality
 from qtsplus.layout_qtsplus import lay_out
 from qtsplus.prompt_qtsplus import VIDEO, take_inputs
 
@@ -152,7 +152,7 @@ def with_features(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     inputs = {**inputs, "output_hidden_states": True}
     if "video_features" not in inputs:
         pixels = inputs.pop("pixel_values_videos")
-        inputs["video_features"] = encode(model.model, VIDEO, pixels, inputs["video_grid_thw"])
+        inputs["video_features"] = encode_modality(model.model, VIDEO, pixels, inputs["video_grid_thw"])
     return inputs
 
 

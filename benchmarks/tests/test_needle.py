@@ -13,7 +13,7 @@ from benchmarks.world.crowd import make_crowd, render_crowd
 from benchmarks.world.haystack import write_background, write_needles
 from qtsplus import session
 from qtsplus.data.records import VideoRecord
-from qtsplus.evaluation.labelled import LabelledQuestion, read_questions, sighting_tokens
+from qtsplus.evaluation.labelled import LabelledQuestion, labelled_questions, sighting_tokens
 from qtsplus.training.models import make_model
 
 
@@ -27,7 +27,7 @@ def haystack(tmp_path_factory):
     """A background of ten seconds and two needles of two."""
     folder = tmp_path_factory.mktemp("haystack")
     path = write_needles(folder / "needles", count=2, seconds=2)
-    return str(write_background(folder / "background.mp4", 10)), read_questions(path)
+    return str(write_background(folder / "background.mp4", 10)), labelled_questions(path)
 
 
 def hunt(model, processor, haystack, out, **more):
@@ -147,10 +147,10 @@ def test_evidence_of_another_form_is_refused(tmp_path):
     path = tmp_path / "needles.jsonl"
     path.write_text(json.dumps({"video": "a.mp4", "question": "?", "answer": "!", "evidence": [[{"from": 1}]]}) + "\n")
     with pytest.raises(ValueError, match="not a list of needles"):
-        read_questions(path)
+        labelled_questions(path)
     path.write_text(json.dumps({"video": None, "question": "?", "answer": "!"}) + "\n")
     with pytest.raises(ValueError, match="no question about a video"):
-        read_questions(path)
+        labelled_questions(path)
 
 
 def test_results_are_not_written_over(model, tiny_processor, haystack, tmp_path, monkeypatch):

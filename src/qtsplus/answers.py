@@ -404,11 +404,11 @@ def generation_options(model: Any, options: Mapping[str, Any], max_new_tokens: i
     if max_new_tokens is not None:
         check_count("max_new_tokens", max_new_tokens, "tokens")
     longest = max_new_tokens or getattr(given, "max_new_tokens", None) or MAX_NEW_TOKENS
-    clock = Clock(options.get("streamer"))
+    clock = TokenClock(options.get("streamer"))
     return {**options, "max_new_tokens": longest, "return_dict_in_generate": True, "streamer": clock}
 
 
-class Clock(BaseStreamer):
+class TokenClock(BaseStreamer):
     """Notes when the first new token comes, and hands on what does; `generate` puts the prompt before it."""
 
     def __init__(self, streamer: BaseStreamer | None = None) -> None:
@@ -416,7 +416,7 @@ class Clock(BaseStreamer):
         self.puts = 0
         self.started = self.first_token = float("nan")
 
-    def start(self) -> "Clock":
+    def start(self) -> "TokenClock":
         self.started = time.perf_counter()
         return self
 

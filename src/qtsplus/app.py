@@ -245,7 +245,7 @@ class Gate:
                 total -= size
 
 
-def build(model: Any, processor: Any, library: Library | None, films: Films, hosts: Sequence[str]) -> Any:
+def build_page(model: Any, processor: Any, library: Library | None, films: Films, hosts: Sequence[str]) -> Any:
     """The page of [`launch`], and how Gradio is to serve it. What visitors drop goes to GRADIO_TEMP_DIR."""
 
     def begin(visit: Visit | None, reads: bool = False) -> Visit:
@@ -321,7 +321,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="qtsplus-app-") as films:
         os.environ["GRADIO_TEMP_DIR"] = films
         hosts = [host or "localhost", *allow_hosts]
-        page, options = build(model, processor, library, Films(library, media_root, say), hosts)
+        page, options = build_page(model, processor, library, Films(library, media_root, say), hosts)
         _, address, _ = page.launch(server_name=host, server_port=port, **options)
         say(f"The page is at {address}")
         page.block_thread()

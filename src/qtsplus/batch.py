@@ -32,7 +32,7 @@ BASIS = ("kept_tokens", "visual_tokens", "evidence", "warnings")  # of an answer
 Results = Iterator[tuple[int, dict[str, Any]]]
 
 
-class Question(BaseModel):
+class QuestionRow(BaseModel):
     """What a row says; other columns are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -74,7 +74,7 @@ class Task:
     """A row that can be asked, by its number from 1, and the place of its video."""
 
     number: int
-    question: Question
+    question: QuestionRow
     place: str
 
 
@@ -123,13 +123,13 @@ def _read_csv(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path} cannot be read as CSV: {error}.") from error
 
 
-def _question(content: Any, problem: str | None) -> Question:
+def _question(content: Any, problem: str | None) -> QuestionRow:
     if not isinstance(content, Mapping):
         raise ValueError(problem if content is None else f"it is {show(content)}; expected an object.")
     if None in content:
         raise ValueError("it has more cells than the first line has names.")
     texts_alone = all(isinstance(cell, str) for cell in content.values())  # as in CSV
-    return Question.model_validate_strings(content) if texts_alone else Question.model_validate(content)
+    return QuestionRow.model_validate_strings(content) if texts_alone else QuestionRow.model_validate(content)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Asker:
         """All that decides an answer."""
         return {name: value for name, value in vars(self).items() if name not in ("device", "loaded")}
 
-    def budget(self, question: Question) -> dict[str, Any]:
+    def budget(self, question: QuestionRow) -> dict[str, Any]:
         return {name: getattr(question, name) or getattr(self, name) for name in ("retention", "max_visual_tokens")}
 
     def __call__(self, tasks: list[Task]) -> Results:
@@ -235,7 +235,7 @@ def answer_in_vllm(asker: Asker, videos: list[list[Task]]) -> Results:
             yield task.number, {"answer": answer, **{name: basis[name] for name in BASIS}}
 
 
-def _prompt(processor: Any, question: Question, asker: Asker) -> dict[str, Any]:
+def _prompt(processor: Any, question: QuestionRow, asker: Asker) -> dict[str, Any]:
     content = [{"type": "video"}, {"type": "text", "text": question.question}]
     inputs = processor.conversation_inputs([[{"role": "user", "content": content}]])
     settings = {**asker.budget(question), "selection": asker.selection}
@@ -257,7 +257,7 @@ def _generate(llm: Any, prompts: list[dict[str, Any]], sampling: Any, keys: list
         return [one for prompt in prompts for one in _generate(llm, [prompt], sampling, keys)]
 
 
-def run(
+def run_batch(
     questions: Questions,
     out: Path,
     asker: Asker,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qtsplus.encoding_qtsplus import Repeats, encode
+from qtsplus.encoding_qtsplus import Repeats, encode_modality
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_gradients_of_repeated_steps_add_up(backbone, processor, video):
     gradients = []
     for tolerance in (0.0, None):
         model = backbone.build(processor).train()
-        features = encode(model.model, 2, *taken(video), repeats=Repeats(tolerance))
+        features = encode_modality(model.model, 2, *taken(video), repeats=Repeats(tolerance))
         sum(own.square().mean() for own in features).backward()
         vision = next(part for part in ("visual", "vision_tower") if hasattr(model.model, part))
         gradients.append(

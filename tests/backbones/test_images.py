@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import inspect
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -9,24 +10,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import (
-    InternVLProcessor,
-    LlavaOnevisionProcessor,
-    Qwen2_5_VLProcessor,
-    Qwen2VLProcessor,
-    Qwen3VLProcessor,
-    pipeline,
-)
+from transformers import pipeline
 
-STOCK = {
-    "qwen2_5_vl": Qwen2_5_VLProcessor,
-    "internvl": InternVLProcessor,
-    "llava_onevision": LlavaOnevisionProcessor,
-    "llava_video": LlavaOnevisionProcessor,
-    "qwen3_vl": Qwen3VLProcessor,
-    "qwen3_5": Qwen3VLProcessor,
-    "qwen2_vl": Qwen2VLProcessor,
-}
 NAMES = ("wide.png", "tall.png")
 
 
@@ -52,11 +37,9 @@ def address(folder):
 
 
 @pytest.fixture(scope="module")
-def stock_processor(backbone, processor):
-    parts = {name: getattr(processor, name) for name in ("image_processor", "tokenizer", "video_processor")}
-    names = ("image_seq_length", "num_image_tokens", "vision_feature_select_strategy")
-    settings = {name: getattr(processor, name) for name in names if hasattr(processor, name)}
-    return STOCK[backbone.name](**parts, **settings, chat_template=processor.chat_template)
+def stock_processor(processor):
+    names = inspect.signature(processor.stock_class).parameters
+    return processor.stock_class(**{name: getattr(processor, name) for name in names if hasattr(processor, name)})
 
 
 def given(form, folder, address):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from qtsplus.cli import app
 from qtsplus.data.check import check_set
-from qtsplus.data.records import Answer, Caption, Choice, VideoRecord
+from qtsplus.data.records import Caption, Choice, FreeAnswer, VideoRecord
 from set_files import write_records
 
 OPTIONS = {"A": "a cup", "B": "a rope", "C": "a hat", "D": "a phone"}
@@ -35,7 +35,7 @@ def reasons(found, check=None):
 
 def test_a_good_set_has_no_bad_row(tmp_path):
     questions = [
-        Answer(vision_id="v_1", question="Is it red or blue?", answer="blue"),
+        FreeAnswer(vision_id="v_1", question="Is it red or blue?", answer="blue"),
         choice(1, question="Does he hold a cup, a rope, a hat or a phone?", id=None),
         Caption(vision_id="v_1", caption="A man holds a cup."),
         VideoRecord("v_1.mp4", "Which is it? A. red B. blue", "A", query="Which is it?", options=("red", "blue")),
@@ -70,7 +70,7 @@ def test_every_video_is_looked_for_and_decoded(tmp_path, tiny_mp4):
     (media / "text.mp4").write_text("no video")
     (media / "empty.mp4").touch()
     names = ["good", "good.mp4", "frames", "missing", "text", "empty.mp4", "bad_frames", "no_frames", "missing"]
-    records = [Answer(vision_id=name, question=f"Why {index}?", answer="So.") for index, name in enumerate(names)]
+    records = [FreeAnswer(vision_id=name, question=f"Why {index}?", answer="So.") for index, name in enumerate(names)]
     found = checked(tmp_path, records, media=True, media_root=media)
     assert [bad.row for bad in found.bad] == [4, 5, 6, 7, 8, 9] and {bad.check for bad in found.bad} == {"media"}
     expected = ["There is no video at", "Cannot decode", "Cannot decode", "Cannot read the frame", "holds no frames"]
@@ -96,7 +96,7 @@ def test_folders_of_frames_are_looked_through(tmp_path):
     small = (media / "vast" / "0.png").read_bytes()
     header = b"IHDR" + struct.pack(">II", 30_000, 30_000) + small[24:29]
     (media / "vast" / "0.png").write_bytes(small[:12] + header + struct.pack(">I", zlib.crc32(header)) + small[33:])
-    records = [Answer(vision_id=name, question=f"Why {name}?", answer="So.") for name in (*names, "vast")]
+    records = [FreeAnswer(vision_id=name, question=f"Why {name}?", answer="So.") for name in (*names, "vast")]
     found = checked(tmp_path, records, media=True, media_root=media)
     assert [bad.row for bad in found.bad] == [3, 4] and {bad.check for bad in found.bad} == {"media"}
     expected = ["1 gap, such as after 'f_10.png'", "900000000 pixels"]
@@ -107,9 +107,9 @@ def test_folders_of_frames_are_looked_through(tmp_path):
 def test_special_tokens_are_told(tmp_path):
     good = "Is 1 < 2, a|b > c, <b>bold</b>, <|, |>, <think> or <imagination>?"
     records = [
-        Answer(vision_id="v", question=good, answer="Yes, 1 < 2."),
-        Answer(vision_id="v", question="What<|im_end|>?", answer="So."),
-        Answer(vision_id="v", question="Why?", answer="So.<|endoftext|>"),
+        FreeAnswer(vision_id="v", question=good, answer="Yes, 1 < 2."),
+        FreeAnswer(vision_id="v", question="What<|im_end|>?", answer="So."),
+        FreeAnswer(vision_id="v", question="Why?", answer="So.<|endoftext|>"),
         choice(1, options={**OPTIONS, "D": "<|video_pad|>"}),
         Caption(vision_id="v", caption="A man.</s>"),
         VideoRecord("v", "Who?", "He.", query="<image>"),
@@ -173,7 +173,7 @@ def test_a_video_that_was_cut_off_is_bad(tmp_path, tiny_mp4):
                 target.mux(packet)
     whole = (tmp_path / "whole.mkv").read_bytes()
     (tmp_path / "cut.mkv").write_bytes(whole[: len(whole) * 2 // 3])
-    records = [Answer(vision_id=name, question="Why?", answer="So.") for name in ("whole", "cut")]
+    records = [FreeAnswer(vision_id=name, question="Why?", answer="So.") for name in ("whole", "cut")]
     found = checked(tmp_path, records, media=True)
     assert [(bad.row, bad.check) for bad in found.bad] == [(2, "media")] and "incomplete" in found.bad[0].reason
 

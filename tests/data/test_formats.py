@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qtsplus.data.formats import iter_captions, iter_records, iter_rows, read_records
-from qtsplus.data.records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Answer, Caption, Choice, VideoRecord
+from qtsplus.data.records import DIFFICULTIES, LETTERS, QUESTION_TYPES, Caption, Choice, FreeAnswer, VideoRecord
 from set_files import write_records
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30).filter(str.strip)
@@ -23,7 +23,7 @@ SHARED = {
 LABELS = {"type": st.none() | st.sampled_from(QUESTION_TYPES), "difficulty": st.none() | st.sampled_from(DIFFICULTIES)}
 OPTIONS = st.lists(TEXT, min_size=4, max_size=4, unique_by=lambda text: " ".join(text.casefold().split()))
 CAPTIONS = st.builds(Caption, **SHARED, caption=TEXT)
-ANSWERS = st.builds(Answer, **SHARED, **LABELS, question=TEXT, answer=TEXT)
+ANSWERS = st.builds(FreeAnswer, **SHARED, **LABELS, question=TEXT, answer=TEXT)
 CHOICES = st.builds(
     Choice,
     **SHARED,
@@ -92,7 +92,7 @@ def test_rows_of_the_reference_and_of_llava_are_read_as_they_are_published(tmp_p
     (tmp_path / "set.jsonl").write_text(f"{json.dumps({**choice, **about})}\n{json.dumps(free)}\n")
     assert list(iter_records(tmp_path / "set.jsonl")) == [
         Choice(**choice, **about),
-        Answer(vision_id="v_2", question="Why?", answer="To climb."),
+        FreeAnswer(vision_id="v_2", question="Why?", answer="To climb."),
     ]
     human, gpt = {"from": "human", "value": "<image>\nWhat moves?"}, {"from": "gpt", "value": "A car."}
     more = [{"from": "human", "value": "Where?"}, {"from": "gpt", "value": "On a road."}]
@@ -116,7 +116,7 @@ def test_media_are_found_by_their_vision_id(tmp_path):
     (tmp_path / "media" / "clips").mkdir()
     (tmp_path / "media" / "clips" / "v_2.mp4").touch()
     names = ["v_1", "clips/v_2", "clips/v_2.mp4", "missing"]
-    write_records(tmp_path / "vqa.jsonl", [Answer(vision_id=name, question="Q?", answer="A.") for name in names])
+    write_records(tmp_path / "vqa.jsonl", [FreeAnswer(vision_id=name, question="Q?", answer="A.") for name in names])
     found = [record.video for record in read_records(tmp_path / "vqa.jsonl", tmp_path / "media")]
     places = ["v_1", "clips/v_2.mp4", "clips/v_2.mp4", "missing"]
     assert found == [str(tmp_path / "media" / name) for name in places]

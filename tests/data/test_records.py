@@ -2,7 +2,7 @@
 
 import pytest
 
-from qtsplus.data.records import QUESTION_TYPES, Answer, Caption, Choice, VideoRecord, parse_record, to_video_record
+from qtsplus.data.records import QUESTION_TYPES, Caption, Choice, FreeAnswer, VideoRecord, parse_record, to_video_record
 
 CHOICE = {
     "vision_id": "v_1",
@@ -15,14 +15,14 @@ CHOICE = {
 def test_a_row_is_the_record_that_its_keys_name():
     assert isinstance(parse_record(CHOICE), Choice)
     assert isinstance(parse_record({"vision_id": "v", "caption": "A man climbs."}), Caption)
-    assert isinstance(parse_record({"vision_id": "v", "question": "Who?", "answer": "A man."}), Answer)
+    assert isinstance(parse_record({"vision_id": "v", "question": "Who?", "answer": "A man."}), FreeAnswer)
     assert isinstance(parse_record({"video": None, "question": "Who?", "answer": "A man."}), VideoRecord)
     assert len(QUESTION_TYPES) == 9
 
 
 def test_the_reference_calls_a_free_answer_a_prediction():
     record = parse_record({"vision_id": "v", "question": "Who?", "prediction": "A man."})
-    assert record == Answer(vision_id="v", question="Who?", answer="A man.")
+    assert record == FreeAnswer(vision_id="v", question="Who?", answer="A man.")
 
 
 def test_a_choice_is_asked_with_its_options_and_selects_by_its_question():
@@ -32,7 +32,7 @@ def test_a_choice_is_asked_with_its_options_and_selects_by_its_question():
     assert record.question == (
         "What is the man holding?\nA. a cup\nB. a rope\nC. a hat\nD. a phone\nAnswer with the letter."
     )
-    free = to_video_record(Answer(vision_id="v", question="Who?", answer="A man."))
+    free = to_video_record(FreeAnswer(vision_id="v", question="Who?", answer="A man."))
     assert (free.video, free.question, free.answer, free.source) == ("v", "Who?", "A man.", "vqa")
     with pytest.raises(ValueError, match="it is a caption"):
         to_video_record(Caption(vision_id="v", caption="A man."))

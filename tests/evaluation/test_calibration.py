@@ -13,7 +13,7 @@ from attention_twin import twin_targets
 from clips import write_records
 from qtsplus.cli import app
 from qtsplus.evaluation import calibration
-from qtsplus.evaluation.calibration import Recall, calibrate, measure, read_labelled
+from qtsplus.evaluation.calibration import Recall, calibrate, measure_recalls, read_labelled
 from qtsplus.evaluation.labelled import Sighting
 from qtsplus.training.attention import AttentionChoice
 from qtsplus.training.collator import VideoQACollator
@@ -144,7 +144,7 @@ def test_a_reading_is_the_shallowest_layer_that_finds_the_needles(monkeypatch, t
 def test_measured_heads_are_those_of_the_eager_twin(tiny, tiny_processor, questions):
     question = questions[0]
     dataset = VideoQADataset([question.record], tiny_processor)
-    measured = measure(tiny, dataset, [question], "answer", progress=False)
+    measured = measure_recalls(tiny, dataset, [question], "answer", progress=False)
     batch = VideoQACollator(tiny_processor)([dataset[0]])
     labels = batch.pop("labels")
     inputs = {name: value for name, value in batch.items() if name not in ("skipped", "source_ids")}

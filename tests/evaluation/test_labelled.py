@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qtsplus.evaluation.labelled import Sighting, read_questions, sighting_tokens
+from qtsplus.evaluation.labelled import Sighting, labelled_questions, sighting_tokens
 
 GRID = (2, 4, 8)
 
@@ -37,4 +37,4 @@ def test_another_box_is_refused_with_its_file(sighting, message, tmp_path):
     record = {"video": "a.mp4", "question": "What?", "answer": "This."}
     path.write_text(json.dumps({**record, "evidence": [[{"start": 0, "end": 1, **sighting}]]}) + "\n")
     with pytest.raises(ValueError, match=f"records.jsonl: the evidence of 'What.' is not a list of needles.*{message}"):
-        read_questions(path)
+        labelled_questions(path)

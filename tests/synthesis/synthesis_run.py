@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qtsplus.data.records import Caption
 from qtsplus.synthesis.endpoint import Endpoint, read_key
-from qtsplus.synthesis.engine import Job, run
+from qtsplus.synthesis.engine import Job, run_job
 from qtsplus.synthesis.questions import write_questions
 
 
@@ -24,4 +24,4 @@ def questions_job(url, count, **settings):
 
 if __name__ == "__main__":
     address, folder, items, concurrency = sys.argv[1:]
-    run(questions_job(address, int(items)), Path(folder), concurrency=int(concurrency))
+    run_job(questions_job(address, int(items)), Path(folder), concurrency=int(concurrency))

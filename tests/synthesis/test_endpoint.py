@@ -7,7 +7,7 @@ import random
 import pytest
 
 from qtsplus.synthesis.endpoint import Endpoint, read_key
-from qtsplus.synthesis.engine import ItemFailed, Ledger, run
+from qtsplus.synthesis.engine import ItemFailed, Ledger, run_job
 from scripted_server import KEY, scripted_server
 from synthesis_run import questions_job
 
@@ -208,7 +208,7 @@ def test_of_a_hundred_fuzzed_replies_every_item_is_done_or_failed_with_a_reason(
     chance = random.Random(0)
     rules = [{"contains": f"with number {number} ", "then": [fuzzed_behaviour(chance)]} for number in range(100)]
     with scripted_server(tmp_path, rules=rules) as (url, log):
-        run(questions_job(url, 100, retries=1, timeout=5.0), tmp_path / "out", concurrency=50)
+        run_job(questions_job(url, 100, retries=1, timeout=5.0), tmp_path / "out", concurrency=50)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     failed = [json.loads(line) for line in (tmp_path / "out" / "failed.jsonl").read_text().splitlines()]
     assert summary["finished"] == 100 and 50 < len(failed) < 100

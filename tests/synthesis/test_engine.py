@@ -15,7 +15,7 @@ import pytest
 
 from qtsplus.data.records import Caption
 from qtsplus.results import Journal
-from qtsplus.synthesis.engine import JOURNAL, ItemFailed, Job, Result, RunFailed, run
+from qtsplus.synthesis.engine import JOURNAL, ItemFailed, Job, Result, RunFailed, run_job
 from scripted_server import KEY, scripted_server
 from synthesis_run import captions
 
@@ -60,7 +60,7 @@ def files(folder, names=("set.jsonl", "dropped.jsonl", "failed.jsonl")):
 
 def test_rows_stand_in_the_input_s_order(tmp_path):
     step = Counting(failing=[7])
-    kept = run(job(step), tmp_path, concurrency=8)
+    kept = run_job(job(step), tmp_path, concurrency=8)
     assert kept == tmp_path / "set.jsonl"
     assert numbers(kept) == [number for number in range(60) if number % 5 != 4 and number != 7]
     assert numbers(tmp_path / "dropped.jsonl") == list(range(4, 60, 5))
@@ -73,9 +73,9 @@ def test_rows_stand_in_the_input_s_order(tmp_path):
 
 
 def test_a_finished_run_asks_nothing_again(tmp_path):
-    run(job(Counting()), tmp_path)
+    run_job(job(Counting()), tmp_path)
     before, again = files(tmp_path), Counting()
-    run(job(again), tmp_path)
+    run_job(job(again), tmp_path)
     assert again.calls == []
     assert files(tmp_path) == before
 
@@ -83,27 +83,27 @@ def test_a_finished_run_asks_nothing_again(tmp_path):
 def test_a_fault_stops_the_run_and_loses_nothing(tmp_path):
     step = Counting(raising=30)
     with pytest.raises(RuntimeError, match="a fault"):
-        run(job(step), tmp_path / "a", concurrency=4)
+        run_job(job(step), tmp_path / "a", concurrency=4)
     assert not (tmp_path / "a" / "set.jsonl").exists()
     finished = set(Journal(tmp_path / "a" / JOURNAL).done)
     assert finished
     again = Counting()
-    run(job(again), tmp_path / "a", concurrency=4)
+    run_job(job(again), tmp_path / "a", concurrency=4)
     assert set(again.calls) == set(range(60)) - finished
-    run(job(Counting()), tmp_path / "b")
+    run_job(job(Counting()), tmp_path / "b")
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
 def test_what_is_drawn_depends_on_the_id_alone(tmp_path):
-    run(job(Counting(), 20), tmp_path / "a", concurrency=1)
-    run(job(Counting(), 20), tmp_path / "b", concurrency=20)
+    run_job(job(Counting(), 20), tmp_path / "a", concurrency=1)
+    run_job(job(Counting(), 20), tmp_path / "b", concurrency=20)
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
 def test_failed_items_are_tried_again(tmp_path):
-    run(job(Counting(failing=[3, 9])), tmp_path)
+    run_job(job(Counting(failing=[3, 9])), tmp_path)
     again = Counting(failing=[9])
-    run(job(again), tmp_path)
+    run_job(job(again), tmp_path)
     assert sorted(again.calls) == [3, 9]
     assert 3 in numbers(tmp_path / "set.jsonl")
     assert json.loads((tmp_path / "failed.jsonl").read_text())["id"] == "caption-9"
@@ -112,54 +112,54 @@ def test_failed_items_are_tried_again(tmp_path):
 def test_a_run_that_only_fails_is_stopped(tmp_path):
     step = Counting(failing=range(1000))
     with pytest.raises(RunFailed, match="The last 20 items failed, the last one because It was to fail."):
-        run(job(step, 1000), tmp_path, concurrency=4)
+        run_job(job(step, 1000), tmp_path, concurrency=4)
     assert len(step.calls) < 40
 
 
 def test_the_first_items_alone_and_then_all(tmp_path):
-    run(job(Counting()), tmp_path, limit=10)
+    run_job(job(Counting()), tmp_path, limit=10)
     assert numbers(tmp_path / "set.jsonl") == [0, 1, 2, 3, 5, 6, 7, 8]
     rest = Counting()
-    run(job(rest), tmp_path)
+    run_job(job(rest), tmp_path)
     assert sorted(rest.calls) == list(range(10, 60))
 
 
 @pytest.mark.parametrize("other", [{"model": "another"}, {"count": 61}])
 def test_another_run_in_the_folder_is_refused(tmp_path, other):
-    run(job(Counting(), model="one"), tmp_path)
+    run_job(job(Counting(), model="one"), tmp_path)
     with pytest.raises(ValueError, match="was begun with .*, not .*choose another folder"):
-        run(job(Counting(), **{"model": "one", **other}), tmp_path)
+        run_job(job(Counting(), **{"model": "one", **other}), tmp_path)
 
 
 def test_one_process_at_a_time(tmp_path):
     class Nested(Counting):
         async def __call__(self, item, ledger):
             with pytest.raises(ValueError, match="Another process works in"):
-                await asyncio.to_thread(run, job(Counting()), tmp_path)
+                await asyncio.to_thread(run_job, job(Counting()), tmp_path)
             return await super().__call__(item, ledger)
 
-    run(job(Nested(), 1), tmp_path)
+    run_job(job(Nested(), 1), tmp_path)
 
 
 def test_a_file_that_is_no_journal(tmp_path):
     (tmp_path / JOURNAL).write_text("no database " * 100)
     with pytest.raises(ValueError, match="is no journal"):
-        run(job(Counting()), tmp_path)
+        run_job(job(Counting()), tmp_path)
 
 
 def test_files_that_no_run_has_made_are_left_alone(tmp_path):
     (tmp_path / "set.jsonl").write_text("mine")
     with pytest.raises(ValueError, match="set.jsonl is there already, and not from this run"):
-        run(job(Counting()), tmp_path)
+        run_job(job(Counting()), tmp_path)
     assert (tmp_path / "set.jsonl").read_text() == "mine"
 
 
 def test_of_items_that_all_fail_no_set_is_made(tmp_path):
     with pytest.raises(RunFailed, match="All 3 items failed, because It was to fail. No set was written"):
-        run(job(Counting(failing=range(3)), 3), tmp_path)
+        run_job(job(Counting(failing=range(3)), 3), tmp_path)
     assert not (tmp_path / "set.jsonl").exists() and not (tmp_path / "summary.json").exists()
     assert len((tmp_path / "failed.jsonl").read_text().splitlines()) == 3
-    run(job(Counting(), 3), tmp_path)
+    run_job(job(Counting(), 3), tmp_path)
     assert numbers(tmp_path / "set.jsonl") == [0, 1, 2]
 
 
@@ -168,12 +168,12 @@ def test_a_full_disk_loses_nothing_and_says_how_to_go_on(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # no file may grow beyond it
     try:
         with pytest.raises(RunFailed, match="cannot be written .* Nothing that was finished is lost: make room"):
-            run(job(Counting()), tmp_path, concurrency=4)
+            run_job(job(Counting()), tmp_path, concurrency=4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     before, again = finished(tmp_path), Counting()
     assert before
-    run(job(again), tmp_path)
+    run_job(job(again), tmp_path)
     assert set(again.calls) == set(range(60)) - before
 
 
@@ -185,13 +185,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path, pl
         pytest.skip("this user may write everywhere")
     step = Counting()
     with pytest.raises(ValueError, match="is a file; expected a folder|cannot be written"):
-        run(job(step), tmp_path / place)
+        run_job(job(step), tmp_path / place)
     assert step.calls == []
 
 
 def test_an_empty_input(tmp_path):
     with pytest.raises(ValueError, match="holds no record"):
-        run(job(Counting(), 0), tmp_path)
+        run_job(job(Counting(), 0), tmp_path)
 
 
 def test_few_items_are_in_memory(tmp_path):
@@ -215,7 +215,7 @@ def test_few_items_are_in_memory(tmp_path):
         await asyncio.sleep(0)
         return Result([{"id": item.id}])
 
-    run(Job("set", read, step, contextlib.nullcontext(), {}), tmp_path, concurrency=16)
+    run_job(Job("set", read, step, contextlib.nullcontext(), {}), tmp_path, concurrency=16)
     assert most < 50
 
 

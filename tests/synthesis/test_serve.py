@@ -11,7 +11,7 @@ import pytest
 from qtsplus.data.records import Caption, Choice
 from qtsplus.hub.convert import convert
 from qtsplus.synthesis.endpoint import Endpoint
-from qtsplus.synthesis.engine import Item, ItemFailed, Job, Ledger, run
+from qtsplus.synthesis.engine import Item, ItemFailed, Job, Ledger, run_job
 from qtsplus.synthesis.questions import write_questions
 from qtsplus.synthesis.video_steps import VideoTeacher, screen, write_answers
 from server_process import free_port, running_server
@@ -62,11 +62,11 @@ def test_every_step_speaks_with_transformers_serve(tmp_path, tiny_published, tin
         def job(name, step):
             return Job(name, lambda: choices(3), partial(step, teacher), teacher.endpoint, teacher.settings())
 
-        run(job("vscq2", screen), tmp_path / "vscq2", concurrency=2)
+        run_job(job("vscq2", screen), tmp_path / "vscq2", concurrency=2)
         summary = json.loads((tmp_path / "vscq2" / "summary.json").read_text())
         assert (summary["finished"], summary["failed"], summary["kept"] + summary["dropped"]) == (3, 0, 3)
 
-        run(job("vqa", write_answers), tmp_path / "vqa", concurrency=2)
+        run_job(job("vqa", write_answers), tmp_path / "vqa", concurrency=2)
         summary = json.loads((tmp_path / "vqa" / "summary.json").read_text())
         assert (summary["finished"], summary["failed"], summary["kept"] + summary["dropped"]) == (3, 0, 3)
         assert summary["prompt_tokens"] > 50

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from clips import render_clip
 from qtsplus.cli import app
 from qtsplus.data.formats import iter_records
-from qtsplus.data.records import Answer, Choice
+from qtsplus.data.records import Choice, FreeAnswer
 from scripted_server import KEY, scripted_server
 
 
@@ -47,7 +47,7 @@ def test_captions_to_training(tmp_path, tiny_published, monkeypatch):
     assert all(row["said"] != row["answer"] for row in dropped)
 
     answers = list(iter_records(sets / "vqa" / "vqa.jsonl"))
-    assert answers and all(isinstance(answer, Answer) for answer in answers)
+    assert answers and all(isinstance(answer, FreeAnswer) for answer in answers)
     assert {answer.question for answer in answers} <= {choice.question for choice in screened}
 
     files = [str(sets / "vscq2" / "vscq2.jsonl"), str(sets / "vqa" / "vqa.jsonl")]

@@ -8,10 +8,10 @@ from PIL import Image
 
 from qtsplus.data.records import Choice
 from qtsplus.synthesis.endpoint import Endpoint
-from qtsplus.synthesis.engine import Job, run
+from qtsplus.synthesis.engine import Job, run_job
 from qtsplus.synthesis.video_steps import (
     VideoTeacher,
-    find_fault,
+    answer_fault,
     read_letter,
     screen,
     spread_frames,
@@ -27,7 +27,7 @@ def choice(question, answer="A", vision_id="clip.mp4", **more):
 
 def make(name, step, url, records, find, out):
     teacher = VideoTeacher(Endpoint(url, "teacher", KEY, timeout=5.0), find, frames=4)
-    return run(Job(name, lambda: records, partial(step, teacher), teacher.endpoint, teacher.settings()), out)
+    return run_job(Job(name, lambda: records, partial(step, teacher), teacher.endpoint, teacher.settings()), out)
 
 
 def rows(path):
@@ -111,7 +111,7 @@ def test_frames_are_spread(tmp_path, tiny_mp4):
     ],
 )
 def test_filters_of_answers(text, fault):
-    assert find_fault(text, 20) == fault
+    assert answer_fault(text, 20) == fault
 
 
 def test_answers(tmp_path, tiny_mp4):

@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 
 from qtsplus.data.records import LETTERS, QUESTION_TYPES, Caption, Choice
-from qtsplus.synthesis.engine import Item, run
+from qtsplus.synthesis.engine import Item, run_job
 from qtsplus.synthesis.questions import (
     Draft,
-    find_fault,
-    find_questions,
+    draft_fault,
     first_messages,
+    question_entries,
     read_drafts,
     to_choice,
     wanted_types,
@@ -55,7 +55,7 @@ def reply(*changes):
     ],
 )
 def test_faults(change, fault):
-    found = find_fault(Draft(**{**GOOD, **change}), CAPTION)
+    found = draft_fault(Draft(**{**GOOD, **change}), CAPTION)
     assert (found is None) if fault is None else (fault in found)
 
 
@@ -81,7 +81,7 @@ def test_no_question_in_a_reply(text):
 
 @pytest.mark.parametrize("text", ['{"questions": null}', '{"questions": "none"}', '{"questions": [1, "a", null, []]}'])
 def test_objects_are_only_what_is_one(text):
-    assert find_questions(text) == []
+    assert question_entries(text) == []
 
 
 def test_bad_questions_are_told_apart():
@@ -135,7 +135,7 @@ def test_a_run_against_a_server_that_errs(tmp_path, monkeypatch):
     }
     rules = [{"contains": f"number {number} ", "then": then} for number, then in faults.items()]
     with scripted_server(tmp_path, rules=rules) as (url, log):
-        kept = run(questions_job(url, 20, timeout=3.0), tmp_path / "out", concurrency=8)
+        kept = run_job(questions_job(url, 20, timeout=3.0), tmp_path / "out", concurrency=8)
         requests = [json.loads(line) for line in log.read_text().splitlines()]
     rows = [Choice.model_validate_json(line) for line in kept.read_text().splitlines()]
     assert [row.id for row in rows] == [

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..output import printable
 from . import options
-from .console import check_text, console, fail, note, notes, one_line_errors, wrote
+from .console import console, fail, note, notes, one_line_errors, require_text, wrote
 from .models import load_named, name_model, open_library, split_revision
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def ask(
         refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
     if film is not None and evidence is None:
         fail("--film and --no-film are about --evidence; name its folder")
-    check_text(question)
+    require_text(question)
     choice = {**budget, "subtitles": subtitles, "max_new_tokens": max_new_tokens or 128}
     with one_line_errors():
         from ..decoding_qtsplus import shown_name

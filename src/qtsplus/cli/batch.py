@@ -49,7 +49,7 @@ def batch(
     if engine is Engine.vllm and find_spec("vllm") is None:
         fail("the package vllm is not installed: pip install vllm")
     with one_line_errors(), resumable():
-        from ..batch import Asker, answer_here, answer_in_vllm, read_questions, run
+        from ..batch import Asker, answer_here, answer_in_vllm, read_questions, run_batch
         from ..methods_qtsplus import add_method
 
         add_method(selection)
@@ -58,7 +58,7 @@ def batch(
         name = name_model(model)
         asker = Asker(name, revision, device, dtype.value, fps, retention, max_visual_tokens, selection, max_new_tokens)
         answer = answer_in_vllm if engine is Engine.vllm else answer_here
-        counts = run(questions, out, asker, answer, share=share)
+        counts = run_batch(questions, out, asker, answer, share=share)
     if counts is None:
         note("The other processes are still at work; the last of them writes the answers.")
         return

@@ -94,7 +94,7 @@ def require_fraction(retention: float | None) -> None:
         fail(f"--retention is {retention:g}; expected a fraction in (0, 1]")
 
 
-def check_text(question: str) -> None:
+def require_text(question: str) -> None:
     """Ends the command for bytes that are no text."""
     try:
         question.encode()

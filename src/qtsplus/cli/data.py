@@ -96,7 +96,7 @@ def make(
         from ..data.formats import iter_captions, iter_choices, media_folder
         from ..data.media import find_media
         from ..synthesis.endpoint import Endpoint, read_key
-        from ..synthesis.engine import Job, run
+        from ..synthesis.engine import Job, run_job
         from ..synthesis.questions import PROMPTS, write_questions
         from ..synthesis.video_steps import VideoTeacher, screen, write_answers
 
@@ -112,7 +112,7 @@ def make(
             seeing = VideoTeacher(server, find, frames or 16, max_tokens)
             step, settings = partial(ask, seeing), seeing.settings()
         read = iter_captions if kind is Kind.vscq1 else iter_choices
-        kept = run(Job(kind.value, partial(read, source), step, server, settings), out, concurrency, limit)
+        kept = run_job(Job(kind.value, partial(read, source), step, server, settings), out, concurrency, limit)
     made = json.loads((kept.parent / "summary.json").read_text(encoding="utf-8"))
     lines = [f"{made['finished']} items: {made['kept']} rows kept, {made['dropped']} dropped."]
     lines += [f"  dropped, {reason}: {count}" for reason, count in made["dropped_because"].items()]

@@ -10,7 +10,7 @@ import typer
 
 from ..output import printable
 from .asking import place
-from .console import check_text, console, fail, note, one_line_errors
+from .console import console, fail, note, one_line_errors, require_text
 from .models import load_named, split_revision
 from .options import AsJson, Device, End, MaxFrames, MaxNewTokens, MaxPixels, Model, Question, Start
 
@@ -59,7 +59,7 @@ def watch(
     """Answer a question again and again while video comes. Ctrl-C ends it."""
     model, revision = split_revision(model)
     named = _named(sources)
-    check_text(question)
+    require_text(question)
     with one_line_errors():
         from .. import watching
 

@@ -13,7 +13,7 @@ from .formats import Row, iter_records, iter_rows, locate, media_folder
 from .media import media_key, media_problem
 from .records import SPECIAL_TOKEN, Caption, Record, VideoRecord, all_texts, media_name
 
-ROWS_AT_ONCE = 256
+_AT_ONCE = 256  # rows, whose videos are looked at together
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def check_set(
     rows = iter_rows(path)
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        while batch := list(islice(rows, ROWS_AT_ONCE)):
+        while batch := list(islice(rows, _AT_ONCE)):
             places = [locate(row, root) if media else None for row in batch]
             new = [place for place in dict.fromkeys(places) if place is not None and place not in videos]
             videos.update(zip(new, pool.map(media_problem, new), strict=True))

@@ -109,7 +109,7 @@ class Choice(VisionRecord):
         return "\n".join([self.question, *listed, INSTRUCTION])
 
 
-class Answer(VisionRecord):
+class FreeAnswer(VisionRecord):
     """A question about a video with a free answer; a line of QTS-VQA."""
 
     question: Text
@@ -143,7 +143,7 @@ class VideoRecord:
         return {"video": None, "answer": "", **said}
 
 
-Record = Caption | Choice | Answer | VideoRecord
+Record = Caption | Choice | FreeAnswer | VideoRecord
 
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in get_args(Record)}
 
@@ -157,7 +157,7 @@ def parse_record(row: Mapping[str, Any]) -> Record:
         raise ValueError(f"expected a JSON object, got a {type(row).__name__}.")
     kind: type[Record] = VideoRecord
     if "vision_id" in row:
-        kind = Caption if "caption" in row else Choice if "options" in row else Answer
+        kind = Caption if "caption" in row else Choice if "options" in row else FreeAnswer
     elif missing := [name for name in ("video", "question", "answer") if name not in row]:
         raise ValueError(f"it lacks {', '.join(missing)}.")
     try:

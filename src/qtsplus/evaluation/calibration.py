@@ -24,7 +24,7 @@ from ..training.attention import EVERYTHING, AttentionChoice, evaluating, noting
 from ..training.collator import VideoQACollator
 from ..training.dataset import SkippedRecord, VideoQADataset
 from ..training.features import encode_files
-from .labelled import LabelledQuestion, read_questions, sighting_tokens
+from .labelled import LabelledQuestion, labelled_questions, sighting_tokens
 
 SHARE = 0.1  # of the visual tokens that a layer or a head may keep
 EQUAL = 0.01  # recalls that are taken for the same
@@ -104,12 +104,12 @@ class Calibration:
 
 def read_labelled(path: Path) -> list[LabelledQuestion]:
     """
-    The questions of a JSONL file that have a video and `evidence`; see [`read_questions`].
+    The questions of a JSONL file that have a video and `evidence`; see [`labelled_questions`].
 
     Raises:
-        ValueError: as [`read_questions`], or no such question.
+        ValueError: as [`labelled_questions`], or no such question.
     """
-    labelled = [question for question in read_questions(path) if question.needles]
+    labelled = [question for question in labelled_questions(path) if question.needles]
     if not labelled:
         raise ValueError(
             f"{path} holds no question about a video with evidence; expected records that say as `evidence` when and "
@@ -143,11 +143,11 @@ def calibrate(model: Any, processor: Any, questions: Sequence[LabelledQuestion],
         first, second = (
             (VideoQADataset([one.record for one in half], processor, None, None, features), half) for half in halves
         )
-        measured = measure(model, *first, "answer", progress)
+        measured = measure_recalls(model, *first, "answer", progress)
         sums = [AttentionChoice(), best_layers(measured), best_heads(measured)]
-        choices = measure(model, *second, "answer", progress, sums)
-        single = _readings(measure(model, *first, "prompt", progress), model.config.text_config)
-        readings = measure(model, *second, "prompt", progress, single)
+        choices = measure_recalls(model, *second, "answer", progress, sums)
+        single = _readings(measure_recalls(model, *first, "prompt", progress), model.config.text_config)
+        readings = measure_recalls(model, *second, "prompt", progress, single)
     return Calibration(measured, choices, readings, (len(halves[0]), len(halves[1])))
 
 
@@ -175,7 +175,7 @@ def write_attention(folder: Path, calibration: Calibration) -> Path | None:
     return path
 
 
-def measure(
+def measure_recalls(
     model: Any,
     dataset: VideoQADataset,
     questions: Sequence[LabelledQuestion],

@@ -87,7 +87,7 @@ class LabelledQuestion:
     needles: list[list[Sighting]]
 
 
-def read_questions(path: Path) -> list[LabelledQuestion]:
+def labelled_questions(path: Path) -> list[LabelledQuestion]:
     """
     The questions of a JSONL file of records that have a video, with their `evidence` where they have any.
 

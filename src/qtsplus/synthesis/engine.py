@@ -67,7 +67,7 @@ Step = Callable[[Item, Ledger], Awaitable[Result]]
 
 
 @with_config(STORED)
-class Entry(TypedDict):
+class Attempt(TypedDict):
     """An item as the journal has it once it was tried."""
 
     id: str
@@ -78,7 +78,7 @@ class Entry(TypedDict):
     reasons: list[str]
 
 
-_SCHEMA = Schema(line=Line[int, Entry])
+_SCHEMA = Schema(line=Line[int, Attempt])
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Job:
     settings: Mapping[str, Any]  # all that decides the rows beside the input; a run goes on only with the same
 
 
-def run(job: Job, out: Path, concurrency: int = 64, limit: int | None = None) -> Path:
+def run_job(job: Job, out: Path, concurrency: int = 64, limit: int | None = None) -> Path:
     """
     Runs a job to its end, or goes on where it was stopped: what is finished is in the journal and is not asked again,
     and what failed is tried again. With a `limit` only the first items are taken.
@@ -160,7 +160,7 @@ async def _finish_all(job: Job, journal: Journal, total: int, concurrency: int) 
                 await asyncio.gather(*workers, return_exceptions=True)
 
 
-def _entries(journal: Journal) -> Iterator[tuple[int, Entry]]:
+def _entries(journal: Journal) -> Iterator[tuple[int, Attempt]]:
     """All items that were tried by position, one at a time."""
     for position in sorted(journal.done):
         yield position, journal.done[position]

@@ -134,7 +134,7 @@ def read_drafts(text: str, caption: str) -> tuple[list[Draft], list[tuple[dict[s
     Of a reply, the questions that can be used; the others, each with why; and all that is wrong, for the language model
     to mend.
     """
-    entries = find_questions(text)
+    entries = question_entries(text)
     if not entries:
         return [], [], ["the reply holds no JSON object with questions"]
     good: list[Draft] = []
@@ -145,7 +145,7 @@ def read_drafts(text: str, caption: str) -> tuple[list[Draft], list[tuple[dict[s
         except ValidationError as error:
             bad.append((entry, f"not a question: {explain(error, entry)}"))
             continue
-        reason = find_fault(draft, caption)
+        reason = draft_fault(draft, caption)
         if reason is None and _plain(draft.question) in (_plain(other.question) for other in good):
             reason = "asked twice"
         if reason is None:
@@ -158,7 +158,7 @@ def read_drafts(text: str, caption: str) -> tuple[list[Draft], list[tuple[dict[s
     return good, bad, problems
 
 
-def find_fault(draft: Draft, caption: str) -> str | None:
+def draft_fault(draft: Draft, caption: str) -> str | None:
     """Why a question cannot be used: a kind of fault, a colon, and what is particular. `None` for a good one."""
     options = [draft.answer, *draft.distractors]
     if len(options) != len(LETTERS):
@@ -206,7 +206,7 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-def find_questions(text: str) -> list[dict[str, Any]]:
+def question_entries(text: str) -> list[dict[str, Any]]:
     """The objects in the list that a reply should hold; words and fences around it do no harm. None of a broken one."""
     text = strip_thoughts(text)
     try:

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from ..data.media import UNREADABLE
-from ..data.records import Answer, Choice
+from ..data.records import Choice, FreeAnswer
 from ..output import first_line
 from ..video_qtsplus import choose_frames, image_paths, load_frames, read_video
 from .endpoint import Endpoint, Reply
@@ -114,18 +114,18 @@ async def screen(teacher: VideoTeacher, item: Item, ledger: Ledger) -> Result:
 
 
 async def write_answers(teacher: VideoTeacher, item: Item, ledger: Ledger) -> Result:
-    """The step from a [`Choice`], which the teacher is asked without its options, to an [`Answer`]; see [`screen`]."""
+    """The step from a [`Choice`], which the teacher is asked without its options, to a [`FreeAnswer`]."""
     choice: Choice = item.record
     reply = await teacher.ask(choice.vision_id, f"{choice.question}\n{FREE_ANSWER}", item, ledger)
     text = strip_thoughts(reply.text)
     shared = choice.model_dump(include={"vision_id", "id", "fps", "question", "type", "difficulty"}, exclude_none=True)
-    reason = find_fault(text, MOST_WORDS) if reply.complete else "cut off"
+    reason = answer_fault(text, MOST_WORDS) if reply.complete else "cut off"
     if reason is not None:
         return Result(dropped=[{**shared, "answer": text, "reason": reason}])
-    return Result(kept=[Answer(**shared, answer=text).row()])
+    return Result(kept=[FreeAnswer(**shared, answer=text).row()])
 
 
-def find_fault(text: str, most_words: int) -> str | None:
+def answer_fault(text: str, most_words: int) -> str | None:
     """Why an answer is not kept: a kind of fault, a colon, and what is particular; `None` for a good one."""
     words = re.findall(r"\w+", text.casefold())
     if not 1 <= len(words) <= most_words:

@@ -69,7 +69,7 @@ def make_model(
     """
     config = make_config(variant, weights, selector)
     if weights is not None:
-        check_weights(weights, config.model_type)
+        require_weights(weights, config.model_type)
     loading: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if attn_implementation:
         loading["attn_implementation"] = attn_implementation
@@ -109,7 +109,7 @@ def load_either(weights: str, device: str | None = None, dtype: str | None = Non
     return model.to(where).eval(), make_processor(None, weights, model.config)
 
 
-def check_weights(weights: str, expected: str) -> None:
+def require_weights(weights: str, expected: str) -> None:
     """Raises `ValueError` for weights of another type of model, of an adapter, or that are cut off."""
     kind = model_type(weights)
     if kind.removesuffix(OURS) != expected.removesuffix(OURS):

@@ -22,7 +22,7 @@ from .attention import AttentionChoice
 from .dataset import VideoQADataset, check_processor_kwargs
 from .features import VideoFeatures, encode_files
 from .freezing import vision_modules
-from .models import check_weights, make_config, make_model, make_processor
+from .models import make_config, make_model, make_processor, require_weights
 from .plan import make_plan
 from .recipe import ModelArguments, Recipe
 from .sharding import check_checkpoint
@@ -126,7 +126,7 @@ def build_trainer(recipe: Recipe) -> QTSplusTrainer:
         raise ValueError("data.features are those of a vision tower that stays as it is: set freeze_vision_model.")
     config = make_config(args.variant, args.weights, args.selector)
     if args.weights is not None:
-        check_weights(args.weights, config.model_type)
+        require_weights(args.weights, config.model_type)
     processor = make_processor(args.variant, args.weights, config)
     check_processor_kwargs(processor, data.processor_kwargs)
     mixed = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None

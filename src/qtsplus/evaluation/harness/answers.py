@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ...results import STORED, Journal, Line, Schema
 
 
-class Answered(BaseModel):
+class SampleAnswer(BaseModel):
     """One answer of the model."""
 
     model_config = STORED
@@ -26,7 +26,7 @@ class Answered(BaseModel):
     failed: str | None = None  # why there is no answer, such as a video that cannot be read; it counts as wrong
 
 
-_SCHEMA = Schema(line=Line[str, Answered])
+_SCHEMA = Schema(line=Line[str, SampleAnswer])
 
 
 class AnswerLog:
@@ -42,7 +42,7 @@ class AnswerLog:
 
     def __init__(self, folder: str | os.PathLike | None, rank: int, settings: Mapping[str, Any]):
         self.settings = json.dumps(settings, sort_keys=True, default=str)
-        self.found: dict[str, Answered] = {}
+        self.found: dict[str, SampleAnswer] = {}
         self.journal: Journal | None = None
         if folder is None:
             return
@@ -57,7 +57,7 @@ class AnswerLog:
         parts = [self.settings, *(json.dumps(part, sort_keys=True, default=str) for part in (asked, generation))]
         return f"{task}:{doc_id}:{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
 
-    def add(self, answers: Mapping[str, Answered]) -> None:
+    def add(self, answers: Mapping[str, SampleAnswer]) -> None:
         """Keeps answers, on disk before this returns."""
         self.found.update(answers)
         if self.journal is not None:

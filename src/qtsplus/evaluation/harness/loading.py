@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import loading
-from ...methods_qtsplus import add_method
+from ...methods_qtsplus import add_method, check_budget
 from ...training.models import load_either
+from ...video_qtsplus import require_positive
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,10 @@ class Options:
 
     def __post_init__(self) -> None:
         add_method(self.selection)
-        for name in ("retention", "max_visual_tokens", "fps", "num_frames", "max_frames", "max_pixels"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} is {value!r}; expected a finite number above 0.")
-        if self.retention is not None and self.retention > 1:
-            raise ValueError(f"retention is {self.retention!r}; expected a fraction in (0, 1].")
-        if self.retention is not None and self.max_visual_tokens is not None:
-            raise ValueError("Got retention and max_visual_tokens; expected one of them.")
-        if self.selection == "all" and (self.retention or self.max_visual_tokens):
-            raise ValueError("selection=all keeps every token; leave out retention and max_visual_tokens.")
+        check_budget(self.selection or "qtsplus", [self.retention], 1, self.max_visual_tokens)
+        for name in ("fps", "num_frames", "max_frames", "max_pixels"):
+            if (value := getattr(self, name)) is not None:
+                require_positive(name, value)
         if self.num_frames is not None and (self.fps is not None or self.max_frames is not None):
             raise ValueError("Got num_frames with fps or max_frames; expected the number or the others.")
 
@@ -60,7 +55,9 @@ class Options:
             video_processor.size = {**dict(video_processor.size), "longest_edge": self.max_pixels}
 
 
-def load(pretrained: str, revision: str | None, device: str, dtype: str, options: Options) -> tuple[Any, Any, Options]:
+def load_evaluated(
+    pretrained: str, revision: str | None, device: str, dtype: str, options: Options
+) -> tuple[Any, Any, Options]:
     """
     A model, its processor and how it selects: a QTSplus model as everybody loads it, a stock model in our class, with
     all tokens unless another selection is asked for.

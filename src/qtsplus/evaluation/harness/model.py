@@ -18,15 +18,15 @@ from ... import session
 from ...loading import find_device
 from ...output import first_line
 from ..exact_match import answer
-from .answers import Answered, AnswerLog
-from .loading import Options, load
+from .answers import AnswerLog, SampleAnswer
+from .loading import Options, load_evaluated
 
 
 @dataclass
 class VisualTokenCounts(TokenCounts):
     """What a sample's log says under `token_counts`."""
 
-    answered: Answered | None = None
+    answered: SampleAnswer | None = None
 
     def to_dict(self) -> dict[str, Any]:
         if self.answered is None:
@@ -90,7 +90,7 @@ class QTSplus(lmms):
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         settings = {"pretrained": str(pretrained), "revision": revision, "dtype": dtype, **options}
         self.log = AnswerLog(answers, self._rank, settings)
-        self.model, self.processor, self.options = load(
+        self.model, self.processor, self.options = load_evaluated(
             str(pretrained), revision, find_device(device), dtype, Options(**options)
         )
         self.options.apply(self.processor)
@@ -152,14 +152,14 @@ class QTSplus(lmms):
             messages.append({"role": message["role"], "content": content})
         return _Request(key, messages, videos, images, query, generation)
 
-    def _answer(self, batch: Sequence[_Request]) -> dict[str, Answered]:
+    def _answer(self, batch: Sequence[_Request]) -> dict[str, SampleAnswer]:
         """Answers to prompts of one kind of generation; those whose videos cannot be read fail, the others do not."""
         answers, readable = {}, []
         for request in batch:
             found = [self._encode(video) for video in request.videos]
             reasons = [reason for reason in found if isinstance(reason, str)]
             if reasons:
-                answers[request.key] = Answered(text="", video=request.names, failed="; ".join(reasons))
+                answers[request.key] = SampleAnswer(text="", video=request.names, failed="; ".join(reasons))
             else:
                 readable.append((request, [video for video in found if not isinstance(video, str)]))
         return {**answers, **(self._generate(readable) if readable else {})}
@@ -176,7 +176,7 @@ class QTSplus(lmms):
             self._encoded.popitem(last=False)
         return self._encoded[video]
 
-    def _generate(self, asked: Sequence[tuple[_Request, list[session.EncodedVideo]]]) -> dict[str, Answered]:
+    def _generate(self, asked: Sequence[tuple[_Request, list[session.EncodedVideo]]]) -> dict[str, SampleAnswer]:
         requests = [request for request, _ in asked]
         videos = [video for _, found in asked for video in found]
         messages, images = [one.messages for one in requests], [one.images for one in requests if one.images]
@@ -188,7 +188,7 @@ class QTSplus(lmms):
         padding = self.processor.tokenizer.pad_token_id
         answers = {}
         for row, (request, found) in enumerate(asked):
-            answers[request.key] = Answered(
+            answers[request.key] = SampleAnswer(
                 text=texts[row],
                 output_tokens=int((new[row] != padding).sum()),
                 video=request.names,
