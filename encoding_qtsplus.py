@@ -281,8 +281,8 @@ class PatchProjection(nn.Conv3d):
     """
 
     def __init__(self, stock: nn.Conv3d):
-        shape = stock.in_channels, stock.out_channels, stock.kernel_size, stock.stride
-        super().__init__(*shape, bias=stock.bias is not None, device="meta")
+        shape: Any = {"kernel_size": stock.kernel_size, "stride": stock.stride, "bias": stock.bias is not None}
+        super().__init__(stock.in_channels, stock.out_channels, **shape, device="meta")
         self.weight, self.bias = stock.weight, stock.bias
         self._is_hf_initialized = getattr(stock, "_is_hf_initialized", False)
 
