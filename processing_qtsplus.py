@@ -267,16 +267,12 @@ class QTSplusProcessorMixin(ProcessorMixin):
         if frames_per_chunk is None:
             frames_per_chunk = PATCHES_PER_CHUNK // int(grid[0, 1] * grid[0, 2]) * temporal
         return VideoChunks(
+            **vars(opened),
             video_grid_thw=grid,
             second_per_grid_ts=[temporal / opened.metadata.sampled_fps],
-            metadata=opened.metadata,
             frames_per_chunk=max(int(frames_per_chunk) // temporal, 1) * temporal,
-            decode=opened.decode,
             resize=functools.partial(resize_frame, self.video_processor, size),
             preprocess=functools.partial(self.preprocess_frames, grid=grid),
-            start=opened.start,
-            warnings=opened.warnings,
-            sound=opened.sound,
         )
 
     def grid_of(self, num_frames: int, height: int, width: int, **options: Any) -> torch.Tensor:

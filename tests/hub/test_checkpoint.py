@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from measure_memory import status
-from qtsplus.hub.checkpoint import read_checkpoint, weight_files, write_checkpoint
+from qtsplus.hub.checkpoint import read_checkpoint, weight_files
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
@@ -27,7 +28,7 @@ def test_any_tensors_survive_any_shards(described, max_shard_size):
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_checkpoint(tensors, folder, max_shard_size)
+        save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
         theirs = {key: t for file in folder.glob("*.safetensors") for key, t in load_file(file).items()}
         for found in (theirs, read_checkpoint(folder)):
             assert found.keys() == tensors.keys()
@@ -45,6 +46,6 @@ def test_a_copy_holds_nothing_in_memory(tmp_path):
     (tmp_path / "copy").mkdir()
     before = status("RssAnon")
     tensors = read_checkpoint(tmp_path)
-    write_checkpoint(tensors, tmp_path / "copy")
+    save_torch_state_dict(tensors, tmp_path / "copy")
     assert all(torch.equal(one, tensors[name]) for name, one in read_checkpoint(tmp_path / "copy").items())
     assert status("RssAnon") - before < 30, "MB; the tensors are 268"

@@ -485,7 +485,7 @@ def test_an_interrupted_run_leaves_nothing(stock_folder, tmp_path, monkeypatch):
         assert not (folder / "config.json").exists(), "a half folder must not load"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(conversion, "write_checkpoint", interrupt)
+    monkeypatch.setattr(conversion, "save_torch_state_dict", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(stock_folder, tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["stock"]

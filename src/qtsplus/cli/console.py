@@ -88,10 +88,11 @@ class FilledArguments(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-def require_fraction(retention: float | None) -> None:
-    """Ends the command for a fraction out of (0, 1]."""
+def require_fraction(retention: float | None) -> float | None:
+    """The fraction; ends the command for one out of (0, 1]."""
     if retention is not None and not 0 < retention <= 1:
         fail(f"--retention is {retention:g}; expected a fraction in (0, 1]")
+    return retention
 
 
 def require_text(question: str) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.table import Table
 
-from .console import complain, console, fail, note, one_line_errors, require_fraction
+from .console import complain, console, fail, note, one_line_errors
 from .models import load_named, split_revision
 from .options import AsJson, Device, MediaRoot, Model, Retention, Selection
 
@@ -29,7 +29,6 @@ def evaluate(
     A video that cannot be read does not end the run. Its questions count as wrong, and it is listed.
     """
     model, revision = split_revision(model)
-    require_fraction(retention)
     if selection == "all" and retention is not None:
         fail("--retention has no effect with --selection all, which keeps every token")
     with one_line_errors():

@@ -19,11 +19,6 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
-def _check_retention(retention: float | None) -> float | None:
-    require_fraction(retention)
-    return retention
-
-
 def _check_rate(fps: float | None) -> float | None:
     if fps is not None and not 0 < fps < float("inf"):
         fail(f"--fps is {fps:g}; expected more than 0 frames per second, and a finite number")
@@ -46,7 +41,7 @@ Model = Annotated[
 Retention = Annotated[
     float | None,
     typer.Option(
-        callback=_check_retention,
+        callback=require_fraction,
         help="Keep this fraction of the visual tokens, in (0, 1]. Without it, the model decides.",
     ),
 ]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -77,11 +76,6 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is no whole safetensors file: {error}") from error
     return tensors
-
-
-def write_checkpoint(tensors: Mapping[str, torch.Tensor], folder: Path, max_shard_size: int | str = "5GB") -> None:
-    """Writes `model.safetensors`, or shards with their index, under the names that Transformers uses."""
-    save_torch_state_dict(dict(tensors), folder, max_shard_size=max_shard_size)
 
 
 def our_name(name: str, rules: tuple[tuple[str, str], ...] = STOCK) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import save_torch_state_dict, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from transformers import GenerationConfig
 
@@ -31,7 +31,6 @@ from .checkpoint import (
     check_weights,
     on_meta,
     read_checkpoint,
-    write_checkpoint,
 )
 from .files import hub_configs, require_variant
 from .folder import read_json, reading, whole_folder
@@ -126,7 +125,7 @@ def convert(
             say(f"{folder} has no tokenizer, so the result has no processor: give one with --processor.")
         if loaded is not None and model_type in _STOCK:
             _take_over(loaded, made)
-        write_checkpoint(made.tensors, staging)
+        save_torch_state_dict(made.tensors, staging)
         generation = load_generation_config(folder) or load_generation_config(hub_configs() / (made.variant or ""))
         (generation or GenerationConfig.from_model_config(made.config)).save_pretrained(staging)
         if model_type in model_types():

@@ -8,7 +8,7 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, save_torch_state_dict
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.repocard import metadata_load, metadata_save
 from huggingface_hub.utils import validate_repo_id
@@ -18,7 +18,7 @@ from ..loading import load_config, load_generation_config, processor_of, refuse_
 from ..output import check_folder
 from ..saving_qtsplus import auto_map, code_of
 from .card import card_data, matching_variant, model_card
-from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files, write_checkpoint
+from .checkpoint import check_weights, on_meta, read_checkpoint, weight_files
 from .files import hub_configs, hub_root, variants
 from .folder import read_json, update_json, whole_folder
 
@@ -88,7 +88,7 @@ def assemble_folder(
         say(f"{source} has no README.md: the card is a new one, with {licence}.")
     with whole_folder(folder) as staging:
         if stored.keys() != tensors.keys():
-            write_checkpoint(tensors, staging)
+            save_torch_state_dict(tensors, staging)
         else:
             for path in weight_files(source):
                 (os.symlink if link_weights else shutil.copyfile)(path, staging / path.name)

@@ -92,7 +92,9 @@ def encode_files(
         autocast_dtype: encode as mixed-precision training would.
         workers: processes that decode.
     """
-    features = features_of(model, processor, folder, processor_kwargs, autocast_dtype)
+    reading = {name: value for name, value in processor.video_processor.to_dict().items() if name not in _CLASSES}
+    settings = ["with digests", reading, dict(processor_kwargs or {}), str(autocast_dtype)]
+    features = VideoFeatures(Path(folder) / digest_of(vision_modules(model), settings))
     features.folder.mkdir(parents=True, exist_ok=True)
     state = PartialState()
     missing = sorted({video for video in videos if not features.file(*video).exists()}, key=str)
@@ -136,19 +138,6 @@ class _Decoded(Dataset):
         except (ValueError, OSError):
             return (video, fps), None  # the dataset finds out why, and says so
         return (video, fps), {name: torch.as_tensor(inputs[name]) for name in _PIXELS}
-
-
-def features_of(
-    model: Any,
-    processor: Any,
-    folder: str | os.PathLike,
-    processor_kwargs: Mapping[str, Any] | None = None,
-    autocast_dtype: torch.dtype | None = None,
-) -> VideoFeatures:
-    """Where in `folder` the features of a model's vision tower are kept; see [`encode_files`]."""
-    reading = {name: value for name, value in processor.video_processor.to_dict().items() if name not in _CLASSES}
-    settings = ["with digests", reading, dict(processor_kwargs or {}), str(autocast_dtype)]
-    return VideoFeatures(Path(folder) / digest_of(vision_modules(model), settings))
 
 
 def digest_of(modules: Mapping[str, Any], settings: Any) -> str:

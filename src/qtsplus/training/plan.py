@@ -13,7 +13,7 @@ from ..output import size
 from .arguments import QTSplusTrainingArguments
 from .attention import check_relevance
 from .freezing import count_parameters, freeze
-from .lora import add_lora, lora_config
+from .lora import add_lora, base_model, lora_config
 from .models import make_config
 from .recipe import Recipe
 
@@ -39,7 +39,14 @@ def make_plan(recipe: Recipe) -> Plan:
     """
     args, training, data = recipe.model, recipe.training, recipe.data
     config = make_config(args.variant, args.weights, args.selector)
-    model = _on_meta(recipe, config)
+    with torch.device("meta"):
+        model = on_meta(config)
+        teacher = args.relevance_teacher
+        check_relevance(model, training, model if teacher is None else None, teacher == "lm_attention")
+        if training.lora_rank:
+            model = add_lora(model, lora_config(training.lora_rank, training.lora_alpha, training.lora_dropout))
+        else:
+            freeze(model, training)
     counts, width = count_parameters(model), _BYTES[args.dtype]
     saved = width * (counts.total - counts.trainable) + 4 * counts.trainable
     computed = 2 if training.bf16 or training.fp16 else width
@@ -47,37 +54,23 @@ def make_plan(recipe: Recipe) -> Plan:
     values = _values(recipe, config, tokens)
     memory = saved + 12 * counts.trainable + training.train_batch_size * computed * values
     samples = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    there = all(Path(path).is_file() for path in data.train_files)
-    records = sum(1 for path in data.train_files for _ in iter_rows(path)) if there else None
-    steps = training.max_steps if training.max_steps > 0 else None
-    if steps is None and records is not None:
-        steps = math.ceil(training.num_train_epochs * math.ceil(records / samples))
+    records, steps = None, training.max_steps if training.max_steps > 0 else None
+    if all(Path(path).is_file() for path in data.train_files):
+        records = sum(1 for path in data.train_files for _ in iter_rows(path))
+        steps = steps or math.ceil(training.num_train_epochs * math.ceil(records / samples))
     disk = saved + _checkpoints(training, steps) * (saved + 8 * counts.trainable)
     clip = f"{frames} frames, {tokens:,} visual tokens"
-    lines = [counts.describe(), f"about {size(memory)} of memory with clips of up to {clip}"]
-    known = (
-        f"{steps:,} steps of {samples} records" if steps else "the files to train on are not there: no step is known"
-    )
-    lines.append(known)
-    lines.append(f"{size(disk)} of disk for the model and its checkpoints in {recipe.output_dir}")
+    lines = [
+        counts.describe(),
+        f"about {size(memory)} of memory with clips of up to {clip}",
+        f"{steps:,} steps of {samples} records" if steps else "the files to train on are not there: no step is known",
+        f"{size(disk)} of disk for the model and its checkpoints in {recipe.output_dir}",
+    ]
     if data.features is not None:
-        levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
-        clip_bytes, clips = tokens * config.text_config.hidden_size * levels * computed, records or 100_000
+        clip_bytes, clips = tokens * base_model(model).model.token_width * computed, records or 100_000
         total = f"{size(clips * clip_bytes)} for {clips:,} clips"
         lines.append(f"{size(clip_bytes)} of disk for each clip in {data.features}, {total}")
     return Plan(disk, lines)
-
-
-def _on_meta(recipe: Recipe, config: Any) -> Any:
-    args, training = recipe.model, recipe.training
-    with torch.device("meta"):
-        model = on_meta(config)
-        teacher = args.relevance_teacher
-        check_relevance(model, training, model if teacher is None else None, teacher == "lm_attention")
-        if training.lora_rank:
-            return add_lora(model, lora_config(training.lora_rank, training.lora_alpha, training.lora_dropout))
-    freeze(model, training)
-    return model
 
 
 def _checkpoints(training: QTSplusTrainingArguments, steps: int | None) -> int:
@@ -95,14 +88,14 @@ def _checkpoints(training: QTSplusTrainingArguments, steps: int | None) -> int:
 def _longest_clip(config: Any, kwargs: dict[str, Any]) -> tuple[int, int]:
     """Frames and visual tokens of the longest clip that the processor's settings let in; 64 frames without any."""
     vision, frames = config.vision_config, int(kwargs.get("num_frames") or kwargs.get("max_frames") or 64)
-    if not hasattr(vision, "spatial_merge_size"):  # square frames, of which a projector makes a quarter of the tokens
+    processor = backbone_of(config.model_type).processor
+    if not processor.native_resolution:  # square frames, of which a projector makes a quarter of the tokens
         side, patch = (
             value if isinstance(value, int) else value[0] for value in (vision.image_size, vision.patch_size)
         )
         return frames, frames * math.ceil(side // patch / 2) ** 2
     token = vision.temporal_patch_size * (vision.patch_size * vision.spatial_merge_size) ** 2
     longest = (kwargs.get("size") or {}).get("longest_edge")
-    processor = backbone_of(config.model_type).processor
     if processor.video_pixels is not None:
         return frames, int((longest or processor.video_pixels) / token)
     even = frames + frames % vision.temporal_patch_size
