@@ -59,7 +59,7 @@ class QTSplusConfig(PreTrainedConfig):
         selection (`str`, defaults to `"qtsplus"`): how tokens are chosen, one of `methods_qtsplus.METHODS`: the most
             relevant ones; `"lm_attention"`, those that the language model itself attends to in a first, shallow pass;
             `"all"`; or, without a look at the question, `"uniform"` (the paper's UNIF), `"random"`,
-            `"temporal_redundancy"` (as EVS) or `"diversity"` (as DivPrune).
+            `"temporal_redundancy"` (as EVS), `"diversity"` (as DivPrune) or `"coverage"`, for summaries.
 
     > The relevance
 

@@ -5,6 +5,7 @@ Of tokens that are as good as each other the earliest stay: [`top_n`] says what 
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 # Scores that differ by no more are a tie. Equal frames that are encoded in batches of other sizes differ by 1e-6 in
 # their features, in float32, and hardly more in log-relevance, where this is a ten-thousandth of a token's relevance.
 TIE = 1e-4
+WINDOW = 8  # tokens of a time in which [`coverage`] keeps none that is like another
 
 
 @dataclass
@@ -146,6 +148,35 @@ def diversity(candidates: Candidates, n: int) -> torch.Tensor:
     return kept.sort().values
 
 
+def coverage(candidates: Candidates, n: int) -> torch.Tensor:
+    """
+    n tokens that cover what happens, for a summary: greedily the one that differs most, by the cosine of the features,
+    from the mean of its time and from the kept tokens of its time.
+
+    Its time are the steps around it that hold about [`WINDOW`] of n evenly spread tokens. So what comes again later
+    counts anew, and a quiet hour takes nothing from a busy minute. Time is O(M d + n M), memory O(M d).
+    """
+    parts = candidates.visual[0] if len(candidates.visual) == 1 else torch.cat(list(candidates.visual))
+    videos = parts.float().split([math.prod(grid) for grid in candidates.grids])
+    means = torch.cat(
+        [one.unflatten(0, (grid[0], -1)).mean(1) for one, grid in zip(videos, candidates.grids, strict=True)]
+    )
+    cells = torch.tensor([height * width for time, height, width in candidates.grids for _ in range(time)])
+    reach = max(1, min(len(cells), round(WINDOW * len(cells) / (2 * n))))
+    around = F.avg_pool1d(means.T, 2 * reach + 1, 1, reach, count_include_pad=False).T
+    edges = [0, *cells.cumsum(0).tolist()]
+    features = F.normalize(parts.float(), dim=-1)
+    away = 1 - (features * F.normalize(around, dim=-1).repeat_interleave(cells.to(parts.device), 0)).sum(1)
+    kept = torch.empty(n, dtype=torch.long, device=candidates.device)
+    for number in range(n):
+        chosen = int(first_largest(away))
+        step = bisect_right(edges, chosen) - 1
+        near = slice(edges[max(0, step - reach)], edges[min(len(cells), step + reach + 1)])
+        away[near] = torch.minimum(away[near], 1 - features[near] @ features[chosen])
+        away[chosen], kept[number] = -torch.inf, chosen
+    return kept.sort().values
+
+
 def top_n(scores: torch.Tensor, n: int) -> torch.Tensor:
     """
     Indices of the n largest scores, ascending: `[n]` int64. Scores within [`TIE`] of the n-th largest count as equal to
@@ -180,6 +211,7 @@ METHODS: dict[str, Method] = {
     "all": everything,
     "temporal_redundancy": temporal_redundancy,
     "diversity": diversity,
+    "coverage": coverage,
 }
 
 

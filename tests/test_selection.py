@@ -11,7 +11,17 @@ from torch.nn.functional import cosine_similarity
 from transformers import Trainer, TrainingArguments
 
 from qtsplus import QTSplusConfig
-from qtsplus.methods_qtsplus import METHODS, TIE, Candidates, diversity, most_relevant, temporal_redundancy, top_n
+from qtsplus.methods_qtsplus import (
+    METHODS,
+    TIE,
+    WINDOW,
+    Candidates,
+    coverage,
+    diversity,
+    most_relevant,
+    temporal_redundancy,
+    top_n,
+)
 from qtsplus.prompt_qtsplus import NAMES
 from qtsplus.selector_qtsplus import share_of_mass
 from tiny import batch, prompt, tiny_model
@@ -79,6 +89,39 @@ def test_a_still_part_of_a_video_is_redundant_and_a_copied_token_not_diverse():
     assert len({index if index % 8 >= 4 else index % 8 for index in diversity(scene, 16).tolist()}) == 16
 
 
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(grids=GRIDS, share=st.floats(0.05, 1), seed=st.integers(0, 99))
+def test_coverage_adds_what_differs_from_its_time_and_from_what_was_kept_of_it(grids, share, seed):
+    candidates = candidates_of(grids, seed)
+    features = torch.cat(candidates.visual)
+    videos = zip(candidates.visual, grids, strict=True)
+    means = torch.cat([video.unflatten(0, (grid[0], -1)).mean(1) for video, grid in videos])
+    steps = [place for place, (h, w) in enumerate((h, w) for t, h, w in grids for _ in range(t)) for _ in range(h * w)]
+    n = max(1, int(share * len(features)))
+    reach = max(1, min(len(means), round(WINDOW * len(means) / (2 * n))))
+    around = torch.stack([means[max(0, step - reach) : step + reach + 1].mean(0) for step in steps])
+    away, kept = 1 - cosine_similarity(features, around), []
+    while len(kept) < n:
+        rest = [index for index in range(len(features)) if index not in kept]
+        kept.append(next(index for index in rest if away[index] >= away[rest].max() - TIE))
+        like = 1 - cosine_similarity(features, features[kept[-1]][None])
+        near = torch.tensor([abs(step - steps[kept[-1]]) <= reach for step in steps])
+        away = torch.where(near, torch.minimum(away, like), away)
+    assert coverage(candidates, n).tolist() == sorted(kept)
+
+
+def test_what_comes_again_later_is_covered_again_and_what_stays_is_not():
+    """An hour of two things: one is there at its begin and near its end, and what stands behind them stays."""
+    behind, first, second = torch.eye(4)[:3]
+    steps = behind.repeat(400, 4, 1)
+    steps[3, 1] = steps[390, 2] = first
+    steps[4, 2] = second
+    film = Candidates([steps.flatten(0, 1)], behind[None], torch.zeros(3, 1600), [(400, 2, 2)], lambda _: behind)
+    shown = {3 * 4 + 1, 4 * 4 + 2, 390 * 4 + 2}
+    assert shown <= set(coverage(film, 8).tolist())
+    assert not shown <= set(diversity(film, 3).tolist()), "a second time is no news to it"
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(levels=st.lists(st.integers(-5, 0), min_size=1, max_size=40), share=st.floats(0.01, 1), seed=st.integers(0, 99))
 def test_of_tied_scores_the_earliest_stay_whatever_rounding_does(levels, share, seed):
@@ -95,7 +138,7 @@ def test_scores_without_a_chance_come_last_and_in_order():
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(grids=GRIDS, copies=st.integers(2, 4), share=st.floats(0.05, 1), seed=st.integers(0, 99))
-@pytest.mark.parametrize("method", [most_relevant, temporal_redundancy, diversity])
+@pytest.mark.parametrize("method", [most_relevant, temporal_redundancy, diversity, coverage])
 def test_rounding_of_the_features_of_equal_frames_changes_no_choice(method, grids, copies, share, seed):
     """Every frame stands still for some steps; encoded again its features differ by a millionth."""
     shown = candidates_of(grids, seed)
