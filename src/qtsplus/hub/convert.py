@@ -172,12 +172,13 @@ def _from_base(
     tensors = check_weights(read_checkpoint(folder), config, folder, without=SELECTOR)
     config.dtype = tensors[EMBEDDINGS].dtype
     tensors.update(fresh_selector(config, tensors[EMBEDDINGS].dtype))
-    say("The selector is new.")
     if ":" in (own := config.qtsplus_config.selection):
         say(f"The folder imports nothing: whoever loads it names its selection too, as --selection {own}.")
     if by_attention:
         layer = attention_layer(config.text_config, config.qtsplus_config.attention_layer)
         say(f"Nothing needs training: the attention of layer {layer} selects. `qtsplus calibrate` finds a better one.")
+    else:
+        say("The selector is new: it chooses nearly at random until it is trained.")
     base = source if not Path(source).is_dir() else card_data(known).get("base_model")
     text = _UNTRAINED if by_attention else _FRESH
     about = {
