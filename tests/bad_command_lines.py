@@ -127,6 +127,17 @@ def app_lines() -> list[list[str]]:
     ]
 
 
+def mcp_lines() -> list[list[str]]:
+    mcp = ["mcp", "{empty_folder}", "--model", "{model}"]
+    places = ("8765", "127.0.0.1:0", "127.0.0.1:70000", "localhost", "::1:80", "a b:80", "http://a.org:80", LONG)
+    return [
+        *(["mcp", library] for library in ("", "{missing}", "{empty_folder}", "{video}", "\x00", LONG)),
+        *each_value(mcp, "--http", ("", *places)),
+        *wrong([*mcp, "--http", "127.0.0.1:8765"], "--allow-host"),
+        *([*mcp, *more] for more in (["--api-key", "x"], ["--allow-host", "a.org"], ["extra"])),
+    ]
+
+
 def eval_lines() -> list[list[str]]:
     run = ["eval", "{records}", "--model", "{model}"]
     return [
@@ -349,6 +360,6 @@ def train_lines() -> list[list[str]]:
 
 def command_lines() -> list[list[str]]:
     """All of them but those that read a record file or a recipe of their own."""
-    groups = (ask_lines, watch_lines, batch_lines, serve_lines, app_lines, eval_lines, convert_lines, publish_lines)
-    more = (data_lines, synthesis_lines, train_lines, override_lines)
+    groups = (ask_lines, watch_lines, batch_lines, serve_lines, app_lines, mcp_lines, eval_lines, convert_lines)
+    more = (publish_lines, data_lines, synthesis_lines, train_lines, override_lines)
     return [line for group in (*groups, *more) for line in group()]

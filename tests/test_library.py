@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,21 @@ def test_ask_is_a_session_of_the_files_that_rank_first(library):
     assert list(answer.keep_maps) == library.names and answer.video == ", ".join(library.names)
     assert all(torch.equal(*pair) for pair in zip(answer.keep_maps.values(), wanted.keep_maps.values(), strict=True))
     assert {one.name for one in answer.evidence} <= set(WORLDS)
+
+
+def test_some_videos_are_a_library_of_their_own(library, tmp_path, loaded):
+    """What the others hold changes nothing: neither which moments there are, nor their weights."""
+    films = tmp_path / "films"
+    films.mkdir()
+    shutil.copy(library.index.videos / "b.mp4", films)
+    alone = Library(index(films, tmp_path / "alone", *loaded).folder, *loaded)
+    for some in (["b.mp4"], ("b.mp4", "b.mp4")):
+        for own, other in zip(library.find(QUESTION, 3, some), alone.find(QUESTION, 3), strict=True):
+            assert replace(own, weight=0) == replace(other, weight=0) and own.weight == pytest.approx(other.weight)
+    assert library.ask(QUESTION, names=["b.mp4"], max_new_tokens=2).video == "b.mp4"
+    for wrong in ([], ["d.mp4"], "b.mp4", ["b.mp4", "../b.mp4"]):
+        with pytest.raises(ValueError, match="expected some of the library's videos"):
+            library.find(QUESTION, names=wrong)
 
 
 def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):

@@ -1,5 +1,6 @@
 """What the pages show runs as pasted, in a folder where `make demo` ran, and what they point to exists."""
 
+import asyncio
 import json
 import pkgutil
 import re
@@ -85,6 +86,32 @@ def test_many_videos_in_order(after_demo, monkeypatch, capsys):
         for line in block.splitlines() if language == "bash" else []:
             result = CliRunner().invoke(app, shlex.split(line)[1:])
             assert result.exit_code == 0, (line, result.output)
+
+
+def test_an_agent_gets_a_library_as_the_page_says(after_demo, monkeypatch):
+    """What is typed, and what agents start, serves the four tools of the table; who calls them is the SDK's client."""
+    client, agents = pytest.importorskip("mcp").Client, pytest.importorskip("qtsplus.agents")
+    monkeypatch.chdir(after_demo)
+    served: list = []
+    monkeypatch.setattr(agents, "serve", lambda *shelf_and_place: served.append(shelf_and_place))
+    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    lines = [line for language, block in BLOCK.findall(page) if language == "bash" for line in block.splitlines()]
+    ((server,),) = [
+        json.loads(block)["mcpServers"].values() for language, block in BLOCK.findall(page) if language == "json"
+    ]
+    for words in [*map(shlex.split, lines[1:]), [server["command"], *server["args"]]]:
+        result = CliRunner().invoke(app, words[1:])
+        assert words[0] == "qtsplus" and result.exit_code == 0, (words, result.output)
+    (over_http, place, *_), (shelf, *stdio) = served
+    assert place == ("127.0.0.1", 8765) and stdio == [None] and over_http.names == shelf.names
+
+    async def moments():
+        async with client(shelf) as agent:
+            names = [tool.name for tool in (await agent.list_tools()).tools]
+            return names, await agent.call_tool("find_moments", {"question": "What is in the yellow ring?"})
+
+    names, found = asyncio.run(moments())
+    assert names == re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) and found.structured_content["moments"]
 
 
 NUMBER = re.compile(r"(\d[\d,.]*|\bN\b)( [kMGT]?B\b| minutes\b| s\b)?")

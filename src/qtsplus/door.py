@@ -1,8 +1,9 @@
-"""Which videos a request may name, and how one at an address is fetched: from the very host that was checked."""
+"""Whose requests come in, which videos they may name, and how one is fetched: from the very host that was checked."""
 
 import http.client
 import ipaddress
 import os
+import secrets
 import socket
 import ssl
 import tempfile
@@ -18,6 +19,12 @@ from .decoding_qtsplus import ADDRESS_TIMEOUT, is_address, is_inline, parse_addr
 MAX_ADDRESS = 8192  # characters of one that is fetched or of a file; a signed one has about 2,000
 # Of IPv6, what leads on to an address of IPv4: 6to4, NAT64.
 _TUNNELS = [ipaddress.ip_network(network) for network in ("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48")]
+
+
+def is_key(authorization: str, key: str | None) -> bool:
+    """Whether a request with this header brings the server's key, if there is one."""
+    kind, _, brought = authorization.partition(" ")
+    return key is None or (kind.lower() == "bearer" and secrets.compare_digest(brought.encode(), key.encode()))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A library: the videos of a folder, encoded once and kept on disk, that every question searches as one memory."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -189,27 +189,28 @@ class Library:
         name, revision = Index(Path(folder)).model
         return cls(folder, *load(name or bundled_model(), device, revision=revision))
 
-    def find(self, question: str, top: int = 10) -> list[Interval]:
+    def find(self, question: str, top: int = 10, names: Sequence[str] | None = None) -> list[Interval]:
         """
         The `top` moments that matter most for a question, best first, on a player's clock; without the language model.
-        Their `weight` is the relevance of the best token among all tokens of the library.
+        Their `weight` is the relevance of the best token among all tokens of the library, or of the videos of `names`.
         """
         check_count("top", top, "moments")
-        scorer, ranking = self._rank(question)
+        scorer, ranking = self._rank(question, names)
         moments = [moment for piece in ranking.pieces[:top] for moment in self._moments(scorer, piece, ranking.total)]
         return sorted(moments, key=lambda moment: -moment.weight)[:top]
 
-    def ask(self, question: str, pieces: int = 1, **generation: Any) -> Answer:
+    def ask(self, question: str, pieces: int = 1, names: Sequence[str] | None = None, **generation: Any) -> Answer:
         """
         Answers a question from the video that ranks first, or from several, whose tokens compete for one budget.
 
         Args:
             pieces: from how many, where long videos count by their pieces. The bundled model has learned from prompts
                 of one video, and from more it answers worse.
+            names: of the videos that are asked; all of them when absent.
             generation: as for `answer_questions`. Evidence and keep maps are those of whole files.
         """
         check_count("pieces", pieces, "videos or pieces of them")
-        _, ranking = self._rank(question)
+        _, ranking = self._rank(question, names)
         return self.ask_pieces(question, ranking.pieces[:pieces], **generation)
 
     def ask_pieces(self, question: str, pieces: list[Piece], **generation: Any) -> Answer:
@@ -242,12 +243,16 @@ class Library:
         return replace(video, video=name)
 
     @torch.no_grad()
-    def _rank(self, question: str) -> tuple[Scorer, Ranking]:
+    def _rank(self, question: str, names: Sequence[str] | None = None) -> tuple[Scorer, Ranking]:
+        names = self.names if names is None else list(dict.fromkeys(names))
+        if not names or not set(names) <= set(self.names):
+            raise ValueError(f"names={show(names)}; expected some of the library's videos, as its `names` lists them.")
+
         def features() -> Iterator[torch.Tensor]:
-            return (self._video(name).features for name in self.files)
+            return (self._video(name).features for name in names)
 
         scorer = Scorer(self.model, self.processor, question, features)
-        return scorer, scorer.rank((name, self._video(name)) for name in self.files)
+        return scorer, scorer.rank((name, self._video(name)) for name in names)
 
     @torch.no_grad()
     def _moments(self, scorer: Scorer, piece: Piece, total: float) -> list[Interval]:

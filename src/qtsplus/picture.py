@@ -185,6 +185,16 @@ def draw_kept_video(
         container.mux(stream.encode())
 
 
+def frame_at(video: EncodedVideo, seconds: float) -> np.ndarray:
+    """`[H, W, 3]` uint8: what a player shows of a video at a time; `ValueError` before and behind it."""
+    if video.video == IN_MEMORY:
+        raise ValueError("The film's file is gone or was changed since it was encoded.")
+    end = video.start + video.length
+    if not video.start <= seconds <= end:
+        raise ValueError(f"seconds={seconds:g}; expected {video.start:g} to {end:g}, when the film is shown.")
+    return next(iter(_open(video, [int((seconds - video.start) * video.metadata.fps + 1e-3)]).decode()))
+
+
 def _open(video: EncodedVideo, indices: Sequence[int]) -> VideoFile:
     """The video's frames of these indices at its own rate, in order."""
 

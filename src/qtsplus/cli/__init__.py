@@ -13,6 +13,7 @@ from .data import data_app
 from .evaluating import evaluate
 from .hub import convert, publish
 from .library import index
+from .mcp import mcp
 from .serve import serve
 from .training import calibrate, train
 from .watch import watch
@@ -37,7 +38,7 @@ def qtsplus(
     """Query-aware visual-token selection for long videos."""
 
 
-for command in (demo, ask, chat, watch, index, batch, serve, convert, publish, train, calibrate):
+for command in (demo, ask, chat, watch, index, batch, serve, mcp, convert, publish, train, calibrate):
     app.command()(command)
 app.command("app")(page)
 app.command("eval")(evaluate)

@@ -77,6 +77,9 @@ AllowHost = Annotated[
     list[str] | None,
     typer.Option(callback=_check_hosts, help="A name by which others reach this, such as a proxy's. May be repeated."),
 ]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="QTSPLUS_API_KEY", help="What requests have to bring as their API key.")
+]
 Device = Annotated[
     str | None, typer.Option(help="Where to run, such as cuda or cpu. Without it, a GPU if there is one.")
 ]

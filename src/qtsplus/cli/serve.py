@@ -12,7 +12,7 @@ import typer
 
 from .console import fail, one_line_errors
 from .models import split_revision
-from .options import HOST, AllowHost, MaxVisualTokens, Retention
+from .options import HOST, AllowHost, ApiKey, MaxVisualTokens, Retention
 
 
 def serve(
@@ -27,9 +27,7 @@ def serve(
         list[str] | None, typer.Option(help="A host, or HOST:PORT, whose videos requests may name. May be repeated.")
     ] = None,
     allow_host: AllowHost = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="QTSPLUS_API_KEY", help="What requests have to bring as their API key.")
-    ] = None,
+    api_key: ApiKey = None,
     retention: Retention = None,
     max_visual_tokens: MaxVisualTokens = None,
 ) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import os
-import secrets
 import tempfile
 import time
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
 from ..data.media import UNREADABLE
 from ..decoding_qtsplus import is_inline, shown_name
-from ..door import Door
+from ..door import Door, is_key
 from ..loading import load_processor
 from ..settings import check_count
 
@@ -162,9 +161,7 @@ class Connection:
             self.waiting -= len(body)
 
     def _without_key(self, scope: Any) -> JSONResponse | None:
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        is_right = kind.lower() == "bearer" and secrets.compare_digest(key.encode(), (self.key or "").encode())
-        if self.key is None or is_right:
+        if is_key(Headers(scope=scope).get("authorization", ""), self.key):
             return None
         return _refusal(401, "Expected the server's key as Authorization: Bearer KEY.")
 
