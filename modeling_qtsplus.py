@@ -48,7 +48,6 @@ class Qwen2_5_VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qw
     """Qwen2.5-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
 
     config: Qwen2_5_VLQTSplusConfig
-    _no_split_modules = [*Qwen2_5_VLModel._no_split_modules, "QTSplusSelector"]
 
     def __init__(self, config: Qwen2_5_VLQTSplusConfig):
         super().__init__(config)
@@ -71,7 +70,6 @@ class Qwen2VLQTSplusModel(QwenVLQTSplusModelMixin, QTSplusPreTrainedMixin, Qwen2
     """Qwen2-VL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
 
     config: Qwen2VLQTSplusConfig
-    _no_split_modules = [*Qwen2VLModel._no_split_modules, "QTSplusSelector"]
 
     def language_positions(self, spans: list[VisualSpan], start: int, positions: torch.Tensor) -> torch.Tensor:
         """One position per temporal patch, as along an image, where Qwen2.5-VL measures seconds."""
@@ -106,7 +104,6 @@ class Qwen3VLQTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3V
     """
 
     config: Qwen3VLQTSplusConfig
-    _no_split_modules = [*Qwen3VLModel._no_split_modules, "QTSplusSelector"]
 
     @property
     def token_width(self) -> int:
@@ -149,7 +146,6 @@ class Qwen3_5QTSplusModel(Qwen3QTSplusModelMixin, QTSplusPreTrainedMixin, Qwen3_
     """
 
     config: Qwen3_5QTSplusConfig
-    _no_split_modules = [*Qwen3_5Model._no_split_modules, "QTSplusSelector"]
     recurrent = True
 
 

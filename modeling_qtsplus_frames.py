@@ -119,7 +119,6 @@ class InternVLQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin, Inte
     """InternVL without a head, with a [`QTSplusSelector`] as `qtsplus`."""
 
     config: InternVLQTSplusConfig
-    _no_split_modules = ["QTSplusSelector"]
     frames_apart = True
 
     @property
@@ -255,7 +254,6 @@ class LlavaOnevisionQTSplusModel(FramesQTSplusModelMixin, QTSplusPreTrainedMixin
     """
 
     config: LlavaOnevisionQTSplusConfig
-    _no_split_modules = ["QTSplusSelector"]
 
     def merged_grid(self, grid_thw: torch.Tensor, modality: int = VIDEO) -> list[tuple[int, int, int]]:
         if modality == VIDEO:

@@ -320,6 +320,7 @@ class QTSplusSelector(nn.Module):
             language model.
     """
 
+    _no_split_modules = ["QTSplusSelector"]  # a model that is shared out among devices takes this over
     rho_history: torch.Tensor  # the sum of rho in units of 2^-32, and the count: integers survive a cast to bfloat16
 
     def __init__(
