@@ -90,21 +90,26 @@ class Film:
         self.warnings: list[str] = []
         if missing := self._missing(stated_frames, end, self.first + self.total / self.fps):
             self._warn(f"is incomplete: {missing}")
+        if self.joined:
+            self._warn("is followed by another in the same file, which players pass over; split them")
 
     def _read_packets(self, container: Any, stream: Any) -> bool:
         """
         Goes through the file without decoding: it may state no frame count, and a wrong mean rate. Returns whether it
         says when each frame is shown.
         """
-        clock, pts, flags = Clock(container, stream, self.name), [], []
+        clock, pts, flags, last = Clock(container, stream, self.name), [], [], None
         for packet in container.demux(stream):
             if packet.size:
                 clock.set(packet)
+                last = packet.pos
                 pts.append(packet.pts)
                 flags.append((packet.is_keyframe, packet.is_corrupt, packet.is_discard))
         key, damaged, hidden = np.array(flags, bool).reshape(-1, 3).T
         for place in np.flatnonzero(damaged):
             damaged[place] = not key[place + 1 : place + 1 + _JOIN].any()
+        alone = container.format.name.startswith(("mov,mp4", "matroska", "flv"))  # cannot be joined end to end
+        self.joined = alone and last is not None and _begins_again(self.source, last)
         # Of the packets, in the order of the file: when a player shows each, which can be decoded without those before,
         # and which are there.
         self.time_base, self.end = stream.time_base or Fraction(1), clock.end
@@ -279,6 +284,15 @@ def _regular(times: np.ndarray, length: float) -> tuple[int, float] | None:
     apart = np.diff(times)
     fps = max(round(float(1 / np.median(apart[apart > 0])), 3), SLOWEST)
     return max(round(length * fps), int(times[-1] * fps) + 1), fps
+
+
+def _begins_again(source: str | io.BytesIO, place: int) -> bool:
+    """Whether a file has its first bytes again behind a place."""
+    with open(source, "rb") if isinstance(source, str) else nullcontext(source) as file:
+        file.seek(0)
+        head = file.read(8)
+        file.seek(place)
+        return head in file.read()
 
 
 @contextmanager

@@ -173,6 +173,13 @@ def test_recordings_joined_end_to_end_are_read_to_their_end(tmp_path, codec, kin
     assert shown_too_early_or_late(*watched, range(0, 4000 * parts, 40)) == [] and len(watched[0]) == 8 * parts
 
 
+@pytest.mark.parametrize(("kind", "parts"), [("mp4", 2), ("flv", 2), ("mkv", 3)])
+def test_what_players_pass_over_of_a_joined_file_is_said(tmp_path, kind, parts):
+    path = tmp_path / f"joined.{kind}"
+    join(path, [write(tmp_path, "libx264", kind, later=4000 * part, bf="0") for part in range(parts)])
+    assert [warning.partition("is followed by ")[2][:7] for warning in Film(str(path)).warnings] == ["another"]
+
+
 def write(folder, codec, kind, later=0, offset=0, **options):
     """Four seconds; a player's clock begins at `offset` seconds."""
     path = folder / f"part-{later}.{kind}"
