@@ -208,9 +208,11 @@ def test_sequences_are_not_split_over_processes(tmp_path):
         whole._check_effects()
 
 
-def test_a_loss_of_ones_own_is_refused(tmp_path):
+def test_a_loss_of_ones_own_and_plain_arguments_are_refused(tmp_path):
     with pytest.raises(ValueError, match="compute_loss_func has no effect here"):
         QTSplusTrainer(tiny_model(), QTSplusTrainingArguments(str(tmp_path)), compute_loss_func=print)
+    with pytest.raises(ValueError, match="Got args of the type TrainingArguments; expected QTSplusTrainingArguments"):
+        QTSplusTrainer(tiny_model(), TrainingArguments(str(tmp_path)))
 
 
 def test_smoothed_labels_give_the_loss_of_transformers(tmp_path):

@@ -128,6 +128,8 @@ class QTSplusTrainer(Trainer):
         relevance_teacher: nn.Module | str | None = None,
         **kwargs: Any,
     ):
+        if not isinstance(args, QTSplusTrainingArguments):
+            raise ValueError(f"Got args of the type {type(args).__name__}; expected QTSplusTrainingArguments.")
         if args.lora_rank:
             model = add_lora(model, lora_config(args.lora_rank, args.lora_alpha, args.lora_dropout))
         elif not isinstance(model, PeftModel):
