@@ -97,7 +97,7 @@ def batch_lines() -> list[list[str]]:
         ),
         *wrong(batch, "--retention", "--max-visual-tokens", "--max-new-tokens", "--fps", "--selection", "--device"),
         *each_value(batch, "--engine", ("", "best", "vLLM")),
-        *each_value(batch, "--media-root", ("", " ")),
+        *each_value(batch, "--media-root", ("", " ", "{missing}", "{text}")),
         [*batch, "extra"],
         ["batch", "{records}"],
     ]

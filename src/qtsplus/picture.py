@@ -25,7 +25,6 @@ from .session import Answer
 from .video_qtsplus import VideoFile, open_folder, open_video
 from .videos import IN_MEMORY, EncodedVideo
 
-_DIM = (0.22 * np.arange(256)).astype(np.uint8)  # by the brightness of a pixel, that where it was dropped
 _CLOCK = Fraction(1, 90_000)  # seconds between the times that a frame can have
 
 
@@ -58,7 +57,9 @@ def draw_kept_tokens(
 def _lit(frame: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """`[H', W', 3]` uint8 with the regions of the tokens dimmed that `kept` `[H, W]` leaves out."""
     rows, columns = (np.arange(side) * tokens // side for side, tokens in zip(frame.shape, kept.shape, strict=False))
-    return np.where(kept[rows][:, columns][:, :, None], frame, _DIM[frame])
+    lit, shown = frame >> 2, kept[rows][:, columns]
+    lit[shown] = frame[shown]
+    return lit
 
 
 def draw_evidence(
@@ -172,7 +173,8 @@ def draw_kept_video(
         indices = sorted({index for first, last in bounds for index in indices[first : max(last, first + 1)]})
     opened, begin = _open(video, indices), video.start if evidence is None else 0.0
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        rate = Fraction(fps).limit_denominator(1001)
+        stream = container.add_stream("libx264", rate=rate, options={"preset": "veryfast"})
         stream.height, stream.width = (side // 2 * 2 for side in opened.shape[1:])  # H.264 has no odd sides
         stream.pix_fmt, stream.codec_context.time_base = "yuv420p", _CLOCK
         bar: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}

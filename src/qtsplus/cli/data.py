@@ -105,8 +105,6 @@ def make(
             server.temperature = 0.7
             step, settings = partial(write_questions, server), {**server.settings(), "prompts": PROMPTS}
         else:
-            if media_root is not None and not media_root.is_dir():
-                raise ValueError(f"There is no folder {media_root}; expected the one that the videos lie in.")
             find = partial(find_media, root=media_folder(source, media_root))
             ask, max_tokens = (screen, 64) if kind is Kind.vscq2 else (write_answers, 128)
             seeing = VideoTeacher(server, find, frames or 16, max_tokens)

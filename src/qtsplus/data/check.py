@@ -54,8 +54,6 @@ def check_set(
             or a row that is none.
     """
     root = media_folder(path, media_root)
-    if media and not root.is_dir():
-        raise ValueError(f"There is no folder {str(root)!r}; expected the media root, where the videos lie.")
     others = {} if against is None else _videos(against)
     result = Checked()
     seen: dict[bytes, int] = {}  # the first row with a text, by its digest

@@ -127,7 +127,9 @@ def read_records(path: str | os.PathLike, media_root: str | os.PathLike | None =
 
 
 def media_folder(path: str | os.PathLike, media_root: str | os.PathLike | None = None) -> Path:
-    """Where the videos of a set are looked for: the media root, or else beside the file."""
+    """Where the videos of a set are looked for: the media root, or else beside the file. `ValueError` for no folder."""
+    if media_root is not None and not Path(media_root).is_dir():
+        raise ValueError(f"There is no folder {str(media_root)!r}; expected the media root, where the videos lie.")
     return Path(path).parent if media_root is None else Path(media_root)
 
 
