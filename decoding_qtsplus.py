@@ -256,7 +256,7 @@ class Film:
                 continue
             if needed is not None and not needed[number]:
                 if holds:
-                    yield from decoder.decode(None)
+                    yield from drain(decoder)
                     decoder.flush_buffers()
                     holds = False
                 continue
@@ -268,7 +268,15 @@ class Film:
             except av.error.InvalidDataError:
                 self.whole[number] = False
             holds = True
-        yield from decoder.decode(None)
+        yield from drain(decoder)
+
+
+def drain(decoder: Any) -> list[Any]:
+    """The frames that a decoder still holds; none where it finds only then that it cannot decode one."""
+    try:
+        return decoder.decode(None)
+    except av.error.InvalidDataError:
+        return []
 
 
 def _regular(times: np.ndarray, length: float) -> tuple[int, float] | None:

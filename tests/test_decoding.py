@@ -153,6 +153,16 @@ def test_what_is_encoded_and_stored_has_the_times_of_its_frames(tmp_path, tiny_p
         assert [(one.start, one.end) for one in answer.evidence] == [(encoded.start, encoded.start + encoded.length)]
 
 
+def test_a_damaged_film_is_read_where_few_of_its_frames_are_looked_at(tmp_path):
+    """A decoder with several threads may find a broken frame only when it is asked for the last."""
+    path = write_film(tmp_path / "film.mp4", "libx264", range(0, 6000, 40), 25, g="12", bf="2")
+    data, random = path.read_bytes(), np.random.default_rng(0)
+    for place in range(600, data.find(b"moov") - 400, 700):
+        path.write_bytes(data[:place] + random.bytes(300) + data[place + 300 :])
+        _, frames = look(path, num_frames=12)
+        assert len(frames) == 12
+
+
 # --- Clocks ---
 
 

@@ -18,7 +18,7 @@ import av
 import numpy as np
 from transformers.utils import logging
 
-from .decoding_qtsplus import ARBITRARY_CLOCK, Clock, Upright, film_stream, refuse_list, shown_name
+from .decoding_qtsplus import ARBITRARY_CLOCK, Clock, Upright, drain, film_stream, refuse_list, shown_name
 from .methods_qtsplus import Method
 from .session import Answer
 from .settings import check_count
@@ -184,7 +184,7 @@ class Source:
             unstated = self.address.lower().startswith("http") and (container.size or 0) <= 0
             if error.errno != errno.EIO or not unstated:
                 raise
-            yield from stream.decode()  # what the decoder still holds
+            yield from drain(stream)
 
 
 def watch(
