@@ -75,7 +75,16 @@ def stdio(library, tiny_published, tmp_path_factory):
 def port(library, tiny_published, tmp_path_factory):
     """That of a server that wants a key."""
     port, log = free_port(), tmp_path_factory.mktemp("log") / "log"
-    line = command(library, tiny_published, "--http", f"127.0.0.1:{port}", "--api-key", KEY)
+    line = command(
+        library,
+        tiny_published,
+        "--http",
+        f"127.0.0.1:{port}",
+        "--api-key",
+        KEY,
+        "--watch",
+        f"door={library.index.videos}/a.mp4",
+    )
     with open(log, "w") as output:
         process = subprocess.Popen([sys.executable, *line], stdout=output, stderr=output)
     while process.poll() is None and status(port) != 401:
@@ -114,7 +123,9 @@ def call(where, *calls):
     async def run():
         async with over_http(where) if isinstance(where, int) else mcp.Client(where) as client:
             tools = (await client.list_tools()).tools
-            assert [tool.name for tool in tools] == TOOLS and all(tool.annotations.read_only_hint for tool in tools)
+            assert [tool.name for tool in tools][:4] == TOOLS and all(
+                one.annotations.read_only_hint for one in tools[:4]
+            )
             return [await client.call_tool(name, given) for name, given in calls]
 
     return asyncio.run(run())
@@ -136,6 +147,7 @@ HOSTILE = [
     ("ask", {}),
     *(("list_videos", given) for given in ({"count": 51}, {"first": -1}, {"first": 1e300}, {"text": LONG})),
     *((tool, {"source": "/dev/video0"}) for tool in ("watch", "", "../look", LONG)),
+    *((tool, {"source": "/dev/video0"}) for tool in ("watch_start", "watch_ask", "watch_stop")),
 ]
 ASKED = [
     ("list_videos", {}),

@@ -202,6 +202,7 @@ def watch(
     memory_tokens: int = 4096,
     policy: str | Method = "question",
     timeout: float = 10.0,
+    stream: Stream | None = None,
     **choice: Any,
 ) -> Iterator[Answer]:
     """
@@ -216,6 +217,7 @@ def watch(
         max_pixels: the most of one frame; a larger one is looked at smaller.
         fps, memory_tokens, policy: as for [`Stream`].
         timeout: seconds without a frame after which a source has failed, and a file has ended.
+        stream: the memory, which can be asked meanwhile; made anew of the last options when absent.
         choice: as for [`Stream.ask`].
 
     Yields:
@@ -238,7 +240,7 @@ def watch(
         raise ValueError(f"start={start!r} and end={end!r}: expected seconds, the end behind the start.")
     standing = question if policy == "question" else None
     options: dict[str, Any] = {"memory_tokens": memory_tokens, "policy": policy, "question": standing, "fps": fps}
-    stream, began = Stream(model, processor, **options), time.monotonic()
+    stream, began = stream or Stream(model, processor, **options), time.monotonic()
     opened = {name: Source(address, fps, timeout, began) for name, address in sources.items()}
     waiting: dict[str, list[tuple[float, np.ndarray]]] = {name: [] for name in sources}
 

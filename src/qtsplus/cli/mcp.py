@@ -10,6 +10,7 @@ import typer
 from .console import fail, note, one_line_errors
 from .models import open_library, split_revision
 from .options import HOST, AllowHost, ApiKey, Device, Model
+from .watch import named_sources
 
 
 def mcp(
@@ -17,6 +18,10 @@ def mcp(
     model: Model = None,
     http: Annotated[
         str | None, typer.Option(help="HOST:PORT to serve HTTP at, such as 127.0.0.1:8765; else standard input.")
+    ] = None,
+    watch: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=SOURCE, which agents may then watch, a source as for `watch`. May be repeated."),
     ] = None,
     allow_host: AllowHost = None,
     api_key: ApiKey = None,
@@ -29,12 +34,19 @@ def mcp(
         fail(f"--http is {http!r}; expected HOST:PORT, such as 127.0.0.1:8765")
     if http is None and (allow_host or api_key):
         fail("--allow-host and --api-key (QTSPLUS_API_KEY) are about --http; give that, or leave them out")
+    sources = named_sources(watch or [])
+    if wrong := [
+        name for name, address in sources.items() if not re.fullmatch(r"[\w.-]{1,80}", name) or address == "-"
+    ]:
+        fail(
+            f"--watch {wrong[0]!r}: expected NAME=SOURCE, the name of letters and digits, the source no standard input"
+        )
     if find_spec("mcp") is None:
         fail("the package mcp is not installed: pip install -e '.[mcp]' in a clone")
     with one_line_errors():
         from ..agents import Shelf, serve
 
-        shelf = Shelf(open_library(library, model, revision, device))
+        shelf = Shelf(open_library(library, model, revision, device), sources)
         if place is None:
             return serve(shelf, None)
         note(f"Serving {library} at http://{http}/mcp")

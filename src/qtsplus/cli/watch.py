@@ -58,7 +58,7 @@ def watch(
 ) -> None:
     """Answer a question again and again while video comes. Ctrl-C ends it."""
     model, revision = split_revision(model)
-    named = _named(sources)
+    named = named_sources(sources)
     require_text(question)
     with one_line_errors():
         from .. import watching
@@ -89,7 +89,7 @@ def _told(answers: Iterable["Answer"], on_change: bool, when_seen: float | None)
             yield answer
 
 
-def _named(sources: list[str]) -> dict[str, str]:
+def named_sources(sources: list[str]) -> dict[str, str]:
     """By name: what stands in front of `=`, or else the end of the path or address."""
     named: dict[str, str] = {}
     for source in sources:
