@@ -134,6 +134,8 @@ def mcp_lines() -> list[list[str]]:
         *(["mcp", library] for library in ("", "{missing}", "{empty_folder}", "{video}", "\x00", LONG)),
         *each_value(mcp, "--http", ("", *places)),
         *wrong([*mcp, "--http", "127.0.0.1:8765"], "--allow-host"),
+        *each_value(mcp, "--watch", ("", "-", "a b={video}", "door=-", "../x={video}", "x" * 81 + "={video}")),
+        [*mcp, "--watch", "a={video}", "--watch", "a={video}"],
         *([*mcp, *more] for more in (["--api-key", "x"], ["--allow-host", "a.org"], ["extra"])),
     ]
 

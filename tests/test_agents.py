@@ -75,16 +75,8 @@ def stdio(library, tiny_published, tmp_path_factory):
 def port(library, tiny_published, tmp_path_factory):
     """That of a server that wants a key."""
     port, log = free_port(), tmp_path_factory.mktemp("log") / "log"
-    line = command(
-        library,
-        tiny_published,
-        "--http",
-        f"127.0.0.1:{port}",
-        "--api-key",
-        KEY,
-        "--watch",
-        f"door={library.index.videos}/a.mp4",
-    )
+    places = ("--http", f"127.0.0.1:{port}", "--watch", f"door={library.index.videos}/a.mp4")
+    line = command(library, tiny_published, *places, "--api-key", KEY)
     with open(log, "w") as output:
         process = subprocess.Popen([sys.executable, *line], stdout=output, stderr=output)
     while process.poll() is None and status(port) != 401:
@@ -315,6 +307,8 @@ def test_a_film_that_was_changed_is_not_shown(library, tmp_path):
         (["{library}", "--http", "127.0.0.1:70000"], "expected HOST:PORT"),
         (["{library}", "--api-key", "x"], "are about --http"),
         (["{library}", "--allow-host", "a.org"], "are about --http"),
+        (["{library}", "--watch", "a b=/dev/video0"], "expected NAME=SOURCE"),
+        (["{library}", "--watch", "door=-"], "expected NAME=SOURCE"),
         (["{missing}"], "There is no library"),
     ],
 )

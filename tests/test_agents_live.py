@@ -8,7 +8,7 @@ import pytest
 
 from qtsplus.watching import watch
 from server_process import hosting
-from test_agents import KEY, QUESTION, WORLDS, library, over_http, port  # noqa: F401, fixtures
+from test_agents import QUESTION, library, over_http, port  # noqa: F401, two of which are fixtures
 
 mcp = pytest.importorskip("mcp", reason="needs the extra mcp")
 
@@ -58,6 +58,7 @@ def test_a_source_is_begun_asked_and_ended(library, quick):  # noqa: F811
                 await client.call_tool(name, {"source": "door", **more})
                 for name, more in (("watch_stop", {}), ("watch_ask", {}), ("watch_start", {"question": OTHER}))
             ]
+            await client.call_tool("watch_stop", {"source": "door"})
             return none, last, count, other, twice, stopped, gone, again
 
     none, last, count, other, twice, stopped, gone, again = asyncio.run(run())
