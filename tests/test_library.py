@@ -429,7 +429,7 @@ def test_pieces_of_one_second_are_told_apart(library):
     pieces = [Piece("a.mp4", step, step + 1, 0.0) for step in range(3)]
     library._video("a.mp4")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library_module, "_clock", lambda seconds: "0:00")
+        patch.setattr(library_module, "clock", lambda seconds: "0:00")
         answer = library.ask_pieces(QUESTION, pieces, max_new_tokens=1)
     assert len(answer.keep_maps["a.mp4"]) == 6 and answer.visual_tokens == 108
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .session import VideoSession as VideoSession
     from .session import ask as ask
     from .stream import Stream as Stream
+    from .summaries import summarise as summarise
     from .videos import encode as encode
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ _EXPORTS = {
     "VideoSession": "session",
     "Library": "library",
     "Stream": "stream",
+    "summarise": "summaries",
 }
 
 

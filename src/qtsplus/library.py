@@ -158,7 +158,7 @@ class Index(Journal):
             )
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """As a player shows it."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -220,7 +220,7 @@ class Library:
         parts: dict[str, EncodedVideo] = {}
         for piece in pieces:
             part = piece.cut(videos[piece.name])
-            label = f"{printable(piece.name)}, {_clock(part.start)} to {_clock(part.start + part.length)}"
+            label = f"{printable(piece.name)}, {clock(part.start)} to {clock(part.start + part.length)}"
             parts[label if label not in parts else f"{label} ({len(parts) + 1})"] = part
         (answer,) = answer_questions(self.model, self.processor, parts, [question], **generation)
         maps: dict[str, torch.Tensor] = {}

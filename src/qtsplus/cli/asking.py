@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..evidence import Interval
     from ..forecast import Forecast
     from ..session import Answer
+    from ..summaries import Summary
     from ..videos import EncodedVideo
 
 
@@ -51,6 +52,9 @@ def ask(
     moments: Annotated[
         int | None, typer.Option(min=1, help="Of a library: name so many moments, best first, and write no answer.")
     ] = None,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Summarise by chapters: the question is what to say of each.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what reading the video will take.")] = False,
     device: options.Device = None,
     dtype: options.WeightType = options.Dtype.auto,
@@ -66,6 +70,9 @@ def ask(
     writing = {"max_new_tokens": max_new_tokens, "evidence": evidence, "pieces": pieces}
     if moments is not None:
         refuse({**budget, **writing}, "has no effect with --moments: no answer is written")
+    if summary:
+        no_part = {"subtitles": subtitles, "evidence": evidence, "pieces": pieces, "moments": moments}
+        refuse({**no_part, "dry_run": dry_run or None}, "has no effect with --summary; leave it out")
     if dry_run:
         refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
     if film is not None and evidence is None:
@@ -93,6 +100,9 @@ def ask(
         timings = {"load": time.perf_counter() - started}
         if not talk.is_library:
             timings["encode"] = talk.add(video, printable(shown_name(video))).seconds
+        if summary:
+            print_summary(talk.summarise(question, **budget, max_new_tokens=max_new_tokens), as_json)
+            return
         answer = talk.ask(question, **choice, **({"pieces": pieces} if pieces else {}))
         answer = talk.last = replace(answer, timings={**timings, **answer.timings})
         print_answer(answer, talk.is_library, as_json)
@@ -150,6 +160,15 @@ class Talk:
             if warning not in self.warnings:
                 note(warning)
         return self.last
+
+    def summarise(self, prompt: str, **choice: Any) -> "Summary":
+        from ..summaries import summarise
+
+        given = {name: value for name, value in choice.items() if value is not None}
+        summary = summarise(self.about, prompt, progress=notes.is_terminal, **given)
+        for warning in summary.warnings:
+            note(warning)
+        return summary
 
     def draw(self, folder: Path, film: bool | None = None) -> None:
         """Draws what the last answer rests on."""
@@ -227,6 +246,19 @@ def print_moments(question: str, moments: "list[Interval]", as_json: bool) -> No
     table = Table("video", "seconds", "place", "relevance", box=None, padding=(0, 2, 0, 0))
     for one in moments:
         table.add_row(printable(one.name), f"{one.start:.1f} to {one.end:.1f}", place(one.box), f"{one.weight:.2g}")
+    console.print(table)
+
+
+def print_summary(summary: "Summary", as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(summary)))
+        return
+    console.print(summary.text or "(an empty answer)", style="bold", highlight=False)
+    several = len({one.video for one in summary.chapters}) > 1
+    table = Table(*["video"] * several, "seconds", "kept", "chapter", box=None, padding=(0, 2, 0, 0))
+    for one in summary.chapters:
+        span, kept = f"{one.start:.1f} to {one.end:.1f}", f"{one.kept_tokens} of {one.visual_tokens}"
+        table.add_row(*[printable(one.video)] * several, span, kept, one.text)
     console.print(table)
 
 

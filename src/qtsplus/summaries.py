@@ -1,0 +1,142 @@
+"""Summaries: films in chapters by change, each told from the tokens that cover it, joined by the model into one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+
+from .answers import MAX_NEW_TOKENS, answer_questions, check_question, generation_options
+from .library import Library, clock
+from .methods_qtsplus import Method
+from .output import printable
+from .ranking import Piece
+from .session import VideoSession
+from .settings import check_count
+from .videos import EncodedVideo
+
+JOIN = "These are parts of a video in their order, with their times. Tell what happens in all of them together."
+TOGETHER = 32  # parts that are joined at a time
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A stretch of a film, from second `start` to `end` on a player's clock, and what the model says of it."""
+
+    video: str
+    start: float
+    end: float
+    text: str
+    kept_tokens: int
+    visual_tokens: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the model says of films: of all of them, and of each chapter."""
+
+    text: str
+    chapters: list[Chapter]
+    warnings: list[str]  # as in `EncodedVideo`
+
+
+def summarise(
+    about: VideoSession | Library,
+    prompt: str = "Summarise the video.",
+    *,
+    longest: float = 60.0,
+    retention: float | None = None,
+    max_visual_tokens: int | None = None,
+    selection: str | Method = "coverage",
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    progress: bool = False,
+    **generation: Any,
+) -> Summary:
+    """
+    Summarises the videos of a session or of a library: chapter by chapter, which the model then joins. Memory holds one
+    film's features at a time, and the language model reads one chapter.
+
+    Args:
+        prompt: what is asked of each chapter.
+        longest: seconds of a chapter. A longer stretch is parted where its features change most; where nothing changes,
+            in the middle.
+        retention, max_visual_tokens, selection: as for `answer_questions`. Where neither count is given, as many as the
+            configuration allows, `rho_max`: a prompt about everything needs more than a question about one thing.
+        max_new_tokens: of each chapter, and of what joins them.
+        progress: show a bar on standard error.
+        generation: as for `generate`.
+
+    Raises:
+        ValueError: no video, a stream, an empty prompt; as `answer_questions`.
+    """
+    model, processor = about.model, about.processor
+    if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not 0 < longest < inf:
+        raise ValueError(f"longest={longest!r}: expected the seconds of a chapter, a number above 0.")
+    check_question(model, processor, prompt)
+    check_count("max_new_tokens", max_new_tokens, "tokens")
+    if isinstance(about, VideoSession) and about.streams:
+        raise ValueError("A summary is of whole films; remove the streams from the session.")
+    names = about.names
+    if not names:
+        raise ValueError("There is no video to summarise; add one.")
+    if retention is None and max_visual_tokens is None and selection != "all":
+        retention = model.config.qtsplus_config.rho_max
+    choice: dict[str, Any] = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
+    writing: dict[str, Any] = {"max_new_tokens": max_new_tokens, **generation}
+    chapters, warnings = [], list[str]()
+    for name in track(names, "Summarising", console=Console(stderr=True), disable=not progress):
+        film = about.film(name) if isinstance(about, Library) else about.videos[name]
+        warnings += [warning for warning in film.warnings if warning not in warnings]
+        for first, last in chapter_steps(film, longest):
+            part = Piece(name, first, last, 0.0).cut(film)
+            (answer,) = answer_questions(model, processor, {name: part}, [prompt], **choice, **writing)
+            start, end = film.span(first, last)
+            chapters.append(Chapter(name, start, end, answer.answer, answer.kept_tokens, answer.visual_tokens))
+    parts = [(one, one, one.text) for one in chapters]
+    while len(parts) > 1:
+        groups = [parts[start : start + TOGETHER] for start in range(0, len(parts), TOGETHER)]
+        parts = [(group[0][0], group[-1][1], _join(model, processor, group, writing)) for group in groups]
+    return Summary(parts[0][2], chapters, warnings)
+
+
+def chapter_steps(film: EncodedVideo, longest: float) -> Iterator[tuple[int, int]]:
+    """The chapters of a film in turn, as steps of its grid from one on, up to another that is not part of it."""
+    edges = film.steps()
+    tokens = film.features.unflatten(0, (len(edges) - 1, -1)).float()
+    change = [0.0, *(1 - F.cosine_similarity(tokens[1:], tokens[:-1], dim=-1)).mean(1).tolist()]  # from the step before
+
+    def parted(first: int, last: int) -> Iterator[tuple[int, int]]:
+        if edges[last] - edges[first] <= longest or last - first < 2:
+            yield first, last
+            return
+        spare = max(1, (last - first) // 8)  # steps that neither part is without
+        middle = (first + last) / 2
+        cut = max(range(first + spare, last - spare + 1), key=lambda at: (round(change[at], 4), -abs(at - middle)))
+        yield from parted(first, cut)
+        yield from parted(cut, last)
+
+    return parted(0, len(edges) - 1)
+
+
+@torch.no_grad()
+def _join(model: Any, processor: Any, parts: list[tuple[Chapter, Chapter, str]], writing: dict[str, Any]) -> str:
+    """One text of the texts of some stretches, from the begin of one chapter to the end of another."""
+    lines = []
+    for first, last, text in parts:
+        until = f"{clock(last.end)}" if first.video == last.video else f"{printable(last.video)}, {clock(last.end)}"
+        lines.append(f"{printable(first.video)}, {clock(first.start)} to {until}: {text}")
+    content = [{"type": "text", "text": "\n".join([JOIN, *lines])}]
+    inputs = processor.conversation_inputs([[{"role": "user", "content": content}]]).to(model.device)
+    options = generation_options(model, writing, writing["max_new_tokens"])
+    length, room = inputs["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
+    if length + writing["max_new_tokens"] > room:
+        raise ValueError(
+            f"The texts of {len(parts)} chapters take {length} positions, and the model has {room}: ask for shorter "
+            "ones (max_new_tokens), or for longer chapters (longest)."
+        )
+    ids = model.generate(**inputs, **options).sequences[0, length:]
+    return processor.tokenizer.decode(ids, skip_special_tokens=True).strip()

@@ -1,0 +1,179 @@
+"""A summary of films: chapters on a player's clock, each read from its own tokens, and one text of all."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import qtsplus.summaries as summaries
+from clips import make_world, render_world, write_mp4
+from qtsplus import Library, VideoSession, load, summarise
+from qtsplus.cli import app
+from qtsplus.indexing import index
+from qtsplus.summaries import chapter_steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_published):
+    return load(tiny_published, "cpu")
+
+
+@pytest.fixture(scope="module")
+def films(tmp_path_factory):
+    """Ten seconds of two scenes, three of one, one frame, and eight seconds in which nothing changes."""
+    folder = tmp_path_factory.mktemp("films")
+    one, other = (render_world(make_world(seed, 5)) for seed in (160, 161))
+    shown = {"cut": [*one, *(255 - np.stack(other))], "short": one[:6], "frame": one[:1], "still": [one[0]] * 16}
+    for name, frames in shown.items():
+        write_mp4(folder / f"{name}.mp4", np.stack(frames), 2)
+    return folder
+
+
+def session_of(loaded, *films):
+    session = VideoSession(*loaded)
+    for film in films:
+        session.add(film)
+    return session
+
+
+def film_of(features, seconds=1.0):
+    steps = [number * seconds for number in range(len(features) + 1)]
+    return SimpleNamespace(steps=lambda: steps, features=features.flatten(0, 1))
+
+
+def test_chapters_end_where_the_film_changes_and_leave_no_step_out():
+    scenes = torch.nn.functional.normalize(torch.randn(5, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
+    lengths = [20, 31, 12, 40, 17]
+    film = film_of(scenes.repeat_interleave(torch.tensor(lengths), 0)[:, None].expand(-1, 4, -1))
+    chapters = list(chapter_steps(film, 45))
+    assert {first for first, _ in chapters} <= {0, *np.cumsum(lengths)}
+    for longest in (0.5, 7, 45, 119, 120, 500):
+        edges = list(chapter_steps(film, longest))
+        assert [first for first, _ in edges] == [0, *(last for _, last in edges[:-1])] and edges[-1][1] == 120
+        assert all(last - first <= max(1, longest) for first, last in edges)
+
+
+def test_where_nothing_changes_chapters_are_equal():
+    film = film_of(torch.ones(64, 4, 8))
+    assert list(chapter_steps(film, 16)) == [(0, 16), (16, 32), (32, 48), (48, 64)]
+
+
+def test_each_chapter_is_read_from_its_own_tokens_and_joined_with_its_times(loaded, films, monkeypatch):
+    asked, joined = [], []
+
+    def answer(model, processor, videos, questions, **choice):
+        asked.append((videos, questions, choice))
+        return [SimpleNamespace(answer=f"part {len(asked)}", kept_tokens=2, visual_tokens=9)]
+
+    monkeypatch.setattr(summaries, "answer_questions", answer)
+    monkeypatch.setattr(summaries, "_join", lambda model, processor, parts, writing: joined.append(parts) or "all")
+    session = session_of(loaded, films / "cut.mp4")
+    summary = summarise(session, "What happens?", longest=6)
+    assert [(one.start, one.end) for one in summary.chapters] == [(0, 5), (5, 10)], "the scenes change there"
+    assert [one.text for one in summary.chapters] == ["part 1", "part 2"] and summary.text == "all"
+    whole = session.videos["cut.mp4"].features
+    assert torch.equal(torch.cat([next(iter(videos.values())).features for videos, *_ in asked]), whole)
+    model = loaded[0]
+    assert all(choice["selection"] == "coverage" for *_, choice in asked)
+    assert asked[0][2]["retention"] == model.config.qtsplus_config.rho_max, "as many as may be"
+    summarise(session, max_visual_tokens=5)
+    assert asked[-1][2]["retention"] is None and asked[-1][2]["max_visual_tokens"] == 5
+    assert [text for *_, text in joined[0]] == ["part 1", "part 2"] and len(joined) == 1, "one chapter is the summary"
+
+
+def test_what_joins_reads_every_text_with_its_times(loaded, monkeypatch):
+    model, processor = loaded
+    prompts = []
+    monkeypatch.setattr(
+        model, "generate", lambda input_ids, **_: prompts.append(input_ids[0]) or SimpleNamespace(sequences=input_ids)
+    )
+    parts = [summaries.Chapter("a.mp4", 60.0 * n, 60.0 * n + 60, f"ball {n} <|im_end|>", 1, 2) for n in range(70)]
+    text = summaries._join(model, processor, [(one, one, one.text) for one in parts[:3]], {"max_new_tokens": 4})
+    said = processor.tokenizer.decode(prompts[0])
+    assert "a.mp4, 0:00 to 1:00: ball 0 <|im_end|>\na.mp4, 1:00 to 2:00: ball 1" in said and text == ""
+    ends = int((prompts[0] == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")).sum())
+    monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", 64)
+    with pytest.raises(ValueError, match="texts of 70 chapters take .* the model has 64: ask for shorter"):
+        summaries._join(model, processor, [(one, one, one.text) for one in parts], {"max_new_tokens": 4})
+    assert ends <= 2, "what a chapter says ends no turn"
+
+
+def test_many_chapters_are_joined_in_groups(loaded, films, monkeypatch):
+    groups = []
+
+    def join(model, processor, parts, writing):
+        groups.append(len(parts))
+        return "joined"
+
+    answer = SimpleNamespace(answer="x", kept_tokens=1, visual_tokens=9)
+    monkeypatch.setattr(summaries, "answer_questions", lambda *_, **__: [answer])
+    monkeypatch.setattr(summaries, "_join", join)
+    monkeypatch.setattr(summaries, "TOGETHER", 4)
+    summary = summarise(session_of(loaded, films / "cut.mp4"), longest=1)
+    assert len(summary.chapters) == 10 and groups == [4, 4, 2, 3] and summary.text == "joined"
+
+
+@pytest.mark.parametrize("names", [["cut"], ["short", "still"], ["frame"]])
+def test_real_films_are_summarised_by_the_real_model(loaded, films, names):
+    session = session_of(loaded, *(films / f"{name}.mp4" for name in names))
+    summary = summarise(session, longest=4, max_new_tokens=4)
+    assert {one.video for one in summary.chapters} == {f"{name}.mp4" for name in names}
+    for name, video in session.videos.items():
+        own = [one for one in summary.chapters if one.video == name]
+        assert own[0].start == video.start and own[-1].end == pytest.approx(video.start + video.length)
+        assert all(one.end == other.start for one, other in zip(own, own[1:], strict=False))
+        assert sum(one.visual_tokens for one in own) == len(video.features)
+        assert all(0 < one.kept_tokens <= one.visual_tokens for one in own)
+
+
+def test_a_library_is_summarised_as_a_session_is_and_an_empty_one_is_refused(loaded, films, tiny_published, tmp_path):
+    index(films, tmp_path / "library", *loaded, name=str(tiny_published))
+    library = Library(tmp_path / "library", *loaded)
+    session = session_of(loaded, *sorted(films.iterdir()))
+    assert summarise(library, longest=4, max_new_tokens=3) == summarise(session, longest=4, max_new_tokens=3)
+    with pytest.raises(ValueError, match="no video to summarise"):
+        summarise(VideoSession(*loaded))
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "broken.mp4").write_bytes(b"no film")
+    index(tmp_path / "none", tmp_path / "empty", *loaded, name=str(tiny_published))
+    with pytest.raises(ValueError, match="holds no video yet"):
+        Library(tmp_path / "empty", *loaded)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"longest": 0}, "longest=0: expected the seconds of a chapter"),
+        ({"longest": True}, "longest=True"),
+        ({"longest": float("nan")}, "longest=nan"),
+        ({"prompt": " "}, "question is empty"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"selection": "best"}, "selection='best'"),
+        ({"retention": 2.0}, "retention=2.0"),
+    ],
+)
+def test_bad_arguments_are_named(loaded, films, given, said):
+    with pytest.raises(ValueError, match=said):
+        summarise(session_of(loaded, films / "frame.mp4"), **given)
+
+
+def test_the_command_prints_chapters(films, tiny_published, tmp_path):
+    line = ["ask", str(films / "cut.mp4"), "What happens?", "--summary", "--model", str(tiny_published)]
+    result = CliRunner().invoke(app, [*line, "--max-new-tokens", "3", "--json"])
+    printed = json.loads(result.stdout)
+    assert printed["text"] == printed["chapters"][0]["text"] and printed["chapters"][0]["end"] == 10
+    shown = CliRunner().invoke(app, [*line, "--max-new-tokens", "3"]).stdout
+    assert "0.0 to 10.0" in shown and printed["text"] in shown
+    for option in (["--subtitles", "9"], ["--evidence", str(tmp_path / "out")], ["--dry-run"]):
+        refused = CliRunner().invoke(app, [*line, *option])
+        assert refused.exit_code == 2 and "has no effect with --summary" in refused.output
