@@ -79,7 +79,7 @@ def port(library, tiny_published, tmp_path_factory):
     line = command(library, tiny_published, *places, "--api-key", KEY)
     with open(log, "w") as output:
         process = subprocess.Popen([sys.executable, *line], stdout=output, stderr=output)
-    while process.poll() is None and status(port) != 401:
+    while process.poll() is None and status(port) is None:
         time.sleep(0.1)
     assert process.poll() is None, log.read_text()
     yield port

@@ -179,6 +179,13 @@ def test_some_videos_are_a_library_of_their_own(library, tmp_path, loaded):
             library.find(QUESTION, names=wrong)
 
 
+def test_a_pattern_names_some_videos(library, tiny_published):
+    call = ["ask", str(library.folder), QUESTION, "--json", "--name", "more/*", "--model", str(tiny_published)]
+    answer, found = (CliRunner().invoke(app, [*call, *more]) for more in (["--max-new-tokens=2"], ["--moments=9"]))
+    assert json.loads(answer.stdout)["video"] == "more/c.mp4"
+    assert {one["name"] for one in json.loads(found.stdout)["moments"]} == {"more/c.mp4"}
+
+
 def test_a_long_video_competes_in_pieces_at_their_times(library, monkeypatch):
     whole = library._video("a.mp4")
     monkeypatch.setattr(ranking, "PIECE", 100)  # of 36 tokens a step: two steps
@@ -549,6 +556,9 @@ def test_an_interrupted_run_goes_on(loaded, tiny_published, tmp_path):
     ("arguments", "reason"),
     [
         (["ask", "{empty}", QUESTION, "--moments", "3"], "--moments is about a library"),
+        (["ask", "{empty}", QUESTION, "--name", "*"], "--name is about a library"),
+        (["ask", "{library}", QUESTION, "--name", "*", "--summary"], "--name has no effect with --summary"),
+        (["ask", "{library}", QUESTION, "--name", "door/*"], "is like --name 'door/*', but for example 'a.mp4'"),
         (["ask", "{library}", QUESTION, "--moments", "3", "--pieces", "2"], "--pieces has no effect with --moments"),
         (["ask", "{library}", QUESTION, "--fps", "2"], "--fps is about a video"),
         (["ask", "{library}", QUESTION, "--moments", "3", "--max-new-tokens", "2"], "--max-new-tokens has no effect"),

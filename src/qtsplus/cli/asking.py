@@ -1,5 +1,6 @@
 """`qtsplus ask` and `qtsplus demo`: questions to a model."""
 
+import fnmatch
 import json
 import os
 import time
@@ -49,6 +50,9 @@ def ask(
     pieces: Annotated[
         int | None, typer.Option(min=1, help="Of a library: how many videos, or pieces of long ones, are read; 1.")
     ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of a library: ask only videos whose path in it is like this, such as 'door/*'.")
+    ] = None,
     moments: Annotated[
         int | None, typer.Option(min=1, help="Of a library: name so many moments, best first, and write no answer.")
     ] = None,
@@ -64,14 +68,15 @@ def ask(
     model, revision = split_revision(model)
     reading = {"fps": fps, "start": start, "end": end, "max_frames": max_frames, "max_pixels": max_pixels}
     if not is_library(video):
-        refuse({"pieces": pieces, "moments": moments}, "is about a library, which `qtsplus index` makes; leave it out")
+        of_library = {"pieces": pieces, "name": name, "moments": moments}
+        refuse(of_library, "is about a library, which `qtsplus index` makes; leave it out")
     check_videos([video], {**reading, "subtitles": subtitles, "dry_run": dry_run or None})
     budget = {"retention": retention, "max_visual_tokens": max_visual_tokens, "selection": selection}
     writing = {"max_new_tokens": max_new_tokens, "evidence": evidence, "pieces": pieces}
     if moments is not None:
         refuse({**budget, **writing}, "has no effect with --moments: no answer is written")
     if summary:
-        no_part = {"subtitles": subtitles, "evidence": evidence, "pieces": pieces, "moments": moments}
+        no_part = {"subtitles": subtitles, "evidence": evidence, "pieces": pieces, "name": name, "moments": moments}
         refuse({**no_part, "dry_run": dry_run or None}, "has no effect with --summary; leave it out")
     if dry_run:
         refuse({**writing, "subtitles": subtitles}, "has no effect with --dry-run: no answer is written")
@@ -94,8 +99,13 @@ def ask(
             print(line) if as_json else console.print(line, soft_wrap=True, highlight=False)
             return
         talk = Talk(video, loading, reading, subtitles)
+        names = None if name is None else fnmatch.filter(talk.about.names, name)
+        if names == []:
+            raise ValueError(
+                f"No video of the library is like --name {name!r}, but for example {talk.about.names[0]!r}."
+            )
         if moments is not None:
-            print_moments(question, talk.about.find(question, moments), as_json)
+            print_moments(question, talk.about.find(question, moments, names), as_json)
             return
         timings = {"load": time.perf_counter() - started}
         if not talk.is_library:
@@ -103,7 +113,7 @@ def ask(
         if summary:
             print_summary(talk.summarise(question, **budget, max_new_tokens=max_new_tokens), as_json)
             return
-        answer = talk.ask(question, **choice, **({"pieces": pieces} if pieces else {}))
+        answer = talk.ask(question, **choice, **({"pieces": pieces or 1, "names": names} if talk.is_library else {}))
         answer = talk.last = replace(answer, timings={**timings, **answer.timings})
         print_answer(answer, talk.is_library, as_json)
         if evidence is not None:
