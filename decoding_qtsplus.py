@@ -381,17 +381,18 @@ class Upright:
         # One for this video: PyAV 19's own serves all, and a process forked later would wait for its threads forever.
         self.reformatter = av.video.reformatter.VideoReformatter()
         self.size: tuple[int, int] | None = None
+        self.mirrored = False
 
     def __call__(self, frame: Any, stream: Any) -> np.ndarray:
         if self.size is None:
             aspect = float(stream.sample_aspect_ratio or 1)
             self.size = round(frame.width * aspect) if 0.2 < aspect < 5 else frame.width, frame.height
+            matrix = frame.side_data.get("DISPLAYMATRIX")  # asked once: who is asked lives until Python's collection
+            if matrix is not None:
+                (a, b, _, c, d), _ = np.split(np.frombuffer(matrix, np.int32) / 2**16, [5])
+                self.mirrored = a * d < b * c
         pixels = self.reformatter.reformat(frame, *self.size, format="rgb24").to_ndarray()
-        matrix = frame.side_data.get("DISPLAYMATRIX")
-        if matrix is not None:
-            (a, b, _, c, d), _ = np.split(np.frombuffer(matrix, np.int32) / 2**16, [5])
-            pixels = pixels[::-1] if a * d < b * c else pixels
-        return np.rot90(pixels, k=round(frame.rotation / 90))
+        return np.rot90(pixels[::-1] if self.mirrored else pixels, k=round(frame.rotation / 90))
 
 
 def _find(path: str) -> str | io.BytesIO:

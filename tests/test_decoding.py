@@ -1,5 +1,6 @@
 """When a player shows the frames of films: those of many containers, codecs and clocks, with painted times."""
 
+import gc
 import itertools
 import struct
 import time
@@ -161,6 +162,19 @@ def test_a_damaged_film_is_read_where_few_of_its_frames_are_looked_at(tmp_path):
         path.write_bytes(data[:place] + random.bytes(300) + data[place + 300 :])
         _, frames = look(path, num_frames=12)
         assert len(frames) == 12
+
+
+def test_a_frame_that_was_shown_is_let_go(tmp_path):
+    """Not by Python's collection, which comes after hundreds of them."""
+    path = write_film(tmp_path / "film.mp4", "libx264", range(0, 3000, 40), 25, g="12")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in Film(str(path)).show(np.arange(0, 3, 0.04)):
+            pass
+        assert sum(type(one) is av.VideoFrame for one in gc.get_objects()) < 5
+    finally:
+        gc.enable()
 
 
 # --- Clocks ---
