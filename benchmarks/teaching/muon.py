@@ -47,17 +47,19 @@ class MuonBeside(Optimizer):
     size of an AdamW step, so that learning rates carry over.
 
     Args:
-        matrices: groups of 2-D parameters with their `lr` and `weight_decay`.
+        matrices: groups of 2-D parameters with their `lr` and `weight_decay`, or what optimizes them.
         other: the optimizer of everything else.
 
     Raises:
         ValueError: a PyTorch without Muon, which came with 2.9.
     """
 
-    def __init__(self, matrices: list[dict[str, Any]], other: Optimizer):
-        if not hasattr(torch.optim, "Muon"):
+    def __init__(self, matrices: list[dict[str, Any]] | Optimizer, other: Optimizer):
+        if not isinstance(matrices, Optimizer) and not hasattr(torch.optim, "Muon"):
             raise ValueError(f"PyTorch {torch.__version__} has no Muon: leave muon_scale out, or install 2.9 or newer.")
-        self.parts: list[Optimizer] = [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"), other]
+        if not isinstance(matrices, Optimizer):
+            matrices = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw")
+        self.parts: list[Optimizer] = [matrices, other]
         # The same dictionaries, so that a scheduler that writes to our groups writes to theirs.
         super().__init__([group for part in self.parts for group in part.param_groups], {})
 
@@ -80,4 +82,40 @@ class MuonBeside(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-__all__ = ["MuonBeside", "matrix_names", "split_matrices"]
+class MuonSingle(Optimizer):
+    """
+    Muon in single precision, as `torch.optim.Muon` with `match_rms_adamw`. That one works in bfloat16, which takes 40
+    times as long on a processor that has no instructions for it (0.22 and 9.2 s for one of 768 x 768).
+
+    Args:
+        matrices: 2-D parameters, or groups of them.
+        lr, weight_decay, momentum: as there.
+    """
+
+    def __init__(self, matrices: Any, lr: float, weight_decay: float = 0.1, momentum: float = 0.95):
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                mean = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix))
+                mean.lerp_(matrix.grad, 1 - group["momentum"])
+                update = _orthogonal(matrix.grad.lerp(mean, group["momentum"]))
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
+
+
+def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """Close to the nearest orthogonal matrix, by five steps of Newton and Schulz."""
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(5):
+        square = wide @ wide.T
+        wide = 3.4445 * wide + (2.0315 * square @ square - 4.775 * square) @ wide
+    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+
+
+__all__ = ["MuonBeside", "MuonSingle", "matrix_names", "split_matrices"]

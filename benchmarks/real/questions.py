@@ -1,0 +1,288 @@
+"""What is asked about a scene: kinds of questions, each in wordings that are trained and in others that never are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .words import KINDS, NAMES, OTHER_KINDS
+from .world import Scene, Thing
+
+ALL_KINDS: Final = {**OTHER_KINDS, **KINDS}
+ASKED_KINDS = ("animal", "bird", "insect", "food", "fruit", "vegetable", "vehicle", "plant", "building", "tool")
+ASKED_KINDS += ("musical instrument", "clothing")
+HELD_OUT_KINDS = ("sea animal", "furniture", "sweet", "boat", "aircraft", "ball", "road vehicle", "device")
+CONTENT = {"food": "something to eat", "vehicle": "a means of transport", "animal": "a living creature"}
+CONTENT |= {"musical instrument": "something to make music with", "clothing": "something to wear"}
+
+# What else a thing is called: some words are trained, the others never are.
+SYNONYMS: Final[Mapping[str, str]] = {
+    **{"car": "automobile", "airplane": "plane", "bicycle": "bike", "television": "TV", "telephone": "phone"},
+    **{"truck": "lorry", "candy": "sweets", "mouse": "rodent", "taxi": "cab", "clock": "alarm clock"},
+}
+HELD_OUT_SYNONYMS: Final[Mapping[str, str]] = {
+    **{"motorcycle": "motorbike", "rabbit": "bunny", "chicken": "hen", "dog": "puppy", "cat": "kitten"},
+    **{"eggplant": "aubergine", "gift": "present", "flashlight": "torch", "soccer": "football", "cookie": "biscuit"},
+    **{"ship": "boat", "fire": "flames", "corn": "maize", "envelope": "letter", "glasses": "spectacles"},
+    **{"jeans": "trousers", "watch": "wristwatch", "airplane": "aeroplane", "pig": "hog", "skull": "bones"},
+}
+
+# {a} is a thing with its article, {t} with "the", {k} a kind, {A} and {B} things with "the". The second are held out.
+WORDINGS: Final[Mapping[str, tuple[Sequence[str], Sequence[str]]]] = {
+    "present": (
+        ["Is there {a}?", "Can you see {a}?", "Does {a} appear?", "Is {a} shown?", "Do you see {a} in the video?"],
+        ["Is {a} visible anywhere?", "Did the camera catch {a}?", "Have you spotted {a}?"],
+    ),
+    "absent": (
+        ["Is there no {n}?", "Is {t} missing?", "Is it true that {a} never appears?"],
+        ["Is the video without {a}?", "Would you say no {n} is there?"],
+    ),
+    "kind": (
+        ["What {k} is there?", "Which {k} can be seen?", "What {k} appears in the video?", "Name the {k}."],
+        ["Tell me which {k} is shown.", "What kind of {k} do we see?"],
+    ),
+    "some": (
+        ["Is there {k}?", "Does {k} appear?", "Can you see {k} in the video?"],
+        ["Is {k} anywhere to be found?", "Did you notice {k}?"],
+    ),
+    "side": (
+        ["Is {t} on the left or on the right?", "On which side is {t}, left or right?"],
+        ["Left or right: where is {t}?", "Which side is {t} on?"],
+    ),
+    "height": (
+        ["Is {t} at the top or at the bottom?", "Where is {t}, at the top or at the bottom?"],
+        ["Top or bottom: where is {t}?", "Is {t} up at the top or down at the bottom?"],
+    ),
+    "which": (
+        ["Which of them is there, {A} or {B}?", "What do you see, {A} or {B}?", "Is it {A} or {B} that appears?"],
+        ["{A} or {B}: which one is shown?", "Which one can be seen, {A} or {B}?"],
+    ),
+    "first": (
+        ["Which comes first, {A} or {B}?", "What appears first, {A} or {B}?"],
+        ["Which one is seen earlier, {A} or {B}?", "Does {A} or {B} come first?"],
+    ),
+    "when": (
+        ["When does {t} appear, early or late?", "Does {t} come early or late?"],
+        ["Early or late: when do we first see {t}?"],
+    ),
+    "moves": (
+        ["Does {t} move?", "Is {t} moving?"],
+        ["Is {t} in motion?", "Does {t} change its place?"],
+    ),
+    "list": (
+        ["What can be seen?", "What is in the video?", "Name everything that appears.", "What do you see?"],
+        ["List the things that are shown.", "Which things appear?"],
+    ),
+    "number": (
+        ["How many things are there?", "How many things appear?"],
+        ["What is the number of things in the video?", "Count the things."],
+    ),
+}
+NUMBERS = ("None", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten")
+PLURAL = {"grapes", "cherries", "scissors", "jeans", "gloves", "socks", "glasses", "pancakes", "blueberries"}
+PLURAL |= {"spectacles", "trousers", "sweets", "flames", "bones", "sunglasses"}
+MASS = {"bread", "cheese", "chocolate", "sushi", "popcorn", "corn", "broccoli", "fire", "candy", "garlic", "spaghetti"}
+MASS |= {"soccer", "tennis", "baseball", "basketball", "clothing", "food", "maize", "football", "custard"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """
+    A question about a scene.
+
+    Attributes:
+        kind: a name in [`WORDINGS`].
+        about: names of the things that the answer rests on; none for "No".
+    """
+
+    kind: str
+    question: str
+    answer: str
+    about: tuple[str, ...] = ()
+
+
+def article(word: str) -> str:
+    if word in PLURAL or word in MASS:
+        return word
+    return f"{'an' if word[0] in 'aeiouAEIOU' else 'a'} {word}"
+
+
+def join_things(names: Sequence[str]) -> str:
+    """ "The dog, the car and the grapes"."""
+    listed = [f"the {name}" for name in names]
+    text = listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
+    return text[0].upper() + text[1:]
+
+
+class Asker:
+    """
+    Asks about one scene.
+
+    Args:
+        held_out: with wordings, synonyms and kinds that are never trained.
+        names: what may be asked for that is not there.
+    """
+
+    def __init__(
+        self, scene: Scene, rng: np.random.Generator, held_out: bool = False, names: Sequence[str] = NAMES
+    ) -> None:
+        self.scene, self.rng, self.held_out, self.names = scene, rng, held_out, names
+        self.things = sorted(scene.things, key=lambda thing: (thing.start, middle(thing, scene)[0]))
+        self.shown = {thing.name for thing in self.things}
+
+    def ask(self, kind: str) -> Question | None:
+        """One question of a kind, or none where the scene gives none."""
+        asks: dict[str, Callable[[], Question | None]] = {
+            **{"present": self._present, "absent": self._absent, "kind": self._kind, "some": self._some},
+            **{"side": self._side, "height": self._height, "which": self._which, "first": self._first},
+            **{"when": self._when, "moves": self._moves, "list": self._list, "number": self._number},
+        }
+        return asks[kind]()
+
+    def _pick(self, of: Sequence):
+        return of[int(self.rng.integers(len(of)))] if len(of) else None
+
+    def _say(self, kind: str, answer: str, about: Sequence[str] = (), **words: str) -> Question:
+        wording = self._pick(WORDINGS[kind][self.held_out])
+        return Question(kind, self._type(wording.format(**words)), answer, tuple(about))
+
+    def _type(self, text: str) -> str:
+        """Now and then in lower case, without its mark, or with two letters in each other's place."""
+        if self.rng.random() < 0.15:
+            text = text.lower()
+        if self.rng.random() < 0.08:
+            text = text.rstrip("?.")
+        if self.rng.random() < 0.06:
+            at = int(self.rng.integers(1, len(text) - 2))
+            text = text[:at] + text[at + 1] + text[at] + text[at + 2 :]
+        return text
+
+    def _word(self, name: str) -> str:
+        """What a question calls a thing."""
+        words = HELD_OUT_SYNONYMS if self.held_out else SYNONYMS
+        return words[name] if name in words and self.rng.random() < (0.5 if self.held_out else 0.3) else name
+
+    def _absentee(self) -> str:
+        """Something that is not there; every other time of a kind that is."""
+        near = {kind for name in self.shown for kind in ALL_KINDS[name][:1]}
+        others = [name for name in self.names if name not in self.shown]
+        alike = [name for name in others if set(ALL_KINDS[name][:1]) & near]
+        return str(self._pick(alike if alike and self.rng.random() < 0.5 else others))
+
+    def _present(self) -> Question | None:
+        there = self.things and self.rng.random() < 0.5
+        name = self._pick(self.things).name if there else self._absentee()
+        return self._say("present", "Yes" if there else "No", [name] if there else [], a=article(self._word(name)))
+
+    def _absent(self) -> Question | None:
+        there = self.things and self.rng.random() < 0.5
+        name = self._pick(self.things).name if there else self._absentee()
+        word = self._word(name)
+        words = {"a": article(word), "n": word, "t": f"the {word}"}
+        return self._say("absent", "No" if there else "Yes", [name] if there else [], **words)
+
+    def _kind(self) -> Question | None:
+        kinds = HELD_OUT_KINDS if self.held_out and self.rng.random() < 0.5 else ASKED_KINDS
+        single = [k for k in kinds if sum(k in ALL_KINDS[thing.name] for thing in self.things) == 1]
+        if not single:
+            return None
+        kind = self._pick(single)
+        (name,) = (thing.name for thing in self.things if kind in ALL_KINDS[thing.name])
+        return self._say("kind", f"The {name}", [name], k=kind)
+
+    def _some(self) -> Question | None:
+        kinds = HELD_OUT_KINDS if self.held_out and self.rng.random() < 0.5 else ASKED_KINDS
+        there = [k for k in kinds if any(k in ALL_KINDS[thing.name] for thing in self.things)]
+        others = [k for k in kinds if k not in there]
+        yes = bool(there) and self.rng.random() < 0.5
+        kind = self._pick(there if yes else others)
+        if kind is None:
+            return None
+        words = article(kind)
+        if kind in CONTENT and self.rng.random() < 0.4 and (self.held_out or kind not in ("animal", "clothing")):
+            words = CONTENT[kind]
+        about = [thing.name for thing in self.things if kind in ALL_KINDS[thing.name]]
+        return self._say("some", "Yes" if yes else "No", about, k=words)
+
+    def _where(self, kind: str, axis: int, words: tuple[str, str]) -> Question | None:
+        places = [(thing, middle(thing, self.scene)[axis]) for thing in self.things]
+        sure = [(thing, place) for thing, place in places if abs(place - 0.5) > 0.12]
+        if not sure:
+            return None
+        thing, place = self._pick(sure)
+        return self._say(kind, words[place > 0.5], [thing.name], t=f"the {self._word(thing.name)}")
+
+    def _side(self) -> Question | None:
+        return self._where("side", 0, ("Left", "Right"))
+
+    def _height(self) -> Question | None:
+        return self._where("height", 1, ("Top", "Bottom"))
+
+    def _two(self, kind: str, answer: str, other: str, about: Sequence[str]) -> Question:
+        pair = [f"the {answer}", f"the {other}"]
+        self.rng.shuffle(pair)
+        return self._say(kind, f"The {answer}", about, A=pair[0], B=pair[1])
+
+    def _which(self) -> Question | None:
+        thing = self._pick(self.things)
+        return thing and self._two("which", thing.name, self._absentee(), [thing.name])
+
+    def _first(self) -> Question | None:
+        pairs = [(a, b) for a in self.things for b in self.things if a.start < b.start]
+        if not pairs:
+            return None
+        one, two = self._pick(pairs)
+        return self._two("first", one.name, two.name, [one.name, two.name])
+
+    def _when(self) -> Question | None:
+        starts = [(thing, thing.start / self.scene.frames) for thing in self.things]
+        sure = [(thing, at) for thing, at in starts if at <= 0.25 or at >= 0.5]
+        if self.scene.seconds < 4 or not sure:
+            return None
+        late = [pair for pair in sure if pair[1] >= 0.5]
+        thing, at = self._pick(late if late and self.rng.random() < 0.5 else sure)
+        return self._say("when", "Late" if at >= 0.5 else "Early", [thing.name], t=f"the {self._word(thing.name)}")
+
+    def _moves(self) -> Question | None:
+        ways = [(thing, max(map(abs, thing.speed)) * (thing.stop - thing.start - 1)) for thing in self.things]
+        sure = [(thing, way > 0) for thing, way in ways if way == 0 or way > 40]
+        if self.scene.seconds < 2 or not sure:
+            return None
+        moving = [pair for pair in sure if pair[1]]
+        thing, moves = self._pick(moving if moving and self.rng.random() < 0.5 else sure)
+        return self._say("moves", "Yes" if moves else "No", [thing.name], t=f"the {self._word(thing.name)}")
+
+    def _list(self) -> Question | None:
+        names = [thing.name for thing in self.things]
+        return self._say("list", join_things(names), names) if names else None
+
+    def _number(self) -> Question | None:
+        return self._say("number", NUMBERS[len(self.things)], [thing.name for thing in self.things])
+
+
+def middle(thing: Thing, scene: Scene) -> tuple[float, float]:
+    """Where the middle of a thing is on average, from 0 to 1 along x and along y."""
+    half = (thing.start + thing.stop - 1) / 2 - thing.start
+    return tuple(
+        (corner + speed * half + thing.side / 2) / along
+        for corner, speed, along in zip(thing.corner, thing.speed, scene.size, strict=True)
+    )  # type: ignore[return-value]
+
+
+def ask_scene(
+    scene: Scene,
+    count: int,
+    seed: int,
+    held_out: bool = False,
+    names: Sequence[str] = NAMES,
+    kinds: Sequence[str] = tuple(WORDINGS),
+) -> list[Question]:
+    """Up to `count` different questions about a scene; the same arguments give the same ones."""
+    rng = np.random.default_rng([scene.seed, seed, 3])
+    asker, asked = Asker(scene, rng, held_out, names), {}
+    for kind in [str(kind) for _ in range(4) for kind in rng.permutation(kinds)]:
+        question = asker.ask(kind)
+        if question is not None and len(asked) < count:
+            asked[question.question] = question
+    return list(asked.values())
