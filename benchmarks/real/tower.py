@@ -142,7 +142,10 @@ def train_tower(work: Path, minutes: float, images: int = IMAGES) -> None:
         hits.append(hit)
         if len(hits) == 25:
             line = {"images": seen, "loss": round(loss.item(), 3), "named": round(float(np.mean(hits)), 3)}
-            line |= {"minutes": round((now - start) / 60, 1), "cpu_minutes": round((time.process_time() - busy) / 60, 2)}
+            line |= {
+                "minutes": round((now - start) / 60, 1),
+                "cpu_minutes": round((time.process_time() - busy) / 60, 2),
+            }
             _log(work, line)
             hits = []
         if now - saved > 180:

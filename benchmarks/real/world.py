@@ -12,7 +12,7 @@ from ..world.scene import CELL, FPS
 from .fetch import FILM_FPS, SPLITS
 
 SIZES = ((168, 168), (224, 112), (112, 224), (196, 140), (140, 196), (140, 140), (224, 168))  # pixels: (width, height)
-SIDES = (34, 110)  # pixels of a drawing
+SIDES = (44, 110)  # pixels of a drawing
 SHOWN, HIDDEN = 0.15, 0.03  # of a token's pixels: from so many it shows a thing, up to so many it shows none
 NOTHING, UNCLEAR = -1, -2
 
