@@ -1,10 +1,11 @@
-"""SmolLM2's published weights in Qwen2.5-VL's architecture, with its own tokenizer, as a folder that `convert` takes."""
+"""SmolLM2's published weights in Qwen2.5-VL's architecture, with its own tokenizer: a folder that `train` takes."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -68,7 +69,7 @@ def make_config() -> Qwen2_5_VLConfig:
 
 
 def load_language_model(work: Path) -> tuple[dict[str, torch.Tensor], Any]:
-    """The published weights by their published names, and the tokenizer with marks for vision. Once, it takes a minute."""
+    """The published weights by their names, and the tokenizer with marks for vision. The first time takes a minute."""
     weights, folder = work / "language_model.pt", work / "tokenizer"
     if not weights.is_file():
         use_library(work)
@@ -111,3 +112,34 @@ def make_processor(tokenizer: Any) -> Qwen2_5_VLProcessor:
         video_processor=Qwen2VLVideoProcessor(size=sizes, fps=FPS),
         chat_template=TEMPLATE,
     )
+
+
+def save_base(work: Path, parts: Path, folder: Path) -> None:
+    """
+    Writes a stock Qwen2.5-VL with its processor into `folder`.
+
+    Args:
+        parts: what was taught, by [`save_parts`].
+    """
+    weights, tokenizer = load_language_model(work)
+    model, taught = make_base(weights), load_file(parts)
+    model.model.visual.load_state_dict(
+        {name[6:]: part.float() for name, part in taught.items() if name[:6] == "tower."}
+    )
+    with torch.no_grad():
+        for name, down in taught.items():
+            if name.startswith("lora.") and ".lora_A." in name:
+                up = taught[name.replace(".lora_A.", ".lora_B.")]
+                matrix = model.model.language_model.get_submodule(name[5:].split(".lora_A.")[0])
+                matrix.weight += up.float() @ down.float()
+    model.save_pretrained(folder)
+    make_processor(tokenizer).save_pretrained(folder)
+
+
+def save_parts(work: Path, parts: Path) -> None:
+    """What both stages have taught so far, in half precision."""
+    tower, lora = torch.load(work / "tower.pt")["tower"], torch.load(work / "reading.pt")["lora"]
+    named = {f"tower.{name}": part for name, part in tower.items()} | {
+        f"lora.{name}": part for name, part in lora.items()
+    }
+    save_file({name: part.detach().half().contiguous() for name, part in named.items()}, parts)

@@ -1,69 +1,67 @@
-"""Scenes as clips of visual tokens with their questions: what an ideal tower would see, or what the trained one sees."""
+"""Scenes as clips: what the tower sees of them, and what is asked about them."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import nn
 
-from .questions import WORDINGS, ask_scene
-from .reading import Clip
-from .words import NAMES
-from .world import NOTHING, UNCLEAR, Pictures, Scene, make_scene, render, token_things
+from .questions import Question, ask_scene
+from .tower import see
+from .world import Pictures, Scene, make_scene, render, token_things
 
-Eyes = Callable[[np.ndarray, np.ndarray, np.random.Generator], torch.Tensor]
-PLACES = {name: place for place, name in enumerate(NAMES)}
+SIZES = ((112, 112), (140, 112), (112, 140), (140, 140), (168, 112))  # pixels: (width, height)
+SECONDS = (2, 4, 4, 8)
+QUESTIONS = 8
+ROOM = (28, 72)  # visual tokens of a clip that the language model reads in training
 
 
-def look(
-    pictures: Pictures,
-    eyes: Eyes,
-    seed: int,
-    seconds: int,
-    questions: int = 8,
-    most: int = 4,
-    room: int | None = None,
-    held_out: bool = False,
-    kinds: tuple[str, ...] = tuple(WORDINGS),
-    split: str = "train",
-) -> Clip | None:
+@dataclass(frozen=True)
+class Clip:
     """
-    A clip of one scene, or none where nothing is to be seen; the same arguments give the same one.
+    Visual tokens and what is asked about them.
 
-    Args:
-        eyes: from frames `[T, H, W, 3]` and what tokens show `[time, rows, columns]` to tokens `[n, 576]`, all of them.
-        room: so many tokens at most. Others are left out at random, but not the last three of a thing.
-        held_out: see [`ask_scene`].
+    Attributes:
+        tokens: `[n, 576]`.
+        places: `[n, 3]` int64, their (time, row, column).
+        side: the larger of the grid's height and width, in tokens.
     """
-    rng = np.random.default_rng([seed, seconds, 5])
-    scene = make_scene(pictures, seed, seconds, split, most=most)
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    side: int
+    questions: tuple[Question, ...]
+
+
+def clip_scene(
+    pictures: Pictures, seed: int, split: str = "train", seconds: int | None = None
+) -> tuple[Scene, np.ndarray, np.ndarray]:
+    """A scene whose things are all seen, its frames `[T, H, W, 3]`, and what tokens show `[time, rows, columns]`."""
+    rng = np.random.default_rng([seed, 5])
+    size, drawn = SIZES[rng.integers(len(SIZES))], SECONDS[rng.integers(len(SECONDS))]
+    scene = make_scene(pictures, seed, seconds or drawn, split, most=3, size=size)
     frames, owners = render(scene, pictures)
     shown = token_things(owners, len(scene.things))
-    visible = [number for number in range(len(scene.things)) if (shown == number).any()]
-    if not visible:
-        return None
-    asked = replace(scene, things=tuple(scene.things[number] for number in visible))
-    tokens = eyes(frames, name_tokens(scene, shown), rng)
-    kept = _keep(shown.ravel(), room, rng)
-    places = np.stack(np.unravel_index(kept, shown.shape), 1)
-    return Clip(
-        tokens=tokens[torch.from_numpy(kept)],
-        places=torch.from_numpy(places),
-        side=max(scene.grid[1:]),
-        questions=tuple(ask_scene(asked, questions, seed, held_out, kinds=kinds)),
-    )
+    seen = tuple(thing for number, thing in enumerate(scene.things) if (shown == number).any())
+    return replace(scene, things=seen), frames, shown
 
 
-def name_tokens(scene: Scene, shown: np.ndarray) -> np.ndarray:
-    """What [`token_things`] says as places among the names, `len(NAMES)` for nothing and -100 where it is unclear."""
-    assert (NOTHING, UNCLEAR) == (-1, -2)
-    return np.array([*(PLACES.get(thing.name, UNCLEAR) for thing in scene.things), -100, len(NAMES)])[shown]
+def look(pictures: Pictures, tower: nn.Module, seed: int) -> Clip:
+    """
+    A clip to learn from; the same arguments give the same one. Of many tokens some are left out at random, as a
+    selector does, but not the last three of a thing.
+    """
+    rng = np.random.default_rng([seed, 6])
+    scene, frames, shown = clip_scene(pictures, seed)
+    kept = _keep(shown.ravel(), int(rng.integers(*ROOM)), rng)
+    with torch.no_grad():
+        tokens = see(tower, torch.from_numpy(frames)[None])[torch.from_numpy(kept)]
+    places = torch.from_numpy(np.stack(np.unravel_index(kept, shown.shape), 1))
+    return Clip(tokens, places, max(scene.grid[1:]), tuple(ask_scene(scene, QUESTIONS, seed)))
 
 
-def _keep(shown: np.ndarray, room: int | None, rng: np.random.Generator) -> np.ndarray:
+def _keep(shown: np.ndarray, room: int, rng: np.random.Generator) -> np.ndarray:
     order = rng.permutation(len(shown))
-    if room is None or len(shown) <= room:
-        return np.arange(len(shown))
     kept: list[int] = []
     for number in np.unique(shown[shown >= 0]):
         kept += [token for token in order if shown[token] == number][:3]

@@ -1,7 +1,9 @@
 """Second stage: the language model learns to read visual tokens and to answer from them."""
 
+import time
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,29 +12,18 @@ import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from .base import IDS, TOWER, TURN, TURN_END
-from .questions import Question
+from .base import IDS, TOWER, TURN, TURN_END, load_language_model, make_base
+from .clips import Clip, look
+from .tower import load_tower
+from .work import log, save
+from .world import Pictures
 
 RANK = 16
 LORA = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Clip:
-    """
-    Visual tokens and what is asked about them.
-
-    Attributes:
-        tokens: `[n, 576]`.
-        places: `[n, 3]` int64, their (time, row, column).
-        side: the larger of the grid's height and width, in tokens.
-    """
-
-    tokens: torch.Tensor
-    places: torch.Tensor
-    side: int
-    questions: tuple[Question, ...]
+BATCH = 2  # clips
+RATE = 1e-3
+CLIPS = 2_000  # what the rate's fall is planned for
 
 
 class Packer:
@@ -121,44 +112,69 @@ class Reader(nn.Module):
         return F.linear(hidden[:, :-1][says], self.language_model.embed_tokens.weight), labels[says]
 
 
-def right_answers(reader: Reader, packed: dict[str, Any]) -> list[list[bool]]:
-    """Of each row's questions whether every word of the answer is the likeliest."""
-    with torch.no_grad():
-        scores, labels = reader(packed)
-    hits = torch.ones(packed["labels"][:, 1:].shape, dtype=torch.bool)
-    hits[packed["labels"][:, 1:] != IGNORED] = scores.argmax(1) == labels
-    owner = packed["owner"][:, 1:]
-    return [
-        [bool(hits[row][owner[row] == number].all()) for number in range(int(owner[row].max()) + 1)]
-        for row in range(len(owner))
-    ]
+def answer_loss(
+    scores: torch.Tensor, said: torch.Tensor, packed: dict[str, Any]
+) -> tuple[torch.Tensor, list[list[bool]]]:
+    """The mean over answers of their words' loss, and of each row's questions whether every word was the likeliest."""
+    says = packed["labels"][:, 1:] != IGNORED
+    rows = torch.arange(len(says))[:, None].expand_as(says)[says]
+    answers = rows * 1000 + packed["owner"][:, 1:][says]
+    _, which, lengths = answers.unique(return_inverse=True, return_counts=True)
+    loss = (F.cross_entropy(scores, said, reduction="none") / lengths[which]).sum() / len(lengths)
+    right = torch.ones(len(lengths), dtype=torch.bool)
+    right[which[scores.argmax(1) != said]] = False
+    hits: list[list[bool]] = [[] for _ in says]
+    for answer, hit in zip(answers.unique().tolist(), right.tolist(), strict=True):
+        hits[answer // 1000].append(hit)
+    return loss, hits
 
 
-class IdealEyes:
+def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
     """
-    Visual tokens as a tower that names things would make them, with a tower's doubts: no picture is looked at.
+    Goes on where the last run stopped, for so many minutes; writes `reading.pt` every three, and a log. It looks with the
+    tower as [`train_tower`] last left it.
 
     Args:
-        words: `[names + 1, 576]`, the embedding of every name and, last, of the background.
-        doubt: the share of a token that other names have, at most.
+        clips: after how many the learning rate has fallen to a twentieth; it falls over the last two fifths.
     """
-
-    def __init__(self, words: torch.Tensor, doubt: float = 0.6, noise: float = 0.4):
-        self.mean = words.mean(0)
-        self.directions = F.normalize(words - self.mean, dim=1)
-        self.length = float((words - self.mean).norm(dim=1).mean())
-        self.doubt, self.noise = doubt, noise
-
-    def tokens(self, labels: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
-        """`[n, 576]` for `labels` `[n]`, places among the words."""
-        count = len(labels)
-        others = torch.from_numpy(rng.integers(0, len(self.directions), (count, 2)))
-        share = torch.from_numpy(rng.uniform(0, self.doubt, (count, 2)).astype(np.float32))
-        mixed = self.directions[torch.from_numpy(labels)] + (share[..., None] * self.directions[others]).sum(1)
-        spread = torch.from_numpy(rng.standard_normal(mixed.shape).astype(np.float32))
-        return F.normalize(mixed + self.noise * F.normalize(spread, dim=1), dim=1) * self.length + self.mean
-
-    def __call__(self, frames: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
-        """As [`Eyes`]. What is unclear shows anything."""
-        flat = labels.ravel()
-        return self.tokens(np.where(flat >= 0, flat, rng.integers(0, len(self.directions), len(flat))), rng)
+    weights, tokenizer = load_language_model(work)
+    pictures, packer, reader = Pictures(work), Packer(tokenizer), Reader(make_base(weights))
+    trained = reader.trained()
+    optimizer = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    target, seen = work / "reading.pt", 0
+    if target.is_file():
+        stored = torch.load(target)
+        optimizer.load_state_dict(stored["optimizer"])
+        seen = stored["clips"]
+        for name, weight in trained.items():
+            weight.data.copy_(stored["lora"][name])
+    tower = load_tower(work)
+    start = saved = time.monotonic()
+    hits: dict[str, list[bool]] = defaultdict(list)
+    losses: list[float] = []
+    while (now := time.monotonic()) - start < 60 * minutes and seen < clips:
+        rate = RATE * min(1.0, max(0.05, (clips - seen) / (0.4 * clips))) * min(1.0, (seen + BATCH) / (30 * BATCH))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batch = [look(pictures, tower, seed) for seed in range(seen, seen + BATCH)]
+        packed = packer.pack(batch)
+        loss, right = answer_loss(*reader(packed), packed)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        seen += BATCH
+        losses.append(loss.item())
+        for clip, answers in zip(batch, right, strict=True):
+            for question, hit in zip(clip.questions, answers, strict=True):
+                hits[question.kind].append(hit)
+        if len(losses) == 20:
+            line = {"clips": seen, "loss": round(float(np.mean(losses)), 3)}
+            line |= {kind: round(100 * float(np.mean(of))) for kind, of in sorted(hits.items())}
+            log(work / "reading.jsonl", {**line, "minutes": round((now - start) / 60, 1)})
+            hits.clear()
+            losses.clear()
+        if now - saved > 180:
+            save(target, lora={**trained}, optimizer=optimizer.state_dict(), clips=seen)
+            tower, saved = load_tower(work), now
+    save(target, lora={**trained}, optimizer=optimizer.state_dict(), clips=seen)

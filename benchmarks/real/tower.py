@@ -1,6 +1,5 @@
 """First stage: the tower and the merger learn to say, among the language model's word embeddings, what a token shows."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from ..teaching.muon import MuonBeside, MuonSingle
 from .base import TOWER, load_language_model
 from .words import NAMES
+from .work import log, save
 from .world import NOTHING, SIZES, Pictures, make_scene, render, token_things
 
 MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073])
@@ -125,6 +125,11 @@ def train_tower(work: Path, minutes: float, images: int = IMAGES) -> None:
         namer.load_state_dict(stored["namer"])
         optimizer.load_state_dict(stored["optimizer"])
         seen = stored["images"]
+
+    def keep() -> None:
+        states = {"tower": tower.state_dict(), "namer": namer.state_dict(), "optimizer": optimizer.state_dict()}
+        save(target, **states, images=seen)
+
     rates = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
     start = saved = time.monotonic()
     busy, hits = time.process_time(), []
@@ -146,21 +151,15 @@ def train_tower(work: Path, minutes: float, images: int = IMAGES) -> None:
                 "minutes": round((now - start) / 60, 1),
                 "cpu_minutes": round((time.process_time() - busy) / 60, 2),
             }
-            _log(work, line)
+            log(work / "tower.jsonl", line)
             hits = []
         if now - saved > 180:
-            _save(target, tower, namer, optimizer, seen)
+            keep()
             saved = now
-    _save(target, tower, namer, optimizer, seen)
+    keep()
 
 
-def _log(work: Path, line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
-    with (work / "tower.jsonl").open("a") as log:
-        log.write(json.dumps(line) + "\n")
-
-
-def _save(target: Path, tower: nn.Module, namer: Namer, optimizer: MuonBeside, seen: int) -> None:
-    state = {"tower": tower.state_dict(), "namer": namer.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save({**state, "images": seen}, target.with_suffix(".partial"))
-    target.with_suffix(".partial").replace(target)
+def load_tower(work: Path) -> nn.Module:
+    tower = make_tower().eval()
+    tower.load_state_dict(torch.load(work / "tower.pt")["tower"])
+    return tower
