@@ -138,7 +138,8 @@ def save_base(work: Path, parts: Path, folder: Path) -> None:
 
 def save_parts(work: Path, parts: Path) -> None:
     """What both stages have taught so far, in half precision."""
-    tower, lora = torch.load(work / "tower.pt")["tower"], torch.load(work / "reading.pt")["lora"]
+    stored = torch.load(work / "reading.pt")
+    tower, lora = stored["tower"], stored["lora"]
     named = {f"tower.{name}": part for name, part in tower.items()} | {
         f"lora.{name}": part for name, part in lora.items()
     }

@@ -14,7 +14,7 @@ from torch import nn
 
 from .base import IDS, TOWER, TURN, TURN_END, load_language_model, make_base
 from .clips import Clip, look
-from .tower import load_tower
+from .tower import load_tower, word_directions
 from .work import log, save
 from .world import Pictures
 
@@ -148,7 +148,8 @@ def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
         seen = stored["clips"]
         for name, weight in trained.items():
             weight.data.copy_(stored["lora"][name])
-    tower = load_tower(work)
+    words = word_directions(weights["model.embed_tokens.weight"], tokenizer)
+    tower = load_tower(work, words)
     start = saved = time.monotonic()
     hits: dict[str, list[bool]] = defaultdict(list)
     losses: list[float] = []
@@ -175,6 +176,6 @@ def train_reading(work: Path, minutes: float, clips: int = CLIPS) -> None:
             hits.clear()
             losses.clear()
         if now - saved > 180:
-            save(target, lora={**trained}, optimizer=optimizer.state_dict(), clips=seen)
-            tower, saved = load_tower(work), now
-    save(target, lora={**trained}, optimizer=optimizer.state_dict(), clips=seen)
+            save(target, lora={**trained}, tower=tower.state_dict(), optimizer=optimizer.state_dict(), clips=seen)
+            tower, saved = load_tower(work, words), now
+    save(target, lora={**trained}, tower=tower.state_dict(), optimizer=optimizer.state_dict(), clips=seen)

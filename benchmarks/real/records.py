@@ -39,8 +39,8 @@ def write_records(
             row = {"video": video, "question": asked.question, "answer": asked.answer, "kind": asked.kind}
             rows.append(json.dumps({**row, "evidence": evidence}) + "\n")
     path = out / f"{split}{'-held-out' if held_out else ''}.jsonl"
-    with whole_file(path) as part:
-        part.write_text("".join(rows), encoding="utf-8")
+    with whole_file(path) as file:
+        file.writelines(rows)
     return path
 
 

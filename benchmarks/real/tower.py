@@ -159,7 +159,16 @@ def train_tower(work: Path, minutes: float, images: int = IMAGES) -> None:
     keep()
 
 
-def load_tower(work: Path) -> nn.Module:
+def load_tower(work: Path, words: torch.Tensor) -> nn.Module:
+    """
+    What [`train_tower`] left, whose tokens now have the words' mean and their length around it: the language model does
+    not read tokens of length 1.
+    """
     tower = make_tower().eval()
     tower.load_state_dict(torch.load(work / "tower.pt")["tower"])
+    mean, last = words.mean(0), tower.merger.mlp[2]
+    with torch.no_grad():
+        length = (words - mean).norm(dim=1).mean()
+        last.weight *= length
+        last.bias.mul_(length).add_(mean)
     return tower
