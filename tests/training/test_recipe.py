@@ -88,6 +88,15 @@ def test_dry_run_counts_as_the_paper_does(name):
     assert COUNTS[name] in result.output and "a gradient reaches" in result.output
 
 
+def test_a_dry_run_of_two_stages_needs_no_variant(tmp_path):
+    folder = RECIPES.parent / "hub_configs" / "qtsplus-tiny"
+    changes = ["model.variant=null", f"model.weights={folder}", f"training.output_dir={tmp_path / 'out'}"]
+    command = ["train", str(RECIPES / "qtsplus-3b.yaml"), "--dry-run", *(f"--set={change}" for change in changes)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "stage relevance: " in result.output and "stage answers: " in result.output
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_two_stages_teach_the_scores_and_then_leave_them(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,8 +42,11 @@ def train_by(
 
     if dry_run:
         # Nothing is computed: a recipe in bfloat16 for a GPU can be counted on any machine.
-        for stage in load_stages(recipe, [*overrides, "training.use_cpu=true"], trainer_class):
-            lines = "\n  ".join(make_plan(stage).lines)
+        stages = load_stages(recipe, [*overrides, "training.use_cpu=true"], trainer_class)
+        for stage in stages:
+            # What a later stage starts from need not be there yet; it has the shape of what the first starts from.
+            start = replace(stage.model, weights=stages[0].model.weights)
+            lines = "\n  ".join(make_plan(replace(stage, model=start)).lines)
             console.print(f"{stage.name}: {lines}", soft_wrap=True, highlight=False)
         return
     with results_only():
